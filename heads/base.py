@@ -1,0 +1,247 @@
+"""What a draft head is to the rest of the house: its inputs, its loss, its interface.
+
+Shape legend (methods §0): B batch, T tokens, R rows of a pack, A anchors (supervised rows), D target hidden,
+H head hidden, V target vocabulary, U draft vocabulary, K draft depths, k feature streams, N tree nodes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.errors import ConfigError
+from headstart.heads.positions import Anchors, find_anchors
+
+
+@dataclass
+class HeadConfig:
+    """Fields every family shares; each family's file subclasses this."""
+
+    type: str = "???"
+    #: draft depths trained (K): Medusa heads, or TTT steps of EAGLE-3
+    depth: int = 1
+    #: weight of depth d is decay ** (d - 1)
+    depth_decay: float = 1.0
+
+
+@dataclass(frozen=True)
+class HeadDims:
+    """The target's dimensions that a head is built from (no weights)."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 4096
+    #: transformers-v5 `rope_parameters` of the target (rope_type, rope_theta, factor, partial_rotary_factor, …)
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    tie_word_embeddings: bool = False
+    model_type: str = "llama"
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> HeadDims:
+        """Read the dimensions from a transformers config (the text part of a multimodal one)."""
+        config = config.get_text_config()
+        rope = dict(getattr(config, "rope_parameters", None) or {})
+        if rope and "rope_type" not in rope and all(isinstance(v, dict) for v in rope.values()):
+            # one rope per attention kind (Gemma 3): a draft layer attends globally
+            rope = dict(rope.get("full_attention") or next(iter(rope.values())))
+        rope.setdefault("rope_type", "default")
+        rope.setdefault("rope_theta", float(getattr(config, "rope_theta", None) or 10000.0))
+        partial = getattr(config, "partial_rotary_factor", None)
+        if partial is not None:
+            rope.setdefault("partial_rotary_factor", partial)
+        heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=config.intermediate_size,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            hidden_act=getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu",
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=rope,
+            tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+            model_type=config.model_type,
+            bos_token_id=getattr(config, "bos_token_id", None),
+            eos_token_id=getattr(config, "eos_token_id", None),
+        )
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What a head reads from the target at every row.
+
+    Attributes:
+        layer_ids: indices k of HF `hidden_states[k]` (0 < k < L), i.e. the *input* of decoder layer k: pre-norm
+            residual streams, ascending; empty when only the last hidden state is read.
+            The last hidden state (post-final-norm) is always captured: teachers need it.
+    """
+
+    layer_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class FeatureBatch:
+    """One pack of whole documents laid end to end; padding, if any, at the end (`doc_R` = -1).
+
+    Attributes:
+        tokens_R: int64 [R].
+        turn_R: int64 [R], assistant turn of the token within its document, -1 = unsupervised.
+        doc_R: int64 [R], document index within the pack, -1 = padding.
+        position_R: int64 [R], rope position, restarting at 0 in every document.
+        doc_lengths: rows of each document, in order.
+        anchors: supervised rows (positions.find_anchors) for the head's K.
+        sample_ids: one id per document, for error messages.
+        hidden_RD: last hidden state **after the final norm**, or None before the target ran.
+        streams_RkD: **pre-norm** residual streams at FeatureSpec.layer_ids, or None.
+        teacher_argmax_A: int64 [A], argmax over the V tokens of the target's distribution at row_A + 1.
+    """
+
+    tokens_R: Tensor
+    turn_R: Tensor
+    doc_R: Tensor
+    position_R: Tensor
+    doc_lengths: tuple[int, ...]
+    anchors: Anchors
+    sample_ids: tuple[str, ...] = ()
+    hidden_RD: Tensor | None = None
+    streams_RkD: Tensor | None = None
+    teacher_argmax_A: Tensor | None = None
+
+    @classmethod
+    def pack(
+        cls,
+        documents: list[tuple[Tensor, Tensor]],
+        max_depth: int,
+        pad_to: int = 0,
+        sample_ids: tuple[str, ...] = (),
+    ) -> FeatureBatch:
+        """Lay `(tokens_T, turn_T)` documents end to end and find the anchors (CPU)."""
+        lengths = tuple(int(tokens.shape[0]) for tokens, _ in documents)
+        rows = max(sum(lengths), pad_to)
+        tokens_R = torch.zeros(rows, dtype=torch.int64)
+        turn_R = torch.full((rows,), -1, dtype=torch.int64)
+        doc_R = torch.full((rows,), -1, dtype=torch.int64)
+        position_R = torch.zeros(rows, dtype=torch.int64)
+        start = 0
+        for index, (tokens, turn) in enumerate(documents):
+            stop = start + lengths[index]
+            tokens_R[start:stop], turn_R[start:stop], doc_R[start:stop] = tokens, turn, index
+            position_R[start:stop] = torch.arange(lengths[index])
+            start = stop
+        anchors = find_anchors(turn_R, doc_R, max_depth)
+        return cls(tokens_R, turn_R, doc_R, position_R, lengths, anchors, sample_ids)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> FeatureBatch:
+        moved = {
+            f.name: value.to(device, non_blocking=non_blocking)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor | Anchors)
+        }
+        return replace(self, **moved)
+
+
+@dataclass
+class Teacher:
+    """The target's frozen output head: post-norm hidden state → next-token logits.
+
+    Attributes:
+        weight_VD: lm_head weight (the tied embedding where the target ties).
+        bias_V: lm_head bias, or None.
+        softcap: Gemma-style final logit soft-cap, or None.
+        scale: multiplier applied to the logits (Cohere/Granite style), 1 elsewhere.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def logits(self, hidden_AD: Tensor, ids_U: Tensor | None = None) -> Tensor:
+        """float32 [A, V] (or [A, U], the columns of ids_U)."""
+        weight = self.weight_VD if ids_U is None else self.weight_VD[ids_U]
+        bias = self.bias_V if self.bias_V is None or ids_U is None else self.bias_V[ids_U]
+        logits = nn.functional.linear(hidden_AD.to(weight.dtype), weight, bias).float() * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+@dataclass
+class HeadLoss:
+    """Sums per depth over one pack, to be normalised by global counts (methods §0).
+
+    Attributes:
+        loss_K: float32 [K], S_d, differentiable.
+        count_K: float32 [K], positions that carry a loss at depth d (N_d's share; no subsampling).
+        correct_K: float32 [K], teacher-forced hits: head argmax == target argmax.
+        total_K: float32 [K], positions the accuracy is over (out-of-vocabulary ones count as misses).
+        prefix_K: float32 [K], rows where every depth 1 … d was a hit (simulated acceptance).
+    """
+
+    loss_K: Tensor
+    count_K: Tensor
+    correct_K: Tensor
+    total_K: Tensor
+    prefix_K: Tensor
+
+
+class Head(nn.Module, ABC):
+    """A draft head. Subclasses live one per file and are registered in `HEADS`."""
+
+    family: ClassVar[str]
+
+    def __init__(self, config: HeadConfig, dims: HeadDims):
+        super().__init__()
+        self.config, self.dims = config, dims
+
+    @property
+    def depth(self) -> int:
+        """K, the depths that are trained."""
+        return self.config.depth
+
+    @property
+    def spec(self) -> FeatureSpec:
+        """Which target features the head reads."""
+        return FeatureSpec()
+
+    def depth_weights(self) -> Tensor:
+        """λ_d, float32 [K]."""
+        return self.config.depth_decay ** torch.arange(self.depth, dtype=torch.float32)
+
+    @abstractmethod
+    def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
+        """Bind the frozen ends of the target and initialise what starts from them."""
+
+    @abstractmethod
+    def depth_counts(self, batch: FeatureBatch) -> Tensor:
+        """count_K of `loss` without running the head: float32 [K] (for the global normalisation)."""
+
+    @abstractmethod
+    def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
+        """Per-depth loss sums over one pack. Gradients flow to trainable parameters only."""
+
+
+def build_head(config: HeadConfig, dims: HeadDims) -> Head:
+    """Construct the family named by `config.type`; weights are random until `init_from_target`.
+
+    Raises: ConfigError for an unknown family or a configuration the target cannot carry.
+    """
+    from headstart.heads import HEADS
+
+    if config.type not in HEADS:
+        raise ConfigError(f"head.type: found {config.type!r}, expected one of {sorted(HEADS)}")
+    return HEADS[config.type].head(config, dims)

@@ -1,0 +1,101 @@
+"""Atomic writes, JSON and safetensors on disk, free-space checks: what every artefact is written with."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.heads.errors import DataError, StorageError
+
+
+@contextmanager
+def explain_disk(path: Path) -> Iterator[None]:
+    """Turn "no space left" and permission failures into a StorageError that names the path and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"{path}: the disk is full; nothing already written was lost. Free space, or point the run "
+                "elsewhere with run_dir=…, then run the same command again: it continues."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StorageError(f"{path}: cannot be written ({error.strerror}). Choose another place with run_dir=…") from error
+        raise
+
+
+def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write(temporary_path)` and rename onto `path`: readers see the old file or the new one, never a part."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    atomic_write(path, lambda p: p.write_text(text, encoding="utf-8") and None)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file. Raises DataError naming the file (and line) when missing or malformed."""
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from error
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Save contiguous CPU copies; safetensors refuses tensors that share memory, so each is its own copy."""
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    atomic_write(path, lambda p: save_file(copies, p, metadata={"format": "pt", **(metadata or {})}))
+
+
+def require_disk(path: Path, needed_bytes: int, what: str) -> None:
+    """Raise StorageError before work starts when the disk that holds `path` cannot take `needed_bytes`."""
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise StorageError(
+            f"{path}: {what} needs about {needed_bytes / 2**30:.2f} GiB and the disk has {free / 2**30:.2f} GiB free. "
+            "Free space, or point the run elsewhere with run_dir=…"
+        )
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,93 @@
+"""Which rows train, at which depth, and where their teacher sits: the one home of every shift rule.
+
+Worked example: two turns of one conversation, K = 3 (`.` is a prompt token, `A`/`B` assistant tokens)
+
+    row t          0   1   2   3   4   5   6   7   8
+    token          .   .   A0  A1  A2  .   .   B0  B1
+    turn_t        -1  -1   0   0   0  -1  -1   1   1
+    depths_t       0   2   1   0   0   0   1   0   0
+
+Row t is *supervised at depth d* iff x_{t+1}, …, x_{t+1+d} are tokens of one assistant turn of one
+document. Row 1 is the last prompt token: its feature is what serving has when the root A0 was just
+sampled, so it drafts A1 (depth 1) and A2 (depth 2). Row 2 drafts A2 after the root A1. Row 6 drafts B1.
+The label of row t at depth d is x_{t+1+d}; its teacher is the target's distribution at row t + d.
+Supervised rows at depth d + 1 are a subset of those at depth d.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def supervised_depths(turn_R: Tensor, doc_R: Tensor, max_depth: int) -> Tensor:
+    """Number of depths (0 … max_depth) at which each row is supervised (methods §0).
+
+    Args:
+        turn_R: int64 [R], assistant turn of token x_t (unique within its document), -1 = unsupervised.
+        doc_R: int64 [R], document of the row, -1 = padding.
+        max_depth: K ≥ 1.
+    Returns: int64 [R].
+    """
+    rows = turn_R.shape[0]
+    same = torch.zeros(rows, dtype=torch.bool, device=turn_R.device)
+    if rows > 1:
+        same[:-1] = (turn_R[1:] >= 0) & (turn_R[1:] == turn_R[:-1]) & (doc_R[1:] == doc_R[:-1])
+    same &= doc_R >= 0
+    # same[r]: x_r and x_{r+1} belong to one turn. Row t reaches depth d iff same[t+1 … t+d] and x_t is in the document.
+    depths_R = torch.zeros(rows, dtype=torch.int64, device=turn_R.device)
+    alive = torch.zeros_like(same)
+    if rows > 1:
+        alive[:-1] = (doc_R[1:] == doc_R[:-1]) & (doc_R[:-1] >= 0)
+    for d in range(1, max_depth + 1):
+        ahead = torch.zeros_like(same)
+        ahead[: max(rows - d, 0)] = same[d:]
+        alive = alive & ahead
+        depths_R += alive
+    return depths_R
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """The supervised rows of a pack, deepest first, so that the rows of depth d are a prefix.
+
+    Attributes:
+        row_A: int64 [A], row of the pack, ordered by (depths descending, row ascending).
+        depths_A: int64 [A], number of supervised depths of the anchor (≥ 1).
+        teacher_AK: int64 [A, K], `teacher_AK[a, d-1]` = index *into the anchors* whose depth-1 teacher row is
+            row_A[a] + d, i.e. the anchor at row_A[a] + d - 1; 0 where depth d is not supervised (mask with depths_A).
+        count_K: python ints, anchors supervised at depth 1 … K: the rows of depth d are `[: count_K[d-1]]`.
+
+    The depth-1 teacher rows `row_A + 1` are exactly the rows whose target distribution any depth needs,
+    because x_{t+d}, x_{t+d+1} in one turn makes row t + d - 1 an anchor itself.
+    """
+
+    row_A: Tensor
+    depths_A: Tensor
+    teacher_AK: Tensor
+    count_K: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.row_A.shape[0]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Anchors:
+        move = lambda x: x.to(device, non_blocking=non_blocking)  # noqa: E731
+        return Anchors(move(self.row_A), move(self.depths_A), move(self.teacher_AK), self.count_K)
+
+
+def find_anchors(turn_R: Tensor, doc_R: Tensor, max_depth: int) -> Anchors:
+    """Anchors of a pack (CPU tensors in, CPU tensors out: no device synchronisation later)."""
+    depths_R = supervised_depths(turn_R, doc_R, max_depth)
+    row_A = torch.nonzero(depths_R > 0).squeeze(1)
+    order = torch.argsort(depths_R[row_A], descending=True, stable=True)
+    row_A = row_A[order]
+    depths_A = depths_R[row_A]
+    rank_R = torch.zeros(turn_R.shape[0] + max_depth, dtype=torch.int64, device=turn_R.device)
+    rank_R[row_A] = torch.arange(row_A.shape[0], device=turn_R.device)
+    step_K = torch.arange(max_depth, device=turn_R.device)
+    teacher_AK = rank_R[row_A[:, None] + step_K[None, :]]
+    teacher_AK = torch.where(step_K[None, :] < depths_A[:, None], teacher_AK, 0)
+    count_K = tuple(int((depths_A >= d).sum()) for d in range(1, max_depth + 1))
+    return Anchors(row_A, depths_A, teacher_AK, count_K)

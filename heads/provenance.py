@@ -1,0 +1,58 @@
+"""Where an artefact came from: git revision, package versions, hardware. Saved with everything a run makes."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("headstart", "torch", "transformers", "accelerate", "safetensors", "triton")
+
+
+def git_revision() -> str:
+    """Revision of the checkout the code runs from, with `-dirty` where tracked files differ; `unknown` outside git."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        revision = git("rev-parse", "--short=12", "HEAD")
+        return revision + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    return found
+
+
+def device_name(device: torch.device | str = "cpu") -> str:
+    """Human name of a device: the GPU's, or the processor's with its core count."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    import os
+
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{model} ({os.cpu_count()} cores)"
+
+
+def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
+    return {"git_revision": git_revision(), "versions": versions(), "device": device_name(device)}

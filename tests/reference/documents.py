@@ -1,0 +1,125 @@
+"""One conversation, what the target says about it, and the sums that every head's loss is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Document:
+    """Tokens x_0 … x_{T-1} of one conversation with the target's features.
+
+    turns: assistant turn of every token, -1 = not supervised.
+    hidden_TD: f_t, the target's last hidden state **after** its final norm.
+    streams_TkD: the residual streams read by EAGLE-3, before any norm.
+    """
+
+    tokens: list[int]
+    turns: list[int]
+    hidden_TD: Tensor
+    streams_TkD: Tensor
+
+
+@dataclass
+class Ends:
+    """The frozen ends of the target: its embedding table and its output head."""
+
+    embed_VD: Tensor
+    lm_head_VD: Tensor
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def logits(self, hidden_D: Tensor) -> Tensor:
+        """Next-token logits [V] of one post-norm hidden state."""
+        z_V = self.lm_head_VD @ hidden_D
+        if self.bias_V is not None:
+            z_V = z_V + self.bias_V
+        z_V = z_V * self.scale
+        if self.softcap is not None:
+            z_V = self.softcap * torch.tanh(z_V / self.softcap)
+        return z_V
+
+
+@dataclass
+class Sums:
+    """Per depth d = 1 … K (index d - 1), over all documents given."""
+
+    loss: list[Tensor]
+    count: list[int]
+    correct: list[int]
+    total: list[int]
+    prefix: list[int]
+
+    def normalised(self, weights: list[float]) -> Tensor:
+        """L = Σ_d λ_d · S_d / N_d; a depth without positions adds nothing."""
+        terms = [w * s / n for w, s, n in zip(weights, self.loss, self.count, strict=True) if n > 0]
+        return torch.stack(terms).sum()
+
+
+def is_supervised(turns: list[int], t: int, d: int) -> bool:
+    """Whether position t trains at depth d: x_{t+1}, …, x_{t+1+d} all exist and belong to one assistant turn."""
+    needed = [t + 1 + i for i in range(d + 1)]
+    if t < 0 or needed[-1] >= len(turns):
+        return False
+    turn = turns[needed[0]]
+    return turn >= 0 and all(turns[position] == turn for position in needed)
+
+
+def greedy_choice(ends: Ends, document: Document, t: int, d: int) -> int:
+    """The target's own token for x_{t+1+d}: argmax at index t + d."""
+    return int(ends.logits(document.hidden_TD[t + d]).argmax())
+
+
+def soft_cross_entropy(p: Tensor, logits: Tensor) -> Tensor:
+    """-Σ p log softmax(logits)."""
+    return -(p * (logits - torch.logsumexp(logits, dim=0))).sum()
+
+
+PositionLoss = Callable[[Document, int, int, Tensor], Tensor | None]
+
+
+def sum_over_positions(
+    documents: list[Document],
+    depth: int,
+    draft_logits: Callable[[Document, int], list[Tensor]],
+    position_loss: PositionLoss,
+    ends: Ends,
+    draft_ids: list[int] | None = None,
+) -> Sums:
+    """Run a head over every supervised position.
+
+    draft_logits(document, t): logits of depths 1 … as many as t is supervised at.
+    position_loss(document, t, d, logits): loss at one position, None where it carries none.
+    draft_ids: target id of every logit, None = the target's vocabulary itself.
+    """
+    zero = torch.zeros((), dtype=ends.lm_head_VD.dtype)
+    sums = Sums([zero] * depth, [0] * depth, [0] * depth, [0] * depth, [0] * depth)
+    for document in documents:
+        for t in range(len(document.tokens)):
+            if not is_supervised(document.turns, t, 1):
+                continue
+            all_hit = True
+            for index, logits in enumerate(draft_logits(document, t)):
+                d = index + 1
+                loss = position_loss(document, t, d, logits)
+                if loss is not None:
+                    sums.loss[index] = sums.loss[index] + loss
+                    sums.count[index] += 1
+                choice = int(logits.argmax())
+                drafted = choice if draft_ids is None else draft_ids[choice]
+                hit = drafted == greedy_choice(ends, document, t, d)
+                all_hit = all_hit and hit
+                sums.correct[index] += hit
+                sums.total[index] += 1
+                sums.prefix[index] += all_hit
+    return sums
+
+
+def supervised_depth(document: Document, t: int, depth: int) -> int:
+    """How many of the depths 1 … depth position t is supervised at (they are always the first ones)."""
+    return sum(is_supervised(document.turns, t, d) for d in range(1, depth + 1))

@@ -1,0 +1,91 @@
+"""EAGLE-1 (Li et al. 2024, methods §3): one decoder layer that predicts the next feature."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reference.documents import Document, Ends, Sums, soft_cross_entropy, sum_over_positions
+from reference.llama import Row, Shape, Weights, attend, mlp, project, rms_norm
+
+ATTENTION = "layers.0.self_attn."
+
+
+def layer_input(weights: Weights, ends: Ends, token: int, f_D: Tensor) -> Tensor:
+    """fc(cat(emb(token), feature)): embedding first."""
+    return weights["fc.weight"] @ torch.cat([ends.embed_VD[token], f_D])
+
+
+def row_keys(weights: Weights, ends: Ends, shape: Shape, token: int, f_D: Tensor, position: int) -> Row:
+    """What a row shows to others; the layer has no input norm."""
+    return project(weights, ATTENTION, layer_input(weights, ends, token, f_D), position, shape)
+
+
+def row_output(weights: Weights, ends: Ends, shape: Shape, token: int, f_D: Tensor, row: Row, seen: list[Row]) -> Tensor:
+    """g [D] of a row that sees `seen` (itself included): the prediction of the next post-norm feature."""
+    x_D = layer_input(weights, ends, token, f_D)
+    x_D = x_D + attend(weights, ATTENTION, row, seen, shape)
+    normed_D = rms_norm(x_D, weights["layers.0.post_attention_layernorm.weight"], shape.eps)
+    return x_D + mlp(weights, "layers.0.mlp.", normed_D, shape)
+
+
+def predicted_feature(weights: Weights, ends: Ends, shape: Shape, document: Document, t: int) -> Tensor:
+    """g_t: from rows 0 … t, row s made of x_{s+1} and f_s at rope position s."""
+    rows = [
+        row_keys(weights, ends, shape, document.tokens[s + 1], document.hidden_TD[s], s) for s in range(t + 1)
+    ]
+    return row_output(weights, ends, shape, document.tokens[t + 1], document.hidden_TD[t], rows[t], rows)
+
+
+def smooth_l1(a: Tensor, b: Tensor) -> Tensor:
+    """Mean over the width of ½x² where |x| < 1, |x| - ½ elsewhere."""
+    terms = []
+    for x in a - b:
+        terms.append(0.5 * x * x if x.abs() < 1 else x.abs() - 0.5)
+    return torch.stack(terms).mean()
+
+
+def eagle_loss(
+    weights: Weights,
+    ends: Ends,
+    documents: list[Document],
+    shape: Shape,
+    hidden_weight: float = 1.0,
+    logit_weight: float = 0.1,
+) -> Sums:
+    """1.0 · SmoothL1(g_t, f_{t+1}) + 0.1 · softCE(lm_head(g_t), p at t + 1), on positions supervised at depth 1."""
+    features: dict[tuple[int, int], Tensor] = {}
+
+    def draft(document: Document, t: int) -> list[Tensor]:
+        g_D = predicted_feature(weights, ends, shape, document, t)
+        features[id(document), t] = g_D
+        return [ends.logits(g_D)]
+
+    def loss(document: Document, t: int, d: int, logits: Tensor) -> Tensor:
+        next_D = document.hidden_TD[t + 1]
+        p_V = torch.softmax(ends.logits(next_D), dim=0)
+        distance = smooth_l1(features[id(document), t], next_D)
+        return hidden_weight * distance + logit_weight * soft_cross_entropy(p_V, logits)
+
+    return sum_over_positions(documents, 1, draft, loss, ends)
+
+
+def chain_logits(
+    weights: Weights, ends: Ends, shape: Shape, tokens: list[int], hidden_TD: Tensor, fed: list[int]
+) -> list[Tensor]:
+    """Serving: logits [V] of depths 1 … len(fed).
+
+    `tokens` are the consumed x_0 … x_t, whose features are `hidden_TD` [t+1, D]; `fed[0]` is the root x_{t+1}, the
+    rest what is drafted (or forced). Depth i recycles the row's own prediction as the feature.
+    """
+    last = len(tokens) - 1
+    following = [*tokens[1:], fed[0]]
+    seen = [row_keys(weights, ends, shape, following[s], hidden_TD[s], s) for s in range(len(tokens))]
+    g_D = row_output(weights, ends, shape, fed[0], hidden_TD[last], seen[last], seen)
+    out = [ends.logits(g_D)]
+    for i, token in enumerate(fed[1:], start=2):
+        row = row_keys(weights, ends, shape, token, g_D, last + i - 1)
+        seen = [*seen, row]
+        g_D = row_output(weights, ends, shape, token, g_D, row, seen)
+        out.append(ends.logits(g_D))
+    return out

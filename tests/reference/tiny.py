@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
+from headstart.heads.base import FeatureBatch, Head, Teacher
 from torch import Tensor, nn
 
-from reference.documents import Document, Ends
+from reference.documents import Document, Ends, Sums
 from reference.llama import Weights
 
 
@@ -84,3 +86,69 @@ def assert_near(actual: Tensor, expected: Tensor, what: str, tolerance: float = 
     error = (actual - expected).abs().max().item()
     size = expected.abs().max().item()
     assert error <= tolerance * size + 1e-7, f"{what}: off by {error:.3g} where the largest value is {size:.3g}"
+
+
+def feature_batch(documents: list[Document], ends: Ends, depth: int, pad_to: int = 0, noise_seed: int = 9) -> FeatureBatch:
+    """The documents as a head sees them. Padding rows hold loud noise: whatever reads them shows."""
+    pairs = [(torch.tensor(x.tokens), torch.tensor(x.turns, dtype=torch.int64)) for x in documents]
+    batch = FeatureBatch.pack(pairs, depth, pad_to, tuple(f"sample-{i}" for i in range(len(documents))))
+    hidden_RD = torch.cat([x.hidden_TD for x in documents])
+    streams_RkD = torch.cat([x.streams_TkD for x in documents])
+    choice_R = torch.stack([ends.logits(hidden).argmax() for hidden in hidden_RD])
+    padding = batch.tokens_R.shape[0] - hidden_RD.shape[0]
+    noise = torch.Generator().manual_seed(noise_seed)
+    loud = lambda x: torch.cat([x, 50 * torch.randn(padding, *x.shape[1:], generator=noise).to(x.dtype)])  # noqa: E731
+    if padding:
+        batch.tokens_R[-padding:] = torch.randint(0, ends.embed_VD.shape[0], (padding,), generator=noise)
+    return replace(
+        batch, hidden_RD=loud(hidden_RD), streams_RkD=loud(streams_RkD), teacher_argmax_A=choice_R[batch.anchors.row_A + 1]
+    )
+
+
+def teacher_of(ends: Ends) -> Teacher:
+    return Teacher(ends.lm_head_VD, ends.bias_V, ends.softcap, ends.scale)
+
+
+def check_against(head: Head, batch: FeatureBatch, teacher: Teacher, expected: Sums, weights: Weights) -> None:
+    """Sums, counts and every parameter's gradient, of each depth by itself and of the normalised loss."""
+    loss = head.loss(batch, teacher)
+    assert loss.count_K.tolist() == expected.count
+    assert head.depth_counts(batch).tolist() == expected.count
+    assert loss.total_K.tolist() == expected.total
+    assert loss.correct_K.tolist() == expected.correct
+    assert loss.prefix_K.tolist() == expected.prefix
+    assert_near(loss.loss_K, torch.stack(expected.loss), "loss_K")
+    for d in range(head.depth):
+        if expected.count[d] > 0:
+            check_gradients(head, head.loss(batch, teacher).loss_K[d], expected.loss[d], weights, f"depth {d + 1}")
+    lambdas = [float(w) for w in head.depth_weights()]
+    loss_K = head.loss(batch, teacher).loss_K
+    total = sum(w * s / n for w, s, n in zip(lambdas, loss_K, expected.count, strict=True) if n > 0)
+    check_gradients(head, total, expected.normalised(lambdas), weights, "normalised loss")
+
+
+def check_gradients(head: Head, actual: Tensor, expected: Tensor, weights: Weights, what: str) -> None:
+    head.zero_grad(set_to_none=True)
+    actual.backward()
+    names = sorted(weights)
+    wanted = torch.autograd.grad(expected, [weights[n] for n in names], retain_graph=True, allow_unused=True)
+    parameters = dict(head.named_parameters())
+    assert sorted(n for n, p in parameters.items() if p.requires_grad) == names
+    for name, gradient in zip(names, wanted, strict=True):
+        found = parameters[name].grad
+        if gradient is None:
+            gradient = torch.zeros_like(weights[name])
+        if found is None:
+            found = torch.zeros_like(gradient)
+        assert_near(found, gradient, f"{what}: gradient of {name}")
+
+
+def gradients(head: Head, loss: Tensor) -> dict[str, Tensor]:
+    """Every trainable parameter's gradient of `loss` (zeros where it does not reach)."""
+    head.zero_grad(set_to_none=True)
+    loss.backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in head.named_parameters()
+        if p.requires_grad
+    }

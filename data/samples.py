@@ -1,0 +1,103 @@
+"""The training unit: one token sequence with its assistant turns marked, and what is counted over many of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.heads.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document.
+
+    Attributes:
+        id: unique within a data set; the conversation's id, with `/turnN` where a conversation became several samples.
+        token_ids: int32 [T].
+        turn_ids: int32 [T], assistant turn of the token, -1 = unsupervised; unique per assistant turn of the sample.
+        finish_reason: "stop", or "length" when the last answer has no end (cut by its generator or by `max_length`).
+        meta: `conversation` (id), `task` (or None) and whatever else the record carried.
+    """
+
+    id: str
+    token_ids: np.ndarray
+    turn_ids: np.ndarray
+    finish_reason: str = "stop"
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def supervised(self) -> int:
+        """Number of supervised tokens."""
+        return int((self.turn_ids >= 0).sum())
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """`(tokens_T, turn_T)`, int64, as FeatureBatch.pack wants them."""
+        return torch.from_numpy(self.token_ids.astype(np.int64)), torch.from_numpy(self.turn_ids.astype(np.int64))
+
+    def digest(self) -> str:
+        """Hash of tokens and turns: equal digests train equally."""
+        content = self.token_ids.astype("<i4").tobytes() + b"|" + self.turn_ids.astype("<i4").tobytes()
+        return hashlib.sha256(content).hexdigest()[:16]
+
+
+def token_counts(samples: Sequence[Sample], vocab_size: int) -> Tensor:
+    """How often each token is supervised, int64 [V]: what a draft vocabulary is chosen from (methods §4).
+
+    Raises: DataError when a token id lies outside the vocabulary.
+    """
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    for sample in samples:
+        tokens = sample.token_ids[sample.turn_ids >= 0]
+        if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
+            raise DataError(
+                f"sample {sample.id}: found token id {int(tokens.max())}, expected 0 … {vocab_size - 1}: "
+                "the data was tokenised for another target"
+            )
+        counts_V += np.bincount(tokens, minlength=vocab_size)
+    return torch.from_numpy(counts_V)
+
+
+def require_supervised(samples: Sequence[Sample], depth: int = 1) -> None:
+    """Refuse a set in which no row trains: a head needs `depth + 1` consecutive supervised tokens somewhere.
+
+    Raises: DataError with what was found and the remedy.
+    """
+    if any(_longest_turn(sample) > depth for sample in samples):
+        return
+    supervised = sum(sample.supervised for sample in samples)
+    raise DataError(
+        f"data: {len(samples)} samples hold {supervised} supervised tokens and no answer of {depth + 1} tokens or more, so "
+        "nothing would train. Give conversations with assistant answers (data.sources), distil the prompts first "
+        "(data.distill.prompts), or raise data.max_length; `headstart inspect` shows what is supervised"
+    )
+
+
+def _longest_turn(sample: Sample) -> int:
+    turns = sample.turn_ids[sample.turn_ids >= 0]
+    return int(np.unique(turns, return_counts=True)[1].max()) if len(turns) else 0
+
+
+def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) -> tuple[list[Sample], list[Sample]]:
+    """`(train, held_out)`: whole conversations, chosen by a hash of (seed, conversation), so that adding data moves none.
+
+    Raises: ConfigError when a positive fraction leaves the training side empty.
+    """
+    held: list[Sample] = []
+    train: list[Sample] = []
+    for sample in samples:
+        name = f"{seed}/{sample.meta.get('conversation', sample.id)}"
+        share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+        (held if share < fraction else train).append(sample)
+    if samples and not train:
+        raise ConfigError(f"data.held_out_fraction: {fraction} of {len(samples)} samples leaves none to train on: lower it")
+    return train, held

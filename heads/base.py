@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.errors import ConfigError
+from headstart.heads.numerics import wide
 from headstart.heads.positions import Anchors, find_anchors
 
 
@@ -176,7 +177,7 @@ class Teacher:
         """float32 [A, V] (or [A, U], the columns of ids_U)."""
         weight = self.weight_VD if ids_U is None else self.weight_VD[ids_U]
         bias = self.bias_V if self.bias_V is None or ids_U is None else self.bias_V[ids_U]
-        logits = nn.functional.linear(hidden_AD.to(weight.dtype), weight, bias).float() * self.scale
+        logits = wide(nn.functional.linear(hidden_AD.to(weight.dtype), weight, bias)) * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 

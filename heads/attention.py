@@ -1,0 +1,190 @@
+"""Attention of training-time test (methods §4): step-1 keys of rows ≤ p of the same document, plus the row's own later keys.
+
+Two backends compute the same function:
+    eager  a loop over documents with explicit scores; any device and dtype; the twin that tests compare with.
+    flash  the fused kernel over all documents at once, joined with the own-row part through the log-sum-exp;
+           CUDA, bf16/fp16; nothing of size rows × rows is ever held and nothing is compiled per length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.heads.base import FeatureBatch
+from headstart.heads.numerics import wide
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """One document of a pack for the eager backend: its rows `[start, stop)` and its anchors (indices and rows)."""
+
+    start: int
+    stop: int
+    anchor: Tensor
+    row: Tensor
+
+
+def own_scores(q_AhD: Tensor, own_k: Sequence[Tensor], scale: float) -> Tensor:
+    """Scores of each row against its own keys of steps 2 … i: float32 [A, h, i-1]."""
+    repeat = q_AhD.shape[1] // own_k[0].shape[1]
+    return torch.stack(
+        [(wide(q_AhD) * wide(k.repeat_interleave(repeat, dim=1))).sum(-1) for k in own_k], dim=-1
+    ) * scale
+
+
+class TrainAttention:
+    """The attention of one pack, shared by all steps: `attend(q, k, v, own_k, own_v)`.
+
+    Args of `attend`: q [n, h, d] of the first n anchors (deepest first, Anchors); k, v [R, g, d] of every row at
+        step 1; own_k, own_v: lists of [≥ n, g, d], the anchors' keys and values of steps 2 … i.
+    Returns: context [n, h, d].
+    """
+
+    def __init__(self, batch: FeatureBatch, backend: str = "auto"):
+        self.batch = batch
+        device = batch.tokens_R.device
+        self.backend = backend if backend != "auto" else ("flash" if device.type == "cuda" else "eager")
+        self._documents: list[DocumentRows] | None = None
+        self._cumulative: Tensor | None = None
+
+    def attend(
+        self, q_AhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k: Sequence[Tensor] = (), own_v: Sequence[Tensor] = ()
+    ) -> Tensor:
+        count = q_AhD.shape[0]
+        own_k, own_v = [k[:count] for k in own_k], [v[:count] for v in own_v]
+        if self.backend == "flash" and q_AhD.dtype in (torch.bfloat16, torch.float16):
+            return self._flash(q_AhD, k_RgD, v_RgD, own_k, own_v)
+        return self._eager(q_AhD, k_RgD, v_RgD, own_k, own_v)
+
+    # --- eager -------------------------------------------------------------------------------------------------
+
+    def documents(self) -> list[DocumentRows]:
+        if self._documents is None:
+            anchor_row = self.batch.anchors.row_A.cpu()
+            self._documents, start = [], 0
+            for length in self.batch.doc_lengths:
+                inside = torch.nonzero((anchor_row >= start) & (anchor_row < start + length)).squeeze(1)
+                if len(inside):
+                    row = anchor_row[inside] - start
+                    device = self.batch.tokens_R.device
+                    self._documents.append(DocumentRows(start, start + length, inside.to(device), row.to(device)))
+                start += length
+        return self._documents
+
+    def _eager(self, q_AhD, k_RgD, v_RgD, own_k, own_v) -> Tensor:
+        count, heads, width = q_AhD.shape
+        scale, repeat = width**-0.5, heads // k_RgD.shape[1]
+        pieces, order = [], []
+        for document in self.documents():
+            # anchors are deepest first: those of this step are the document's anchors with an index below `count`
+            keep = int((document.anchor < count).sum())
+            if keep == 0:
+                continue
+            anchor, row = document.anchor[:keep], document.row[:keep]
+            q_hAD = wide(q_AhD[anchor].transpose(0, 1))
+            k_hTD = wide(k_RgD[document.start : document.stop].repeat_interleave(repeat, dim=1).transpose(0, 1))
+            v_hTD = wide(v_RgD[document.start : document.stop].repeat_interleave(repeat, dim=1).transpose(0, 1))
+            scores = q_hAD @ k_hTD.transpose(1, 2) * scale
+            later = torch.arange(k_hTD.shape[1], device=row.device) > row[:, None]
+            scores = scores.masked_fill(later, float("-inf"))
+            if own_k:
+                own = own_scores(q_AhD[anchor], [k[anchor] for k in own_k], scale).transpose(0, 1)
+                weights = torch.cat((scores, own), dim=-1).softmax(-1)
+                shared, own = weights.split((scores.shape[-1], own.shape[-1]), dim=-1)
+                own_v_hAjD = torch.stack([v[anchor].repeat_interleave(repeat, dim=1) for v in own_v], 2).transpose(0, 1)
+                context = shared @ v_hTD + (own[..., None] * wide(own_v_hAjD)).sum(2)
+            else:
+                context = scores.softmax(-1) @ v_hTD
+            pieces.append(context.transpose(0, 1))
+            order.append(anchor)
+        if not pieces:
+            return torch.zeros_like(q_AhD)
+        context = torch.cat(pieces)
+        return torch.zeros_like(context).index_copy(0, torch.cat(order), context).to(q_AhD.dtype)
+
+    # --- flash -------------------------------------------------------------------------------------------------
+
+    def cumulative(self) -> Tensor:
+        """int32 [documents + 1] row offsets (padding rows form a last document of their own)."""
+        if self._cumulative is None:
+            rows = self.batch.tokens_R.shape[0]
+            edges = [0]
+            for length in self.batch.doc_lengths:
+                edges.append(edges[-1] + length)
+            if edges[-1] < rows:
+                edges.append(rows)
+            self._cumulative = torch.tensor(edges, dtype=torch.int32).to(self.batch.tokens_R.device, non_blocking=True)
+        return self._cumulative
+
+    def _flash(self, q_AhD, k_RgD, v_RgD, own_k, own_v) -> Tensor:
+        row_A = self.batch.anchors.row_A[: q_AhD.shape[0]]
+        longest = max((*self.batch.doc_lengths, self.batch.tokens_R.shape[0] - sum(self.batch.doc_lengths)))
+        # The kernel's causal mask wants a query at every row; rows without an anchor get zeros and are dropped.
+        q_RhD = q_AhD.new_zeros(k_RgD.shape[0], *q_AhD.shape[1:]).index_copy(0, row_A, q_AhD)
+        joined = _FlashJoined.apply(q_RhD, k_RgD, v_RgD, self.cumulative(), longest, row_A, len(own_k), *own_k, *own_v)
+        return joined
+
+
+class _FlashJoined(torch.autograd.Function):
+    """softmax over [step-1 keys ; own keys] from the fused kernel's output and log-sum-exp.
+
+    With L the log-sum-exp over both parts and O the joint output, the flash backward applied to (O, L) gives the exact
+    gradients of the step-1 part: it recomputes exp(s - L) and uses Δ = rowsum(dO · O). The own part is elementwise.
+    """
+
+    @staticmethod
+    def forward(ctx, q_RhD, k_RgD, v_RgD, edges, longest, row_A, steps, *own):
+        scale = q_RhD.shape[-1] ** -0.5
+        out_RhD, lse_hR, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+            q_RhD, k_RgD, v_RgD, edges, edges, longest, longest, 0.0, True, False, scale=scale
+        )
+        own_k, own_v = own[:steps], own[steps:]
+        out_AhD = out_RhD[row_A]
+        if steps:
+            repeat = q_RhD.shape[1] // k_RgD.shape[1]
+            lse_Ah = lse_hR[:, row_A].transpose(0, 1)
+            own_AhJ = own_scores(q_RhD[row_A], own_k, scale)
+            joint_Ah = torch.logaddexp(lse_Ah, own_AhJ.logsumexp(-1))
+            mixed = out_AhD.float() * (lse_Ah - joint_Ah).exp()[..., None]
+            weights_AhJ = (own_AhJ - joint_Ah[..., None]).exp()
+            for j, v in enumerate(own_v):
+                mixed = mixed + weights_AhJ[..., j, None] * v.repeat_interleave(repeat, dim=1).float()
+            out_AhD = mixed.to(q_RhD.dtype)
+            out_RhD = out_RhD.index_copy(0, row_A, out_AhD)
+            lse_hR = lse_hR.index_copy(1, row_A, joint_Ah.transpose(0, 1))
+        ctx.save_for_backward(q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, *own)
+        ctx.longest, ctx.steps, ctx.scale = longest, steps, scale
+        return out_AhD
+
+    @staticmethod
+    def backward(ctx, grad_AhD):
+        q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, *own = ctx.saved_tensors
+        grad_AhD = grad_AhD.contiguous()
+        grad_RhD = torch.zeros_like(out_RhD).index_copy(0, row_A, grad_AhD.to(out_RhD.dtype))
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD, lse_hR, edges, edges, ctx.longest, ctx.longest, 0.0, True, seed, offset,
+            scale=ctx.scale,
+        )
+        own_k, own_v = own[: ctx.steps], own[ctx.steps :]
+        grads_k, grads_v = [], []
+        if ctx.steps:
+            groups, repeat = k_RgD.shape[1], q_RhD.shape[1] // k_RgD.shape[1]
+            q_AhD, out_AhD, grad = q_RhD[row_A], out_RhD[row_A], grad_AhD.float()
+            weights_AhJ = (own_scores(q_AhD, own_k, ctx.scale) - lse_hR[:, row_A].transpose(0, 1)[..., None]).exp()
+            delta_Ah = (grad * out_AhD.float()).sum(-1)
+            dq_AhD = torch.zeros_like(grad)
+            for j, (k, v) in enumerate(zip(own_k, own_v, strict=True)):
+                k_wide, v_wide = k.repeat_interleave(repeat, dim=1).float(), v.repeat_interleave(repeat, dim=1).float()
+                weight = weights_AhJ[..., j]
+                ds = weight * ((grad * v_wide).sum(-1) - delta_Ah) * ctx.scale
+                dq_AhD = dq_AhD + ds[..., None] * k_wide
+                dk_own = (ds[..., None] * q_AhD.float()).unflatten(1, (groups, repeat)).sum(2)
+                dv_own = (weight[..., None] * grad).unflatten(1, (groups, repeat)).sum(2)
+                grads_k.append(dk_own.to(k.dtype))
+                grads_v.append(dv_own.to(v.dtype))
+            dq = dq.index_add(0, row_A, dq_AhD.to(dq.dtype))
+        return dq, dk, dv, None, None, None, None, *grads_k, *grads_v

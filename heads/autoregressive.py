@@ -1,0 +1,104 @@
+"""Heads that draft one token after another through one decoder layer: EAGLE-1 and EAGLE-3."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, Teacher
+from headstart.heads.layers import Attend, DraftLayer, Rope
+
+
+def compute_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype activations run in: autocast's where it is on, else the parameter's."""
+    kind = parameter.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+
+
+class AutoregressiveHead(Head):
+    """Row p consumes the token x_{p+1} and a feature g_p at rope position p, and drafts x_{p+2}.
+
+    Attributes:
+        fc: input projection.
+        draft_ids_U: int64 [U] buffer, ascending target ids the head can propose, or None when it proposes all V.
+        teacher, embed_VD: the target's frozen ends, attached by `bind`; not parameters and not in the state dict.
+    """
+
+    draft_ids_U: Tensor | None
+    fc: nn.Linear
+
+    def __init__(self, config: HeadConfig, dims: HeadDims):
+        super().__init__(config, dims)
+        self.rope = Rope(dims)
+        self.embed_VD: Tensor | None = None
+        self.teacher: Teacher | None = None
+
+    @property
+    def layer(self) -> DraftLayer:
+        """The decoder layer, under the name its file format wants."""
+        raise NotImplementedError
+
+    @property
+    def num_heads(self) -> int:
+        return self.dims.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.dims.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.dims.head_dim
+
+    def bind(self, embed_VD: Tensor, teacher: Teacher) -> None:
+        """Attach the target's frozen embedding and output head; weights stay as they are."""
+        self.embed_VD, self.teacher = embed_VD.detach(), teacher
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [...] → embeddings [..., H] in the compute dtype."""
+        if self.embed_VD is None:
+            raise RuntimeError("the head is not bound to a target: call bind(embed_VD, teacher) first")
+        return F.embedding(tokens, self.embed_VD).to(compute_dtype(self.fc.weight))
+
+    @abstractmethod
+    def fuse(self, hidden: Tensor, streams: Tensor | None) -> Tensor:
+        """Target features → g: hidden [..., D] (post-norm) and streams [..., k, D] (pre-norm) → [..., H]."""
+
+    @abstractmethod
+    def mix(self, embedding: Tensor, g: Tensor) -> Tensor:
+        """Embedding and feature [..., H] → attention input of the layer [..., in]."""
+
+    @abstractmethod
+    def residual(self, x: Tensor, g: Tensor) -> Tensor:
+        """What the layer's residual stream starts from: [..., H]."""
+
+    @abstractmethod
+    def logits(self, g: Tensor) -> Tensor:
+        """Layer output [..., H] → draft logits [..., U]."""
+
+    def step(self, tokens_BN: Tensor, g_BNH: Tensor, position_BN: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """One decoding pass over N rows per sequence.
+
+        Args:
+            tokens_BN: int64, the token each row consumes (x_{p+1}).
+            g_BNH: features: `fuse` of the target's at p, or the g a previous step returned.
+            position_BN: int64, rope position p.
+            attend: stores the rows' keys and values in the caller's cache and attends.
+        Returns: (g for the next step [B, N, H], logits [B, N, U]).
+        """
+        x = self.mix(self.embed(tokens_BN), g_BNH.to(compute_dtype(self.fc.weight)))
+        residual = self.residual(x, g_BNH.to(x.dtype))
+        cos, sin = self.rope(position_BN)
+        out = self.layer.decode(x, residual, cos, sin, attend)
+        return out, self.logits(out)
+
+    def target_ids(self, draft: Tensor) -> Tensor:
+        """Draft-vocabulary ids → target ids."""
+        return draft if self.draft_ids_U is None else self.draft_ids_U[draft]
+
+    def next_tokens(self, batch: FeatureBatch) -> Tensor:
+        """x_{t+1} of every row, int64 [R]; the last row of a document gets a token nobody's loss can see."""
+        return torch.roll(batch.tokens_R, -1)

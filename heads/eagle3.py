@@ -1,0 +1,184 @@
+"""EAGLE-3: fused low/mid/high features, training-time test, a draft vocabulary (arXiv 2503.01840; methods §4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.attention import TrainAttention
+from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
+from headstart.heads.base import FeatureBatch, FeatureSpec, HeadConfig, HeadDims, HeadLoss, Teacher
+from headstart.heads.errors import ConfigError
+from headstart.heads.layers import DraftLayer, RMSNorm
+from headstart.heads.losses import fused
+from headstart.heads.vocab import membership
+
+
+@dataclass
+class Eagle3Config(HeadConfig):
+    """Recipe node `head` for EAGLE-3."""
+
+    type: str = "eagle3"
+    #: TTT steps (K)
+    depth: int = 7
+    depth_decay: float = 0.8
+    #: three indices of HF hidden_states (inputs of those layers); null: [2, L//2, L-3]
+    feature_layers: list[int] | None = None
+    #: U; the target's vocabulary size or 0 turns the draft vocabulary off
+    draft_vocab_size: int = 32000
+    #: H; null: the target's hidden size (anything else needs own embeddings)
+    hidden_size: int | None = None
+    #: MLP width; null: the target's
+    intermediate_size: int | None = None
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """Published choice: inputs of layers 2, L//2 and L-3."""
+    return [2, num_layers // 2, num_layers - 3]
+
+
+class Eagle3Layer(DraftLayer):
+    """The decoder layer: attention reads cat(input_layernorm(emb), hidden_norm(g)), 2H wide."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dims: HeadDims):
+        super().__init__(2 * hidden_size, hidden_size, intermediate_size, dims)
+        self.input_layernorm = RMSNorm(hidden_size, dims.rms_norm_eps)
+        self.hidden_norm = RMSNorm(hidden_size, dims.rms_norm_eps)
+
+
+class Eagle3Head(AutoregressiveHead):
+    """One decoder layer fed with the target's features at step 1 and its own pre-norm output afterwards."""
+
+    family = "eagle3"
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config, dims: HeadDims):
+        super().__init__(config, dims)
+        self.feature_layers = self._feature_layers()
+        hidden = config.hidden_size or dims.hidden_size
+        size = config.draft_vocab_size or dims.vocab_size
+        if not 0 < size <= dims.vocab_size:
+            raise ConfigError(
+                f"head.draft_vocab_size: found {size}, expected at most the target's vocabulary of {dims.vocab_size}"
+            )
+        self.fc = nn.Linear(3 * dims.hidden_size, hidden, bias=False)
+        self.midlayer = Eagle3Layer(hidden, config.intermediate_size or dims.intermediate_size, dims)
+        self.norm = RMSNorm(hidden, dims.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, size, bias=False)
+        self.embed_tokens = nn.Embedding(dims.vocab_size, hidden) if hidden != dims.hidden_size else None
+        self.register_buffer(
+            "draft_ids_U", torch.arange(size, device="cpu") if size < dims.vocab_size else None, persistent=True
+        )
+
+    def _feature_layers(self) -> list[int]:
+        layers, found = self.dims.num_layers, self.config.feature_layers
+        ids = list(found) if found is not None else default_feature_layers(layers)
+        if len(ids) != 3 or ids != sorted(set(ids)) or not all(0 < k < layers for k in ids):
+            origin = "the recipe gives" if found is not None else f"the default for {layers} layers is"
+            raise ConfigError(
+                f"head.feature_layers: eagle3 needs 3 distinct ascending ids in 1 … {layers - 1}, {origin} {ids}; "
+                "set head.feature_layers"
+            )
+        return ids
+
+    @property
+    def layer(self) -> DraftLayer:
+        return self.midlayer
+
+    @property
+    def spec(self) -> FeatureSpec:
+        return FeatureSpec(tuple(self.feature_layers))
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.lm_head.out_features
+
+    def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
+        """Take the draft vocabulary and start lm_head from the target's rows of it.
+
+        Raises: ConfigError when the draft vocabulary's size is not the configured one.
+        """
+        self.bind(embed_VD, teacher)
+        if self.draft_ids_U is not None:
+            found = 0 if draft_ids_U is None else draft_ids_U.shape[0]
+            if draft_ids_U is None or found != self.draft_vocab_size:
+                raise ConfigError(f"draft vocabulary: found {found} ids, expected head.draft_vocab_size = {self.draft_vocab_size}")
+            self.draft_ids_U.copy_(draft_ids_U)
+        if self.lm_head.in_features == teacher.weight_VD.shape[1]:
+            rows_UD = teacher.weight_VD[: self.dims.vocab_size] if self.draft_ids_U is None else self._teacher_rows(teacher)
+            with torch.no_grad():
+                self.lm_head.weight.copy_(rows_UD)
+
+    def _teacher_rows(self, teacher: Teacher) -> Tensor:
+        return teacher.weight_VD[self.draft_ids_U.to(teacher.weight_VD.device)]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        if self.embed_tokens is not None:
+            return self.embed_tokens(tokens).to(compute_dtype(self.fc.weight))
+        return super().embed(tokens)
+
+    def fuse(self, hidden: Tensor, streams: Tensor | None) -> Tensor:
+        return self.fc(streams.flatten(-2).to(compute_dtype(self.fc.weight)))
+
+    def mix(self, embedding: Tensor, g: Tensor) -> Tensor:
+        return torch.cat((self.midlayer.input_layernorm(embedding), self.midlayer.hidden_norm(g)), dim=-1)
+
+    def residual(self, x: Tensor, g: Tensor) -> Tensor:
+        return g
+
+    def logits(self, g: Tensor) -> Tensor:
+        return self.lm_head(self.norm(g))
+
+    def in_vocab(self, batch: FeatureBatch) -> Tensor:
+        """bool [A]: the target's greedy token after row_A + 1 can be drafted."""
+        if self.draft_ids_U is None:
+            return torch.ones_like(batch.teacher_argmax_A, dtype=torch.bool)
+        return membership(self.draft_ids_U, self.dims.vocab_size)[batch.teacher_argmax_A]
+
+    def depth_counts(self, batch: FeatureBatch) -> Tensor:
+        inside_A = self.in_vocab(batch)
+        anchors = batch.anchors
+        return torch.stack(
+            [inside_A[anchors.teacher_AK[:n, d]].sum(dtype=torch.float32) for d, n in enumerate(anchors.count_K)]
+        )
+
+    def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
+        """Training-time test over one pack; only supervised rows run anything but fc, norms and step-1 keys/values."""
+        anchors, tokens_R = batch.anchors, batch.tokens_R
+        attention = self.midlayer.self_attn
+        attend = TrainAttention(batch).attend
+        with torch.no_grad():
+            inside_A = self.in_vocab(batch)
+            teacher_AU = teacher.logits(batch.hidden_RD[anchors.row_A + 1], self.draft_ids_U)
+            teacher_AU = teacher_AU.to(compute_dtype(self.fc.weight))
+
+        g_RH = self.fuse(batch.hidden_RD, batch.streams_RkD)
+        x_RI = self.mix(self.embed(self.next_tokens(batch)), g_RH)
+        cos, sin = self.rope(batch.position_R)
+        k_RgD, v_RgD = attention.keys_values(x_RI, cos, sin)
+        g, x = g_RH[anchors.row_A], x_RI[anchors.row_A]
+        position_A = batch.position_R[anchors.row_A]
+        own_k: list[Tensor] = []
+        own_v: list[Tensor] = []
+        prefix = torch.ones_like(inside_A)
+        sums: list[tuple[Tensor, ...]] = []
+        for step, count in enumerate(anchors.count_K):
+            row = anchors.row_A[:count]
+            cos, sin = self.rope(position_A[:count] + step)
+            if step:
+                g = g[:count]
+                x = self.mix(self.embed(tokens_R[row + step + 1]), g)
+                k, v = attention.keys_values(x, cos, sin)
+                own_k.append(k)
+                own_v.append(v)
+            q = attention.queries(x, cos, sin)
+            g = self.midlayer.finish(attend(q, k_RgD, v_RgD, own_k, own_v), g)
+            teacher_row = anchors.teacher_AK[:count, step]
+            weight = inside_A[teacher_row].float()
+            loss, argmax = fused.soft_ce(self.norm(g), self.lm_head.weight, teacher_AU, teacher_row, weight)
+            hit = self.target_ids(argmax) == batch.teacher_argmax_A[teacher_row]
+            prefix = prefix[:count] & hit
+            sums.append((loss, weight.sum(), hit.sum(), weight.new_tensor(float(count)), prefix.sum()))
+        return HeadLoss(*(torch.stack([s.to(sums[0][0].dtype) for s in column]) for column in zip(*sums, strict=True)))

@@ -1,0 +1,260 @@
+"""Read a draft layer's geometry out of a config.json that nobody vouches for: bounded integers, one rope, no surprises."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from headstart.heads.base import HeadDims
+from headstart.heads.errors import FormatError
+
+#: (lowest, highest) value of each size; beyond them a config is damaged or hostile
+LIMITS = {
+    "hidden_size": (1, 1 << 17),
+    "target_hidden_size": (1, 1 << 17),
+    "intermediate_size": (1, 1 << 20),
+    "vocab_size": (1, 1 << 21),
+    "draft_vocab_size": (1, 1 << 21),
+    "num_hidden_layers": (1, 1024),
+    "num_attention_heads": (1, 4096),
+    "num_key_value_heads": (1, 4096),
+    "head_dim": (1, 4096),
+    "max_position_embeddings": (1, 1 << 26),
+    "num_heads": (1, 64),
+    "medusa_num_heads": (1, 64),
+    "medusa_num_layers": (1, 64),
+}
+
+#: config fields that change what a llama layer computes, with the values that leave it a plain one
+PLAIN = {
+    "attention_bias": (False, None),
+    "bias": (False, None),
+    "mlp_bias": (False, None),
+    "norm_output": (False, None),
+    "norm_before_fc": (False, None),
+    "fc_norm": (False, None),
+    "use_qk_norm": (False, None),
+    "qk_norm": (False, None),
+    "quantization_config": (None,),
+    "sliding_window": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "scale_emb": (None, 1, 1.0),
+    "no_rope_layers": (None, []),
+    "parallel_drafting": (False, None),
+    "ptd_token_id": (None,),
+    "mask_token_id": (None,),
+    "attention_dropout": (None, 0, 0.0),
+    "pretraining_tp": (None, 0, 1),
+    "layer_types": (None, ["full_attention"]),
+}
+
+ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "partial_rotary_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+ROPE_LISTS = ("short_factor", "long_factor")
+#: rope types and the fields each cannot do without
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def integer(config: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
+    """A bounded integer field. Raises FormatError when it is missing (no default), no integer, or out of bounds."""
+    value = config.get(name)
+    value = default if value is None else value
+    low, high = LIMITS[name]
+    if type(value) is not int or not low <= value <= high:
+        raise FormatError(f"{where}: {name} is {value!r}, expected an integer from {low} to {high}")
+    return value
+
+
+def number(config: dict[str, Any], name: str, where: str, default: float | None = None) -> float:
+    """A finite positive number. Raises FormatError otherwise."""
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise FormatError(f"{where}: {name} is {value!r}, expected a positive number")
+    return float(value)
+
+
+def flag(config: dict[str, Any], name: str, where: str, default: bool) -> bool:
+    value = config.get(name, default)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise FormatError(f"{where}: {name} is {value!r}, expected true or false")
+    return value
+
+
+def require_plain(config: dict[str, Any], where: str, allowed: tuple[str, ...] = ()) -> None:
+    """Refuse every field that makes the layer anything else than the one our heads compute.
+
+    Raises: FormatError naming the field and its value.
+    """
+    for name, neutral in PLAIN.items():
+        if name not in config or name in allowed:
+            continue
+        value = config[name]
+        if name == "sliding_window" and config.get("use_sliding_window") is False:
+            continue
+        if not any(value is plain if plain is None or isinstance(plain, bool) else _same(value, plain) for plain in neutral):
+            raise FormatError(
+                f"{where}: {name} is {value!r}: this head computes something that Headstart's does not, and reading it "
+                "without would draft wrongly in silence. Convert it with the tool that trained it, or train a new head."
+            )
+
+
+def _same(value: Any, plain: Any) -> bool:
+    return type(value) is not bool and value == plain
+
+
+def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The rope of a config, in transformers-v5 form, from `rope_parameters` and/or `rope_theta` + `rope_scaling`.
+
+    Raises: FormatError where the two spellings disagree (engines of different age would turn differently), or a
+    value is unknown.
+    """
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if value is not None and not isinstance(value, dict):
+            raise FormatError(f"{where}: {name} is {value!r}, expected an object or null")
+    theta = None if config.get("rope_theta") is None else number(config, "rope_theta", where)
+    modern = _rope(new, config, where) if new else None
+    legacy = None
+    if old or theta is not None:
+        legacy = _rope({"rope_theta": theta, **(old or {})} if theta is not None else dict(old or {}), config, where)
+    if modern is not None and legacy is not None:
+        if theta is None:  # scaling alone says nothing about theta
+            legacy["rope_theta"] = modern["rope_theta"]
+        if old is None and modern["rope_type"] != "default":
+            raise FormatError(
+                f"{where}: rope_parameters says {modern['rope_type']!r} and there is no rope_scaling beside rope_theta: "
+                "older engines read the latter. Write both alike."
+            )
+        if legacy != modern:
+            raise FormatError(
+                f"{where}: rope_parameters {modern} and rope_theta/rope_scaling {legacy} disagree: engines of different age "
+                "would turn differently. Write both alike."
+            )
+    return modern or legacy or {"rope_type": "default", "rope_theta": 10000.0}  # what a llama config without any means
+
+
+def _rope(found: dict[str, Any], config: dict[str, Any], where: str) -> dict[str, Any]:
+    rope = {key: value for key, value in found.items() if value is not None}
+    kinds = {rope.pop(key) for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
+    kinds.discard("default") if len(kinds) > 1 else None
+    kind = kinds.pop() if len(kinds) == 1 else ("default" if not kinds else None)
+    if kind not in ROPE_TYPES:
+        raise FormatError(f"{where}: rope type {found.get('rope_type', found.get('type'))!r}; known: {', '.join(ROPE_TYPES)}")
+    if "partial_rotary_factor" not in rope and config.get("partial_rotary_factor") is not None:
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
+    result: dict[str, Any] = {"rope_type": kind}
+    rope.setdefault("rope_theta", 10000.0)
+    for key, value in rope.items():
+        if key in ROPE_NUMBERS:
+            value = number(rope, key, f"{where}: rope")
+            result[key] = int(value) if key == "original_max_position_embeddings" else value
+        elif key in ROPE_LISTS and isinstance(value, list) and len(value) <= 4096:
+            result[key] = [number({key: item}, key, f"{where}: rope") for item in value]
+        else:
+            raise FormatError(f"{where}: rope field {key} = {value!r} is not known; known: {', '.join(ROPE_NUMBERS + ROPE_LISTS)}")
+    missing = [key for key in ROPE_TYPES[kind] if key not in result]
+    if missing:
+        raise FormatError(f"{where}: rope type {kind} needs {', '.join(missing)}")
+    if result.get("partial_rotary_factor", 1.0) > 1:
+        raise FormatError(f"{where}: partial_rotary_factor is {result['partial_rotary_factor']}, expected at most 1")
+    return result
+
+
+def llama_dims(config: dict[str, Any], where: str, target_layers: int) -> HeadDims:
+    """Dimensions of a one-layer llama draft from its config. `hidden_size` is the **draft's** here.
+
+    Args:
+        target_layers: layers of the target, which the config does not say.
+    Raises: FormatError naming the field.
+    """
+    hidden = integer(config, "hidden_size", where)
+    heads = integer(config, "num_attention_heads", where)
+    kv_heads = integer(config, "num_key_value_heads", where, default=heads)
+    if config.get("head_dim") is None and hidden % heads:
+        raise FormatError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads} and head_dim is missing")
+    if heads % kv_heads:
+        raise FormatError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    act = config.get("hidden_act") or "silu"
+    if not isinstance(act, str):
+        raise FormatError(f"{where}: hidden_act is {act!r}, expected a name such as 'silu'")
+    return HeadDims(
+        hidden_size=hidden,
+        vocab_size=integer(config, "vocab_size", where),
+        num_layers=target_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=integer(config, "head_dim", where, default=hidden // heads),
+        intermediate_size=integer(config, "intermediate_size", where),
+        rms_norm_eps=number(config, "rms_norm_eps", where, default=1e-6),
+        hidden_act=act,
+        max_position_embeddings=integer(config, "max_position_embeddings", where, default=2048),
+        rope_parameters=rope_parameters(config, where),
+        bos_token_id=_token(config.get("bos_token_id")),
+        eos_token_id=config.get("eos_token_id") if isinstance(config.get("eos_token_id"), list) else _token(config.get("eos_token_id")),
+    )
+
+
+def _token(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def dims_from_json(value: Any, where: str) -> HeadDims:
+    """`HeadDims` as our sidecar stores them, every field checked."""
+    known = {f.name for f in fields(HeadDims)}
+    if not isinstance(value, dict) or set(value) - known or "hidden_size" not in value:
+        odd = sorted(set(value) - known) if isinstance(value, dict) else type(value).__name__
+        raise FormatError(f"{where}: dims {odd} not understood; expected {sorted(known)}")
+    spelled = {
+        **value,
+        "num_hidden_layers": value.get("num_layers"),
+        "num_attention_heads": value.get("num_heads"),
+        "num_key_value_heads": value.get("num_kv_heads"),
+    }
+    spelled.pop("num_heads", None)
+    base = llama_dims(spelled, where, integer(spelled, "num_hidden_layers", where))
+    extra = {"tie_word_embeddings": flag(value, "tie_word_embeddings", where, False), "model_type": str(value.get("model_type", "llama"))}
+    return HeadDims(**{**{f.name: getattr(base, f.name) for f in fields(HeadDims)}, **extra})
+
+
+def legacy_rope(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """`(rope_theta, rope_scaling)` as engines before transformers v5 read them."""
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    return float(rope["rope_theta"]), None if scaling["rope_type"] == "default" else scaling
+
+
+def same_rope(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two v5 rope dictionaries turn alike (absent fields that default to nothing are equal)."""
+    neutral = {"partial_rotary_factor": 1.0, "rope_type": "default"}
+
+    def clean(rope: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in rope.items() if value is not None and neutral.get(key) != value}
+
+    return clean(left) == clean(right)

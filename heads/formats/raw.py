@@ -1,0 +1,286 @@
+"""Read a checkpoint directory without trusting it: JSON with limits, headers before tensors, nothing executed.
+
+A `RawCheckpoint` knows every tensor's name, dtype and shape before one byte of tensor data is allocated, so
+shapes can be compared with the config first. Pickled files go through `torch.load(weights_only=True, mmap=True)`
+only: nothing in them is executed, and their storages stay on disk until a tensor is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headstart.heads.errors import FormatError
+
+MAX_JSON_BYTES = 64 << 20
+MAX_HEADER_BYTES = 100 << 20
+MAX_RANK = 4
+
+#: safetensors dtypes a head may hold; quantised and fp8 heads are refused by name
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class RawCheckpoint:
+    """A directory as found: parsed config, parsed sidecar (ours), tensor headers, and a way to read one tensor."""
+
+    directory: Path
+    config: dict[str, Any]
+    sidecar: dict[str, Any] | None
+    tensors: dict[str, TensorInfo]
+    readers: dict[str, Callable[[str], Tensor]] = field(repr=False, default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in the dtype of the file. Raises FormatError for non-finite values."""
+        info = self.tensors[name]
+        tensor = self.readers[info.file](name)
+        if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
+            raise FormatError(
+                f"{self.directory / info.file}: {name} changed while it was read: header {info.dtype} {info.shape}, "
+                f"data {tensor.dtype} {tuple(tensor.shape)}. Copy the checkpoint again."
+            )
+        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+            raise FormatError(
+                f"{self.directory / info.file}: {name} holds NaN or infinite values: the file is damaged or the "
+                "training diverged. Take an earlier checkpoint or copy the file again."
+            )
+        return tensor
+
+
+def safe_child(directory: Path, name: str, named_in: str) -> Path:
+    """`directory / name` for a file name found inside a file; refuses anything that leaves the directory."""
+    if not isinstance(name, str) or not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
+        raise FormatError(f"{named_in}: names the file {name!r}; only plain file names in the same directory are read")
+    return directory / name
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON object of bounded size and depth. Raises FormatError naming the file."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise FormatError(f"{path}: {size} bytes of JSON; expected a head's config of at most {MAX_JSON_BYTES} bytes")
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+    except FileNotFoundError:
+        raise FormatError(f"{path}: no such file; a head directory needs it") from None
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except RecursionError:
+        raise FormatError(f"{path}: JSON nested too deeply to be a head's config") from None
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors, as are absurdly long integers
+        raise FormatError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key!r} appears twice")
+        result[key] = value
+    return result
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Names, dtypes and shapes of a safetensors file, verified against its size; no tensor is read.
+
+    Raises: FormatError for a truncated, oversized or inconsistent file, or a dtype heads do not use.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise FormatError(f"{path}: {size} bytes is too short for a safetensors file: it is truncated; copy it again")
+            length = struct.unpack("<Q", prefix)[0]
+            if length > MAX_HEADER_BYTES or 8 + length > size:
+                raise FormatError(
+                    f"{path}: the header claims {length} bytes and the file has {size}: truncated, or no safetensors file"
+                )
+            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_unique_keys)
+    except FileNotFoundError:
+        raise FormatError(f"{path}: no such file") from None
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: the safetensors header is not valid JSON ({error}); copy the file again") from error
+    if not isinstance(header, dict):
+        raise FormatError(f"{path}: the safetensors header holds a {type(header).__name__}, expected an object")
+    header.pop("__metadata__", None)
+    found = {name: _entry(path, name, entry, size - 8 - length) for name, entry in header.items()}
+    covered = 0
+    for name, (_, start, stop) in sorted(found.items(), key=lambda item: item[1][1:]):
+        if start != covered:
+            raise FormatError(f"{path}: {name} starts at byte {start} of the data, expected {covered}: gaps and overlaps are refused")
+        covered = stop
+    if covered != size - 8 - length:
+        raise FormatError(
+            f"{path}: the header describes {covered} bytes of tensors and the file holds {size - 8 - length}: "
+            "it is truncated or has something appended; copy it again"
+        )
+    return {name: info for name, (info, _, _) in found.items()}
+
+
+def _entry(path: Path, name: str, entry: Any, available: int) -> tuple[TensorInfo, int, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise FormatError(f"{path}: the header entry of {name!r} is malformed; expected dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise FormatError(f"{path}: {name} has dtype {dtype!r}; heads are read in {', '.join(DTYPES)}: export it unquantised")
+    integers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if not integers or not all(type(value) is int and value >= 0 for value in [*shape, *offsets]) or len(shape) > MAX_RANK:
+        raise FormatError(f"{path}: {name} has shape {shape!r} at {offsets!r}; expected up to {MAX_RANK} sizes and two byte offsets")
+    info = TensorInfo(DTYPES[dtype], tuple(shape), path.name)
+    start, stop = offsets
+    if stop > available or stop - start != info.nbytes:
+        raise FormatError(
+            f"{path}: {name} {dtype} {shape} needs {info.nbytes} bytes, the header gives it bytes {start}…{stop} of {available}"
+        )
+    return info, start, stop
+
+
+def open_safetensors(path: Path) -> tuple[dict[str, TensorInfo], Callable[[str], Tensor]]:
+    """Header and a one-tensor reader."""
+    infos = read_header(path)
+
+    def read(name: str) -> Tensor:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{path}: {name} cannot be read ({error}); copy the file again") from error
+
+    return infos, read
+
+
+def open_pickle(path: Path) -> tuple[dict[str, TensorInfo], Callable[[str], Tensor]]:
+    """A `.bin`/`.pt` state dict through `weights_only=True`: any other object in it is refused, nothing is executed."""
+    try:
+        size = path.stat().st_size
+        zipped = zipfile.is_zipfile(path)
+        if zipped:
+            with zipfile.ZipFile(path) as archive:
+                total = sum(entry.file_size for entry in archive.infolist())
+            if total > 2 * size + (1 << 20):
+                raise FormatError(f"{path}: unpacks to {total} bytes from {size}: compressed weight files are refused")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True if zipped else None)
+    except FormatError:
+        raise
+    except FileNotFoundError:
+        raise FormatError(f"{path}: no such file") from None
+    except pickle.UnpicklingError as error:
+        raise FormatError(
+            f"{path}: holds more than tensors, so it is not opened ({str(error).splitlines()[0]}). "
+            "Convert it to safetensors where you trust it."
+        ) from error
+    except Exception as error:  # noqa: BLE001 - a damaged archive raises anything from KeyError to RuntimeError
+        raise FormatError(f"{path}: cannot be read as a weight file ({type(error).__name__}: {error}); copy it again") from error
+    if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
+        raise FormatError(f"{path}: expected a flat dictionary of tensors")
+    infos = {}
+    for name, tensor in state.items():
+        if tensor.dtype not in DTYPES.values() or tensor.dim() > MAX_RANK or tensor.layout != torch.strided:
+            raise FormatError(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}; heads are read in {', '.join(DTYPES)}")
+        if tensor.numel() * tensor.element_size() > size:
+            raise FormatError(f"{path}: {name} claims shape {tuple(tensor.shape)}, more than the file's {size} bytes hold")
+        infos[name] = TensorInfo(tensor.dtype, tuple(tensor.shape), path.name)
+    return infos, lambda name: state[name].contiguous()
+
+
+#: weight files in the order they are looked for: (index, single file)
+WEIGHT_FILES = (
+    ("model.safetensors.index.json", "model.safetensors"),
+    (None, "medusa_lm_head.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    (None, "medusa_lm_head.pt"),
+)
+
+
+def open_checkpoint(directory: Path) -> RawCheckpoint:
+    """Open a head directory: config, sidecar and tensor headers; tensors are read later, one by one.
+
+    Raises: FormatError naming the file and what is wrong with it.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise FormatError(f"{directory}: no such directory; expected a head directory with config.json and weights")
+    config = read_json_object(directory / "config.json")
+    sidecar = directory / "headstart.json"
+    raw = RawCheckpoint(directory, config, read_json_object(sidecar) if sidecar.exists() else None, {})
+    for path in _weight_files(directory):
+        infos, read = (open_safetensors if path.suffix == ".safetensors" else open_pickle)(path)
+        twice = sorted(set(infos) & set(raw.tensors))
+        if twice:
+            raise FormatError(f"{path}: {', '.join(twice[:5])} is in another shard as well; keep one")
+        raw.tensors.update(infos)
+        raw.readers[path.name] = read
+    if not raw.tensors:
+        raise FormatError(f"{directory}: the weight files hold no tensors")
+    return raw
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    for index, single in WEIGHT_FILES:
+        if index is not None and (directory / index).exists():
+            return _shards(directory, index)
+        if (directory / single).exists():
+            return [directory / single]
+    shards = sorted(directory.glob("*.safetensors"))
+    if len(shards) == 1:
+        return shards
+    names = ", ".join(single for _, single in WEIGHT_FILES)
+    if shards:
+        raise FormatError(f"{directory}: {len(shards)} safetensors files and no model.safetensors.index.json that says which to read")
+    raise FormatError(f"{directory}: no weights; expected one of {names}")
+
+
+def _shards(directory: Path, index: str) -> list[Path]:
+    path = directory / index
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+        raise FormatError(f"{path}: weight_map is missing or malformed; expected tensor name → file name")
+    suffix = ".safetensors" if index.endswith(".safetensors.index.json") else ".bin"
+    shards = [safe_child(directory, name, str(path)) for name in dict.fromkeys(weight_map.values())]
+    for shard in shards:
+        if shard.suffix != suffix:
+            raise FormatError(f"{path}: names {shard.name!r}, expected {suffix} files")
+        header = (open_safetensors if suffix == ".safetensors" else open_pickle)(shard)[0]
+        listed = {name for name, file in weight_map.items() if file == shard.name}
+        if listed != set(header):
+            odd = sorted(listed ^ set(header))
+            raise FormatError(f"{path}: disagrees with {shard.name} about {', '.join(odd[:5])}; copy the checkpoint again")
+    return shards

@@ -1,0 +1,147 @@
+"""The blocks draft heads are made of: RMSNorm, rope as the target's, MLP, attention projections, one draft layer.
+
+Attention itself is handed in as `attend`, so that training (attention.py) and decoding (the drafter's cache)
+run the same layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from headstart.heads.base import HeadDims
+from headstart.heads.errors import ConfigError
+from headstart.heads.numerics import wide
+
+#: (q [B, h, N, d], k [B, g, N, d], v [B, g, N, d]) → context [B, h, N, d]; k and q are already rotated
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, weight applied in the input's dtype (as Llama's)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = wide(x)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight * y.to(x.dtype)).to(x.dtype)
+
+
+def rope_frequencies(dims: HeadDims) -> tuple[Tensor, float]:
+    """Inverse frequencies (float32 [rotary/2], CPU) and the factor on cos/sin, exactly as the target computes them.
+
+    Raises: ConfigError for a rope type transformers does not know.
+    """
+    rope = dims.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        width = int(dims.head_dim * rope.get("partial_rotary_factor", 1.0))
+        exponent = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+        return 1.0 / (rope["rope_theta"] ** exponent), 1.0
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise ConfigError(f"rope_type: found {kind!r}, expected default or one of {sorted(ROPE_INIT_FUNCTIONS)}")
+    config = LlamaConfig(
+        hidden_size=dims.num_heads * dims.head_dim,
+        num_attention_heads=dims.num_heads,
+        head_dim=dims.head_dim,
+        max_position_embeddings=dims.max_position_embeddings,
+        rope_parameters=dict(rope),
+    )
+    with torch.device("cpu"):
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+    return frequencies.float(), float(scaling)
+
+
+class Rope(nn.Module):
+    """Rotary position embedding with the target's theta, scaling and partial factor."""
+
+    inverse_F: Tensor
+
+    def __init__(self, dims: HeadDims):
+        super().__init__()
+        frequencies, self.scaling = rope_frequencies(dims)
+        self.register_buffer("inverse_F", frequencies, persistent=False)
+
+    def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [...] → cos, sin, float32 [..., rotary]."""
+        angle = position[..., None].float() * self.inverse_F.float()
+        angle = torch.cat((angle, angle), dim=-1)
+        return angle.cos() * self.scaling, angle.sin() * self.scaling
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first `cos.shape[-1]` channels of x (half-split layout); cos and sin broadcast against x."""
+    width = cos.shape[-1]
+    turned, kept = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+class Projections(nn.Module):
+    """q/k/v/o projections without bias. `in_size` is H, or 2H for EAGLE-3."""
+
+    def __init__(self, in_size: int, hidden_size: int, dims: HeadDims):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = dims.num_heads, dims.num_kv_heads, dims.head_dim
+        self.q_proj = nn.Linear(in_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(in_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(in_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden_size, bias=False)
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[..., in] → rotated queries [..., h, d]; cos, sin [..., rotary]."""
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        return rotate(q, cos.unsqueeze(-2), sin.unsqueeze(-2))
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., in] → rotated keys and values [..., g, d]."""
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        return rotate(k, cos.unsqueeze(-2), sin.unsqueeze(-2)), v
+
+
+class MLP(nn.Module):
+    """Gated MLP: down(act(gate(x)) · up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.act = ACT2FN[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One Llama decoder layer whose attention input the head prepares (EAGLE-1: H wide, EAGLE-3: 2H wide)."""
+
+    def __init__(self, in_size: int, hidden_size: int, intermediate_size: int, dims: HeadDims):
+        super().__init__()
+        self.self_attn = Projections(in_size, hidden_size, dims)
+        self.mlp = MLP(hidden_size, intermediate_size, dims.hidden_act)
+        self.post_attention_layernorm = RMSNorm(hidden_size, dims.rms_norm_eps)
+
+    def finish(self, context: Tensor, residual: Tensor) -> Tensor:
+        """Attention context [..., h, d] and residual [..., H] → layer output [..., H]."""
+        x = residual + self.self_attn.o_proj(context.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def decode(self, x_BNI: Tensor, residual_BNH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Run N rows against the caller's cache: x [B, N, in] → output [B, N, H]."""
+        q = self.self_attn.queries(x_BNI, cos, sin)
+        k, v = self.self_attn.keys_values(x_BNI, cos, sin)
+        context = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.finish(context.transpose(1, 2), residual_BNH)

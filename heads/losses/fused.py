@@ -1,0 +1,160 @@
+"""Output matrix and cross-entropy in one pass over row chunks: the gradient is formed while the logits are in hand.
+
+Nothing of size rows × U outlives a chunk, and K depths never hold K such blocks. On CUDA one Triton kernel turns a
+block of logits into its loss, argmax and gradient in place; elsewhere plain tensor operations do the same.
+Source of the idea: Liger-Kernel's fused linear cross-entropy (arXiv 2410.10989, §3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headstart.heads.numerics import wide
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without Triton
+    triton = None
+
+#: logits held at once (elements of a row chunk)
+CHUNK_ELEMENTS = 1 << 28
+
+#: (logits_CU, rows of this chunk) → (loss_C float32, argmax_C int64, gradient_CU in the dtype of logits)
+RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Σ rows loss(hidden · weightᵀ), with both gradients formed in the forward pass."""
+
+    @staticmethod
+    def forward(ctx, hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss):
+        rows, tokens = hidden_AH.shape[0], weight_UH.shape[0]
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        chunk = max(1, min(rows, CHUNK_ELEMENTS // tokens))
+        total = hidden_AH.new_zeros((), dtype=torch.promote_types(hidden_AH.dtype, torch.float32))
+        argmax_A = torch.empty(rows, dtype=torch.int64, device=hidden_AH.device)
+        grad_hidden = torch.empty_like(hidden_AH) if wants_hidden else None
+        grad_weight: Tensor | None = None
+        for start in range(0, rows, chunk):
+            part = slice(start, min(start + chunk, rows))
+            logits_CU = F.linear(hidden_AH[part], weight_UH)
+            loss_C, argmax_A[part], grad_CU = row_loss(logits_CU, part)
+            total += loss_C.sum()
+            if grad_hidden is not None:
+                torch.mm(grad_CU, weight_UH, out=grad_hidden[part])
+            if wants_weight:
+                update = grad_CU.t() @ hidden_AH[part]
+                # one chunk keeps the product's dtype; several are summed in float32
+                grad_weight = update if rows <= chunk else wide(update).add_(0 if grad_weight is None else grad_weight)
+        ctx.weight_dtype = weight_UH.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(argmax_A)
+        return total, argmax_A
+
+    @staticmethod
+    def backward(ctx, grad_total: Tensor, _grad_argmax):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        hidden = None if grad_hidden is None else grad_hidden * grad_total.to(grad_hidden.dtype)
+        weight = None if grad_weight is None else (grad_weight * grad_total.to(grad_weight.dtype)).to(ctx.weight_dtype)
+        return hidden, weight, None
+
+
+def _apply(hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss) -> tuple[Tensor, Tensor]:
+    kind = hidden_AH.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_UH.dtype
+    with torch.autocast(kind, enabled=False):
+        return _LinearLoss.apply(hidden_AH.to(dtype), weight_UH.to(dtype), row_loss)
+
+
+def soft_ce(
+    hidden_AH: Tensor, weight_UH: Tensor, teacher_TU: Tensor, teacher_row_A: Tensor, row_weight_A: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As eager.soft_ce."""
+
+    def row_loss(logits_CU: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        teacher_row_C, weight_C = teacher_row_A[part], row_weight_A[part]
+        if logits_CU.is_cuda and triton is not None:
+            return _soft_ce_triton(logits_CU, teacher_TU, teacher_row_C, weight_C)
+        logits = wide(logits_CU)
+        target_CU = wide(teacher_TU[teacher_row_C]).softmax(-1)
+        lse_C = logits.logsumexp(-1)
+        loss_C = (lse_C - (target_CU * logits).sum(-1)) * weight_C
+        grad_CU = ((logits - lse_C[:, None]).exp() - target_CU) * weight_C[:, None]
+        return loss_C, logits.argmax(-1), grad_CU.to(logits_CU.dtype)
+
+    return _apply(hidden_AH, weight_UH, row_loss)
+
+
+def hard_ce(hidden_AH: Tensor, weight_UH: Tensor, label_A: Tensor, row_weight_A: Tensor) -> tuple[Tensor, Tensor]:
+    """As eager.hard_ce."""
+
+    def row_loss(logits_CU: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        label_C, weight_C = label_A[part, None], row_weight_A[part]
+        logits = wide(logits_CU)
+        lse_C = logits.logsumexp(-1)
+        loss_C = (lse_C - logits.gather(1, label_C).squeeze(1)) * weight_C
+        grad_CU = (logits - lse_C[:, None]).exp()
+        grad_CU.scatter_add_(1, label_C, torch.full_like(label_C, -1, dtype=grad_CU.dtype))
+        return loss_C, logits.argmax(-1), (grad_CU * weight_C[:, None]).to(logits_CU.dtype)
+
+    return _apply(hidden_AH, weight_UH, row_loss)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _soft_ce_kernel(
+        logits, teacher, teacher_row, row_weight, loss, argmax, tokens, stride, teacher_stride, BLOCK: tl.constexpr
+    ):
+        """One program per row: log-sum-exp of both rows, then loss and gradient, the gradient over the logits."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        teacher += tl.load(teacher_row + row) * teacher_stride
+        weight = tl.load(row_weight + row)
+        column = tl.arange(0, BLOCK)
+        z_max, t_max = float("-inf"), float("-inf")
+        z_sum, t_sum, best = 0.0, 0.0, 0
+        for start in range(0, tokens, BLOCK):
+            inside = start + column < tokens
+            z = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+            t = tl.load(teacher + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+            block_max = tl.max(z, 0)
+            best = tl.where(block_max > z_max, start + tl.argmax(z, 0), best)
+            new_max = tl.maximum(z_max, block_max)
+            z_sum = z_sum * tl.exp(z_max - new_max) + tl.sum(tl.exp(z - new_max), 0)
+            z_max = new_max
+            new_max = tl.maximum(t_max, tl.max(t, 0))
+            t_sum = t_sum * tl.exp(t_max - new_max) + tl.sum(tl.exp(t - new_max), 0)
+            t_max = new_max
+        z_lse, t_lse = z_max + tl.log(z_sum), t_max + tl.log(t_sum)
+        expected = 0.0
+        for start in range(0, tokens, BLOCK):
+            inside = start + column < tokens
+            z = tl.load(logits + start + column, mask=inside, other=0.0).to(tl.float32)
+            t = tl.load(teacher + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+            p = tl.exp(t - t_lse)
+            expected += tl.sum(p * z, 0)
+            grad = (tl.exp(z - z_lse) - p) * weight
+            tl.store(logits + start + column, grad.to(logits.dtype.element_ty), mask=inside)
+        tl.store(loss + row, (z_lse - expected) * weight)
+        tl.store(argmax + row, best.to(tl.int64))
+
+
+def _soft_ce_triton(
+    logits_CU: Tensor, teacher_TU: Tensor, teacher_row_C: Tensor, weight_C: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, tokens = logits_CU.shape
+    loss_C = torch.empty(rows, dtype=torch.float32, device=logits_CU.device)
+    argmax_C = torch.empty(rows, dtype=torch.int64, device=logits_CU.device)
+    if rows:
+        block = min(4096, triton.next_power_of_2(tokens))
+        _soft_ce_kernel[(rows,)](
+            logits_CU, teacher_TU, teacher_row_C.contiguous(), weight_C.float().contiguous(), loss_C, argmax_C,
+            tokens, logits_CU.stride(0), teacher_TU.stride(0), BLOCK=block, num_warps=8,
+        )  # fmt: skip
+    return loss_C, argmax_C, logits_CU

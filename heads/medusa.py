@@ -1,0 +1,131 @@
+"""Medusa-1: K residual heads that each predict one later token from the same feature (arXiv 2401.10774; methods §1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.autoregressive import compute_dtype
+from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss, Teacher
+from headstart.heads.errors import ConfigError
+from headstart.heads.losses import eager, fused
+
+LM_HEADS = ("own", "shared", "lowrank")
+LOSSES = ("kl", "ce")
+
+
+@dataclass
+class MedusaConfig(HeadConfig):
+    """Recipe node `head` for Medusa."""
+
+    type: str = "medusa"
+    #: number of heads (K)
+    depth: int = 4
+    depth_decay: float = 0.8
+    #: residual blocks per head
+    num_layers: int = 1
+    #: own: a V × D matrix per head, started from the target's; shared: the target's, frozen;
+    #: lowrank: the target's plus a trained rank-r update per head
+    lm_head: str = "own"
+    rank: int = 64
+    #: kl: the target's distribution (self-distilled data); ce: the tokens of the data
+    loss: str = "kl"
+
+
+class ResidualBlocks(nn.Module):
+    """`num_layers` independent blocks h + SiLU(W h + b), W and b zero: the head starts as an exact copy of the target's."""
+
+    def __init__(self, size: int, num_layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size) for _ in range(num_layers))
+        for layer in self.layers:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = h + nn.functional.silu(layer(h))
+        return h
+
+
+class MedusaHead(Head):
+    """Head d reads f_t (post-norm) and predicts x_{t+1+d}."""
+
+    family = "medusa"
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig, dims: HeadDims):
+        super().__init__(config, dims)
+        for name, value, allowed in (("lm_head", config.lm_head, LM_HEADS), ("loss", config.loss, LOSSES)):
+            if value not in allowed:
+                raise ConfigError(f"head.{name}: found {value!r}, expected one of {list(allowed)}")
+        size, vocab = dims.hidden_size, dims.vocab_size
+        self.blocks = nn.ModuleList(ResidualBlocks(size, config.num_layers) for _ in range(config.depth))
+        self.teacher: Teacher | None = None
+        if config.lm_head == "own":
+            self.lm_heads = nn.ModuleList(nn.Linear(size, vocab, bias=False) for _ in range(config.depth))
+        elif config.lm_head == "lowrank":
+            self.down = nn.ModuleList(nn.Linear(size, config.rank, bias=False) for _ in range(config.depth))
+            self.up = nn.ModuleList(nn.Linear(config.rank, vocab, bias=False) for _ in range(config.depth))
+            for up in self.up:
+                nn.init.zeros_(up.weight)
+
+    def bind(self, embed_VD: Tensor, teacher: Teacher) -> None:
+        """Attach the target's frozen output head; weights stay as they are."""
+        self.teacher = teacher
+
+    def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
+        self.bind(embed_VD, teacher)
+        if self.config.lm_head == "own":
+            with torch.no_grad():
+                for lm_head in self.lm_heads:
+                    lm_head.weight.copy_(teacher.weight_VD[: self.dims.vocab_size])
+
+    def output_weight(self, d: int) -> Tensor:
+        """Output matrix of head d (0-based) [V, D]; `lowrank` is materialised, which is also how it is exported."""
+        if self.config.lm_head == "own":
+            return self.lm_heads[d].weight
+        weight_VD = self.teacher.weight_VD[: self.dims.vocab_size]
+        if self.config.lm_head == "shared":
+            return weight_VD
+        return weight_VD + (self.up[d].weight @ self.down[d].weight).to(weight_VD.dtype)
+
+    def draft_logits(self, hidden_BD: Tensor) -> Tensor:
+        """Post-norm hidden states [B, D] → logits [B, K, V]."""
+        hidden = hidden_BD.to(compute_dtype(self.blocks[0].layers[0].weight))
+        outputs = []
+        for d, block in enumerate(self.blocks):
+            weight_VD = self.output_weight(d)
+            outputs.append(nn.functional.linear(block(hidden).to(weight_VD.dtype), weight_VD))
+        return torch.stack(outputs, dim=1)
+
+    def depth_counts(self, batch: FeatureBatch) -> Tensor:
+        return torch.tensor([float(n) for n in batch.anchors.count_K], device=batch.tokens_R.device)
+
+    def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
+        anchors = batch.anchors
+        hidden_RD = batch.hidden_RD.to(compute_dtype(self.blocks[0].layers[0].weight))
+        hidden_AD = hidden_RD[anchors.row_A]
+        entropy_A = teacher_AV = None
+        if self.config.loss == "kl":
+            with torch.no_grad():
+                teacher_AV = teacher.logits(batch.hidden_RD[anchors.row_A + 1])[:, : self.dims.vocab_size].to(hidden_AD.dtype)
+                entropy_A = eager.entropy(teacher_AV)
+        prefix = torch.ones(len(anchors), dtype=torch.bool, device=hidden_AD.device)
+        sums: list[tuple[Tensor, ...]] = []
+        for d, count in enumerate(anchors.count_K):
+            out = self.blocks[d](hidden_AD[:count])
+            teacher_row = anchors.teacher_AK[:count, d]
+            weight = torch.ones(count, device=out.device)
+            if teacher_AV is not None:
+                loss, argmax = fused.soft_ce(out, self.output_weight(d), teacher_AV, teacher_row, weight)
+                loss = loss - entropy_A[teacher_row].sum()
+            else:
+                label = batch.tokens_R[anchors.row_A[:count] + d + 2]
+                loss, argmax = fused.hard_ce(out, self.output_weight(d), label, weight)
+            hit = argmax == batch.teacher_argmax_A[teacher_row]
+            prefix = prefix[:count] & hit
+            sums.append((loss, weight.sum(), hit.sum(), weight.sum(), prefix.sum()))
+        return HeadLoss(*(torch.stack([s.to(sums[0][0].dtype) for s in column]) for column in zip(*sums, strict=True)))

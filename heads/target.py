@@ -1,0 +1,297 @@
+"""The frozen target model: loading, features, output head, and the facts other rooms need about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, Teacher
+from headstart.heads.errors import ConfigError, TargetError
+from headstart.heads.files import sha256_text
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class TargetConfig:
+    """Recipe node `target`."""
+
+    #: a name that `headstart target fetch` knows, a local directory, or a Hub id
+    name: str = "???"
+    #: Hub revision (branch, tag or commit)
+    revision: str | None = None
+    #: auto (bfloat16 on a GPU, float32 on a CPU) | float32 | bfloat16 | float16
+    dtype: str = "auto"
+    #: auto | cpu | cuda | cuda:N
+    device: str = "auto"
+    #: attention implementation of transformers used for features and distillation
+    attn_implementation: str = "sdpa"
+    #: Jinja file that replaces the tokenizer's chat template
+    chat_template: str | None = None
+    #: run code that the model repository ships: only if you trust it
+    trust_remote_code: bool = False
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"target.device: found {device!r}, expected auto, cpu, cuda or cuda:N") from error
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(f"target.dtype: found {dtype!r}, expected auto or one of {sorted(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The target's decoder layers, wherever the architecture keeps them.
+
+    Raises: TargetError when no module list has one entry per configured layer.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    for name, found in lists:
+        if name.rsplit(".", 1)[-1] in ("layers", "h", "blocks"):
+            return found
+    raise TargetError(f"{type(model).__name__}: no list of {count} decoder layers found; this architecture cannot give features")
+
+
+@contextmanager
+def record_layer_inputs(model: nn.Module, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """While open, the inputs of decoder layers `layer_ids` (= HF `hidden_states[k]`) appear in the yielded dict.
+
+    Only these tensors are kept, where `output_hidden_states=True` would hold all layers.
+    """
+    captured: dict[int, Tensor] = {}
+    layers = decoder_layers(model)
+
+    def hook(layer_id: int):
+        def save(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+            captured[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+        return save
+
+    handles = [layers[k].register_forward_pre_hook(hook(k), with_kwargs=True) for k in layer_ids]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def length_groups(lengths: tuple[int, ...], max_tokens: int, waste: float = 1.25) -> list[list[int]]:
+    """Group documents of similar length so that padding costs at most `waste` × the real tokens (+ one row)."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    total = 0
+    for index in order:
+        if groups:
+            group = groups[-1]
+            longest = lengths[group[0]]
+            padded = longest * (len(group) + 1)
+            if padded <= max_tokens and padded <= waste * (total + lengths[index]):
+                group.append(index)
+                total += lengths[index]
+                continue
+        groups.append([index])
+        total = lengths[index]
+    return groups
+
+
+class Target:
+    """A frozen causal LM with its tokenizer.
+
+    Attributes:
+        model, tokenizer: transformers objects; the model is in eval mode with gradients off.
+        dims: HeadDims of the text model.
+        teacher: the output head (lm_head, soft-cap, scale) as the model applies it.
+        embed_VD: input embedding weight, unscaled.
+        stop_token_ids: every id that ends generation (generation config and tokenizer).
+    """
+
+    #: padded tokens of one feature forward
+    max_forward_tokens = 32768
+
+    def __init__(self, model: nn.Module, tokenizer: Any, config: TargetConfig, revision: str | None = None):
+        self.model, self.tokenizer, self.config = model.eval().requires_grad_(False), tokenizer, config
+        self.revision = revision
+        self.dims = HeadDims.from_hf_config(model.config)
+        text = model.config.get_text_config()
+        output = model.get_output_embeddings()
+        if output is None:
+            raise TargetError(f"{config.name}: the model has no output embedding; expected a causal language model")
+        scale = 1.0
+        if getattr(text, "logit_scale", None):
+            scale = float(text.logit_scale)
+        elif getattr(text, "logits_scaling", None):
+            scale = 1.0 / float(text.logits_scaling)
+        self.teacher = Teacher(output.weight, getattr(output, "bias", None), getattr(text, "final_logit_softcapping", None), scale)
+        self.embed_VD: Tensor = model.get_input_embeddings().weight
+        if self.teacher.weight_VD.shape[0] < self.dims.vocab_size:
+            raise TargetError(
+                f"{config.name}: lm_head has {self.teacher.weight_VD.shape[0]} rows, config.vocab_size says {self.dims.vocab_size}"
+            )
+        self.stop_token_ids = self._stop_token_ids()
+        self._weight_hash: str | None = None
+
+    @classmethod
+    def load(cls, config: TargetConfig) -> Target:
+        """Load model and tokenizer from a registered name, a directory or the Hub.
+
+        Raises: TargetError naming the target and the remedy.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from headstart.heads.fetch import TARGETS, fetch_target
+
+        if config.name == "???":
+            raise ConfigError("target.name is not set: give a name, a directory or a Hub id, e.g. target.name=smollm2-135m-instruct")
+        place = str(fetch_target(config.name)) if config.name in TARGETS else config.name
+        if place.startswith((".", "/", "~")) and not Path(place).expanduser().is_dir():
+            raise TargetError(f"target.name: {place} is not a directory; expected a transformers checkpoint directory")
+        device = resolve_device(config.device)
+        shared = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, **shared)
+            model = AutoModelForCausalLM.from_pretrained(
+                place, dtype=resolve_dtype(config.dtype, device), attn_implementation=config.attn_implementation, **shared
+            )
+        except (OSError, ValueError) as error:
+            raise TargetError(
+                f"target {config.name!r} cannot be loaded: {error}\n"
+                f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
+            ) from error
+        if config.chat_template is not None:
+            template = Path(config.chat_template)
+            if not template.is_file():
+                raise ConfigError(f"target.chat_template: {template} does not exist; expected a Jinja file")
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
+        revision = getattr(model.config, "_commit_hash", None) or config.revision
+        return cls(model.to(device), tokenizer, config, revision)
+
+    @classmethod
+    def from_model(cls, model: nn.Module, tokenizer: Any = None, config: TargetConfig | None = None) -> Target:
+        """Wrap a model that is already in memory."""
+        return cls(model, tokenizer, config or TargetConfig(name=type(model).__name__))
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_VD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_VD.dtype
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        found: set[int] = set()
+        generation = getattr(self.model, "generation_config", None)
+        for value in (
+            getattr(generation, "eos_token_id", None),
+            self.dims.eos_token_id,
+            getattr(self.tokenizer, "eos_token_id", None),
+        ):
+            found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+        return tuple(sorted(found))
+
+    @torch.no_grad()
+    def forward_documents(
+        self, tokens_BT: Tensor, layer_ids: tuple[int, ...]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Right-padded documents → (last hidden [B, T, D] after the final norm, {layer id: its pre-norm input [B, T, D]}).
+
+        No attention mask is needed: attention is causal, and what stands after a document cannot reach it.
+        """
+        with record_layer_inputs(self.model, layer_ids) as streams:
+            output = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False)
+        return output.last_hidden_state, streams
+
+    @torch.no_grad()
+    def extract(self, batch: FeatureBatch, spec: FeatureSpec) -> FeatureBatch:
+        """Run the target over the documents of a pack.
+
+        Returns: the batch on the target's device with `hidden_RD` (post-norm), `streams_RkD` (pre-norm, None when the
+            spec asks for none) and `teacher_argmax_A` filled; padding rows are zero.
+        """
+        self.check_layer_ids(spec.layer_ids)
+        batch = batch.to(self.device)
+        rows, width = batch.tokens_R.shape[0], self.dims.hidden_size
+        hidden_RD = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
+        streams_RkD = hidden_RD.new_zeros(rows, len(spec.layer_ids), width) if spec.layer_ids else None
+        starts = [0]
+        for length in batch.doc_lengths:
+            starts.append(starts[-1] + length)
+        for group in length_groups(batch.doc_lengths, self.max_forward_tokens):
+            longest = batch.doc_lengths[group[0]]
+            step_T = torch.arange(longest)
+            row_BT = torch.tensor([starts[i] for i in group])[:, None] + step_T
+            real_BT = step_T < torch.tensor([batch.doc_lengths[i] for i in group])[:, None]
+            row_BT = row_BT.clamp(max=rows - 1).to(self.device)
+            real_index = torch.nonzero(real_BT.flatten()).squeeze(1).to(self.device)
+            last_BTD, streams = self.forward_documents(batch.tokens_R[row_BT], spec.layer_ids)
+            target_rows = row_BT.flatten()[real_index]
+            hidden_RD[target_rows] = last_BTD.flatten(0, 1)[real_index]
+            for slot, layer_id in enumerate(spec.layer_ids):
+                streams_RkD[target_rows, slot] = streams[layer_id].flatten(0, 1)[real_index]
+        argmax_A = self.teacher_argmax(hidden_RD, batch.anchors.row_A + 1)
+        return replace(batch, hidden_RD=hidden_RD, streams_RkD=streams_RkD, teacher_argmax_A=argmax_A)
+
+    def teacher_argmax(self, hidden_RD: Tensor, row_A: Tensor, chunk: int = 4096) -> Tensor:
+        """int64 [A]: the target's greedy next token after each row."""
+        parts = [self.teacher.logits(hidden_RD[rows]).argmax(-1) for rows in row_A.split(chunk)]
+        return torch.cat(parts) if parts else row_A.new_zeros(0)
+
+    def check_layer_ids(self, layer_ids: tuple[int, ...]) -> None:
+        """Raises: ConfigError unless ids are distinct, ascending and in 1 … L-1 (methods §4)."""
+        top = self.dims.num_layers - 1
+        if list(layer_ids) != sorted(set(layer_ids)) or any(not 0 < k <= top for k in layer_ids):
+            raise ConfigError(
+                f"head.feature_layers: found {list(layer_ids)}, expected distinct ascending ids in 1 … {top} "
+                f"(the target has {self.dims.num_layers} layers); set head.feature_layers"
+            )
+
+    def weight_hash(self) -> str:
+        """sha256 over names, shapes and 4,096 sampled values of every weight: the same in every dtype that holds them exactly."""
+        if self._weight_hash is None:
+            digest = hashlib.sha256()
+            for name, weight in sorted(self.model.state_dict().items()):
+                flat = weight.detach().flatten()
+                index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 4096), dtype=torch.float64).long()
+                digest.update(f"{name}{tuple(weight.shape)}".encode())
+                digest.update(flat[index.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+            self._weight_hash = digest.hexdigest()
+        return self._weight_hash
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What an artefact made from this target must match later."""
+        tokenizer_hash = template_hash = None
+        if self.tokenizer is not None:
+            backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            vocabulary = backend.to_str() if backend is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+            tokenizer_hash = sha256_text(vocabulary)
+            if self.tokenizer.chat_template is not None:
+                template_hash = sha256_text(json.dumps(self.tokenizer.chat_template, sort_keys=True))
+        return {
+            "name": self.config.name,
+            "revision": self.revision,
+            "weight_hash": self.weight_hash(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tokenizer_hash": tokenizer_hash,
+            "template_hash": template_hash,
+            "vocab_size": self.dims.vocab_size,
+            "hidden_size": self.dims.hidden_size,
+            "num_layers": self.dims.num_layers,
+        }

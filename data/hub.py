@@ -1,0 +1,32 @@
+"""Rows of a Hub dataset; an unreachable Hub costs seconds and says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from headstart.data.config import SourceConfig
+from headstart.heads.errors import DataError
+
+#: seconds to wait for the Hub before saying that it cannot be reached
+TIMEOUT = 10.0
+
+
+def load_rows(source: SourceConfig) -> Iterable[Any]:
+    """Rows of `source.dataset`, streamed when a limit makes the whole download a waste.
+
+    Raises: DataError naming the dataset, the cause and the remedy.
+    """
+    from huggingface_hub import HfApi, constants
+
+    name = str(source.dataset)
+    remedy = "check the name and the network, or give a local file with path=FILE.jsonl instead of dataset"
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().dataset_info(name, timeout=TIMEOUT)
+        import datasets
+
+        return datasets.load_dataset(name, source.subset, split=source.split, streaming=source.limit is not None)
+    except Exception as error:  # every library below has its own network exceptions; all mean the same to the user
+        cause = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        raise DataError(f"dataset {name!r} (split {source.split!r}): cannot be loaded ({cause}): {remedy}") from error

@@ -1,0 +1,100 @@
+"""Static key/value buffers that are written at explicit slots, behind transformers' public Cache interface.
+
+Shape legend: B batch, g kv heads, S slots, d head dim, M tokens of one forward, J rows moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class Slots:
+    """Where the next forward writes, and how much of the buffers it reads. Shared by all layers.
+
+    Slot `capacity` (one past the last) is the bin: padding is written there and nothing ever reads it.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device | str):
+        self.batch, self.capacity = batch, capacity
+        self.rows_B1 = torch.arange(batch, device=device)[:, None]
+        self.write_BM = torch.zeros((batch, 0), dtype=torch.int64, device=device)
+        self.extent = 0
+
+    @property
+    def bin(self) -> int:
+        return self.capacity
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's buffers [B, g, S + 1, d], allocated at the first update (dtype and head sizes are the model's)."""
+
+    is_sliding = False
+
+    def __init__(self, slots: Slots):
+        super().__init__()
+        self.slots = slots
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        length = self.slots.capacity + 1
+        # zeros: a masked slot has weight 0, and 0 × garbage must not be NaN
+        self.keys = key_states.new_zeros((self.slots.batch, key_states.shape[1], length, key_states.shape[3]))
+        self.values = value_states.new_zeros((self.slots.batch, value_states.shape[1], length, value_states.shape[3]))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store k, v [B, g, M, d] at the slots set by `StaticKV.aim`; return views of the first `extent` slots."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        slots = self.slots
+        self.keys[slots.rows_B1, :, slots.write_BM] = key_states.transpose(1, 2)
+        self.values[slots.rows_B1, :, slots.write_BM] = value_states.transpose(1, 2)
+        return self.keys[:, :, : slots.extent], self.values[:, :, : slots.extent]
+
+    def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
+        if self.keys is None or self.values is None:
+            return
+        rows_B1 = self.slots.rows_B1
+        # the gather makes a copy first, so source and target may overlap
+        self.keys[rows_B1, :, target_BJ] = self.keys[rows_B1, :, source_BJ]
+        self.values[rows_B1, :, target_BJ] = self.values[rows_B1, :, source_BJ]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots.extent, 0
+
+    def get_seq_length(self) -> int:
+        return self.slots.extent
+
+    def get_max_length(self) -> int:
+        return self.slots.capacity
+
+    def get_max_cache_shape(self) -> int:
+        return self.slots.capacity
+
+
+class StaticKV(Cache):
+    """Key/value buffers of a whole model: slot s of row b holds position s of that row's context, then the tree.
+
+    Sliding-window layers keep every slot as well: their window is in the mask.
+    """
+
+    def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device | str):
+        self.slots = Slots(batch, capacity, device)
+        super().__init__(layers=[SlotLayer(self.slots) for _ in range(num_layers)])
+
+    @property
+    def capacity(self) -> int:
+        return self.slots.capacity
+
+    def aim(self, write_BM: Tensor, extent: int) -> None:
+        """Set the slots that the next forward writes, and the number of slots it attends to."""
+        self.slots.write_BM, self.slots.extent = write_BM, extent
+
+    def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
+        """Compaction: copy slots `source` onto `target` in every layer (send what is not wanted to the bin)."""
+        for layer in self.layers:
+            layer.move(source_BJ, target_BJ)

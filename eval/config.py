@@ -1,0 +1,125 @@
+"""Configuration of an evaluation: the recipe node `eval`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headstart.heads.errors import ConfigError
+
+TREE_KINDS = ("chain", "dynamic", "static")
+DRAFTERS = ("auto", "ngram", "none")
+ACCEPTANCE = ("lossless", "typical")
+
+
+@dataclass
+class TreeConfig:
+    """What is drafted before each verification."""
+
+    #: chain | dynamic (EAGLE-2, autoregressive heads) | static (Medusa: per-head top-k ranks)
+    kind: str = "chain"
+    #: drafted levels (chain length, or levels of the tree); heads with fewer depths draft only those they have
+    depth: int = 5
+    #: dynamic tree: children kept per node and nodes expanded per level
+    k: int = 10
+    #: nodes verified at once, the root included (published counting: 60 means 59 drafted); trees only
+    total_tokens: int = 60
+    #: at temperature > 0 a chain draws its tokens from the draft's distribution; false drafts the most likely ones
+    sample: bool = True
+
+
+@dataclass
+class EvalConfig:
+    """How a head is measured (methods §0, §10, §11)."""
+
+    #: JSONL of prompts: `prompt_token_ids`, `messages`, `turns` (Spec-Bench), `conversations` (ShareGPT) or `prompt`
+    data: str | None = None
+    #: auto = the head's own drafter, or plain decoding without a head | ngram = prompt lookup | none = plain decoding
+    drafter: str = "auto"
+    #: tree or chain to draft
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    #: tokens generated per prompt (and per turn) at most
+    max_new_tokens: int = 256
+    #: 0 = greedy
+    temperature: float = 0.0
+    #: keep the k most likely tokens; 0 = all
+    top_k: int = 0
+    #: keep the smallest set of tokens whose probability reaches top_p; 1 = all
+    top_p: float = 1.0
+    #: drop tokens less likely than min_p × the most likely; 0 = none
+    min_p: float = 0.0
+    #: divide (multiply) positive (negative) logits of tokens already in the context; 1 = off
+    repetition_penalty: float = 1.0
+    #: lossless = output distribution is the target's | typical = Medusa's typical acceptance, LOSSY at temperature > 0
+    acceptance: str = "lossless"
+    #: typical acceptance: hard probability threshold ε
+    typical_epsilon: float = 0.09
+    #: typical acceptance: entropy-dependent factor δ
+    typical_delta: float = 0.3
+    #: conversations decoded together
+    batch_size: int = 1
+    #: auto = as the target was loaded; another value must equal the target's dtype (set target.dtype)
+    dtype: str = "auto"
+    #: first prompts of the file, or null for all
+    limit: int | None = None
+    #: first prompts of each task, or null for all
+    limit_per_task: int | None = None
+    #: turns of a multi-turn prompt to decode, or null for all
+    max_turns: int | None = None
+    #: also decode plainly in the same loop: speed-up and identity need it
+    baseline: bool = True
+    #: seed of sampling and of the bootstrap
+    seed: int = 0
+    #: unmeasured tokens decoded before timing starts
+    warmup_tokens: int = 8
+    #: prompt tokens per prefill forward
+    prefill_chunk: int = 512
+    #: attention reads the KV buffer up to the next multiple of this many slots
+    kv_bucket: int = 128
+    #: bootstrap resamples behind tau_ci95
+    bootstrap: int = 1000
+    #: n-gram drafter: longest suffix that is looked up in the context
+    ngram_max: int = 4
+    #: n-gram drafter: shortest suffix that is looked up
+    ngram_min: int = 1
+
+
+def check_config(config: EvalConfig) -> None:
+    """Refuse what cannot be evaluated. Raises ConfigError naming the field, the value and the remedy."""
+    for name, value, allowed in (
+        ("eval.tree.kind", config.tree.kind, TREE_KINDS),
+        ("eval.drafter", config.drafter, DRAFTERS),
+        ("eval.acceptance", config.acceptance, ACCEPTANCE),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name}: found {value!r}, expected one of {list(allowed)}")
+    for name, number, low in (
+        ("eval.tree.depth", config.tree.depth, 1),
+        ("eval.tree.k", config.tree.k, 1),
+        ("eval.tree.total_tokens", config.tree.total_tokens, 2),
+        ("eval.max_new_tokens", config.max_new_tokens, 1),
+        ("eval.batch_size", config.batch_size, 1),
+        ("eval.prefill_chunk", config.prefill_chunk, 1),
+        ("eval.kv_bucket", config.kv_bucket, 1),
+        ("eval.ngram_min", config.ngram_min, 1),
+        ("eval.ngram_max", config.ngram_max, config.ngram_min),
+        ("eval.top_k", config.top_k, 0),
+        ("eval.temperature", config.temperature, 0),
+        ("eval.bootstrap", config.bootstrap, 0),
+    ):
+        if number < low:
+            raise ConfigError(f"{name}: found {number}, expected at least {low}")
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"eval.top_p: found {config.top_p}, expected 0 < top_p ≤ 1 (1 keeps every token)")
+    if not 0 <= config.min_p < 1:
+        raise ConfigError(f"eval.min_p: found {config.min_p}, expected 0 ≤ min_p < 1 (0 keeps every token)")
+    if config.repetition_penalty <= 0:
+        raise ConfigError(f"eval.repetition_penalty: found {config.repetition_penalty}, expected more than 0 (1 = off)")
+
+
+def tree_label(tree: TreeConfig, drafted: bool = True) -> str:
+    """`chain5`, `tree60`, `static63`, or `plain`: the name under which results are filed."""
+    if not drafted:
+        return "plain"
+    if tree.kind == "chain":
+        return f"chain{tree.depth}"
+    return f"tree{tree.total_tokens}" if tree.kind == "dynamic" else f"static{tree.total_tokens - 1}"

@@ -1,0 +1,83 @@
+"""Logits → probabilities: the processors that the target's p and the draft's q both go through (methods §10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.eval.config import EvalConfig
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Processors in the order they apply: repetition penalty, temperature, top-k, top-p, min-p."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    #: None = lossless; (ε, δ) = Medusa's typical acceptance, lossy at temperature > 0
+    typical: tuple[float, float] | None = None
+
+    @classmethod
+    def from_config(cls, config: EvalConfig) -> Sampling:
+        typical = (config.typical_epsilon, config.typical_delta) if config.acceptance == "typical" else None
+        return cls(
+            config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty, typical
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1.0
+
+    @property
+    def lossy(self) -> bool:
+        return self.typical is not None and not self.greedy
+
+
+def penalise(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
+    """Repetition penalty in float32 (float64 stays): `logits` […, V], `seen` bool, broadcastable, or None."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if seen is None or not sampling.penalises:
+        return logits
+    penalty = sampling.repetition_penalty
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """Distribution after all processors, […, V], float32 (float64 stays). Temperature 0 gives one-hot argmax.
+
+    The most likely token always survives top-k, top-p and min-p, so no row is empty.
+    """
+    logits = penalise(logits, sampling, seen)
+    if sampling.greedy:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        threshold = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    if sampling.top_p < 1:
+        sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
+        sorted_p = sorted_logits.softmax(-1)
+        before = sorted_p.cumsum(-1) - sorted_p
+        drop = before >= sampling.top_p
+        drop[..., 0] = False
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+    p = logits.softmax(-1)
+    if sampling.min_p > 0:
+        p = torch.where(p < sampling.min_p * p.amax(-1, keepdim=True), 0.0, p)
+        p = p / p.sum(-1, keepdim=True)
+    return p
+
+
+def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Sample token ids from distributions […, V] → int64 […]."""
+    flat = p.reshape(-1, p.shape[-1])
+    return torch.multinomial(flat, 1, generator=generator).reshape(p.shape[:-1])

@@ -1,0 +1,254 @@
+"""Draft trees: tokens, parents, depths, and what follows from them (methods §1, §3). Pure functions.
+
+The root (the token the target just sampled) is not a node of the tree: a node whose parent is the root has
+parent -1 and depth 1. Nodes stand in topological order: a parent's index is below its children's.
+Shape legend: B batch, N nodes without the root, K levels, V target vocabulary, M stored candidates, R ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.heads.errors import ConfigError
+
+#: nodes per depth of Medusa's published tree for 7B targets (63 nodes)
+MEDUSA_WIDTHS = (10, 28, 23, 2)
+MEDUSA_RANKS = 10
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Drafts of a batch.
+
+    Attributes:
+        tokens_BN: int64, drafted token ids.
+        parent_BN: int64, index of the parent node, -1 = the root.
+        depth_BN: int64, 1 for children of the root.
+        valid_BN: bool, False = padding (ragged rows; a row may draft nothing). A valid node's parent is valid.
+        levels: host int, an upper bound of depth (0 when N = 0).
+        q_BNV: None = point mass (the tree is a function of the context); else the distribution the node's token was
+            drawn from. Siblings share their parent's q and were drawn without replacement in index order.
+        linear: every node's parent is the node before it (a chain): accepted rows need no moving.
+    """
+
+    tokens_BN: Tensor
+    parent_BN: Tensor
+    depth_BN: Tensor
+    valid_BN: Tensor
+    levels: int
+    q_BNV: Tensor | None = None
+    linear: bool = False
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens_BN.shape[1]
+
+    @property
+    def mask_BNN(self) -> Tensor:
+        return ancestor_mask(self.parent_BN, self.levels)
+
+    def limit(self, active_B: Tensor) -> Tree:
+        """The same tree with nothing drafted in rows where `active_B` is False."""
+        return Tree(
+            self.tokens_BN,
+            self.parent_BN,
+            self.depth_BN,
+            self.valid_BN & active_B[:, None],
+            self.levels,
+            self.q_BNV,
+            self.linear,
+        )
+
+
+def empty(batch: int, device: torch.device | str = "cpu") -> Tree:
+    """A tree without nodes: plain decoding."""
+    none = torch.zeros((batch, 0), dtype=torch.int64, device=device)
+    return Tree(none, none, none, none.bool(), levels=0, linear=True)
+
+
+def chain(tokens_BK: Tensor, valid_BK: Tensor | None = None, q_BKV: Tensor | None = None) -> Tree:
+    """A tree of width 1. `valid_BK`, if given, must be a prefix in each row."""
+    batch, depth = tokens_BK.shape
+    index_K = torch.arange(depth, device=tokens_BK.device)
+    valid = torch.ones_like(tokens_BK, dtype=torch.bool) if valid_BK is None else valid_BK
+    parent = (index_K - 1).expand(batch, depth)
+    return Tree(tokens_BK, parent, (index_K + 1).expand(batch, depth), valid, levels=depth, q_BNV=q_BKV, linear=True)
+
+
+def ancestor_mask(parent_BN: Tensor, levels: int) -> Tensor:
+    """bool [B, N, N]: entry (n, m) is True iff m is n or an ancestor of n."""
+    nodes = parent_BN.shape[1]
+    index_N = torch.arange(nodes, device=parent_BN.device)
+    mask_BNN = (index_N[:, None] == index_N).expand(parent_BN.shape[0], nodes, nodes).clone()
+    current_BN = parent_BN
+    for _ in range(levels - 1):
+        mask_BNN |= current_BN[:, :, None] == index_N
+        current_BN = torch.where(current_BN >= 0, parent_BN.gather(1, current_BN.clamp(min=0)), -1)
+    return mask_BNN
+
+
+def with_root(mask_BNN: Tensor) -> Tensor:
+    """bool [B, N+1, N+1]: the ancestor mask with the root as row and column 0 (every node sees it)."""
+    batch, nodes, _ = mask_BNN.shape
+    full = torch.zeros((batch, nodes + 1, nodes + 1), dtype=torch.bool, device=mask_BNN.device)
+    full[:, :, 0] = True
+    full[:, 1:, 1:] = mask_BNN
+    return full
+
+
+def leaf_paths(tree: Tree, row: int = 0) -> list[list[int]]:
+    """Node indices from the first level to each leaf of one row (host; for tests and reports)."""
+    parent, valid = tree.parent_BN[row].tolist(), tree.valid_BN[row].tolist()
+    inner = {parent[n] for n in range(tree.nodes) if valid[n]}
+    paths = []
+    for leaf in (n for n in range(tree.nodes) if valid[n] and n not in inner):
+        path, node = [], leaf
+        while node >= 0:
+            path.append(node)
+            node = parent[node]
+        paths.append(path[::-1])
+    return paths
+
+
+# Static trees (Medusa) -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """A fixed tree of ranks: node n takes candidate `rank_N[n]` of the head at its depth.
+
+    Attributes: parent_N, depth_N, rank_N: int64 [N]; levels, ranks: host ints (depths and candidates needed).
+    """
+
+    parent_N: Tensor
+    depth_N: Tensor
+    rank_N: Tensor
+    levels: int
+    ranks: int
+
+    def fill(self, candidates_BKR: Tensor) -> Tree:
+        """Tree whose tokens are picked from the top-R candidates of K heads."""
+        batch = candidates_BKR.shape[0]
+        device = candidates_BKR.device
+        parent_N, depth_N, rank_N = (x.to(device) for x in (self.parent_N, self.depth_N, self.rank_N))
+        tokens_BN = candidates_BKR[:, depth_N - 1, rank_N]
+        linear = self.levels == parent_N.shape[0]
+        valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
+        return Tree(
+            tokens_BN, parent_N.expand(batch, -1), depth_N.expand(batch, -1), valid_BN, self.levels, linear=linear
+        )
+
+
+def static_shape(paths: list[tuple[int, ...]]) -> StaticShape:
+    """Build the shape from rank paths, e.g. [(0,), (1,), (0, 0)]. Raises ConfigError when a parent is missing."""
+    ordered = sorted(set(paths), key=lambda path: (len(path), path))
+    index = {path: n for n, path in enumerate(ordered)}
+    if not ordered or () in index:
+        raise ConfigError(f"static tree: found {ordered[:1]}, expected at least one path and no empty path")
+    for path in ordered:
+        if len(path) > 1 and path[:-1] not in index:
+            raise ConfigError(f"static tree: path {list(path)} lacks its parent {list(path[:-1])}: add it")
+    parent_N = torch.tensor([index.get(path[:-1], -1) for path in ordered], dtype=torch.int64)
+    depth_N = torch.tensor([len(path) for path in ordered], dtype=torch.int64)
+    rank_N = torch.tensor([path[-1] for path in ordered], dtype=torch.int64)
+    return StaticShape(parent_N, depth_N, rank_N, int(depth_N.max()), int(rank_N.max()) + 1)
+
+
+def calibrated_paths(accuracy_KR: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
+    """Grow a tree greedily by expected acceptance (methods §1, "calibrated tree").
+
+    Args:
+        accuracy_KR: probability that candidate r of head d is the true token, each head over its own positions.
+        nodes: nodes wanted (fewer when the ranks run out).
+    Each step adds the next sibling or the first child of a chosen node with the largest product of accuracies; ties
+    prefer the shallower, then the lower ranks.
+    """
+    heap: list[tuple[float, int, tuple[int, ...], float]] = []
+
+    def push(path: tuple[int, ...], parent_value: float) -> None:
+        depth, rank = len(path), path[-1]
+        if depth <= len(accuracy_KR) and rank < len(accuracy_KR[depth - 1]):
+            value = parent_value * accuracy_KR[depth - 1][rank]
+            heapq.heappush(heap, (-value, depth, path, parent_value))
+
+    push((0,), 1.0)
+    chosen: list[tuple[int, ...]] = []
+    while heap and len(chosen) < nodes:
+        value, _, path, parent_value = heapq.heappop(heap)
+        chosen.append(path)
+        push((*path[:-1], path[-1] + 1), parent_value)
+        push((*path, 0), -value)
+    return chosen
+
+
+def zipf_paths(widths: tuple[int, ...] = MEDUSA_WIDTHS, ranks: int = MEDUSA_RANKS) -> list[tuple[int, ...]]:
+    """The tree used before any calibration: at each depth, the `widths[d]` best continuations of chosen nodes.
+
+    Rank r is taken to be right with probability proportional to 1 / (r + 1) (Zipf's law, which measured rank
+    accuracies follow closely), so a path's value is Π 1 / (rank + 1); ties prefer lower leading ranks. The default
+    widths are those of Medusa's published 63-node tree, 10/28/23/2.
+    """
+    chosen: list[tuple[int, ...]] = []
+    level: list[tuple[int, tuple[int, ...]]] = [(1, ())]
+    for width in widths:
+        grown = [(cost * (rank + 1), (*path, rank)) for cost, path in level for rank in range(ranks)]
+        level = sorted(grown)[:width]
+        chosen += [path for _, path in level]
+    return chosen
+
+
+# Dynamic trees (EAGLE-2) -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """One level of candidates: the k·k children of k frontier nodes, and the k of them expanded next.
+
+    Attributes:
+        tokens_BM, score_BM: children (M = k · k), cumulative log-probability.
+        parent_BM: index of each child's parent within the frontier (0 … k-1).
+        frontier_Bk: indices into M of the best k children, best first.
+    """
+
+    tokens_BM: Tensor
+    score_BM: Tensor
+    parent_BM: Tensor
+    frontier_Bk: Tensor
+
+
+def expand(logp_BfU: Tensor, score_Bf: Tensor, k: int) -> Expansion:
+    """Score the top-k children of every frontier node (methods §3). Token ids are draft-vocabulary indices.
+
+    Args: logp_BfU: log-softmax at temperature 1 of each frontier node; score_Bf: its cumulative log-probability.
+    """
+    batch, frontier, _ = logp_BfU.shape
+    width = min(k, logp_BfU.shape[-1])
+    top = logp_BfU.topk(width, dim=-1)
+    # a log-probability never above 0, even by rounding, keeps a child's score at or below its parent's
+    score_BM = (score_Bf[:, :, None] + top.values.clamp(max=0.0)).reshape(batch, -1)
+    parent_BM = torch.arange(frontier, device=score_BM.device).repeat_interleave(width).expand(batch, -1)
+    best = torch.sort(score_BM, dim=1, descending=True, stable=True).indices[:, :k]
+    return Expansion(top.indices.reshape(batch, -1), score_BM, parent_BM, best)
+
+
+def select(score_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, tokens_BM: Tensor, nodes: int, levels: int) -> Tree:
+    """Keep the best `nodes` stored candidates; exact ties prefer the shallower node.
+
+    Args: candidates in level order (depth ascending), `parent_BM` indexing into M (-1 = root), scores never above
+        the parent's; `levels` is their greatest depth. The stable sort then places every parent before its children, so the kept set is closed.
+    """
+    keep = min(nodes, score_BM.shape[1])
+    order = torch.sort(score_BM, dim=1, descending=True, stable=True).indices[:, :keep]
+    kept_BN = order.sort(dim=1).values
+    rank_BM = torch.full_like(parent_BM, -1)
+    rank_BM = rank_BM.scatter(1, kept_BN, torch.arange(keep, device=kept_BN.device).expand_as(kept_BN))
+    parent_kept = parent_BM.gather(1, kept_BN)
+    parent_BN = torch.where(parent_kept >= 0, rank_BM.gather(1, parent_kept.clamp(min=0)), -1)
+    tokens_BN, depth_BN = tokens_BM.gather(1, kept_BN), depth_BM.gather(1, kept_BN)
+    valid_BN = torch.isfinite(score_BM.gather(1, kept_BN))
+    return Tree(tokens_BN, parent_BN, depth_BN, valid_BN, levels)
+

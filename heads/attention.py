@@ -49,7 +49,6 @@ class TrainAttention:
         device = batch.tokens_R.device
         self.backend = backend if backend != "auto" else ("flash" if device.type == "cuda" else "eager")
         self._documents: list[DocumentRows] | None = None
-        self._cumulative: Tensor | None = None
 
     def attend(
         self, q_AhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k: Sequence[Tensor] = (), own_v: Sequence[Tensor] = ()
@@ -104,29 +103,15 @@ class TrainAttention:
         if not pieces:
             return torch.zeros_like(q_AhD)
         context = torch.cat(pieces)
-        return torch.zeros_like(context).index_copy(0, torch.cat(order), context).to(q_AhD.dtype)
+        return context.new_zeros(q_AhD.shape).index_copy(0, torch.cat(order), context).to(q_AhD.dtype)
 
     # --- flash -------------------------------------------------------------------------------------------------
 
-    def cumulative(self) -> Tensor:
-        """int32 [documents + 1] row offsets (padding rows form a last document of their own)."""
-        if self._cumulative is None:
-            rows = self.batch.tokens_R.shape[0]
-            edges = [0]
-            for length in self.batch.doc_lengths:
-                edges.append(edges[-1] + length)
-            if edges[-1] < rows:
-                edges.append(rows)
-            self._cumulative = torch.tensor(edges, dtype=torch.int32).to(self.batch.tokens_R.device, non_blocking=True)
-        return self._cumulative
-
     def _flash(self, q_AhD, k_RgD, v_RgD, own_k, own_v) -> Tensor:
         row_A = self.batch.anchors.row_A[: q_AhD.shape[0]]
-        longest = max((*self.batch.doc_lengths, self.batch.tokens_R.shape[0] - sum(self.batch.doc_lengths)))
         # The kernel's causal mask wants a query at every row; rows without an anchor get zeros and are dropped.
         q_RhD = q_AhD.new_zeros(k_RgD.shape[0], *q_AhD.shape[1:]).index_copy(0, row_A, q_AhD)
-        joined = _FlashJoined.apply(q_RhD, k_RgD, v_RgD, self.cumulative(), longest, row_A, len(own_k), *own_k, *own_v)
-        return joined
+        return _FlashJoined.apply(q_RhD, k_RgD, v_RgD, self.batch.edges_E, self.batch.longest, row_A, len(own_k), *own_k, *own_v)
 
 
 class _FlashJoined(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -106,6 +107,8 @@ class FeatureBatch:
         doc_R: int64 [R], document index within the pack, -1 = padding.
         position_R: int64 [R], rope position, restarting at 0 in every document.
         doc_lengths: rows of each document, in order.
+        edges_E: int32, row offsets of the documents; rows of padding at the end form a document of their own.
+        longest: rows of the longest stretch between two edges (or an upper bound of it).
         anchors: supervised rows (positions.find_anchors) for the head's K.
         sample_ids: one id per document, for error messages.
         hidden_RD: last hidden state **after the final norm**, or None before the target ran.
@@ -118,6 +121,8 @@ class FeatureBatch:
     doc_R: Tensor
     position_R: Tensor
     doc_lengths: tuple[int, ...]
+    edges_E: Tensor
+    longest: int
     anchors: Anchors
     sample_ids: tuple[str, ...] = ()
     hidden_RD: Tensor | None = None
@@ -146,7 +151,48 @@ class FeatureBatch:
             position_R[start:stop] = torch.arange(lengths[index])
             start = stop
         anchors = find_anchors(turn_R, doc_R, max_depth)
-        return cls(tokens_R, turn_R, doc_R, position_R, lengths, anchors, sample_ids)
+        stretches = lengths if sum(lengths) == rows else (*lengths, rows - sum(lengths))
+        edges_E = torch.tensor([0, *accumulate(stretches)], dtype=torch.int32)
+        return cls(
+            tokens_R, turn_R, doc_R, position_R, lengths, edges_E, max(stretches, default=0), anchors, sample_ids
+        )
+
+    def padded(self, rows: int, anchors: int, documents: int, longest: int) -> FeatureBatch:
+        """The same batch in fixed shapes (for captured graphs): R = `rows`, A = `anchors`, E = `documents` + 2.
+
+        Padding anchors point at the last row, which must be padding, and have no supervised depth; every depth's
+        count becomes A and `depths_A` says which rows are active.
+        Raises: ValueError when the batch does not fit, padding row included.
+        """
+        have = self.tokens_R.shape[0]
+        used = sum(self.doc_lengths)
+        if used >= rows or have > rows or len(self.anchors) > anchors or len(self.doc_lengths) > documents or self.longest > longest:
+            raise ValueError(
+                f"batch of {used} rows, {len(self.anchors)} anchors, {len(self.doc_lengths)} documents, longest {self.longest} "
+                f"does not fit {rows - 1} rows, {anchors} anchors, {documents} documents, longest {longest}"
+            )
+
+        def grow(x: Tensor | None, size: int, value: int) -> Tensor | None:
+            return None if x is None else torch.cat((x, x.new_full((size - x.shape[0], *x.shape[1:]), value)))
+
+        edges = self.edges_E[: len(self.doc_lengths) + 1]
+        return replace(
+            self,
+            tokens_R=grow(self.tokens_R, rows, 0),
+            turn_R=grow(self.turn_R, rows, -1),
+            doc_R=grow(self.doc_R, rows, -1),
+            position_R=grow(self.position_R, rows, 0),
+            edges_E=grow(edges, documents + 2, rows),
+            longest=max(longest, rows - used),
+            anchors=self.anchors.padded(anchors, rows - 1),
+            hidden_RD=grow(self.hidden_RD, rows, 0),
+            streams_RkD=grow(self.streams_RkD, rows, 0),
+            teacher_argmax_A=grow(self.teacher_argmax_A, anchors, 0),
+        )
+
+    def teacher_hidden(self) -> Tensor:
+        """[A, D]: the post-norm hidden state whose distribution is the depth-1 teacher of each anchor (row_A + 1)."""
+        return self.hidden_RD[(self.anchors.row_A + 1).clamp(max=self.tokens_R.shape[0] - 1)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> FeatureBatch:
         moved = {

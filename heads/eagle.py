@@ -68,7 +68,7 @@ class EagleHead(AutoregressiveHead):
         return self.teacher.logits(g)
 
     def depth_counts(self, batch: FeatureBatch) -> Tensor:
-        return torch.tensor([float(batch.anchors.count_K[0])], device=batch.tokens_R.device)
+        return batch.anchors.active_counts()
 
     def noisy(self, batch: FeatureBatch) -> Tensor:
         """Input features with the training noise of the reference code: U(-a, a) · 512 / document length."""
@@ -87,23 +87,26 @@ class EagleHead(AutoregressiveHead):
         k_RgD, v_RgD = attention.keys_values(x_RH, cos, sin)
         q = attention.queries(x_RH[row_A], cos[row_A], sin[row_A])
         g_AH = self.layer.finish(TrainAttention(batch).attend(q, k_RgD, v_RgD), x_RH[row_A])
-        feature_AD = batch.hidden_RD[row_A + 1]
-        feature_loss = F.smooth_l1_loss(wide(g_AH), wide(feature_AD), reduction="none").mean(-1).sum()
-        logit_loss, argmax_A = self._logit_loss(g_AH, feature_AD, teacher)
+        feature_AD = batch.teacher_hidden()
+        active_A = batch.anchors.depths_A > 0
+        distance_A = F.smooth_l1_loss(wide(g_AH), wide(feature_AD), reduction="none").mean(-1)
+        feature_loss = (distance_A * active_A).sum()
+        logit_loss, argmax_A = self._logit_loss(g_AH, feature_AD, active_A.float(), teacher)
         loss = self.config.hidden_loss_weight * feature_loss + self.config.logit_loss_weight * logit_loss
-        hits = (argmax_A == batch.teacher_argmax_A).sum().float()
+        hits = ((argmax_A == batch.teacher_argmax_A) & active_A).sum().float()
         count = self.depth_counts(batch)
         return HeadLoss(loss[None], count, hits[None], count, hits[None])
 
-    def _logit_loss(self, g_AH: Tensor, feature_AD: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    def _logit_loss(
+        self, g_AH: Tensor, feature_AD: Tensor, weight_A: Tensor, teacher: Teacher
+    ) -> tuple[Tensor, Tensor]:
         """Σ softCE(lm_head(g_t), lm_head(f_{t+1})) and the argmax, through the frozen head."""
         with torch.no_grad():
             teacher_AV = teacher.logits(feature_AD)
         if teacher.bias_V is None and teacher.softcap is None and teacher.scale == 1.0:
             row_A = torch.arange(g_AH.shape[0], device=g_AH.device)
-            weight_A = torch.ones(g_AH.shape[0], device=g_AH.device)
             teacher_AV = teacher_AV.to(g_AH.dtype)
             return fused.soft_ce(g_AH, teacher.weight_VD, teacher_AV, row_A, weight_A)
         logits_AV = teacher.logits(g_AH)
-        loss = -(teacher_AV.softmax(-1) * logits_AV.log_softmax(-1)).sum()
-        return loss, logits_AV.detach().argmax(-1)
+        loss_A = -(teacher_AV.softmax(-1) * logits_AV.log_softmax(-1)).sum(-1)
+        return (loss_A * weight_A).sum(), logits_AV.detach().argmax(-1)

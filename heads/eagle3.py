@@ -141,7 +141,10 @@ class Eagle3Head(AutoregressiveHead):
         inside_A = self.in_vocab(batch)
         anchors = batch.anchors
         return torch.stack(
-            [inside_A[anchors.teacher_AK[:n, d]].sum(dtype=torch.float32) for d, n in enumerate(anchors.count_K)]
+            [
+                (inside_A[anchors.teacher_AK[:n, d]] & (anchors.depths_A[:n] > d)).sum(dtype=torch.float32)
+                for d, n in enumerate(anchors.count_K)
+            ]
         )
 
     def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
@@ -151,7 +154,7 @@ class Eagle3Head(AutoregressiveHead):
         attend = TrainAttention(batch).attend
         with torch.no_grad():
             inside_A = self.in_vocab(batch)
-            teacher_AU = teacher.logits(batch.hidden_RD[anchors.row_A + 1], self.draft_ids_U)
+            teacher_AU = teacher.logits(batch.teacher_hidden(), self.draft_ids_U)
             teacher_AU = teacher_AU.to(compute_dtype(self.fc.weight))
 
         g_RH = self.fuse(batch.hidden_RD, batch.streams_RkD)
@@ -159,7 +162,7 @@ class Eagle3Head(AutoregressiveHead):
         cos, sin = self.rope(batch.position_R)
         k_RgD, v_RgD = attention.keys_values(x_RI, cos, sin)
         g, x = g_RH[anchors.row_A], x_RI[anchors.row_A]
-        position_A = batch.position_R[anchors.row_A]
+        position_A, last = batch.position_R[anchors.row_A], tokens_R.shape[0] - 1
         own_k: list[Tensor] = []
         own_v: list[Tensor] = []
         prefix = torch.ones_like(inside_A)
@@ -169,16 +172,17 @@ class Eagle3Head(AutoregressiveHead):
             cos, sin = self.rope(position_A[:count] + step)
             if step:
                 g = g[:count]
-                x = self.mix(self.embed(tokens_R[row + step + 1]), g)
+                x = self.mix(self.embed(tokens_R[(row + step + 1).clamp(max=last)]), g)
                 k, v = attention.keys_values(x, cos, sin)
                 own_k.append(k)
                 own_v.append(v)
             q = attention.queries(x, cos, sin)
             g = self.midlayer.finish(attend(q, k_RgD, v_RgD, own_k, own_v), g)
             teacher_row = anchors.teacher_AK[:count, step]
-            weight = inside_A[teacher_row].float()
+            active = anchors.depths_A[:count] > step
+            weight = (inside_A[teacher_row] & active).float()
             loss, argmax = fused.soft_ce(self.norm(g), self.lm_head.weight, teacher_AU, teacher_row, weight)
-            hit = self.target_ids(argmax) == batch.teacher_argmax_A[teacher_row]
+            hit = (self.target_ids(argmax) == batch.teacher_argmax_A[teacher_row]) & active
             prefix = prefix[:count] & hit
-            sums.append((loss, weight.sum(), hit.sum(), weight.new_tensor(float(count)), prefix.sum()))
+            sums.append((loss, weight.sum(), hit.sum(), active.sum(), prefix.sum()))
         return HeadLoss(*(torch.stack([s.to(sums[0][0].dtype) for s in column]) for column in zip(*sums, strict=True)))

@@ -102,7 +102,7 @@ class MedusaHead(Head):
         return torch.stack(outputs, dim=1)
 
     def depth_counts(self, batch: FeatureBatch) -> Tensor:
-        return torch.tensor([float(n) for n in batch.anchors.count_K], device=batch.tokens_R.device)
+        return batch.anchors.active_counts()
 
     def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
         anchors = batch.anchors
@@ -111,21 +111,22 @@ class MedusaHead(Head):
         entropy_A = teacher_AV = None
         if self.config.loss == "kl":
             with torch.no_grad():
-                teacher_AV = teacher.logits(batch.hidden_RD[anchors.row_A + 1])[:, : self.dims.vocab_size].to(hidden_AD.dtype)
+                teacher_AV = teacher.logits(batch.teacher_hidden())[:, : self.dims.vocab_size].to(hidden_AD.dtype)
                 entropy_A = eager.entropy(teacher_AV)
         prefix = torch.ones(len(anchors), dtype=torch.bool, device=hidden_AD.device)
         sums: list[tuple[Tensor, ...]] = []
         for d, count in enumerate(anchors.count_K):
             out = self.blocks[d](hidden_AD[:count])
             teacher_row = anchors.teacher_AK[:count, d]
-            weight = torch.ones(count, device=out.device)
+            active = anchors.depths_A[:count] > d
+            weight = active.float()
             if teacher_AV is not None:
                 loss, argmax = fused.soft_ce(out, self.output_weight(d), teacher_AV, teacher_row, weight)
-                loss = loss - entropy_A[teacher_row].sum()
+                loss = loss - (entropy_A[teacher_row] * weight).sum()
             else:
-                label = batch.tokens_R[anchors.row_A[:count] + d + 2]
+                label = batch.tokens_R[(anchors.row_A[:count] + d + 2).clamp(max=batch.tokens_R.shape[0] - 1)]
                 loss, argmax = fused.hard_ce(out, self.output_weight(d), label, weight)
-            hit = argmax == batch.teacher_argmax_A[teacher_row]
+            hit = (argmax == batch.teacher_argmax_A[teacher_row]) & active
             prefix = prefix[:count] & hit
             sums.append((loss, weight.sum(), hit.sum(), weight.sum(), prefix.sum()))
         return HeadLoss(*(torch.stack([s.to(sums[0][0].dtype) for s in column]) for column in zip(*sums, strict=True)))

@@ -58,7 +58,8 @@ class Anchors:
         depths_A: int64 [A], number of supervised depths of the anchor (≥ 1).
         teacher_AK: int64 [A, K], `teacher_AK[a, d-1]` = index *into the anchors* whose depth-1 teacher row is
             row_A[a] + d, i.e. the anchor at row_A[a] + d - 1; 0 where depth d is not supervised (mask with depths_A).
-        count_K: python ints, anchors supervised at depth 1 … K: the rows of depth d are `[: count_K[d-1]]`.
+        count_K: python ints, anchors supervised at depth 1 … K: the rows of depth d are `[: count_K[d-1]]`
+            (in a batch padded to fixed shapes: all rows, of which `depths_A >= d` are active).
 
     The depth-1 teacher rows `row_A + 1` are exactly the rows whose target distribution any depth needs,
     because x_{t+d}, x_{t+d+1} in one turn makes row t + d - 1 an anchor itself.
@@ -72,9 +73,25 @@ class Anchors:
     def __len__(self) -> int:
         return self.row_A.shape[0]
 
+    def active_counts(self) -> Tensor:
+        """float32 [K]: anchors supervised at each depth, on the anchors' device, without a host read."""
+        depth_K = torch.arange(1, len(self.count_K) + 1, device=self.depths_A.device)
+        return (self.depths_A[:, None] >= depth_K).sum(0, dtype=torch.float32)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Anchors:
         move = lambda x: x.to(device, non_blocking=non_blocking)  # noqa: E731
         return Anchors(move(self.row_A), move(self.depths_A), move(self.teacher_AK), self.count_K)
+
+    def padded(self, size: int, row: int) -> Anchors:
+        """Fixed size: padding anchors sit at `row` with no supervised depth, and every depth keeps all `size` rows."""
+        extra = size - len(self)
+
+        def grow(x: Tensor, value: int) -> Tensor:
+            return torch.cat((x, x.new_full((extra, *x.shape[1:]), value)))
+
+        return Anchors(
+            grow(self.row_A, row), grow(self.depths_A, 0), grow(self.teacher_AK, 0), (size,) * len(self.count_K)
+        )
 
 
 def find_anchors(turn_R: Tensor, doc_R: Tensor, max_depth: int) -> Anchors:

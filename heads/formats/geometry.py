@@ -70,6 +70,7 @@ ROPE_NUMBERS = (
     "mscale_all_dim",
 )
 ROPE_LISTS = ("short_factor", "long_factor")
+ROPE_FLAGS = ("truncate",)
 #: rope types and the fields each cannot do without
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -178,6 +179,8 @@ def _rope(found: dict[str, Any], config: dict[str, Any], where: str) -> dict[str
             result[key] = int(value) if key == "original_max_position_embeddings" else value
         elif key in ROPE_LISTS and isinstance(value, list) and len(value) <= 4096:
             result[key] = [number({key: item}, key, f"{where}: rope") for item in value]
+        elif key in ROPE_FLAGS and isinstance(value, bool):
+            result[key] = value
         else:
             raise FormatError(f"{where}: rope field {key} = {value!r} is not known; known: {', '.join(ROPE_NUMBERS + ROPE_LISTS)}")
     missing = [key for key in ROPE_TYPES[kind] if key not in result]

@@ -129,7 +129,7 @@ def plan_eagle(
             )
         unused["fc.bias"] = "all zero"
     unused |= _target_embedding(raw, names, dims)
-    return _finish(raw, layout, "eagle", {}, dims, names, expected, unused)
+    return _finish(raw, layout, "eagle", {"intermediate_size": dims.intermediate_size}, dims, names, expected, unused)
 
 
 # EAGLE-3

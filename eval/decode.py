@@ -97,7 +97,7 @@ def decode(
     seen_BV = _seen(context.tokens_BJ, context.count_B, logits_BV.shape[-1]) if sampling.penalises else None
     roots_B = _first(logits_BV, sampling, generator, seen_BV)
     if drafter is not None:
-        drafter.start(context)
+        drafter.start(context, engine.kv.capacity)
     synchronize(device)
     prefilled = time.perf_counter()
 
@@ -113,8 +113,6 @@ def decode(
         step = engine.verify(roots_B, tree)
         verdict = verify(tree, step.logits_BMV, sampling, generator, seen_BV)
         accepted = engine.commit(roots_B, tree, step, verdict.path_BK, active_B)
-        if drafter is not None:
-            drafter.commit(accepted)
         if seen_BV is not None:
             seen_BV |= _seen(accepted.tokens_BJ, accepted.count_B, seen_BV.shape[1])
         if record_gaps:
@@ -122,6 +120,9 @@ def decode(
         roots_B = torch.where(active_B, verdict.next_B, roots_B)
         if rows.cycle(accepted.tokens_BJ, accepted.count_B, roots_B, drafted_levels(tree), engine):
             active_B = rows.active_B(device)
+        if drafter is not None:
+            accepted.longest = engine.longest
+            drafter.commit(accepted)
     synchronize(device)
     finished = time.perf_counter()
     if record_gaps:

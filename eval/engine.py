@@ -30,12 +30,14 @@ class Rows:
         count_B: int64.
         hidden_BJD: f, last hidden state after the final norm, or None when the drafter reads no features.
         streams_BJkD: pre-norm residual streams at FeatureSpec.layer_ids, or None.
+        longest: host int, length of the longest context with these rows.
     """
 
     tokens_BJ: Tensor
     count_B: Tensor
     hidden_BJD: Tensor | None = None
     streams_BJkD: Tensor | None = None
+    longest: int = 0
 
 
 @dataclass
@@ -203,7 +205,7 @@ class Engine:
         """Features left-aligned again: row b's position t at column t."""
         longest = self.longest
         tokens_BT = torch.tensor([list(c) + [0] * (longest - len(c)) for c in contexts], device=self.device)
-        rows = Rows(tokens_BT, self.length_B.clone())
+        rows = Rows(tokens_BT, self.length_B.clone(), longest=longest)
         if self.spec is None:
             return rows
         column_BT = torch.arange(longest, device=self.device) + (longest - self.length_B)[:, None]

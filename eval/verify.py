@@ -137,7 +137,10 @@ def acceptance(tree: Tree, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
         if tree.q_BNV is None:
             q_BV = torch.zeros_like(p_BV).scatter(1, token_B1, 1.0)
         else:
-            q_BV = tree.q_BNV[:, n].to(p_BV.dtype).masked_fill(drawn_BMV[rows_B, parent_B], 0.0)
+            q_BV = tree.q_BNV[:, n].to(p_BV.dtype)
+            # targets pad their output matrix beyond the vocabulary; drafts never go there
+            q_BV = torch.nn.functional.pad(q_BV, (0, p_BV.shape[1] - q_BV.shape[1]))
+            q_BV = q_BV.masked_fill(drawn_BMV[rows_B, parent_B], 0.0)
             q_BV = q_BV / q_BV.sum(1, keepdim=True).clamp(min=torch.finfo(q_BV.dtype).tiny)
         p_x, q_x = p_BV.gather(1, token_B1)[:, 0], q_BV.gather(1, token_B1)[:, 0]
         # 0/0 (a token that neither would say) is a rejection

@@ -28,8 +28,8 @@ class Drafter(Protocol):
     spec: FeatureSpec | None
     max_nodes: int
 
-    def start(self, context: Rows) -> None:
-        """A new batch: all context tokens with their features."""
+    def start(self, context: Rows, capacity: int) -> None:
+        """A new batch: all context tokens with their features. No context will grow beyond `capacity` tokens."""
         ...
 
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:

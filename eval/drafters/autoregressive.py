@@ -1,0 +1,239 @@
+"""EAGLE-1 and EAGLE-3 as drafters: own draft KV, chains, and EAGLE-2 dynamic trees (methods §3, §4).
+
+Draft row p consumes emb(x_{p+1}) and a feature g_p at rope position p. Rows of committed tokens are always computed from
+real target features; rows of drafted tokens are scratch that the next commit overwrites.
+Shape legend: B batch, J new rows, N rows of a pass, k frontier nodes, S slots, H head hidden, U draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headstart.eval.cache import SlotLayer, Slots
+from headstart.eval.config import TreeConfig
+from headstart.eval.engine import Rows
+from headstart.eval.sampling import Sampling, draw, penalise, probabilities
+from headstart.eval.tree import Tree, chain, expand, select
+from headstart.heads.autoregressive import AutoregressiveHead
+from headstart.heads.base import FeatureSpec
+from headstart.heads.errors import ConfigError
+
+#: context rows per pass when a batch starts
+START_CHUNK = 256
+
+
+class AutoregressiveDrafter:
+    """Drafts one token after another with an AutoregressiveHead that is bound to its target."""
+
+    def __init__(self, head: AutoregressiveHead, tree: TreeConfig, sampling: Sampling, bucket: int = 128):
+        if tree.kind not in ("chain", "dynamic"):
+            raise ConfigError(f"eval.tree.kind: {head.family} drafts a chain or a dynamic tree, found {tree.kind!r}")
+        self.head, self.tree, self.sampling, self.bucket = head, tree, sampling, bucket
+        self.name = head.family
+        self.spec: FeatureSpec | None = head.spec
+        self.dynamic = tree.kind == "dynamic"
+        self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
+
+    # context -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def start(self, context: Rows, capacity: int) -> None:
+        batch, width = context.tokens_BJ.shape
+        scratch = self.tree.depth * (self.tree.k if self.dynamic else 1)
+        self.slots = Slots(batch, capacity + scratch, context.tokens_BJ.device)
+        self.cache = SlotLayer(self.slots)
+        self.length_B = torch.zeros_like(context.count_B)
+        self.longest = 0
+        self.seen_BV: Tensor | None = None
+        if self.sampling.penalises:
+            shape = (batch, self.head.dims.vocab_size)
+            self.seen_BV = torch.zeros(shape, dtype=torch.bool, device=context.tokens_BJ.device)
+        self._see(context.tokens_BJ, context.count_B)
+        # every row but the last has its next token already; the last waits for the root
+        next_BJ = F.pad(context.tokens_BJ[:, 1:], (0, 1))
+        known_B = context.count_B - 1
+        for begin in range(0, width - 1, START_CHUNK):
+            columns = slice(begin, min(begin + START_CHUNK, width - 1))
+            self.longest = columns.stop
+            count_B = (known_B - begin).clamp(0, columns.stop - begin)
+            self._rows(next_BJ[:, columns], self._fuse(context, columns), count_B)
+        last_B11 = known_B[:, None, None]
+        last = Rows(
+            context.tokens_BJ.gather(1, known_B[:, None]),
+            torch.ones_like(known_B),
+            _at(context.hidden_BJD, last_B11),
+            None if context.streams_BJkD is None else _at(context.streams_BJkD.flatten(2), last_B11).unflatten(
+                2, context.streams_BJkD.shape[2:]
+            ),
+        )
+        self._pend(last)
+        self.longest = context.longest
+
+    @torch.inference_mode()
+    def commit(self, accepted: Rows) -> None:
+        self._see(accepted.tokens_BJ, accepted.count_B)
+        self._pend(accepted)
+        self.longest = accepted.longest
+
+    def _pend(self, rows: Rows) -> None:
+        """Remember rows whose last one still lacks its next token."""
+        self.pending_BJ = F.pad(rows.tokens_BJ[:, 1:], (0, 1))
+        self.pending_g_BJH = self._fuse(rows, slice(None))
+        self.pending_B = rows.count_B
+
+    def _fuse(self, rows: Rows, columns: slice) -> Tensor:
+        hidden, streams = rows.hidden_BJD, rows.streams_BJkD
+        return self.head.fuse(
+            hidden[:, columns] if hidden is not None else hidden, streams[:, columns] if streams is not None else streams
+        )
+
+    def _see(self, tokens_BJ: Tensor, count_B: Tensor) -> None:
+        if self.seen_BV is None:
+            return
+        inside_BJ = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device) < count_B[:, None]
+        counts = self.seen_BV.int().scatter_add_(1, tokens_BJ, inside_BJ.int())
+        self.seen_BV = counts > 0
+
+    # drafting ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
+        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
+        tokens_BJ = self.pending_BJ.scatter(1, last_B1, roots_B[:, None])
+        self._see(roots_B[:, None], torch.ones_like(roots_B))
+        g_BJH, logits_BJU = self._rows(tokens_BJ, self.pending_g_BJH, self.pending_B)
+        g_B1H, logits_B1U = _at(g_BJH, last_B1[:, :, None]), _at(logits_BJU, last_B1[:, :, None])
+        if self.dynamic:
+            return self._propose_tree(g_B1H, logits_B1U)
+        return self._propose_chain(g_B1H, logits_B1U, generator)
+
+    def _propose_chain(self, g_B1H: Tensor, logits_B1U: Tensor, generator: torch.Generator | None) -> Tree:
+        sampled = self.tree.sample and not self.sampling.greedy
+        seen_BV = self.seen_BV
+        tokens: list[Tensor] = []
+        qs: list[Tensor] = []
+        for depth in range(1, self.tree.depth + 1):
+            seen_BU = self._in_draft_vocabulary(seen_BV)
+            if sampled:
+                q_BU = probabilities(logits_B1U[:, 0], self.sampling, seen_BU)
+                choice_B1 = draw(q_BU, generator)[:, None]
+                qs.append(self._to_target_vocabulary(q_BU))
+            else:
+                choice_B1 = penalise(logits_B1U[:, 0], self.sampling, seen_BU).argmax(-1, keepdim=True)
+            tokens.append(self.head.target_ids(choice_B1))
+            if depth == self.tree.depth:
+                break
+            if seen_BV is not None:
+                seen_BV = seen_BV.scatter(1, tokens[-1], True)
+            position_B1 = self.length_B[:, None] + depth - 1
+            extent = self._extent(depth)
+            slot_S = torch.arange(extent, device=position_B1.device)
+            visible_B1S = slot_S <= position_B1[:, :, None]
+            g_B1H, logits_B1U = self._pass(tokens[-1], g_B1H, position_B1, position_B1, visible_B1S)
+        return chain(torch.cat(tokens, 1), q_BKV=torch.stack(qs, 1) if qs else None)
+
+    def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
+        """EAGLE-2: expand the k best nodes of each level, keep the best of everything stored."""
+        k, depth = self.tree.k, self.tree.depth
+        batch, device = logits_B1U.shape[0], logits_B1U.device
+        scratch = torch.arange(depth * k, device=device)
+        level = expand(self._log_probs(logits_B1U), logits_B1U.new_zeros((batch, 1), dtype=torch.float32), k)
+        tokens, scores = [level.tokens_BM], [level.score_BM]
+        parents, depths = [torch.full_like(level.parent_BM, -1)], [torch.ones_like(level.parent_BM)]
+        base = 0
+        parent_g_BkH = g_B1H.expand(-1, level.frontier_Bk.shape[1], -1)
+        ancestors_Bkn = torch.zeros((batch, level.frontier_Bk.shape[1], depth * k), dtype=torch.bool, device=device)
+        for number in range(1, depth):
+            # the frontier of this level: global candidate indices, draft tokens, and scratch slots of its own
+            frontier_Bk = level.frontier_Bk
+            width = frontier_Bk.shape[1]
+            own_k = (number - 1) * k + torch.arange(width, device=device)
+            ancestors_Bkn = ancestors_Bkn | (scratch == own_k[:, None])
+            draft_Bk = level.tokens_BM.gather(1, frontier_Bk)
+            g_BkH, logits_BkU = self._frontier_pass(draft_Bk, parent_g_BkH, ancestors_Bkn, own_k, number)
+            score_Bk = level.score_BM.gather(1, frontier_Bk)
+            level = expand(self._log_probs(logits_BkU), score_Bk, k)
+            tokens.append(level.tokens_BM)
+            scores.append(level.score_BM)
+            parents.append((base + frontier_Bk).gather(1, level.parent_BM))
+            depths.append(torch.full_like(level.parent_BM, number + 1))
+            base += scores[-2].shape[1]
+            # the next frontier hangs under nodes of this one
+            under_Bk = level.parent_BM.gather(1, level.frontier_Bk)
+            parent_g_BkH = _at(g_BkH, under_Bk[:, :, None])
+            ancestors_Bkn = ancestors_Bkn.gather(1, under_Bk[:, :, None].expand(-1, -1, depth * k))
+        tree = select(
+            torch.cat(scores, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(tokens, 1), self.max_nodes, depth
+        )
+        mapped = self.head.target_ids(tree.tokens_BN)
+        return Tree(mapped, tree.parent_BN, tree.depth_BN, tree.valid_BN, tree.levels)
+
+    def _frontier_pass(
+        self, draft_Bk: Tensor, g_BkH: Tensor, ancestors_Bkn: Tensor, own_k: Tensor, number: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run the frontier of level `number`: nodes see the context, their ancestors and themselves."""
+        batch, width = draft_Bk.shape
+        scratch_n = torch.arange(ancestors_Bkn.shape[2], device=draft_Bk.device)
+        extent = self._extent(ancestors_Bkn.shape[2])
+        slot_S = torch.arange(extent, device=draft_Bk.device)
+        visible_BkS = (slot_S < self.length_B[:, None])[:, None, :].expand(batch, width, extent).clone()
+        slots_Bkn = (self.length_B[:, None] + scratch_n)[:, None, :].expand_as(ancestors_Bkn)
+        visible_BkS.scatter_(2, slots_Bkn, ancestors_Bkn)
+        position_Bk = (self.length_B[:, None] + number - 1).expand(batch, width)
+        return self._pass(
+            self.head.target_ids(draft_Bk), g_BkH, position_Bk, self.length_B[:, None] + own_k, visible_BkS
+        )
+
+    # passes ------------------------------------------------------------------------------------------------------
+
+    def _rows(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute committed rows from target features and append the first `count_B` of each to the draft KV."""
+        column_J = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device)
+        position_BJ = self.length_B[:, None] + column_J
+        write_BJ = torch.where(column_J < count_B[:, None], position_BJ, self.slots.bin)
+        slot_S = torch.arange(self._extent(0), device=tokens_BJ.device)
+        result = self._pass(tokens_BJ, g_BJH, position_BJ, write_BJ, slot_S <= position_BJ[:, :, None])
+        self.length_B = self.length_B + count_B
+        return result
+
+    def _pass(
+        self, tokens_BN: Tensor, g_BNH: Tensor, position_BN: Tensor, write_BN: Tensor, visible_BNS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.slots.write_BM, self.slots.extent = write_BN, visible_BNS.shape[-1]
+        grouped = self.head.num_heads != self.head.num_kv_heads
+
+        def attend(q_BhNd: Tensor, k_BgNd: Tensor, v_BgNd: Tensor) -> Tensor:
+            keys, values = self.cache.update(k_BgNd, v_BgNd)
+            return F.scaled_dot_product_attention(q_BhNd, keys, values, attn_mask=visible_BNS[:, None], enable_gqa=grouped)
+
+        return self.head.step(tokens_BN, g_BNH, position_BN, attend)
+
+    def _extent(self, scratch: int) -> int:
+        needed = self.longest + scratch
+        return min(-(-needed // self.bucket) * self.bucket, self.slots.capacity)
+
+    # vocabulary --------------------------------------------------------------------------------------------------
+
+    def _log_probs(self, logits_BNU: Tensor) -> Tensor:
+        seen_BU = self._in_draft_vocabulary(self.seen_BV)
+        return penalise(logits_BNU, self.sampling, None if seen_BU is None else seen_BU[:, None]).log_softmax(-1)
+
+    def _in_draft_vocabulary(self, seen_BV: Tensor | None) -> Tensor | None:
+        ids_U = self.head.draft_ids_U
+        return seen_BV if seen_BV is None or ids_U is None else seen_BV[:, ids_U]
+
+    def _to_target_vocabulary(self, q_BU: Tensor) -> Tensor:
+        ids_U = self.head.draft_ids_U
+        if ids_U is None:
+            return q_BU
+        q_BV = q_BU.new_zeros((q_BU.shape[0], self.head.dims.vocab_size))
+        return q_BV.index_copy_(1, ids_U, q_BU)
+
+
+def _at(x_BNX: Tensor | None, index_Bn1: Tensor) -> Tensor:
+    """Gather rows [B, n, X] along dimension 1."""
+    if x_BNX is None:
+        raise ValueError("the engine captured no features: build it with the drafter's spec")
+    return x_BNX.gather(1, index_Bn1.expand(-1, -1, x_BNX.shape[2]))

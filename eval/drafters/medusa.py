@@ -1,0 +1,79 @@
+"""Medusa as a drafter: all depths from one feature, laid out as a chain or a static tree (methods §1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.eval.config import TreeConfig
+from headstart.eval.engine import Rows
+from headstart.eval.sampling import Sampling, draw, penalise, probabilities
+from headstart.eval.tree import StaticShape, Tree, chain, static_shape, zipf_paths
+from headstart.heads.base import FeatureSpec
+from headstart.heads.errors import ConfigError
+from headstart.heads.medusa import MedusaHead
+
+
+class MedusaDrafter:
+    """Keeps the feature of the last committed token; the tree is a function of it.
+
+    Args:
+        shape: static tree; default: methods §1's widths (`zipf_paths`) cut to the head's depths and to
+            `tree.total_tokens - 1` nodes, or a calibrated one (`calibrated_paths`).
+    """
+
+    def __init__(self, head: MedusaHead, tree: TreeConfig, sampling: Sampling, shape: StaticShape | None = None):
+        if tree.kind not in ("chain", "static"):
+            raise ConfigError(f"eval.tree.kind: {head.family} drafts a chain or a static tree, found {tree.kind!r}")
+        self.head, self.tree, self.sampling = head, tree, sampling
+        self.name = head.family
+        self.spec: FeatureSpec | None = head.spec
+        self.depth = min(tree.depth, head.depth)
+        self.shape: StaticShape | None = None
+        if tree.kind == "static":
+            paths = [path for path in zipf_paths() if len(path) <= self.depth][: tree.total_tokens - 1]
+            self.shape = shape or static_shape(paths)
+            if self.shape.levels > head.depth:
+                raise ConfigError(f"static tree: has {self.shape.levels} levels, the head drafts {head.depth}")
+        self.max_nodes = self.shape.parent_N.shape[0] if self.shape is not None else self.depth
+
+    @torch.inference_mode()
+    def start(self, context: Rows, capacity: int) -> None:
+        self.hidden_BD = self._last(context)
+        self.seen_BV: Tensor | None = None
+        if self.sampling.penalises:
+            batch, vocab = context.tokens_BJ.shape[0], self.head.dims.vocab_size
+            self.seen_BV = torch.zeros((batch, vocab), dtype=torch.bool, device=context.tokens_BJ.device)
+            self._see(context)
+
+    @torch.inference_mode()
+    def commit(self, accepted: Rows) -> None:
+        new_B1 = (accepted.count_B > 0)[:, None]
+        self.hidden_BD = torch.where(new_B1, self._last(accepted), self.hidden_BD)
+        self._see(accepted)
+
+    def _last(self, rows: Rows) -> Tensor:
+        if rows.hidden_BJD is None:
+            raise ValueError("the engine captured no features: build it with the drafter's spec")
+        batch = torch.arange(rows.count_B.shape[0], device=rows.count_B.device)
+        return rows.hidden_BJD[batch, (rows.count_B - 1).clamp(min=0)]
+
+    def _see(self, rows: Rows) -> None:
+        if self.seen_BV is None:
+            return
+        inside_BJ = torch.arange(rows.tokens_BJ.shape[1], device=rows.tokens_BJ.device) < rows.count_B[:, None]
+        self.seen_BV = self.seen_BV.int().scatter_add_(1, rows.tokens_BJ, inside_BJ.int()) > 0
+
+    @torch.inference_mode()
+    def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
+        logits_BKV = self.head.draft_logits(self.hidden_BD)[:, : self.depth]
+        seen_B1V = None
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
+            seen_B1V = self.seen_BV[:, None]
+        if self.shape is not None:
+            return self.shape.fill(penalise(logits_BKV, self.sampling, seen_B1V).topk(self.shape.ranks, dim=-1).indices)
+        if self.tree.sample and not self.sampling.greedy:
+            q_BKV = probabilities(logits_BKV, self.sampling, seen_B1V)
+            return chain(draw(q_BKV, generator), q_BKV=q_BKV)
+        return chain(penalise(logits_BKV, self.sampling, seen_B1V).argmax(-1))

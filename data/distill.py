@@ -1,0 +1,299 @@
+"""Answers by the target itself: batched decoding into a JSONL file that a killed run continues.
+
+The plan (which prompts share a batch) is fixed before work starts and every answer draws from its own generator, so a
+resumed run writes what an uninterrupted one would have written. Finished batches are skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.data.chat import ChatFormat
+from headstart.data.config import DistillConfig
+from headstart.data.sources import Prompt, TokenTurn, read_jsonl
+from headstart.heads.errors import DataError, TemplateError
+from headstart.heads.files import explain_disk, write_json
+from headstart.heads.target import Target
+
+#: progress(done, total, message): answers finished, answers planned, a line worth showing or ""
+Progress = Callable[[int, int, str], None]
+
+
+def _silent(done: int, total: int, message: str) -> None:
+    pass
+
+
+@dataclass
+class _Job:
+    """One answer sequence: a prompt and the number of the sample drawn for it."""
+
+    id: str
+    prompt: Prompt
+    first_ids: list[int]
+    generator: torch.Generator | None
+    answers: list[str] = field(default_factory=list)
+    turns: list[TokenTurn] = field(default_factory=list)
+    stopped: str | None = None
+
+
+def distill(
+    target: Target,
+    prompts: Sequence[Prompt],
+    config: DistillConfig,
+    out: Path,
+    seed: int = 0,
+    progress: Progress = _silent,
+    template_kwargs: dict[str, Any] | None = None,
+) -> Path:
+    """Answer every prompt (every user turn, one after another) and append the records to `out`.
+
+    A record holds `id, messages, prompt_token_ids, response_token_ids, finish_reason, sampling` (of the last turn;
+    `earlier_turns` before it) and the prompt's `task`. `response_token_ids` ends with the stop token exactly when
+    `finish_reason` is "stop". Prompts that cannot be answered are reported through `progress` and listed with their
+    reason in `OUT.skipped.json`; the rest goes on.
+
+    Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered; StorageError on a full disk.
+    """
+    config.validate()
+    out = Path(out)
+    chat = ChatFormat(target.tokenizer, target.stop_token_ids, template_kwargs)
+    settings = _sampling(target, config, seed, template_kwargs)
+    finished = resume(out, prompts, settings, progress)
+    jobs, skipped = _plan(chat, target, prompts, config, seed)
+    for name, reason in skipped.items():
+        progress(0, len(jobs), f"skipped {name}: {reason}")
+    if prompts and not jobs:
+        name, reason = next(iter(skipped.items()))
+        raise DataError(f"distill: none of {len(prompts)} prompts can be answered; the first, {name}: {reason}")
+    done = sum(job.id in finished for job in jobs)
+    progress(done, len(jobs), f"{done} answers found in {out}" if done else "")
+    for start in range(0, len(jobs), config.batch_size):
+        batch = jobs[start : start + config.batch_size]
+        missing = [job for job in batch if job.id not in finished]
+        if not missing:
+            continue
+        # the whole batch runs again even if a kill tore it: the same batch gives the same numbers
+        answer_batch(target, chat, batch, config)
+        _append(out, [_record(job, settings) for job in missing])
+        done += len(missing)
+        for job in missing:
+            if job.stopped is not None:
+                skipped[job.id] = job.stopped
+                progress(done, len(jobs), f"{job.id}: later turns left out: {job.stopped}")
+        progress(done, len(jobs), "")
+    if skipped:
+        write_json(out.with_name(out.name + ".skipped.json"), skipped)
+    if not out.exists():
+        _append(out, [])
+    return out
+
+
+def _plan(
+    chat: ChatFormat, target: Target, prompts: Sequence[Prompt], config: DistillConfig, seed: int
+) -> tuple[list[_Job], dict[str, str]]:
+    """Jobs, longest first prompt last so that batches hold similar lengths; and the prompts that cannot be answered."""
+    jobs: list[_Job] = []
+    skipped: dict[str, str] = {}
+    room = _prompt_room(target, config)
+    for prompt in prompts:
+        try:
+            ids = list(prompt.prompt_token_ids or chat.prompt_ids(prompt.messages()))
+        except TemplateError as error:
+            skipped[prompt.id] = str(error)
+            continue
+        if len(ids) > room:
+            skipped[prompt.id] = f"{len(ids)} prompt tokens, at most {room} fit (data.distill.max_prompt_tokens, max_new_tokens)"
+            continue
+        if not ids:
+            skipped[prompt.id] = "the prompt has no tokens"
+            continue
+        for sample in range(config.samples_per_prompt):
+            name = prompt.id if config.samples_per_prompt == 1 else f"{prompt.id}/sample{sample}"
+            generator = None
+            if config.temperature > 0:
+                key = hashlib.sha256(f"{seed}/{prompt.id}/{sample}".encode()).digest()[:8]
+                generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
+            jobs.append(_Job(name, prompt, ids, generator))
+    jobs.sort(key=lambda job: len(job.first_ids))
+    return jobs, skipped
+
+
+def _prompt_room(target: Target, config: DistillConfig) -> int:
+    """Longest prompt, in tokens, that leaves room for the answer."""
+    room = target.dims.max_position_embeddings - config.max_new_tokens
+    return room if config.max_prompt_tokens is None else min(room, config.max_prompt_tokens)
+
+
+def answer_batch(target: Target, chat: ChatFormat, batch: list[_Job], config: DistillConfig) -> None:
+    """Answer all user turns of the batch's prompts, turn by turn, into `job.turns` and `job.answers`."""
+    room = _prompt_room(target, config)
+    for turn in range(max(len(job.prompt.turns) for job in batch)):
+        active, prompts = [], []
+        for job in batch:
+            if job.stopped is not None or turn >= len(job.prompt.turns):
+                continue
+            ids = job.first_ids if turn == 0 else chat.prompt_ids(job.prompt.messages(job.answers))
+            if len(ids) > room:
+                job.stopped = f"turn {turn + 1} has {len(ids)} prompt tokens, at most {room} fit"
+                continue
+            active.append(job)
+            prompts.append(ids)
+        if not active:
+            return
+        answers = generate(target, prompts, config, [job.generator for job in active])
+        for job, ids, answer in zip(active, prompts, answers, strict=True):
+            stopped = answer[-1] in chat.stop_token_ids
+            text = chat.tokenizer.decode(answer[:-1] if stopped else answer, skip_special_tokens=True)
+            job.answers.append(text)
+            job.turns.append(TokenTurn(tuple(ids), tuple(answer), "stop" if stopped else "length"))
+
+
+@torch.inference_mode()
+def generate(
+    target: Target, prompts: Sequence[Sequence[int]], config: DistillConfig, generators: Sequence[torch.Generator | None]
+) -> list[list[int]]:
+    """Decode a left-padded batch with a key/value cache; each answer ends with its stop token or at max_new_tokens.
+
+    Args:
+        prompts: token ids, one list per row.
+        generators: one CPU generator per row, or None for greedy.
+    """
+    from transformers import DynamicCache
+
+    device, rows = target.device, len(prompts)
+    longest = max(len(ids) for ids in prompts)
+    tokens_BT = torch.zeros(rows, longest, dtype=torch.int64)
+    mask_BT = torch.zeros(rows, longest, dtype=torch.int64)
+    for row, ids in enumerate(prompts):
+        tokens_BT[row, longest - len(ids) :] = torch.tensor(ids)
+        mask_BT[row, longest - len(ids) :] = 1
+    tokens_BT, mask_BT = tokens_BT.to(device), mask_BT.to(device)
+    position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
+    # transformers renamed the argument in 5.24 and warns about the old name
+    cache_name = "cache" if "cache" in inspect.signature(target.model.forward).parameters else "past_key_values"
+    cache = {cache_name: DynamicCache(config=target.model.config)}
+    stops = set(target.stop_token_ids)
+    answers: list[list[int]] = [[] for _ in prompts]
+    open_rows = set(range(rows))
+    for step in range(config.max_new_tokens):
+        output = target.model(
+            input_ids=tokens_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=True,
+            logits_to_keep=1, **cache,
+        )  # fmt: skip
+        chosen = choose(output.logits[:, -1], config, generators)
+        for row in sorted(open_rows):
+            answers[row].append(chosen[row])
+            if chosen[row] in stops:
+                open_rows.discard(row)
+        if not open_rows or step + 1 == config.max_new_tokens:
+            break
+        tokens_BT = torch.tensor(chosen, device=device)[:, None]
+        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(rows, 1)], dim=1)
+        position_BT = position_BT[:, -1:] + 1
+    return answers
+
+
+def choose(logits_BV: Tensor, config: DistillConfig, generators: Sequence[torch.Generator | None]) -> list[int]:
+    """The next token of every row: argmax, or inverse-CDF sampling after temperature, top-k and top-p."""
+    if config.temperature == 0:
+        return logits_BV.argmax(-1).tolist()
+    sorted_BV, index_BV = (logits_BV.float() / config.temperature).sort(dim=-1, descending=True, stable=True)
+    if config.top_k:
+        sorted_BV[:, config.top_k :] = -torch.inf
+    prob_BV = sorted_BV.softmax(-1)
+    if config.top_p < 1:
+        before_BV = prob_BV.cumsum(-1) - prob_BV
+        prob_BV = torch.where(before_BV < config.top_p, prob_BV, 0.0)
+    total_BV = prob_BV.double().cumsum(-1)
+    uniform_B = torch.tensor([torch.rand((), generator=g, dtype=torch.float64) for g in generators], device=total_BV.device)
+    # the first rank whose cumulative mass exceeds u · total; clamped to the last rank with mass
+    rank_B = (total_BV <= (uniform_B * total_BV[:, -1])[:, None]).sum(-1)
+    rank_B = torch.minimum(rank_B, (prob_BV > 0).sum(-1) - 1)
+    return index_BV.gather(1, rank_B[:, None]).squeeze(1).tolist()
+
+
+def _sampling(target: Target, config: DistillConfig, seed: int, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """What decides the answers; stored in every record and compared when a run resumes."""
+    fingerprint = target.fingerprint()
+    template = json.dumps([fingerprint["template_hash"], template_kwargs or {}], sort_keys=True)
+    settings: dict[str, Any] = {
+        "target": fingerprint["name"],
+        "weights": fingerprint["weight_hash"][:12],
+        "dtype": fingerprint["dtype"],
+        "template": hashlib.sha256(template.encode()).hexdigest()[:12],
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+    }
+    if config.temperature > 0:
+        settings |= {"top_p": config.top_p, "top_k": config.top_k, "seed": seed, "samples": config.samples_per_prompt}
+    return settings
+
+
+def _record(job: _Job, settings: dict[str, Any]) -> dict[str, Any]:
+    messages = job.prompt.messages(job.answers[:-1])
+    messages.append({"role": "assistant", "content": job.answers[-1]})
+    turns = [
+        {"prompt_token_ids": list(t.prompt_ids), "response_token_ids": list(t.response_ids), "finish_reason": t.finish_reason}
+        for t in job.turns
+    ]
+    record: dict[str, Any] = {"id": job.id, "messages": messages, **turns[-1]}
+    if len(turns) > 1:
+        record["earlier_turns"] = turns[:-1]
+    if job.prompt.task is not None:
+        record["task"] = job.prompt.task
+    return {**record, "sampling": settings}
+
+
+def _append(out: Path, records: Sequence[dict[str, Any]]) -> None:
+    lines = "".join(json.dumps(r, ensure_ascii=False, separators=(",", ":")) + "\n" for r in records).encode()
+    with explain_disk(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with open(out, "ab") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def resume(out: Path, prompts: Sequence[Prompt], settings: dict[str, Any], progress: Progress) -> set[str]:
+    """Ids already answered in `out`; a last line torn by a kill is cut off, and said so.
+
+    Raises: DataError when a record was made with other settings or for another prompt of the same id.
+    """
+    if not out.exists():
+        return set()
+    _drop_torn_line(out, progress)
+    turns = {prompt.id: list(prompt.turns) for prompt in prompts}
+    finished = set()
+    remedy = "give another output file, or remove this one to start again"
+    for number, record in read_jsonl(out):
+        made = record.get("sampling") or {}
+        for key in sorted({*settings, *made} - {"target"}):  # the weights' hash says more than their name
+            if made.get(key) != settings.get(key):
+                raise DataError(f"{out}:{number}: sampling.{key}: found {made.get(key)!r}, this run has {settings.get(key)!r}: {remedy}")
+        asked = [m["content"] for m in record["messages"] if m["role"] == "user"]
+        wanted = turns.get(record["id"].rsplit("/sample", 1)[0], turns.get(record["id"]))
+        if wanted is not None and wanted[: len(asked)] != asked:
+            raise DataError(f"{out}:{number}: found another prompt under the id {record['id']!r}: {remedy}")
+        finished.add(record["id"])
+    return finished
+
+
+def _drop_torn_line(out: Path, progress: Progress) -> None:
+    content = out.read_bytes()
+    if not content or content.endswith(b"\n"):
+        return
+    keep = content.rfind(b"\n") + 1
+    with explain_disk(out), open(out, "r+b") as file:
+        file.truncate(keep)
+        os.fsync(file.fileno())
+    progress(0, 0, f"{out}: dropped a last line of {len(content) - keep} bytes that a killed run left incomplete")

@@ -1,0 +1,194 @@
+"""Conversations → samples: the drop and truncate policy, reported; and the same in one call for a recipe's `data` node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headstart.data.chat import ChatFormat, Encoded, RefusedError
+from headstart.data.config import DataConfig, SourceConfig
+from headstart.data.samples import Sample, require_supervised, split_held_out
+from headstart.data.sources import Conversation, TokenTurn, load_conversations
+from headstart.heads.errors import DataError, TemplateError
+
+
+@dataclass
+class TokenizeReport:
+    """What became of the conversations; nothing is dropped or cut without a line here.
+
+    Attributes:
+        conversations, samples: how many came in, how many samples came out.
+        tokens, supervised_tokens: of the samples.
+        dropped: reason → ids of conversations (or samples) left out.
+        truncated: ids of samples cut at max_length.
+        open_ended: samples whose last answer has no end-of-turn token (finish_reason "length").
+        split: conversations that became several samples because the template rewrites earlier turns.
+    """
+
+    conversations: int = 0
+    samples: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    truncated: list[str] = field(default_factory=list)
+    open_ended: int = 0
+    split: int = 0
+
+    @property
+    def dropped_count(self) -> int:
+        return sum(map(len, self.dropped.values()))
+
+    def drop(self, reason: str, name: str) -> None:
+        self.dropped.setdefault(reason, []).append(name)
+
+    def lines(self) -> list[str]:
+        """The report in words, one fact a line."""
+        share = self.supervised_tokens / self.tokens if self.tokens else 0.0
+        lines = [
+            f"{self.conversations} conversations → {self.samples} samples, {self.tokens} tokens, "
+            f"{self.supervised_tokens} supervised ({share:.0%})"
+        ]
+        for reason, names in sorted(self.dropped.items()):
+            lines.append(f"dropped {len(names)}: {reason} ({_some(names)})")
+        if self.truncated:
+            lines.append(f"truncated {len(self.truncated)} at max_length ({_some(self.truncated)})")
+        if self.open_ended:
+            lines.append(f"{self.open_ended} end without an end-of-turn token (answer cut by length)")
+        if self.split:
+            lines.append(f"{self.split} became one sample per answer (the chat template rewrites earlier turns)")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self)}
+
+
+def _some(names: Sequence[str], limit: int = 3) -> str:
+    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
+
+
+def tokenize(
+    conversations: Iterable[Conversation], tokenizer: Any, config: DataConfig, stop_token_ids: Sequence[int]
+) -> tuple[list[Sample], TokenizeReport]:
+    """Samples of all conversations, in order. Token ids of a record win over its text.
+
+    Raises: TemplateError when the tokenizer has no chat template, or one that cannot be masked, and text needs it.
+    """
+    samples: list[Sample] = []
+    report = TokenizeReport()
+    chat: ChatFormat | None = None
+    for conversation in conversations:
+        report.conversations += 1
+        try:
+            if conversation.turns:
+                encoded = encode_token_turns(conversation.turns, stop_token_ids, config.turns)
+            else:
+                if not any(m["role"] == "assistant" for m in conversation.messages):
+                    report.drop("no assistant answer", conversation.id)
+                    continue
+                chat = chat or ChatFormat(tokenizer, stop_token_ids, dict(config.template_kwargs))
+                encoded = chat.encode(conversation.messages, conversation.finish_reason, config.turns)
+        except RefusedError as error:
+            report.drop(str(error), conversation.id)
+            continue
+        report.split += len(encoded) > 1
+        for number, item in enumerate(encoded):
+            name = conversation.id if len(encoded) == 1 else f"{conversation.id}/turn{number}"
+            sample = _sample(name, item, conversation, config, report)
+            if sample is not None:
+                samples.append(sample)
+    report.samples = len(samples)
+    return samples, report
+
+
+def _sample(
+    name: str, item: Encoded, conversation: Conversation, config: DataConfig, report: TokenizeReport
+) -> Sample | None:
+    tokens = np.asarray(item.token_ids, dtype=np.int32)
+    turns = np.asarray(item.turn_ids, dtype=np.int32)
+    finish = item.finish_reason
+    if len(tokens) > config.max_length:
+        if config.too_long == "drop":
+            report.drop(f"longer than max_length={config.max_length} tokens", name)
+            return None
+        if len(tokens) and (turns[config.max_length :] >= 0).any():
+            finish = "length"
+        tokens, turns = tokens[: config.max_length], turns[: config.max_length]
+    supervised = int((turns >= 0).sum())
+    if supervised < config.min_supervised:
+        cut = " within max_length" if len(item.token_ids) > config.max_length else ""
+        report.drop(f"fewer than min_supervised={config.min_supervised} supervised tokens{cut}", name)
+        return None
+    if len(item.token_ids) > config.max_length:
+        report.truncated.append(name)
+    report.tokens += len(tokens)
+    report.supervised_tokens += supervised
+    report.open_ended += finish == "length"
+    return Sample(name, tokens, turns, finish, {"conversation": conversation.id, "task": conversation.task})
+
+
+def encode_token_turns(turns: Sequence[TokenTurn], stop_token_ids: Sequence[int], which: str = "all") -> list[Encoded]:
+    """Samples from token ids, verbatim. A turn shares a sample with the next when it is the beginning of its prompt.
+
+    Nothing after the first stop token of an answer is supervised.
+    """
+    stops = frozenset(stop_token_ids)
+    groups: list[list[TokenTurn]] = []
+    for turn in turns if which == "all" else turns[-1:]:
+        previous = groups[-1][-1] if groups else None
+        whole = previous.prompt_ids + previous.response_ids if previous else ()
+        if previous and turn.prompt_ids[: len(whole)] == whole:
+            groups[-1].append(turn)
+        else:
+            groups.append([turn])
+    encoded = []
+    for group in groups:
+        ids = [*group[-1].prompt_ids, *group[-1].response_ids]
+        turn_ids = [-1] * len(ids)
+        for number, turn in enumerate(group):
+            first = len(turn.prompt_ids)
+            length = next((i + 1 for i, x in enumerate(turn.response_ids) if x in stops), len(turn.response_ids))
+            turn_ids[first : first + length] = [number] * length
+        encoded.append(Encoded(ids, turn_ids, group[-1].finish_reason))
+    return encoded
+
+
+@dataclass
+class PreparedData:
+    """Samples to train on and to validate on, and what became of the conversations of each."""
+
+    train: list[Sample]
+    held_out: list[Sample]
+    report: TokenizeReport
+    held_out_report: TokenizeReport | None = None
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: Any,
+    stop_token_ids: Sequence[int],
+    distilled: Sequence[SourceConfig] = (),
+    seed: int = 0,
+    depth: int = 1,
+) -> PreparedData:
+    """Everything between the recipe's `data` node and the packs.
+
+    Args:
+        distilled: files that distillation wrote for this run; read after `config.sources`.
+        depth: the head's K needs answers of at least 2 tokens to train depth 1; only depth 1 is required.
+    Raises: DataError when nothing would train; TemplateError and ConfigError as `tokenize` and the sources do.
+    """
+    samples, report = tokenize(
+        load_conversations([*config.sources, *distilled]), tokenizer, config, stop_token_ids
+    )
+    if not samples:
+        raise DataError("data: no conversation can be trained on\n" + "\n".join(report.lines()))
+    require_supervised(samples)
+    if config.held_out:
+        held, held_report = tokenize(load_conversations(config.held_out), tokenizer, config, stop_token_ids)
+        return PreparedData(samples, held, report, held_report)
+    train, held = split_held_out(samples, config.held_out_fraction, seed)
+    require_supervised(train)
+    return PreparedData(train, held, report)

@@ -1,0 +1,58 @@
+"""python data/workloads/make_thank_you.py [OUT_DIR]
+
+Writes the prompts of the `thank_you` workload and lets the default target answer them greedily (float32, on a CPU).
+One narrow task, a shop's thank-you notes, so that a few hundred conversations are enough for a draft head to learn from.
+Held-out prompts are about products that training never names.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from headstart.data.config import DistillConfig
+from headstart.data.distill import distill
+from headstart.data.sources import Prompt
+from headstart.heads.target import Target, TargetConfig
+
+EMAIL = "Write a short thank-you email to a customer who bought {}."
+SENTENCE = "Write one sentence that thanks a customer who bought {}."
+LOOKS = ("new", "red", "handmade", "vintage", "lightweight")
+TRAIN = (
+    "kettle", "teapot", "desk lamp", "bookshelf", "armchair", "coffee table", "picture frame", "wall clock", "doormat",
+    "blanket", "pillow", "curtain", "mirror", "candle holder", "flower pot", "watering can", "garden bench", "hammock",
+    "tent", "sleeping bag", "backpack", "suitcase", "umbrella", "raincoat", "scarf", "winter hat", "sweater", "belt",
+    "wallet", "handbag", "necklace", "bracelet", "wristwatch", "notebook", "fountain pen", "sketchbook", "calendar",
+    "board game", "puzzle", "kite", "skateboard", "scooter", "bicycle", "helmet", "tennis racket", "yoga mat", "guitar",
+    "keyboard", "headset", "camera", "tripod", "phone case", "power bank", "toolbox", "hammer", "ladder", "frying pan",
+    "cutting board", "lunch box", "water bottle",
+)  # fmt: skip
+HELD_OUT = ("toaster", "rug", "rucksack", "violin", "surfboard", "jacket", "vase", "telescope")
+
+
+def prompts(products: tuple[str, ...]) -> list[Prompt]:
+    """Five prompts per product: four emails and one sentence."""
+    made = []
+    for product in products:
+        for number, look in enumerate(LOOKS):
+            article = "an" if look[0] in "aeiou" else "a"
+            text = (SENTENCE if number == len(LOOKS) - 1 else EMAIL).format(f"{article} {look} {product}")
+            name = f"thank_you/{look}-{product}".replace(" ", "-")
+            made.append(Prompt(name, (text,), task="sentence" if number == len(LOOKS) - 1 else "email"))
+    return made
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)
+    target = Target.load(TargetConfig(name="smollm2-135m-instruct", device="cpu", dtype="float32"))
+    config = DistillConfig(max_new_tokens=96, batch_size=64)
+    for name, products in (("heldout", HELD_OUT), ("train", TRAIN)):
+        out = distill(
+            target, prompts(products), config, folder / f"thank_you_{name}.jsonl",
+            progress=lambda done, total, message: print(f"{name}: {done}/{total} {message}", file=sys.stderr),
+        )  # fmt: skip
+        print(out)
+
+
+if __name__ == "__main__":
+    main()

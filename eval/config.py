@@ -116,10 +116,13 @@ def check_config(config: EvalConfig) -> None:
         raise ConfigError(f"eval.repetition_penalty: found {config.repetition_penalty}, expected more than 0 (1 = off)")
 
 
-def tree_label(tree: TreeConfig, drafted: bool = True) -> str:
-    """`chain5`, `tree60`, `static63`, or `plain`: the name under which results are filed."""
-    if not drafted:
+def tree_label(tree: TreeConfig, nodes: int) -> str:
+    """`chain5`, `tree60`, `static63`, or `plain`: the name under which results are filed.
+
+    Args: nodes: the most that the drafter can draft (a head may have fewer depths than `tree.depth`).
+    """
+    if nodes == 0:
         return "plain"
-    if tree.kind == "chain":
-        return f"chain{tree.depth}"
-    return f"tree{tree.total_tokens}" if tree.kind == "dynamic" else f"static{tree.total_tokens - 1}"
+    if tree.kind == "dynamic":
+        return f"tree{tree.total_tokens}"
+    return f"{tree.kind}{nodes}"

@@ -1,0 +1,321 @@
+"""Measure a drafter on prompts: τ, acceptance, tokens/s against plain decoding in the same loop, greedy identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
+from headstart.eval.decode import Answer, Cycle, Decoded, decode, slots_needed
+from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.engine import Engine
+from headstart.eval.metrics import acceptance, bootstrap_tau
+from headstart.eval.prompts import EvalPrompt, load_prompts, render
+from headstart.eval.report import Report, Section
+from headstart.eval.sampling import Sampling
+from headstart.heads.base import Head
+from headstart.heads.errors import ConfigError
+from headstart.heads.files import sha256_file
+from headstart.heads.provenance import device_name, git_revision, versions
+from headstart.heads.target import Target
+
+#: called with (prompts done, prompts in all, what is being decoded)
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class _Timed:
+    """Seconds and tokens of one way of decoding."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    tokens: int = 0
+
+    def add(self, decoded: Decoded) -> None:
+        self.prefill_s += decoded.prefill_s
+        self.decode_s += decoded.decode_s
+        self.tokens += decoded.decode_tokens
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens / self.decode_s if self.tokens and self.decode_s else None
+
+
+@dataclass
+class _Tally:
+    """What a task has gathered; cycles are kept per prompt for the bootstrap."""
+
+    cycles: dict[int, list[Cycle]] = field(default_factory=dict)
+    plain: _Timed = field(default_factory=_Timed)
+    speculative: _Timed = field(default_factory=_Timed)
+    sequences: int = 0
+    identical: int = 0
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Decoder:
+    """A target's engine, resized as needed and shared by plain and speculative decoding."""
+
+    def __init__(self, target: Target, config: EvalConfig):
+        self.target, self.config = target, config
+        self.sampling = Sampling.from_config(config)
+        self.engine: Engine | None = None
+
+    def run(
+        self, contexts: list[list[int]], drafter: Drafter | None, max_new_tokens: int, seed: int, gaps: bool = False
+    ) -> Decoded:
+        needed = slots_needed(max(map(len, contexts)), max_new_tokens, drafter)
+        engine = self.engine
+        if engine is None or engine.batch != len(contexts) or engine.kv.capacity < needed:
+            bucket = self.config.kv_bucket
+            # free the old buffers before the new ones are made
+            self.engine = engine = None
+            self.engine = engine = Engine(
+                self.target.model,
+                len(contexts),
+                -(-needed // bucket) * bucket,
+                bucket=bucket,
+                prefill_chunk=self.config.prefill_chunk,
+            )
+        engine.spec = drafter.spec if drafter is not None else None
+        generator = torch.Generator(self.target.device).manual_seed(seed)
+        stops = set(self.target.stop_token_ids)
+        return decode(engine, contexts, drafter, self.sampling, max_new_tokens, stops, generator, record_gaps=gaps)
+
+
+def evaluate(
+    target: Target,
+    head: Head | None,
+    config: EvalConfig,
+    drafter: Drafter | None = None,
+    recipe: dict[str, Any] | None = None,
+    head_info: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Evaluate on `config.data`.
+
+    Args:
+        head: bound to the target (`head.bind`), or None for `eval.drafter` ngram / none.
+        drafter: overrides what `eval.drafter` and the head ask for.
+        recipe: resolved recipe, kept in the report.
+        head_info: more about the head for the report (path, provenance).
+    Raises: ConfigError, DataError, TemplateError naming field or file.
+    """
+    check_config(config)
+    dtype = str(target.dtype).removeprefix("torch.")
+    if config.dtype not in ("auto", dtype):
+        raise ConfigError(f"eval.dtype: found {config.dtype!r}, the target is loaded in {dtype}; set target.dtype={config.dtype}")
+    if config.data is None:
+        raise ConfigError("eval.data is not set: give a JSONL file of prompts, e.g. eval.data=prompts.jsonl")
+    prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns)
+    drafter = drafter or build_drafter(head, config)
+    training = head.training if head is not None else False
+    try:
+        if head is not None:
+            head.eval()
+        tallies = _measure(target, drafter, config, prompts, progress)
+    finally:
+        if head is not None:
+            head.train(training)
+    return _report(target, head, drafter, config, dtype, len(prompts), tallies, recipe, head_info)
+
+
+def _measure(
+    target: Target, drafter: Drafter | None, config: EvalConfig, prompts: list[EvalPrompt], progress: Progress | None
+) -> dict[str, _Tally]:
+    decoder = Decoder(target, config)
+    tallies = {prompt.task: _Tally() for prompt in prompts}
+    plain = config.baseline or drafter is None
+    decoded_turns, total = 0, sum(max(len(prompt.turns), 1) for prompt in prompts)
+    conversations = {id(prompt): list(prompt.messages) for prompt in prompts}
+    warm = config.warmup_tokens < 1
+    for number, (task, turn, batch) in enumerate(_batches(prompts, config.batch_size)):
+        contexts = [_context(prompt, turn, conversations[id(prompt)], target) for prompt in batch]
+        if not warm:
+            for way in [None] * plain + [drafter] * (drafter is not None):
+                decoder.run(contexts, way, config.warmup_tokens, config.seed)
+            warm = True
+        if progress is not None:
+            progress(decoded_turns, total, task)
+        tally, seed = tallies[task], config.seed + number
+        base = decoder.run(contexts, None, config.max_new_tokens, seed, gaps=True) if plain else None
+        spec = decoder.run(contexts, drafter, config.max_new_tokens, seed) if drafter is not None else None
+        _book(tally, batch, turn, base, spec, decoder.sampling.greedy)
+        # plain answers go on into the next turn, so that both ways see the same context
+        answers = (base or spec).answers  # type: ignore[union-attr]
+        for prompt, answer in zip(batch, answers, strict=True):
+            if turn + 1 < len(prompt.turns):
+                text = target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+                conversations[id(prompt)].append({"role": "assistant", "content": text})
+        decoded_turns += len(batch)
+    if progress is not None:
+        progress(total, total, "done")
+    return tallies
+
+
+def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, list[EvalPrompt]]]:
+    """(task, turn, prompts): batches never mix tasks, so that each task has its own clock; turns run in order."""
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        members = [prompt for prompt in prompts if prompt.task == task]
+        for start in range(0, len(members), size):
+            group = members[start : start + size]
+            for turn in range(max(max(len(prompt.turns), 1) for prompt in group)):
+                batch = [prompt for prompt in group if turn < max(len(prompt.turns), 1)]
+                yield task, turn, batch
+
+
+def _context(prompt: EvalPrompt, turn: int, conversation: list[dict[str, str]], target: Target) -> list[int]:
+    if prompt.prompt_token_ids is not None:
+        return prompt.prompt_token_ids
+    conversation.append({"role": "user", "content": prompt.turns[turn]})
+    return render(conversation, target.tokenizer)
+
+
+def _book(
+    tally: _Tally, batch: list[EvalPrompt], turn: int, base: Decoded | None, spec: Decoded | None, greedy: bool
+) -> None:
+    if base is not None:
+        tally.plain.add(base)
+    if spec is not None:
+        tally.speculative.add(spec)
+    counted = spec or base
+    for row, prompt in enumerate(batch):
+        if counted is not None:
+            tally.cycles.setdefault(id(prompt), []).extend(counted.answers[row].cycles)
+        if base is not None and spec is not None and greedy:
+            tally.sequences += 1
+            place = first_difference(base.answers[row], spec.answers[row])
+            if place is None:
+                tally.identical += 1
+            else:
+                gaps = base.answers[row].gaps
+                gap = gaps[place] if place < len(gaps) else 0.0
+                tally.divergences.append({"id": prompt.id, "turn": turn, "position": place, "gap": gap})
+
+
+def first_difference(plain: Answer, speculative: Answer) -> int | None:
+    """Index of the first token that differs, or None when the answers are identical."""
+    if plain.tokens == speculative.tokens:
+        return None
+    pairs = zip(plain.tokens, speculative.tokens, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(plain.tokens), len(speculative.tokens)))
+
+
+def _section(tallies: list[_Tally], config: EvalConfig, identity: bool) -> Section:
+    per_prompt = [cycles for tally in tallies for cycles in tally.cycles.values()]
+    found = acceptance(cycle for cycles in per_prompt for cycle in cycles)
+    plain, speculative = _Timed(), _Timed()
+    for tally in tallies:
+        for total, part in ((plain, tally.plain), (speculative, tally.speculative)):
+            total.prefill_s += part.prefill_s
+            total.decode_s += part.decode_s
+            total.tokens += part.tokens
+    rates = plain.tokens_per_s, speculative.tokens_per_s
+    interval = bootstrap_tau(per_prompt, config.bootstrap, config.seed)
+    return Section(
+        prompts=len(per_prompt),
+        forwards=found.forwards,
+        tokens=found.tokens,
+        tau=found.tau,
+        tau_ci95=None if interval is None else list(interval),
+        per_position_acceptance=found.per_position,
+        per_position_conditional=found.per_position_conditional,
+        tokens_per_s=rates[1],
+        baseline_tokens_per_s=rates[0],
+        speedup=rates[1] / rates[0] if rates[0] and rates[1] else None,
+        identity={"sequences": sum(t.sequences for t in tallies), "identical": sum(t.identical for t in tallies)}
+        if identity
+        else None,
+    )
+
+
+def _report(
+    target: Target,
+    head: Head | None,
+    drafter: Drafter | None,
+    config: EvalConfig,
+    dtype: str,
+    prompts: int,
+    tallies: dict[str, _Tally],
+    recipe: dict[str, Any] | None,
+    head_info: dict[str, Any] | None,
+) -> Report:
+    sampling = Sampling.from_config(config)
+    identity = sampling.greedy and config.baseline and drafter is not None
+    total = _section(list(tallies.values()), config, identity)
+    divergences = [case for tally in tallies.values() for case in tally.divergences]
+    timing: dict[str, float | None] = {
+        "prefill_s": sum(t.speculative.prefill_s for t in tallies.values()) if drafter is not None else None,
+        "decode_s": sum(t.speculative.decode_s for t in tallies.values()) if drafter is not None else None,
+        "baseline_prefill_s": sum(t.plain.prefill_s for t in tallies.values()) or None,
+        "baseline_decode_s": sum(t.plain.decode_s for t in tallies.values()) or None,
+    }
+    notes = []
+    if sampling.lossy:
+        notes.append("typical acceptance is LOSSY: the output distribution is not the target's")
+    if target.device.type == "cpu":
+        notes.append("on a CPU more tokens per forward cost more time: τ carries over to a GPU, the speed-up does not")
+    return Report(
+        target=target.fingerprint(),
+        head=_describe(head, head_info),
+        drafter=drafter.name if drafter is not None else "plain",
+        data={"path": str(config.data), "sha256": sha256_file(Path(str(config.data)))},
+        dtype=dtype,
+        device=device_name(target.device),
+        temperature=float(config.temperature),
+        lossless=not sampling.lossy,
+        tree={**_plain_dict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter is not None else 0)},
+        batch_size=config.batch_size,
+        max_new_tokens=config.max_new_tokens,
+        prompts=prompts,
+        forwards=total.forwards,
+        tokens=total.tokens,
+        tau=total.tau,
+        tau_ci95=total.tau_ci95,
+        per_position_acceptance=total.per_position_acceptance,
+        per_position_conditional=total.per_position_conditional,
+        baseline_tokens_per_s=total.baseline_tokens_per_s,
+        tokens_per_s=total.tokens_per_s,
+        speedup=total.speedup,
+        tasks={task: _section([tally], config, identity) for task, tally in tallies.items()},
+        greedy_identity={"dtype": dtype, **total.identity, "divergences": divergences} if total.identity else None,
+        timing=timing,
+        sampling={**asdict(sampling), "acceptance": config.acceptance, "seed": config.seed},
+        recipe=recipe or {},
+        versions=versions(),
+        git_revision=git_revision(),
+        notes=notes,
+    )
+
+
+def _describe(head: Head | None, head_info: dict[str, Any] | None) -> dict[str, Any] | None:
+    if head is None:
+        return head_info
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    return {"type": head.family, "config": _plain_dict(head.config), "parameters": parameters, **(head_info or {})}
+
+
+def _plain_dict(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
+
+
+def tau_probe(
+    target: Target, head: Head, prompts: list[list[int]], max_new_tokens: int, depth: int, batch_size: int = 16
+) -> float:
+    """Real greedy draft-verify τ of a chain of `depth`: cheap enough to run in training validation.
+
+    Args: prompts: token ids of each context, decoded `batch_size` at a time.
+    """
+    tree = TreeConfig(kind="chain", depth=depth)
+    config = EvalConfig(tree=tree, max_new_tokens=max_new_tokens)
+    drafter = build_drafter(head, config)
+    decoder = Decoder(target, config)
+    cycles: list[Cycle] = []
+    for start in range(0, len(prompts), batch_size):
+        decoded = decoder.run(prompts[start : start + batch_size], drafter, max_new_tokens, seed=0)
+        cycles += [cycle for answer in decoded.answers for cycle in answer.cycles]
+    return acceptance(cycles).tau

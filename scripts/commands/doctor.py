@@ -1,0 +1,145 @@
+"""headstart doctor [RECIPE]: is this machine, and this recipe, ready?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headstart.commands.common import Json, speaking
+
+#: (name, status, what was found): status is ok, warn or fail
+Check = tuple[str, str, str]
+
+
+def command(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="Also check this recipe and its target."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check versions, devices, disk, memory, and with a RECIPE its target, template, data and head."""
+    with speaking(json) as talk:
+        from rich.table import Table
+
+        checks = _machine()
+        if arguments:
+            checks += _recipe(arguments[0], arguments[1:])
+        table = Table(show_header=False)
+        for name, status, found in checks:
+            table.add_row({"ok": "ok", "warn": "WARN", "fail": "FAIL"}[status], name, found)
+        failed = [name for name, status, _ in checks if status == "fail"]
+        value = {"ok": not failed, "checks": [{"name": n, "status": s, "found": f} for n, s, f in checks]}
+        talk.result(value, table)
+        if failed:
+            talk.say(f"not ready: {', '.join(failed)}")
+            raise typer.Exit(1)
+
+
+def _machine() -> list[Check]:
+    import torch
+
+    from headstart.heads.fetch import TARGETS, default_cache, find_damage
+    from headstart.heads.provenance import device_name, git_revision, versions
+
+    checks: list[Check] = [("versions", "ok", ", ".join(f"{k} {v}" for k, v in versions().items()))]
+    checks.append(("git revision", "ok", git_revision()))
+    checks.append(("processor", "ok", device_name("cpu")))
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            checks.append(
+                (f"cuda:{index}", "ok", f"{device_name(f'cuda:{index}')}, {_gib(free)} free of {_gib(total)}")
+            )
+    else:
+        checks.append(("GPU", "warn", "none found: training and decoding run on the CPU"))
+    for name, path in (("disk (here)", Path.cwd()), ("disk (target cache)", default_cache())):
+        while not path.exists():
+            path = path.parent
+        free = shutil.disk_usage(path).free
+        checks.append((name, "ok" if free > 2 << 30 else "warn", f"{_gib(free)} free at {path}"))
+    memory = _free_memory()
+    if memory is not None:
+        checks.append(("memory", "ok" if memory > 3 << 30 else "warn", f"{_gib(memory)} available"))
+    for package in ("wandb", "deepspeed", "tensorboard"):
+        from importlib.util import find_spec
+
+        checks.append((package, "ok", "installed" if find_spec(package) else "not installed (optional)"))
+    for name in TARGETS:
+        damage = find_damage(default_cache() / name)
+        found = "in the cache" if damage is None else f"not in the cache: headstart target fetch {name}"
+        checks.append((f"target {name}", "ok", found))
+    return checks
+
+
+def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
+    import torch
+
+    from headstart import identity
+    from headstart.data.chat import ChatFormat
+    from headstart.heads.base import build_head
+    from headstart.pipeline import light_target
+    from headstart.recipes.load import load_recipe
+
+    settings = load_recipe(recipe, overrides)
+    checks: list[Check] = [("recipe", "ok", f"{recipe} → {settings.run_dir}")]
+    box: dict[str, Any] = {}
+
+    def target() -> str:
+        box["target"] = found = light_target(settings.target)
+        dims = found.dims
+        return f"{dims.model_type}, {dims.num_layers} layers, hidden {dims.hidden_size}, vocabulary {dims.vocab_size}"
+
+    def template() -> str:
+        found = box["target"]
+        chat = ChatFormat(found.tokenizer, found.stop_token_ids, dict(settings.data.template_kwargs))
+        encoded = chat.encode([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}])
+        supervised = sum(turn >= 0 for turn in encoded[-1].turn_ids)
+        return f"{supervised} of {len(encoded[-1].turn_ids)} tokens of a probe are the assistant's; stop ids {found.stop_token_ids}"
+
+    def head() -> str:
+        with torch.device("meta"):
+            built = build_head(settings.head, box["target"].dims)
+        parameters = sum(p.numel() for p in built.parameters() if p.requires_grad)
+        return f"{settings.head.type}: {parameters / 1e6:.1f} M trained parameters, reads layers {list(built.spec.layer_ids)}"
+
+    def sources() -> str:
+        data = settings.data
+        found = identity.of_sources([*data.sources, *data.held_out, *data.distill.prompts])
+        return f"{len(found)} sources"
+
+    for name, check in (("target", target), ("chat template", template), ("head", head), ("data", sources)):
+        if name in ("chat template", "head") and "target" not in box:
+            continue
+        checks.append(_try(name, check))
+    return checks
+
+
+def _try(name: str, check: Callable[[], str]) -> Check:
+    from headstart.heads.errors import HeadstartError
+
+    try:
+        return name, "ok", check()
+    except HeadstartError as error:
+        return name, "fail", str(error)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _free_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,69 @@
+"""headstart inspect RECIPE: what will be trained on, token by token."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
+
+
+def command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", help="Samples to show.", min=0)] = 3,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show one token a line with its assistant turn.")] = False,
+    json: Json = False,
+) -> None:
+    """Show samples with the supervised tokens marked, counts, drops and truncations. Needs no model weights."""
+    with speaking(json) as talk:
+        from rich.text import Text
+
+        from headstart.data.inspection import render_sample, render_tokens, summarise
+        from headstart.pipeline import Run, light_target
+        from headstart.recipes.load import load_recipe
+
+        settings = load_recipe(recipe, overrides or [])
+        run = Run(settings, talk, light_target(settings.target))
+        if settings.data.distill.prompts and not run.distilled_path.is_file():
+            from headstart.heads.errors import DataError
+
+            if not settings.data.sources:
+                raise DataError(
+                    f"{run.distilled_path}: the prompts are not answered yet: run `headstart distill {recipe}` first"
+                )
+            talk.say(f"not distilled yet, showing data.sources alone ({run.distilled_path} is missing)")
+            settings.data.distill.prompts = []
+        data = run.prepare()
+        counts = summarise(data.train)
+        chosen = data.train[:samples]
+        tokenizer = run.target.tokenizer
+        shown: list[dict[str, Any]] = [
+            {"id": s.id, "pieces": [{"text": text, "supervised": mark} for text, mark in render_sample(s, tokenizer)]}
+            for s in chosen
+        ]
+        report = {
+            "train": data.report.as_dict(),
+            "held_out": data.held_out_report.as_dict() if data.held_out_report else None,
+        }
+        value = {"counts": counts, "held_out_samples": len(data.held_out), "report": report, "samples": shown}
+        text = Text()
+        for sample in chosen:
+            text.append(
+                f"── {sample.id} ({len(sample)} tokens, {sample.supervised} supervised, ends by {sample.finish_reason})\n"
+            )
+            if tokens:
+                for piece, turn in render_tokens(sample, tokenizer):
+                    text.append(
+                        f"{turn if turn >= 0 else '.':>4} {piece!r}\n", style="bold green" if turn >= 0 else "dim"
+                    )
+                continue
+            for piece, mark in render_sample(sample, tokenizer):
+                # brackets say it without colours too
+                text.append(f"⟦{piece}⟧" if mark else piece, style="bold green" if mark else "dim")
+            text.append("\n")
+        text.append("⟦…⟧ = supervised\n" if chosen and not tokens else "")
+        for name, count in counts.items():
+            text.append(f"{name}: {count}\n")
+        talk.result(value, text)

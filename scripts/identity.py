@@ -1,0 +1,54 @@
+"""What a step's result depends on, in a form that is cheap to compute and stable between runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headstart.data.config import SourceConfig
+from headstart.data.sources import workload_path
+from headstart.heads.errors import DataError
+from headstart.heads.files import sha256_file
+from headstart.heads.target import TargetConfig
+
+
+def of_file(path: Path) -> str:
+    """sha256 of a file (short). Raises DataError when it is missing."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    return sha256_file(path)[:16]
+
+
+def of_source(source: SourceConfig) -> dict[str, Any]:
+    """A data source with the content of its file."""
+    values = {name: value for name, value in dataclasses.asdict(source).items() if value is not None}
+    if source.path is not None:
+        kind, _, name = source.path.partition(":")
+        path = workload_path(name) if kind == "workload" else Path(source.path).expanduser()
+        values["sha256"] = of_file(path)
+    return values
+
+
+def of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:
+    return [of_source(source) for source in sources]
+
+
+def of_target(config: TargetConfig) -> dict[str, Any]:
+    """Name, revision and precision; for a directory also names, sizes and times of its files."""
+    values: dict[str, Any] = {"name": config.name, "revision": config.revision, "dtype": config.dtype}
+    if config.chat_template is not None:
+        values["chat_template"] = of_file(Path(config.chat_template))
+    directory = Path(config.name).expanduser()
+    if directory.is_dir():
+        files = sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".json", ".jinja", ".bin"))
+        listing = "".join(f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}\n" for p in files)
+        values["files"] = hashlib.sha256(listing.encode()).hexdigest()[:16]
+    return values
+
+
+def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """A copy without keys that do not change the result."""
+    return {name: value for name, value in values.items() if name not in names}

@@ -1,0 +1,43 @@
+"""Evaluate a head, and say honestly which draft length pays on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from headstart.eval.benchmark import evaluate
+from headstart.eval.config import EvalConfig
+from headstart.eval.report import Report
+from headstart.heads.base import Head
+from headstart.heads.target import Target
+from headstart.talk import Talk
+
+
+def measure(
+    target: Target,
+    head: Head | None,
+    config: EvalConfig,
+    talk: Talk,
+    recipe: dict[str, Any] | None = None,
+    head_info: dict[str, Any] | None = None,
+    shorter_chains: bool = False,
+) -> Report:
+    """`evaluate` with a progress bar.
+
+    Args:
+        shorter_chains: also time every shorter chain against the same baseline; a note names the fastest.
+    """
+    with talk.progress("eval", "prompts") as advance:
+        report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=advance)
+    if not (shorter_chains and config.tree.kind == "chain" and config.tree.depth > 1 and report.baseline_tokens_per_s):
+        return report
+    rates = {config.tree.depth: report.tokens_per_s or 0.0}
+    for depth in range(config.tree.depth - 1, 0, -1):
+        shorter = replace(config, tree=replace(config.tree, depth=depth), baseline=False)
+        with talk.progress(f"eval (chain of {depth})", "prompts") as advance:
+            rates[depth] = evaluate(target, head, shorter, progress=advance).tokens_per_s or 0.0
+    best = max(rates, key=lambda depth: rates[depth])
+    listed = ", ".join(f"{depth}: {rate / report.baseline_tokens_per_s:.2f}×" for depth, rate in sorted(rates.items()))
+    verdict = f"a chain of {best}" if rates[best] > report.baseline_tokens_per_s else "plain decoding"
+    report.notes.append(f"speed-up by chain length here: {listed}; fastest: {verdict}")
+    return report

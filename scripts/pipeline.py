@@ -1,0 +1,368 @@
+"""The steps of a run, from conversations to an exported head. Every command calls some of them; `run` calls all.
+
+    distill → (features) → train → eval → export         runs/NAME/{data, features, checkpoints, head, report.*, export}
+
+Imports are at the top of functions where they cost seconds and not every command needs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart import identity
+from headstart.data.config import SourceConfig
+from headstart.data.distill import distill
+from headstart.data.features import OnlineFeatures, StoredFeatures, build_store
+from headstart.data.packing import plan_packs
+from headstart.data.prepare import PreparedData, prepare
+from headstart.data.samples import Sample, token_counts
+from headstart.data.sources import read_prompts
+from headstart.heads import vocab
+from headstart.heads.base import Head, build_head
+from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.files import write_json, write_text
+from headstart.heads.formats import load_head, save_head
+from headstart.heads.provenance import provenance
+from headstart.heads.target import Target, TargetConfig
+from headstart.recipes.load import to_dict, to_yaml
+from headstart.recipes.schema import Recipe
+from headstart.steps import Steps
+from headstart.talk import Talk
+
+#: settings that change how training is watched, not what it makes
+WATCHING = ("tracker", "project", "log_every", "prefetch", "resume", "save_every", "keep")
+#: settings of the data node that change how features are stored, not what they are
+STORING = ("shard_tokens",)
+
+
+class Run:
+    """One recipe at work in its run directory.
+
+    Args:
+        target: a loaded target; None loads recipe.target when a step first needs it.
+        device: overrides recipe.target.device (each rank of a distributed launch has its own).
+    """
+
+    def __init__(self, recipe: Recipe, talk: Talk, target: Target | None = None, device: str | None = None):
+        self.recipe, self.talk = recipe, talk
+        self.dir = Path(recipe.run_dir)
+        self.steps = Steps(self.dir, talk.say)
+        self._target, self._device = target, device
+        self._prepared: PreparedData | None = None
+
+    @property
+    def target(self) -> Target:
+        if self._target is None:
+            config = self.recipe.target
+            self.talk.say(f"loading target {config.name} …")
+            self._target = Target.load(replace(config, device=self._device) if self._device else config)
+        return self._target
+
+    @property
+    def distilled_path(self) -> Path:
+        return self.dir / "data" / "distilled.jsonl"
+
+    @property
+    def held_out_path(self) -> Path:
+        return self.dir / "data" / "held_out.jsonl"
+
+    @property
+    def head_dir(self) -> Path:
+        return self.dir / "head"
+
+    def save_recipe(self) -> None:
+        """Write the resolved recipe into the run directory."""
+        write_text(self.dir / "recipe.yaml", to_yaml(self.recipe))
+
+    # -- what each step depends on ---------------------------------------------------------------------------------
+
+    @cached_property
+    def distill_inputs(self) -> dict[str, Any]:
+        config = self.recipe.data.distill
+        return {
+            "target": identity.of_target(self.recipe.target),
+            "prompts": identity.of_sources(config.prompts),
+            "settings": identity.without(dataclasses.asdict(config), "prompts"),
+            "template_kwargs": dict(self.recipe.data.template_kwargs),
+            "seed": self.recipe.seed,
+        }
+
+    @cached_property
+    def data_inputs(self) -> dict[str, Any]:
+        data = self.recipe.data
+        values = identity.without(dataclasses.asdict(data), "distill", "sources", "held_out", *STORING)
+        return {
+            "target": identity.of_target(self.recipe.target),
+            "sources": identity.of_sources(data.sources),
+            "held_out": identity.of_sources(data.held_out),
+            "distilled": self.distill_inputs if data.distill.prompts else None,
+            "settings": values,
+            "seed": self.recipe.seed,
+        }
+
+    @cached_property
+    def train_inputs(self) -> dict[str, Any]:
+        settings = identity.without(dataclasses.asdict(self.recipe.train), *WATCHING)
+        return {"data": self.data_inputs, "head": dataclasses.asdict(self.recipe.head), "train": settings}
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def distill(self) -> dict[str, Any] | None:
+        """Answer the recipe's prompts with the target; None when it has none."""
+        if not self.recipe.data.distill.prompts:
+            return None
+        path = self.distilled_path
+        skipped = path.with_name(path.name + ".skipped.json")
+        return self.steps.run("distill", self.distill_inputs, [path], self._distill, leftovers=[skipped])
+
+    def _distill(self) -> dict[str, Any]:
+        data = self.recipe.data
+        prompts = read_prompts(data.distill.prompts)
+        with self.talk.progress("distill", "answers") as advance:
+            path = distill(
+                self.target,
+                prompts,
+                data.distill,
+                self.distilled_path,
+                self.recipe.seed,
+                advance,
+                dict(data.template_kwargs),
+            )
+        with open(path, encoding="utf-8") as lines:
+            return {"path": str(path), "prompts": len(prompts), "answers": sum(1 for _ in lines)}
+
+    def prepare(self) -> PreparedData:
+        """Tokenised training and held-out samples; the report goes to data/report.json and the prompts beside it."""
+        if self._prepared is None:
+            distilled = [SourceConfig(path=str(self.distilled_path))] if self.recipe.data.distill.prompts else []
+            tokenizer, stops = self.target.tokenizer, self.target.stop_token_ids
+            depth = self.recipe.head.depth
+            self._prepared = data = prepare(self.recipe.data, tokenizer, stops, distilled, self.recipe.seed, depth)
+            for line in data.report.lines():
+                self.talk.say(f"data: {line}")
+            self.talk.say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
+        return self._prepared
+
+    def save_data_report(self, data: PreparedData) -> None:
+        held = data.held_out_report
+        report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
+        write_json(self.dir / "data" / "report.json", report)
+        records = [
+            {"id": sample.id, "task": sample.meta.get("task") or "held_out", "prompt_token_ids": first_prompt(sample)}
+            for sample in data.held_out
+        ]
+        write_text(self.held_out_path, "".join(json.dumps(record) + "\n" for record in records))
+
+    def features(self) -> None:
+        """Store the hidden states of all samples, where the recipe asks for it."""
+        if self.recipe.data.features != "stored":
+            return
+        store = self.dir / "features"
+        layers = list(self._skeleton().spec.layer_ids)
+        inputs = {"data": self.data_inputs, "feature_layers": layers}
+        self.steps.run("features", inputs, [store / "train"], self._features, caches=[store])
+
+    def _features(self) -> dict[str, Any]:
+        data, config = self.prepare(), self.recipe.data
+        spec, store = self._skeleton().spec, self.dir / "features"
+        for name, samples in (("train", data.train), ("held_out", data.held_out)):
+            if not samples:
+                continue
+            with self.talk.progress(f"features ({name})", "tokens") as advance:
+                build_store(
+                    self.target, samples, spec, store / name, config.features_dtype, config.shard_tokens,
+                    config.pack_tokens, advance,
+                )  # fmt: skip
+        size = sum(path.stat().st_size for path in store.rglob("*.safetensors"))
+        return {"path": str(store), "layer_ids": list(spec.layer_ids), "bytes": size}
+
+    def _skeleton(self) -> Head:
+        """The head without memory: for what it reads and what it is made of."""
+        with torch.device("meta"):
+            return build_head(self.recipe.head, self.target.dims)
+
+    def train(self) -> dict[str, Any]:
+        """Train the head and save it in the portable format. Ends early, resumably, at the first Ctrl-C."""
+        outputs = [self.head_dir, self.held_out_path]
+        leftovers = [self.dir / "checkpoints", self.dir / "metrics.jsonl"]
+        if not self.steps.is_done("train", self.train_inputs, outputs):
+            self.features()
+        return self.steps.run("train", self.train_inputs, outputs, lambda: self.train_head(None), leftovers)
+
+    def train_head(self, accelerator: Any) -> dict[str, Any]:
+        """Train on the ranks of `accelerator` (None: this process alone); rank 0 writes."""
+        from headstart.train.loop import train
+
+        recipe, target, data = self.recipe, self.target, self.prepare()
+        main = accelerator is None or accelerator.is_main_process
+        if main:
+            self.save_data_report(data)
+        head = self.fresh_head(data)
+        source = self._source(data.train, "train", head)
+        origin = {**provenance(target.device), "recipe": to_dict(recipe), "target": target.fingerprint()}
+        result = train(
+            head, source, target.teacher, source.lengths, recipe.train, self.dir, self._validator(data, head, accelerator),
+            provenance=origin, pack_tokens=recipe.data.pack_tokens, accelerator=accelerator, progress=not self.talk.silent,
+        )  # fmt: skip
+        if result.stopped == "signal":
+            raise KeyboardInterrupt
+        values = dataclasses.asdict(result)
+        if main:
+            origin["training"] = values
+            origin["data"] = identity.without(data.report.as_dict(), "dropped", "truncated")
+            save_head(head, self.head_dir, origin)
+        return {**values, "head": str(self.head_dir)}
+
+    def fresh_head(self, data: PreparedData) -> Head:
+        """The head as training starts: seeded, its draft vocabulary taken from the supervised tokens."""
+        target, config = self.target, self.recipe.head
+        torch.manual_seed(self.recipe.seed)
+        head = build_head(config, target.dims)
+        size = getattr(config, "draft_vocab_size", 0)
+        draft_ids_U = None
+        if size and size < target.dims.vocab_size:
+            count_V = token_counts(data.train, target.dims.vocab_size)
+            draft_ids_U = vocab.choose_draft_vocab(count_V, size, target.stop_token_ids)
+            covered = vocab.coverage(count_V, draft_ids_U)
+            self.talk.say(
+                f"draft vocabulary: {size} of {target.dims.vocab_size} tokens cover {covered:.1%} of the supervised ones"
+            )
+        head = head.to(target.device)
+        head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
+        return head
+
+    def _source(self, samples: list[Sample], name: str, head: Head) -> OnlineFeatures | StoredFeatures:
+        if self.recipe.data.features != "stored":
+            return OnlineFeatures(self.target, samples, head.spec, head.depth)
+        device, fingerprint = self.target.device, self.target.fingerprint()
+        return StoredFeatures(self.dir / "features" / name, head.depth, device, head.spec, fingerprint, samples)
+
+    def _validator(self, data: PreparedData, head: Head, accelerator: Any) -> Any:
+        from headstart.eval.benchmark import tau_probe
+        from headstart.train.step import autocast_dtype
+        from headstart.train.validate import Validator
+
+        if not data.held_out:
+            return None
+        config, target = self.recipe.train, self.target
+        source = self._source(data.held_out, "held_out", head)
+        packs = plan_packs(source.lengths, self.recipe.data.pack_tokens, 0, 0)
+        prompts = [first_prompt(sample) for sample in data.held_out[: config.tau_prompts]]
+        depth = config.tau_depth or head.depth
+
+        def probe(trained: Head) -> float:
+            return tau_probe(target, trained, prompts, config.tau_tokens, depth)
+
+        rank, size = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
+        autocast = autocast_dtype(config.mixed_precision, target.device)
+        return Validator(
+            source, packs, target.teacher, probe if prompts else None, config.tau_every, autocast, rank, size
+        )
+
+    def eval(self) -> dict[str, Any]:
+        """Measure the trained head; writes report.json and report.md."""
+        config = self.recipe.eval
+        data = Path(config.data) if config.data else self.held_out_path
+        if not self.head_dir.is_dir():
+            raise FormatError(
+                f"{self.head_dir}: no trained head there; run `headstart train` first, or give --head DIR"
+            )
+        if config.data is None and not (data.is_file() and data.stat().st_size):
+            raise ConfigError("eval.data is not set and the run held no conversation out: set eval.data=FILE.jsonl")
+        inputs = {
+            "head": identity.of_file(self.head_dir / "headstart.json"),
+            "target": identity.of_target(self.recipe.target),
+            "eval": dataclasses.asdict(config),
+            "data": identity.of_file(data),
+            "shorter_chains": self.recipe.shorter_chains,
+        }
+        outputs = [self.dir / "report.json", self.dir / "report.md"]
+        return self.steps.run("eval", inputs, outputs, lambda: self._eval(data))
+
+    def _eval(self, data: Path) -> dict[str, Any]:
+        from headstart.measure import measure
+
+        head = bound_head(self.head_dir, self.target)
+        config = replace(self.recipe.eval, data=str(data))
+        info = {"path": str(self.head_dir)}
+        report = measure(self.target, head, config, self.talk, to_dict(self.recipe), info, self.recipe.shorter_chains)
+        path = report.write(self.dir)
+        return {"report": str(path), **summary(report.to_json())}
+
+    def export(self) -> dict[str, Any]:
+        """Write the head for serving engines and check what was written."""
+        if not self.head_dir.is_dir():
+            raise FormatError(f"{self.head_dir}: no trained head there; run `headstart train` first")
+        config = self.recipe.export
+        inputs = {"head": identity.of_file(self.head_dir / "headstart.json"), "export": dataclasses.asdict(config)}
+        place = self.dir / "export"
+        return self.steps.run("export", inputs, [place], self._export)
+
+    def _export(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def first_prompt(sample: Sample) -> list[int]:
+    """Token ids up to the first supervised token: what the target was asked."""
+    first = int((sample.turn_ids >= 0).argmax())
+    return sample.token_ids[:first].tolist()
+
+
+def bound_head(directory: Path, target: Target) -> Head:
+    """A saved head on the target's device, in its dtype, with the target's frozen ends attached."""
+    head = load_head(directory, target.dims).to(target.device, target.dtype)
+    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    return head.eval()
+
+
+def summary(report: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a report that a person asks for first."""
+    names = (
+        "tau",
+        "tau_ci95",
+        "per_position_acceptance",
+        "baseline_tokens_per_s",
+        "tokens_per_s",
+        "speedup",
+        "greedy_identity",
+    )
+    return {name: report[name] for name in names} | {"tree": report["tree"]["label"], "notes": report["notes"]}
+
+
+def light_target(config: TargetConfig) -> Target:
+    """The target without weights: tokenizer, dimensions and stop tokens, in seconds whatever its size.
+
+    Raises: TargetError naming the target and the remedy.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    from headstart.heads.errors import TargetError
+    from headstart.heads.fetch import TARGETS, fetch_target
+
+    place = str(fetch_target(config.name)) if config.name in TARGETS else config.name
+    if place.startswith((".", "/", "~")) and not Path(place).expanduser().is_dir():
+        raise TargetError(f"target.name: {place} is not a directory; expected a transformers checkpoint directory")
+    shared = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **shared)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place, **shared))
+    except (OSError, ValueError) as error:
+        raise TargetError(f"target {config.name!r} cannot be read: {error}") from error
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(place, revision=config.revision)
+    except OSError:
+        pass  # a model without one stops at its tokenizer's and config's end tokens
+    if config.chat_template is not None:
+        template = Path(config.chat_template)
+        if not template.is_file():
+            raise ConfigError(f"target.chat_template: {template} does not exist; expected a Jinja file")
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    return Target.from_model(model, tokenizer, config)

@@ -1,0 +1,147 @@
+"""Which steps of a run are finished: a marker per step, with what the step was made from.
+
+    runs/NAME/steps/train.json   {"step", "status": "started" | "done", "inputs", "result", "seconds"}
+
+A step whose marker says done for equal inputs is skipped. A step that was started with equal inputs continues. When the
+inputs differ, what the step had made moves to `runs/NAME/previous/` (caches are deleted) and the step starts afresh.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from headstart.heads.errors import StorageError
+from headstart.heads.files import explain_disk, read_json, write_json
+
+
+def changed(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """`key: old → new` for every leaf that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            yield from changed(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from changed(one, other, f"{key}[{index}]")
+    elif old != new:
+        yield f"{key}: {_short(old)} → {_short(new)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else text[:37] + "…"
+
+
+class Steps:
+    """The markers of one run directory.
+
+    Args:
+        say: receives one line per step that is skipped, continued or done again.
+    """
+
+    def __init__(self, run_dir: Path, say: Callable[[str], None]):
+        self.run_dir, self.say = Path(run_dir), say
+
+    def marker(self, step: str) -> dict[str, Any]:
+        """The step's marker, {} when there is none."""
+        path = self._path(step)
+        return read_json(path) if path.is_file() else {}
+
+    def _path(self, step: str) -> Path:
+        return self.run_dir / "steps" / f"{step}.json"
+
+    def is_done(self, step: str, inputs: dict[str, Any], outputs: Sequence[Path]) -> bool:
+        """Whether the step finished with these inputs and its outputs are still there."""
+        found = self.marker(step)
+        same = found.get("inputs") == _plain(inputs)
+        return found.get("status") == "done" and same and all(path.exists() for path in outputs)
+
+    def run(
+        self,
+        step: str,
+        inputs: dict[str, Any],
+        outputs: Sequence[Path],
+        work: Callable[[], dict[str, Any]],
+        leftovers: Sequence[Path] = (),
+        caches: Sequence[Path] = (),
+    ) -> dict[str, Any]:
+        """Do the step unless it is done; returns its result (JSON values).
+
+        Args:
+            inputs: JSON values that the outputs depend on.
+            outputs: files or directories that the step makes.
+            leftovers: more of what it makes on the way (checkpoints), set aside with the outputs when inputs change.
+            caches: what it can make again, deleted when inputs change.
+        """
+        inputs = _plain(inputs)
+        found = self.marker(step)
+        if self.is_done(step, inputs, outputs):
+            self.say(f"{step}: finished before ({found.get('seconds', 0):.0f} s), skipped")
+            return found["result"]
+        if found and found.get("inputs") != inputs:
+            differences = list(changed(found.get("inputs"), inputs))
+            self.say(
+                f"{step}: done again, its inputs changed ({'; '.join(differences[:3])}{'; …' if len(differences) > 3 else ''})"
+            )
+            self._set_aside(step, [*outputs, *leftovers], caches)
+        elif found.get("status") == "started":
+            self.say(f"{step}: continues")
+        elif found:
+            self.say(f"{step}: done again, {next(path for path in outputs if not path.exists())} is gone")
+        else:
+            self.say(f"{step}: starts")
+        began = time.monotonic()
+        write_json(self._path(step), {"step": step, "status": "started", "inputs": inputs})
+        result = _plain(work())
+        seconds = round(time.monotonic() - began, 1)
+        write_json(
+            self._path(step), {"step": step, "status": "done", "inputs": inputs, "result": result, "seconds": seconds}
+        )
+        return result
+
+    def _set_aside(self, step: str, made: Sequence[Path], caches: Sequence[Path]) -> None:
+        """Nothing that took work is lost: it moves to previous/N-STEP."""
+        there = [path for path in made if path.exists()]
+        with explain_disk(self.run_dir):
+            for path in caches:
+                if path.exists():
+                    shutil.rmtree(path)
+            if not there:
+                return
+            number = 1
+            while (place := self.run_dir / "previous" / f"{number}-{step}").exists():
+                number += 1
+            place.mkdir(parents=True)
+            for path in there:
+                shutil.move(path, place / path.name)
+            shutil.copy(self._path(step), place / "step.json")
+        self.say(f"{step}: what it had made is kept in {place}")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep a second command out of the run directory. Raises StorageError when one is at work there."""
+        with explain_disk(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.run_dir / ".lock")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise StorageError(
+                    f"{self.run_dir}: another headstart command is working there; wait for it, or choose name=… or run_dir=…"
+                ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _plain(value: Any) -> Any:
+    """As it reads back from JSON, so that comparisons see equal types."""
+    return json.loads(json.dumps(value, default=str))

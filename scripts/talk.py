@@ -1,0 +1,100 @@
+"""What a command says: results on stdout, progress and messages on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+#: (done, total, a line worth showing or "")
+Advance = Callable[[int, int, str], None]
+#: seconds between two progress lines where stderr is not a terminal
+QUIET_S = 15.0
+
+
+class Talk:
+    """Speaks for one command.
+
+    Args:
+        as_json: stdout gets exactly one JSON value, given to `result`; anything else printed there goes to stderr.
+        silent: say nothing (ranks other than the first).
+    """
+
+    def __init__(self, as_json: bool = False, silent: bool = False):
+        self.as_json, self.silent = as_json, silent
+        self._out = sys.stdout
+        self._console = Console(stderr=True, highlight=False, quiet=silent)
+
+    def say(self, message: str, style: str | None = None) -> None:
+        """One message on stderr."""
+        self._console.print(message, style=style, markup=False, soft_wrap=True)
+
+    def result(self, value: Any, shown: RenderableType | None = None) -> None:
+        """The command's answer: `value` as JSON, or `shown` for a person."""
+        if self.silent:
+            return
+        if self.as_json:
+            print(json.dumps(value, ensure_ascii=False, default=str), file=self._out, flush=True)
+        elif shown is not None:
+            terminal = self._out.isatty()
+            Console(file=self._out, highlight=False, width=None if terminal else 140).print(
+                shown, soft_wrap=isinstance(shown, str)
+            )
+
+    @contextmanager
+    def stdout_guard(self) -> Iterator[None]:
+        """Inside, whatever libraries print to stdout lands on stderr, so that `--json` stays parseable."""
+        if not self.as_json:
+            yield
+            return
+        with redirect_stdout(sys.stderr):
+            yield
+
+    @contextmanager
+    def progress(self, label: str, unit: str = "") -> Iterator[Advance]:
+        """A bar with time left on a terminal; elsewhere a line now and then."""
+        if self._console.is_terminal and not self.silent:
+            with _bar(self._console, label, unit) as advance:
+                yield advance
+            return
+        state = {"last": 0.0, "done": -1}
+
+        def advance(done: int, total: int, message: str = "") -> None:
+            now = time.monotonic()
+            finished = done >= total and done != state["done"]
+            if message and message != "done":
+                self.say(f"{label}: {message}")
+            if finished or now - state["last"] >= QUIET_S:
+                state["last"] = now
+                self.say(f"{label}: {done} of {total} {unit}".rstrip())
+            state["done"] = done
+
+        yield advance
+
+
+@contextmanager
+def _bar(console: Console, label: str, unit: str) -> Iterator[Advance]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(label, total=None)
+
+        def advance(done: int, total: int, message: str = "") -> None:
+            bar.update(task, completed=done, total=total)
+            if message and message != "done":
+                bar.console.print(f"{label}: {message}", markup=False)
+
+        yield advance

@@ -32,7 +32,7 @@ class TrainConfig:
     eps: float = 1e-8
     #: decoupled weight decay of matrices (norms and biases never decay)
     weight_decay: float = 0.0
-    #: part of the budget (steps, or seconds for a timed run) over which the rate climbs; ignored when warmup_steps is set
+    #: part of the budget (steps, or seconds of a timed run) over which the rate climbs; warmup_steps overrules it
     warmup_ratio: float = 0.015
     #: steps over which the rate climbs linearly to its peak
     warmup_steps: int | None = None
@@ -84,19 +84,25 @@ class TrainConfig:
     #: drafted chain length, None = the head's depth
     tau_depth: int | None = None
 
-    def check(self) -> None:
-        """Raise ConfigError naming the first field that cannot work."""
+    def check(self, where: str = "train") -> None:
+        """Raise ConfigError naming the first field that cannot work; `where` is the recipe key."""
         budgets = {"steps": self.steps, "epochs": self.epochs, "max_seconds": self.max_seconds}
         if all(value is None for value in budgets.values()):
-            raise ConfigError("train: no budget is set; set train.steps, train.epochs or train.max_seconds")
-        positive = {**budgets, "lr": self.lr, "eps": self.eps, "clip_norm": self.clip_norm, "clip_value": self.clip_value}
+            raise ConfigError(f"{where}: no budget is set; set {where}.steps, {where}.epochs or {where}.max_seconds")
+        positive = {
+            **budgets,
+            "lr": self.lr,
+            "eps": self.eps,
+            "clip_norm": self.clip_norm,
+            "clip_value": self.clip_value,
+        }
         positive |= {"accumulation": self.accumulation, "log_every": self.log_every}
         for name, value in positive.items():
-            _require(value is None or value > 0, name, value, "a number above 0")
+            _require(value is None or value > 0, f"{where}.{name}", value, "a number above 0")
         for name in ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+            _require(getattr(self, name) >= 0, f"{where}.{name}", getattr(self, name), "0 or more")
         for name in ("weight_decay", "seed"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+            _require(getattr(self, name) >= 0, f"{where}.{name}", getattr(self, name), "0 or more")
         choices = {
             "schedule": ("cosine", "constant"),
             "mixed_precision": ("auto", "bf16", "no"),
@@ -105,16 +111,23 @@ class TrainConfig:
             "tracker": ("none", "tensorboard", "wandb"),
         }
         for name, allowed in choices.items():
-            _require(getattr(self, name) in allowed, name, getattr(self, name), "one of " + ", ".join(allowed))
+            _require(
+                getattr(self, name) in allowed, f"{where}.{name}", getattr(self, name), "one of " + ", ".join(allowed)
+            )
         _require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)"
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"{where}.betas",
+            self.betas,
+            "two numbers in [0, 1)",
         )
-        _require(0 <= self.warmup_ratio < 1, "warmup_ratio", self.warmup_ratio, "a fraction in [0, 1)")
-        _require(self.warmup_steps is None or self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "0 or more")
-        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "a fraction in [0, 1]")
-        _require(self.tau_depth is None or self.tau_depth > 0, "tau_depth", self.tau_depth, "1 or more")
+        _require(0 <= self.warmup_ratio < 1, f"{where}.warmup_ratio", self.warmup_ratio, "a fraction in [0, 1)")
+        _require(
+            self.warmup_steps is None or self.warmup_steps >= 0, f"{where}.warmup_steps", self.warmup_steps, "0 or more"
+        )
+        _require(0 <= self.min_lr_ratio <= 1, f"{where}.min_lr_ratio", self.min_lr_ratio, "a fraction in [0, 1]")
+        _require(self.tau_depth is None or self.tau_depth > 0, f"{where}.tau_depth", self.tau_depth, "1 or more")
 
 
-def _require(ok: bool, name: str, found: Any, expected: str) -> None:
+def _require(ok: bool, field_name: str, found: Any, expected: str) -> None:
     if not ok:
-        raise ConfigError(f"train.{name}: found {found!r}, expected {expected}")
+        raise ConfigError(f"{field_name}: found {found!r}, expected {expected}")

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher
+
+from headstart.heads.errors import ConfigError, StorageError, TrainingError
+from headstart.train.config import TrainConfig
+from headstart.train.loop import TrainResult, train
+
+
+class Killed(Exception):
+    """Stands for kill -9: nothing in the loop handles it."""
+
+
+class KillingSource(FakeSource):
+    """Dies when asked for its n-th pack."""
+
+    def __init__(self, *args, after: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.after = after
+
+    def get(self, pack):
+        if len(self.asked) == self.after:
+            raise Killed from None
+        return super().get(pack)
+
+
+def config(**changes) -> TrainConfig:
+    values = dict(steps=12, accumulation=2, lr=0.05, warmup_steps=2, weight_decay=0.01, save_every=4, log_every=1)
+    return TrainConfig(**(values | changes))
+
+
+def run(run_dir, source=None, noise: float = 0.1, validate=None, **changes) -> tuple[FakeHead, TrainResult]:
+    head = FakeHead(noise=noise)
+    source = source or FakeSource(make_documents())
+    result = train(
+        head, source, teacher(), source.lengths, config(**changes), run_dir, validate, provenance={"recipe": "x"},
+        pack_tokens=20, progress=False,
+    )  # fmt: skip
+    return head, result
+
+
+def records(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir) -> list[tuple[int, float]]:
+    return [(r["step"], r["train/loss"]) for r in records(run_dir) if "train/loss" in r]
+
+
+def assert_same_weights(a: FakeHead, b: FakeHead) -> None:
+    for name, value in a.state_dict().items():
+        assert torch.equal(value, b.state_dict()[name]), name
+
+
+def test_loss_falls_and_the_result_says_what_was_done(tmp_path):
+    _, result = run(tmp_path, noise=0.0, steps=30)
+    curve = [loss for _, loss in losses(tmp_path)]
+    assert len(curve) == 30 and curve[-1] < 0.7 * curve[0]
+    assert (result.step, result.stopped, result.resumed_from) == (30, "steps", 0)
+    assert result.supervised_tokens > 0 and result.checkpoint.endswith("step-00000030")
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000030\n"
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000028", "step-00000030"]
+
+
+@pytest.mark.parametrize("after", [3, 8, 9, 13, 20])  # packs asked for before the kill: steps 1, 4, 4, 6, 10
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_killed_run_continues_as_if_nothing_happened(tmp_path, after, prefetch):
+    whole, _ = run(tmp_path / "whole")
+    killing = KillingSource(make_documents(), after=after)
+    with pytest.raises((Killed, TrainingError)):
+        run(tmp_path / "killed", killing, prefetch=prefetch)
+    torch.manual_seed(after)  # another process would not share the generators
+    again, result = run(tmp_path / "killed", prefetch=prefetch)
+    assert result.resumed_from == after // 2 // 4 * 4
+    assert_same_weights(whole, again)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+
+
+def test_finished_run_does_nothing_and_a_larger_budget_continues(tmp_path):
+    head, first = run(tmp_path)
+    source = FakeSource(make_documents())
+    again, second = run(tmp_path, source)
+    assert source.asked == [] and second.step == 12 and second.checkpoint == first.checkpoint
+    assert_same_weights(head, again)
+    _, third = run(tmp_path, steps=14)
+    assert (third.resumed_from, third.step) == (12, 14)
+
+
+def test_damaged_checkpoint_falls_back_loudly(tmp_path, capsys):
+    whole, _ = run(tmp_path)
+    newest = tmp_path / "checkpoints" / "step-00000012"
+    data = bytearray((newest / "head.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "head.safetensors").write_bytes(data)
+    source = FakeSource(make_documents())
+    head = FakeHead(noise=0.1)
+    result = train(head, source, teacher(), source.lengths, config(), tmp_path, pack_tokens=20, progress=True)
+    assert result.resumed_from == 8
+    message = " ".join(capsys.readouterr().err.split())
+    assert "WARNING" in message and "step-00000012 is damaged: head.safetensors" in message and "sha256" in message
+    assert_same_weights(whole, head)
+    assert (tmp_path / "checkpoints" / "damaged-step-00000012").is_dir()
+
+
+def test_only_damaged_checkpoints_is_an_error_until_resume_is_off(tmp_path):
+    run(tmp_path)
+    for path in (tmp_path / "checkpoints").glob("step-*"):
+        (path / "optimizer.safetensors").unlink()
+    with pytest.raises(StorageError, match="all 2 checkpoints are damaged"):
+        run(tmp_path)
+    _, result = run(tmp_path, resume=False)
+    assert result.resumed_from == 0
+    assert (tmp_path / "checkpoints.previous").is_dir()
+
+
+def test_other_data_or_seed_is_refused(tmp_path):
+    run(tmp_path)
+    with pytest.raises(ConfigError, match="other data"):
+        run(tmp_path, FakeSource(make_documents(11)))
+    with pytest.raises(ConfigError, match="train.seed was 0, is 1"):
+        run(tmp_path, seed=1)
+
+
+def test_epochs_end_with_a_short_window(tmp_path):
+    source = FakeSource(make_documents())
+    result = train(
+        FakeHead(), source, teacher(), source.lengths, config(steps=None, epochs=1.5, accumulation=4), tmp_path,
+        plan=in_order, progress=False,
+    )  # fmt: skip
+    assert (result.step, result.stopped) == (3, "epochs")  # 6 packs per epoch: 9 packs in windows of 4, 4, 1
+    assert source.asked == [[i, i + 1] for i in [0, 2, 4, 6, 8, 10, 0, 2, 4]]
+    assert result.tokens == sum(source.lengths) + sum(source.lengths[:6])
+
+
+def test_time_budget_ends_the_run(tmp_path):
+    _, result = run(tmp_path, steps=None, max_seconds=0.3, log_every=5)
+    assert result.stopped == "seconds" and result.step > 0 and 0.3 <= result.seconds < 5
+
+
+@pytest.mark.parametrize("after_good", [0, 2])
+def test_nan_loss_stops_with_the_sample_ids_and_keeps_the_checkpoint(tmp_path, after_good):
+    source = FakeSource(make_documents(), poison=None)
+    packs = in_order(source.lengths, 0, 0, 0)
+    poisoned = packs[(2 * after_good + 1) % len(packs)][0]
+    kept = config(steps=40, save_every=2, log_every=50)
+    run_source = FakeSource(make_documents(), poison=poisoned)
+    with pytest.raises(TrainingError) as caught:
+        train(FakeHead(), run_source, teacher(), source.lengths, kept, tmp_path, plan=in_order, progress=False)
+    message = str(caught.value)
+    assert f"non-finite loss at step {after_good}" in message
+    assert f"samples sample-{poisoned}, sample-{poisoned + 1}." in message
+    dump = json.loads((tmp_path / f"nonfinite-step-{after_good}.json").read_text())
+    assert dump["sample_ids"] == [f"sample-{poisoned}", f"sample-{poisoned + 1}"]
+    if after_good:
+        assert "last good checkpoint" in message and "step-00000002" in message
+        assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000002"]
+
+
+def test_nan_with_policy_skip_goes_on(tmp_path):
+    source = FakeSource(make_documents(), poison=2)
+    head = FakeHead()
+    result = train(
+        head, source, teacher(), source.lengths, config(steps=6, nonfinite="skip"), tmp_path,
+        plan=in_order, progress=False,
+    )  # fmt: skip
+    assert result.step == 6
+    assert all(torch.isfinite(p).all() for p in head.parameters())
+    assert sorted(p.name for p in tmp_path.glob("nonfinite-*")) == ["nonfinite-step-0.json", "nonfinite-step-3.json"]
+
+
+def test_sigterm_saves_and_the_next_call_continues(tmp_path):
+    whole, _ = run(tmp_path / "whole")
+
+    class Terminating(FakeSource):
+        def get(self, pack):
+            if len(self.asked) == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().get(pack)
+
+    before = signal.getsignal(signal.SIGTERM)
+    _, stopped = run(tmp_path / "stopped", Terminating(make_documents()))
+    assert (stopped.stopped, stopped.step) == ("signal", 6)
+    assert signal.getsignal(signal.SIGTERM) is before
+    again, result = run(tmp_path / "stopped")
+    assert (result.resumed_from, result.stopped) == (6, "steps")
+    assert_same_weights(whole, again)
+
+
+def test_trains_in_a_thread_where_signals_cannot_be_handled(tmp_path):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run(tmp_path, steps=2)[1]))
+    thread.start()
+    thread.join()
+    assert found[0].step == 2
+
+
+def test_best_validation_is_kept_and_selected(tmp_path):
+    seen: dict[int, torch.Tensor] = {}
+    scores = {3: 1.2, 6: 1.9, 9: 1.5, 12: 1.4}
+
+    def validate(head, step, final):
+        seen[step] = head.heads[0].weight.detach().clone()
+        assert final == (step == 12)
+        return {"valid/sim_tau": scores[step]}
+
+    head, result = run(tmp_path, validate=validate, eval_every=3, select="best")
+    assert result.best == {"name": "valid/sim_tau", "value": 1.9, "step": 6}
+    assert torch.equal(head.heads[0].weight, seen[6])
+    assert result.metrics == {"valid/sim_tau": 1.4}
+    assert [r["step"] for r in records(tmp_path) if "valid/sim_tau" in r] == [3, 6, 9, 12]
+    again, _ = run(tmp_path, validate=validate, eval_every=3, select="best")
+    assert torch.equal(again.heads[0].weight, seen[6])
+
+
+def test_no_supervised_position_is_an_error(tmp_path):
+    documents = [(tokens, torch.full_like(turn, -1)) for tokens, turn in make_documents()]
+    with pytest.raises(TrainingError, match="no position is supervised"):
+        run(tmp_path, FakeSource(documents))
+
+
+def test_disk_full_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    import errno
+
+    from headstart.train import checkpoint
+
+    calls = []
+    real = checkpoint.write_safetensors
+
+    def full(path, *rest):
+        calls.append(path)
+        if len(calls) > 4:  # second checkpoint, second file
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, *rest)
+
+    monkeypatch.setattr(checkpoint, "write_safetensors", full)
+    with pytest.raises(StorageError, match="disk is full"):
+        run(tmp_path)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir()] == ["step-00000004"]
+    monkeypatch.setattr(checkpoint, "write_safetensors", real)
+    assert run(tmp_path)[1].resumed_from == 4

@@ -1,0 +1,135 @@
+"""The gradient of a window does not depend on padding, packing, micro-batches or ranks (methods §0)."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from train_fakes import FakeHead, FakeSource, make_documents, teacher
+
+from headstart.train.step import LossModule, accumulate_window, window_counts
+from headstart.train.stream import Pack
+
+ALL = list(range(12))
+TOLERANCE = dict(rtol=1e-5, atol=1e-6)  # float32 sums in another order
+
+
+def gradient(
+    packs: list[list[int]], pad: int = 0, rank: int = 0, size: int = 1, head: FakeHead | None = None, wrap=None
+):
+    """(gradients by name, loss of this rank) of one window made of `packs`."""
+    head = head or FakeHead()
+    source = FakeSource(make_documents(), pad=pad)
+    places = list(range(rank, len(packs), size))
+    mine = [Pack(0, place, tuple(packs[place])) for place in places]
+    batches = [source.get(packs[place]) for place in places]
+    counts_K = window_counts(head, batches, torch.device("cpu"))
+    if size > 1:
+        torch.distributed.all_reduce(counts_K)
+    module = LossModule(head, teacher(), None)
+    module = wrap(module) if wrap else module
+    no_sync = module.no_sync if wrap else None
+    sums = accumulate_window(
+        module, mine, batches, places, counts_K, head.depth_weights(), size, len(packs), 0,
+        lambda loss: loss.backward(), *([no_sync] if no_sync else []),
+    )  # fmt: skip
+    return {name: p.grad for name, p in head.named_parameters()}, sums
+
+
+def naive_gradient():
+    """Position by position over all documents: L = Σ_d λ_d (Σ CE) / N_d."""
+    head, source = FakeHead(), FakeSource(make_documents())
+    sums, counts = [0.0] * 3, [0] * 3
+    for index, (tokens, turn) in enumerate(source.documents):
+        hidden = source.get([index]).hidden_RD
+        for t in range(len(tokens)):
+            for d in (1, 2, 3):
+                if t + 1 + d < len(tokens) and all(turn[t + 1 + j] == turn[t + 1 + d] >= 0 for j in range(d + 1)):
+                    logits = head.heads[d - 1](hidden[t])
+                    sums[d - 1] = sums[d - 1] - torch.log_softmax(logits, -1)[tokens[t + 1 + d]]
+                    counts[d - 1] += 1
+    loss = sum(0.8 ** (d - 1) * sums[d - 1] / counts[d - 1] for d in (1, 2, 3))
+    loss.backward()
+    return {name: p.grad for name, p in head.named_parameters()}, loss.detach()
+
+
+def assert_same(found, expected):
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_window_equals_the_naive_loop():
+    expected, loss = naive_gradient()
+    found, sums = gradient([ALL])
+    assert_same(found, expected)
+    torch.testing.assert_close(sums.loss, loss, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("packs", "pad"),
+    [
+        ([ALL], 37),
+        ([ALL[::-1]], 0),
+        ([[i] for i in ALL], 0),
+        ([[i] for i in ALL], 5),
+        ([ALL[:1], ALL[1:9], ALL[9:]], 3),
+    ],
+    ids=["padded", "reordered", "one document per micro-batch", "padded micro-batches", "uneven micro-batches"],
+)
+def test_same_samples_same_gradient(packs, pad):
+    expected, _ = gradient([ALL])
+    assert_same(gradient(packs, pad)[0], expected)
+
+
+def test_a_depth_without_positions_contributes_nothing():
+    source = FakeSource([(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, -1, 0, 0]))])
+    head = FakeHead()
+    batch = source.get([0])
+    assert batch.anchors.count_K == (1, 0, 0)
+    counts_K = window_counts(head, [batch], torch.device("cpu"))
+    sums = accumulate_window(
+        LossModule(head, teacher(), None), [Pack(0, 0, (0,))], [batch], [0], counts_K, head.depth_weights(), 1, 1, 0,
+        lambda loss: loss.backward(),
+    )  # fmt: skip
+    logits = head.heads[0](batch.hidden_RD[1])
+    torch.testing.assert_close(sums.loss, -torch.log_softmax(logits, -1)[4].detach())
+    assert head.heads[1].weight.grad is None or not head.heads[1].weight.grad.any()
+
+
+#: windows of two ranks: one pack each; two packs and one; one pack and none
+TWO_RANK_WINDOWS = [[ALL[:5], ALL[5:]], [ALL[:5], ALL[5:6], ALL[6:]], [ALL]]
+
+
+def _rank(rank: int, size: int, port: int, out: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+    try:
+        for case, packs in enumerate(TWO_RANK_WINDOWS):
+            found, sums = gradient(
+                packs, rank=rank, size=size,
+                wrap=lambda m: torch.nn.parallel.DistributedDataParallel(m, broadcast_buffers=False),
+            )  # fmt: skip
+            torch.distributed.all_reduce(sums.loss)
+            torch.save({"grads": found, "loss": sums.loss}, f"{out}/{case}-{rank}.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_two_ranks_same_gradient(tmp_path):
+    expected, expected_sums = gradient([ALL])
+    mp.spawn(_rank, (2, free_port(), str(tmp_path)), nprocs=2)
+    for case in range(len(TWO_RANK_WINDOWS)):
+        for rank in range(2):
+            found = torch.load(tmp_path / f"{case}-{rank}.pt", weights_only=True)
+            assert_same(found["grads"], expected)
+            torch.testing.assert_close(found["loss"], expected_sums.loss, **TOLERANCE)

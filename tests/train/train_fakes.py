@@ -1,0 +1,103 @@
+"""A head, features and a pack plan small enough to check by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss, Teacher
+
+DIMS = HeadDims(
+    hidden_size=8, vocab_size=13, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=16
+)
+
+
+class FakeHead(Head):
+    """K linear heads with a bias on the last hidden state; cross-entropy to x_{t+1+d}. `noise` draws like EAGLE's."""
+
+    family = "fake"
+
+    def __init__(self, depth: int = 3, noise: float = 0.0, seed: int = 0):
+        super().__init__(HeadConfig("fake", depth, 0.8), DIMS)
+        generator = torch.Generator().manual_seed(seed)
+        self.heads = nn.ModuleList(nn.Linear(DIMS.hidden_size, DIMS.vocab_size) for _ in range(depth))
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+        self.noise = noise
+
+    def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
+        pass
+
+    def depth_counts(self, batch: FeatureBatch) -> Tensor:
+        return torch.tensor(batch.anchors.count_K, dtype=torch.float32)
+
+    def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
+        hidden_RD = batch.hidden_RD
+        if self.noise and self.training:
+            hidden_RD = hidden_RD + self.noise * torch.rand_like(hidden_RD)
+        losses, hits, prefix = [], [], []
+        so_far = None
+        for d, head in enumerate(self.heads, start=1):
+            row = batch.anchors.row_A[: batch.anchors.count_K[d - 1]]
+            if not len(row):  # as real heads may: this depth's parameters get no gradient
+                losses.append(torch.zeros(()))
+                hits.append(torch.zeros(()))
+                prefix.append(torch.zeros(()))
+                continue
+            logits = head(hidden_RD[row])
+            label = batch.tokens_R[row + 1 + d]
+            losses.append(nn.functional.cross_entropy(logits.double(), label, reduction="sum").to(logits.dtype))
+            hit = logits.argmax(-1) == label
+            so_far = hit if so_far is None else so_far[: len(hit)] & hit
+            hits.append(hit.sum().float())
+            prefix.append(so_far.sum().float())
+        counts = self.depth_counts(batch)
+        return HeadLoss(torch.stack(losses), counts, torch.stack(hits), counts, torch.stack(prefix))
+
+
+def make_documents(count: int = 12, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """(tokens, turns) of lengths 5 … 16; the last third is the assistant's turn."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = []
+    for _ in range(count):
+        length = int(torch.randint(5, 17, (1,), generator=generator))
+        tokens = torch.randint(0, DIMS.vocab_size, (length,), generator=generator)
+        turn = torch.where(torch.arange(length) >= length // 3, 0, -1)
+        documents.append((tokens, turn))
+    return documents
+
+
+class FakeSource:
+    """Features that depend on the document only; `pad` rows of padding, `poison` = a sample with a NaN feature."""
+
+    def __init__(self, documents: list[tuple[Tensor, Tensor]], depth: int = 3, pad: int = 0, poison: int | None = None):
+        self.documents, self.depth, self.pad, self.poison = documents, depth, pad, poison
+        self.asked: list[list[int]] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(tokens) for tokens, _ in self.documents]
+
+    def get(self, pack: list[int]) -> FeatureBatch:
+        self.asked.append(pack)
+        rows = sum(self.lengths[i] for i in pack)
+        ids = tuple(f"sample-{i}" for i in pack)
+        batch = FeatureBatch.pack([self.documents[i] for i in pack], self.depth, rows + self.pad, ids)
+        hidden = []
+        for i in pack:
+            generator = torch.Generator().manual_seed(1000 + i)
+            hidden.append(torch.randn(self.lengths[i], DIMS.hidden_size, generator=generator))
+            if i == self.poison:
+                hidden[-1][:] = float("nan")
+        hidden.append(torch.full((self.pad, DIMS.hidden_size), 7.0))
+        batch.hidden_RD = torch.cat(hidden)
+        return batch
+
+
+def teacher() -> Teacher:
+    return Teacher(torch.zeros(DIMS.vocab_size, DIMS.hidden_size))
+
+
+def in_order(lengths, budget, seed, epoch) -> list[list[int]]:
+    """A plan without shuffling: two documents per pack."""
+    return [list(range(i, min(i + 2, len(lengths)))) for i in range(0, len(lengths), 2)]

@@ -1,0 +1,273 @@
+"""Checkpoints of a run: safetensors and JSON only, written whole or not at all, verified before use.
+
+    checkpoints/
+      step-00000100/   head.safetensors  optimizer.safetensors  rng.safetensors  state.json  manifest.json
+      latest           name of the newest one
+      best/            head.safetensors  state.json  manifest.json   (best validation so far)
+      damaged-…/       what failed its check at a resume, kept for inspection
+
+A directory is written under a temporary name and renamed when complete; `manifest.json` holds size and sha256 of
+every file. Optimiser state is keyed by parameter name, so it does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from headstart.heads.errors import StorageError
+from headstart.heads.files import explain_disk, read_json, sha256_file, write_json, write_safetensors, write_text
+
+VERSION = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint in memory (CPU tensors and JSON values).
+
+    Attributes:
+        head: the head's state dict.
+        optimizer: `<key>/<parameter name>` → tensor (exp_avg, exp_avg_sq, step).
+        rng: `rank<r>/cpu`, `rank<r>/cuda` → uint8 state of torch's generators.
+        state: JSON: step, packs, elapsed, data, config, best, python/numpy generator states, provenance.
+    """
+
+    head: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    rng: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, head: nn.Module) -> dict[str, Tensor]:
+    """Per-parameter state by name."""
+    return {
+        f"{key}/{name}": value
+        for name, parameter in head.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, head: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give every parameter its saved state; rates, decay and betas stay the recipe's.
+
+    Raises: StorageError when the parameters are not those that were saved.
+    """
+    names = {parameter: name for name, parameter in head.named_parameters()}
+    saved: dict[str, dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        key, name = path.split("/", 1)
+        saved.setdefault(name, {})[key] = tensor
+    wanted = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    if saved and set(saved) != set(wanted):
+        raise StorageError(
+            f"optimizer state is for parameters {sorted(saved)[:6]}…, the head trains {sorted(wanted)[:6]}…; "
+            "the recipe's head changed since the checkpoint: use another run directory, or train.resume=false"
+        )
+    if saved:
+        # load_state_dict puts each tensor where this optimiser variant (fused or not) needs it
+        layout = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": {i: saved[name] for i, name in enumerate(wanted)}, "param_groups": layout})
+
+
+def rng_state() -> dict[str, Any]:
+    """This process's generators: torch (uint8 tensors), python and numpy (JSON values)."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    found: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "python": [version, list(words), gauss],
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+
+
+def pack_rng(states: list[dict[str, Any]]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """States of all ranks → (tensors for rng.safetensors, JSON values for state.json)."""
+    tensors = {f"rank{r}/{key}": s[key] for r, s in enumerate(states) for key in ("cpu", "cuda") if key in s}
+    return tensors, [{"python": s["python"], "numpy": s["numpy"]} for s in states]
+
+
+def unpack_rng(checkpoint: Checkpoint, rank: int) -> dict[str, Any] | None:
+    """State of this rank, None when the checkpoint had fewer ranks (packs seed themselves, so nothing is lost)."""
+    saved = checkpoint.state["rng"]
+    if rank >= len(saved):
+        return None
+    prefix = f"rank{rank}/"
+    return {**saved[rank], **{k.removeprefix(prefix): v for k, v in checkpoint.rng.items() if k.startswith(prefix)}}
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_directory(path: Path, write: Callable[[Path], None]) -> None:
+    """Fill a temporary directory through `write`, add the manifest, rename it onto `path` (replacing an old one)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_disk(path):
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_file(f)} for f in sorted(temporary.iterdir())}
+            write_json(temporary / MANIFEST, {"version": VERSION, "files": files})
+            _fsync_directory(temporary)
+            old = path.with_name(f".{path.name}.{os.getpid()}.old")
+            if path.exists():
+                os.rename(path, old)
+            os.rename(temporary, path)
+            _fsync_directory(path.parent)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint directory, None when every file has its size and hash."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        if manifest["version"] != VERSION:
+            return f"version {manifest['version']}, this program reads {VERSION}"
+        for name, facts in files.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != facts["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes, expected {facts['bytes']}"
+            if sha256_file(file) != facts["sha256"]:
+                return f"{name} does not have the content that was written (sha256 differs)"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    return None
+
+
+class CheckpointStore:
+    """The `checkpoints/` directory of one run. Writing is rank 0's; reading is everyone's."""
+
+    def __init__(self, directory: Path, keep: int):
+        self.directory, self.keep = directory, keep
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}"
+
+    def paths(self) -> list[Path]:
+        """Complete checkpoint directories, newest first."""
+        return sorted(self.directory.glob("step-*"), reverse=True)
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write one, point `latest` at it, delete those beyond `keep`. Raises StorageError when the disk is full."""
+        path = self._path(checkpoint.state["step"])
+
+        def write(directory: Path) -> None:
+            write_safetensors(directory / "head.safetensors", checkpoint.head)
+            write_safetensors(directory / "optimizer.safetensors", checkpoint.optimizer)
+            write_safetensors(directory / "rng.safetensors", checkpoint.rng)
+            write_json(directory / "state.json", {"version": VERSION, **checkpoint.state})
+
+        write_directory(path, write)
+        write_text(self.directory / "latest", path.name + "\n")
+        for old in self.paths()[self.keep :] if self.keep else []:
+            self._remove(old)
+        return path
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        """Delete so that a kill in between leaves no half checkpoint under a valid name."""
+        trash = path.with_name(f".{path.name}.{os.getpid()}.old")
+        os.rename(path, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Delete what killed writers left behind."""
+        for leftover in [*self.directory.glob(".*.tmp"), *self.directory.glob(".*.old")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def find(self, say: Callable[[str], None]) -> Path | None:
+        """Newest intact checkpoint; damaged ones are set aside under `damaged-…` and reported through `say`.
+
+        Returns None when there is none at all.
+        Raises: StorageError when there are some and all are damaged: starting over is the user's decision.
+        """
+        self.clean()
+        found = self.paths()
+        for path in found:
+            fault = damage(path)
+            if fault is None:
+                write_text(self.directory / "latest", path.name + "\n")
+                return path
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
+            say(f"WARNING: checkpoint {path} is damaged: {fault}. Set aside as {aside.name}; trying the one before it.")
+        if found:
+            raise StorageError(
+                f"{self.directory}: all {len(found)} checkpoints are damaged (kept as damaged-*). "
+                "Start over with train.resume=false, or in another run directory."
+            )
+        return None
+
+    def set_aside(self) -> None:
+        """Move an earlier run's checkpoints out of the way (`checkpoints.previous`), for a run that starts anew."""
+        if self.directory.exists():
+            aside = self.directory.with_name(f"{self.directory.name}.previous")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(self.directory, aside)
+
+    @staticmethod
+    def head_names(path: Path | str) -> list[str]:
+        """Tensor names of the head in a checkpoint, without reading the tensors."""
+        with safe_open(Path(path) / "head.safetensors", framework="pt") as file:
+            return list(file.keys())
+
+    @staticmethod
+    def load(path: Path) -> Checkpoint:
+        return Checkpoint(
+            load_file(path / "head.safetensors"),
+            load_file(path / "optimizer.safetensors"),
+            load_file(path / "rng.safetensors"),
+            read_json(path / "state.json"),
+        )
+
+    def save_best(self, head: dict[str, Tensor], state: dict[str, Any]) -> None:
+        def write(directory: Path) -> None:
+            write_safetensors(directory / "head.safetensors", head)
+            write_json(directory / "state.json", {"version": VERSION, **state})
+
+        write_directory(self.directory / "best", write)
+
+    def load_best(self) -> dict[str, Tensor]:
+        """Raises StorageError when the best head is missing or damaged."""
+        path = self.directory / "best"
+        fault = damage(path)
+        if fault is not None:
+            raise StorageError(f"{path}: the best head cannot be used: {fault}. Set train.select=last.")
+        return load_file(path / "head.safetensors")

@@ -1,0 +1,402 @@
+"""The training loop: windows of packs in, a trained head and its checkpoints out.
+
+    result = train(head, source, teacher, lengths, config, run_dir, validate=Validator(…))
+
+Every rank calls `train` with the same arguments (its own device). The host waits for the device only where a record
+is written, at a validation and at a checkpoint; what ranks must agree on (counts, clock, signals, non-finite losses)
+travels in one all-reduce per step whose result the host reads one step later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+
+from headstart.data.packing import plan_packs
+from headstart.heads.base import Head, Teacher
+from headstart.heads.errors import TrainingError
+from headstart.heads.files import write_json
+from headstart.heads.provenance import provenance as make_provenance
+from headstart.train.checkpoint import CheckpointStore
+from headstart.train.config import TrainConfig
+from headstart.train.distributed import (
+    Agreement,
+    StopSignal,
+    check_launch,
+    from_main,
+    gather_objects,
+    on_main,
+    sum_over_ranks,
+)
+from headstart.train.meters import Meters
+from headstart.train.optim import Budget, build_optimizer, lr_factor, set_rate
+from headstart.train.resume import RunState, capture, restore
+from headstart.train.step import LossModule, accumulate_window, autocast_dtype, fill_gradients, window_counts
+from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream
+from headstart.train.track import Reporter, Tracker, open_tracker
+
+#: (head, step, final) → values; see validate.Validator
+Validate = Callable[[Head, int, bool], dict[str, float]]
+#: (step, packs of the window, sample ids of this rank's packs by place)
+Window = tuple[int, list[Pack], dict[int, tuple[str, ...]]]
+
+
+@dataclass
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        step: optimiser steps made in all.
+        tokens, supervised_tokens: rows trained on, and positions supervised at depth 1, repeats counted.
+        seconds: wall-clock of the loop, earlier parts of a resumed run included.
+        stopped: steps | epochs | seconds | signal.
+        metrics: the last validation.
+        best: {"name", "value", "step"} of the best validation, or None.
+        checkpoint: the final checkpoint directory.
+        resumed_from: step the run continued from, 0 = started anew.
+    """
+
+    step: int
+    tokens: int
+    supervised_tokens: int
+    seconds: float
+    stopped: str
+    checkpoint: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+    resumed_from: int = 0
+
+
+def make_accelerator(device: torch.device | str) -> Accelerator:
+    """The process group of this launch on CPUs or GPUs. Raises ConfigError when ranks are missing from it.
+
+    Precision is the loop's own business (float32 master weights, autocast inside the loss), so accelerate's is off.
+    """
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    cpu = torch.device(device).type == "cpu"
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[ddp])
+    check_launch(accelerator.num_processes)
+    return accelerator
+
+
+def train(
+    head: Head,
+    source: FeatureSource,
+    teacher: Teacher,
+    lengths: Sequence[int],
+    config: TrainConfig,
+    run_dir: Path,
+    validate: Validate | None = None,
+    tracker: Tracker | None = None,
+    provenance: dict[str, Any] | None = None,
+    *,
+    pack_tokens: int = 4096,
+    plan: PackPlan = plan_packs,
+    accelerator: Accelerator | None = None,
+    progress: bool = True,
+) -> TrainResult:
+    """Train `head` in place until a budget is spent, resuming from `run_dir/checkpoints` where there are any.
+
+    Args:
+        head: initialised (`init_from_target`), float32 parameters.
+        source: features of pack [sample indices] → FeatureBatch; a window's packs of one rank are held together
+            (2 bytes × rows × D × (streams + 1) each in bfloat16).
+        lengths: tokens of every training sample; with `pack_tokens` it fixes the packs.
+        tracker: receives records besides metrics.jsonl; None = what config.tracker names. Closed at the end.
+        provenance: saved in every checkpoint (recipe, revision, versions); None = revision, versions, hardware.
+        plan: (lengths, budget, seed, epoch) → packs.
+    Raises:
+        ConfigError: bad configuration or launch. DataError: nothing to train on. StorageError: disk full, or every
+        checkpoint damaged. TrainingError: non-finite loss (sample ids named) or no supervised position.
+    """
+    config.check()
+    accelerator = accelerator or make_accelerator(teacher.weight_VD.device)
+    trainer = _Trainer(head, source, teacher, lengths, config, Path(run_dir), validate, accelerator, pack_tokens, plan)
+    return trainer.run(tracker, provenance, progress)
+
+
+class _Trainer:
+    """State of one call of `train`."""
+
+    def __init__(
+        self,
+        head: Head,
+        source: FeatureSource,
+        teacher: Teacher,
+        lengths: Sequence[int],
+        config: TrainConfig,
+        run_dir: Path,
+        validate: Validate | None,
+        accelerator: Accelerator,
+        pack_tokens: int,
+        plan: PackPlan,
+    ):
+        self.config, self.run_dir, self.validate, self.accelerator = config, run_dir, validate, accelerator
+        self.rank, self.size, self.device = accelerator.process_index, accelerator.num_processes, accelerator.device
+        self.stream = PackStream(lengths, pack_tokens, config.seed, plan)
+        packs = None if config.epochs is None else self.stream.count(config.epochs)
+        self.budget = Budget.of(config, packs)
+        self.fetcher = Fetcher(source, config.prefetch)
+        self.store = CheckpointStore(run_dir / "checkpoints", config.keep)
+        self.head = head.to(self.device).train()
+        self.raw_optimizer = build_optimizer(head, config)
+        module = LossModule(head, teacher, autocast_dtype(config.mixed_precision, self.device))
+        self.module: nn.Module
+        self.module, self.optimizer = accelerator.prepare(module, self.raw_optimizer)
+        self.weights_K = head.depth_weights().to(self.device)
+        self.state = RunState()
+        self.agreement = Agreement()
+        self.signal = StopSignal()
+        #: non-finite flags of the last window, not yet shared: one per pack, one for the gradient
+        self.flags = torch.zeros(config.accumulation + 1, device=self.device)
+        #: windows whose flags are still under way
+        self.recent: deque[Window] = deque(maxlen=2)
+        self.agreed_elapsed, self.agreed_stop = 0.0, False
+        self.meters = Meters(head.depth, self.device)
+        self.skipped_in_a_row = 0
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self, tracker: Tracker | None, provenance: dict[str, Any] | None, progress: bool) -> TrainResult:
+        main = self.rank == 0
+        total, unit = (self.budget.seconds, "s") if self.budget.seconds else (float(self.budget.steps or 1), "steps")
+        self.reporter = Reporter(progress and main, total, unit)
+        self.provenance = make_provenance(self.device) if provenance is None else provenance
+        self.tracker: Tracker | None = None
+        try:
+            resumed_from = restore(self)
+            if main:
+                self.tracker = open_tracker(self.config, self.run_dir, resumed_from, asdict(self.config), tracker)
+            self.started = time.perf_counter() - self.state.elapsed
+            self.meters.restart_clock()
+            self.agreed_elapsed = self.state.elapsed
+            with self.signal:
+                reason = self._loop()
+                checkpoint = self._finish(reason)
+        finally:
+            self.fetcher.close()
+            if self.tracker is not None:
+                self.tracker.close()
+            self.reporter.close()
+        s = self.state
+        if self.config.select == "best" and s.best is not None and reason != "signal":
+            self.head.load_state_dict(self.store.load_best())
+        return TrainResult(
+            s.step, s.tokens, s.supervised, s.elapsed, reason, str(checkpoint), s.metrics, s.best, resumed_from
+        )
+
+    def _loop(self) -> str:
+        config = self.config
+        while True:
+            self._take_agreement()
+            if self.agreed_stop:
+                return "signal"
+            reason = self.budget.finished(self.state.step, self.agreed_elapsed)
+            if reason is not None:
+                return reason
+            self._step()
+            step = self.state.step
+            self.reporter.advance(self._elapsed() if self.budget.seconds else step)
+            evaluate = self.validate is not None and config.eval_every and step % config.eval_every == 0
+            save = config.save_every and step % config.save_every == 0
+            if step % config.log_every == 0 or save:
+                self._record()
+            last = self.budget.finished(step, 0.0) is not None  # _finish evaluates and saves this one
+            if evaluate and not last:
+                self._evaluate(final=False)
+            if save and not last:
+                self._save()
+
+    def _finish(self, reason: str) -> Path:
+        """Final record, checkpoint and validation; nothing at all for a run that had finished before."""
+        if self.state.finished is not None and self.state.finished[0] == self.state.step and reason != "signal":
+            return self.store.paths()[0]
+        if self.meters.steps:
+            self._record()
+        checkpoint = self._save()  # before the validation, whose failure must not cost the trained weights
+        if reason == "signal":
+            self.reporter.say(
+                f"stopped by a signal at step {self.state.step}; the same command continues from {checkpoint}"
+            )
+            return checkpoint
+        if self.validate is not None:
+            self._evaluate(final=True)
+        self.state.finished = [self.state.step, reason]
+        return self._save()
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _share(self, start: int) -> tuple[list[Pack], list[int]]:
+        """Packs of the window that begins at global pack `start`, and the places of this rank's."""
+        count = self.config.accumulation
+        if self.budget.packs is not None:
+            count = max(min(count, self.budget.packs - start), 0)
+        return self.stream.window(start, count), list(range(self.rank, count, self.size))
+
+    def _step(self) -> None:
+        config, state = self.config, self.state
+        packs, places = self._share(state.packs)
+        mine = [packs[place] for place in places]
+        waited = time.perf_counter()
+        batches = [self.fetcher.get(pack).to(self.device, non_blocking=True) for pack in mine]
+        waited = time.perf_counter() - waited
+        for ahead in range(1, config.prefetch + 1):
+            later, later_places = self._share(state.packs + ahead * config.accumulation)
+            self.fetcher.prefetch([later[place] for place in later_places])
+
+        # elapsed is the clock that all ranks act on, stop asks every rank to end: both ride with the counts
+        clock = self._elapsed() if self.rank == 0 else 0.0
+        control = torch.tensor([clock, float(self.signal.received is not None)], device=self.device)
+        counts_K = window_counts(self.head, batches, self.device)
+        counts_K = self.agreement.exchange(torch.cat([counts_K, control, self.flags]))[: self.head.depth]
+        self.meters.rate = config.lr * lr_factor(config, self.budget, state.step, self.agreed_elapsed)
+        set_rate(self.raw_optimizer, self.meters.rate)
+        sums = accumulate_window(
+            self.module, mine, batches, places, counts_K, self.weights_K, self.size, config.accumulation, config.seed,
+            self.accelerator.backward, lambda: self.accelerator.no_sync(self.module),
+        )  # fmt: skip
+        norm = self._clip()
+        bad_norm = (~torch.isfinite(norm)).float() / self.size
+        self.flags = torch.cat([sums.bad_P, bad_norm[None]])
+        ids = {place: batch.sample_ids for place, batch in zip(places, batches, strict=True)}
+        self.recent.append((state.step, packs, ids))
+        skipped = config.nonfinite == "skip" and self._skip()
+        if not skipped:
+            self.optimizer.step()
+            self.meters.add(sums, norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+        state.packs += len(packs)
+        rows = sum(int(self.stream.lengths[i]) for pack in packs for i in pack.samples)
+        state.tokens += rows
+        self.meters.add_host(rows, waited)
+
+    def _clip(self) -> Tensor:
+        """Clip as configured; returns the global gradient norm before clipping (device scalar)."""
+        fill_gradients(self.head)
+        trainable = [p for p in self.head.parameters() if p.requires_grad]
+        if self.config.clip_norm is not None:
+            norm = self.accelerator.clip_grad_norm_(trainable, self.config.clip_norm)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in trainable if p.grad is not None])
+        if self.config.clip_value is not None:
+            nn.utils.clip_grad_value_(trainable, self.config.clip_value)
+        return norm
+
+    # -- agreement and non-finite losses ---------------------------------------------------------------------------
+
+    def _take_agreement(self) -> None:
+        """Act on the exchange of the step before: its clock, its stop requests, the flags of the window before it."""
+        if self.size == 1:
+            self.agreed_elapsed, self.agreed_stop = self._elapsed(), self.signal.received is not None
+        values = self.agreement.read()
+        if values is not None:
+            if self.size > 1:
+                self.agreed_elapsed, self.agreed_stop = values[self.head.depth], values[self.head.depth + 1] > 0
+            self._examine_previous(values)
+
+    def _examine_previous(self, values: list[float]) -> None:
+        """An exchange made in step n carries the flags of window n - 1."""
+        if len(self.recent) >= 2:
+            self._examine(values[self.head.depth + 2 :], self.recent[-2])
+
+    def _settle(self) -> None:
+        """Examine what is still under way now (the host waits): before anything is saved or reported as final."""
+        values = self.agreement.read()
+        if values is None:
+            return
+        self._examine_previous(values)  # first, so that the window where it began is the one that is named
+        shared = sum_over_ranks(self.flags.clone()).tolist()
+        self._examine(shared, self.recent[-1])
+
+    def _examine(self, flags: list[float], window: Window) -> None:
+        if any(flags) and self.config.nonfinite == "stop":
+            message = self._describe_bad(flags, window)
+            saved = self.store.paths()
+            kept = f"last good checkpoint: {saved[0]}" if saved else "no checkpoint was written yet"
+            raise TrainingError(
+                f"{message} {kept}. Look at these samples, lower train.lr, clip gradients (train.clip_norm), "
+                "or set train.nonfinite=skip."
+            )
+
+    def _describe_bad(self, flags: list[float], window: Window) -> str:
+        """Name the samples (all ranks take part) and dump them to nonfinite-step-N.json."""
+        step, packs, mine = window
+        bad = [place for place, flag in enumerate(flags[:-1]) if flag]
+        what = "loss" if bad else "gradient"
+        places = bad or range(len(packs))
+        known: dict[int, tuple[str, ...]] = {}
+        for ids in gather_objects(mine):
+            known |= ids
+        names = [str(name) for p in places for name in (known.get(p) or packs[p].samples)]
+        if self.rank == 0:
+            chosen = [asdict(packs[p]) for p in places]
+            record = {"step": step, "what": what, "sample_ids": names, "packs": chosen, "lr": self.meters.rate}
+            write_json(self.run_dir / f"nonfinite-step-{step}.json", record)
+        return f"non-finite {what} at step {step}, samples {', '.join(names)}."
+
+    def _skip(self) -> bool:
+        """Policy `skip`: wait for this window's flags; True when the step must not be made."""
+        shared = sum_over_ranks(self.flags.clone()).tolist()
+        self.flags = torch.zeros_like(self.flags)
+        if not any(shared):
+            self.skipped_in_a_row = 0
+            return False
+        self.skipped_in_a_row += 1
+        message = self._describe_bad(shared, self.recent[-1])
+        if self.skipped_in_a_row >= 10:
+            raise TrainingError(f"{message} The tenth skipped step in a row: training has diverged.")
+        self.reporter.say(f"WARNING: {message} Step skipped (train.nonfinite=skip).")
+        return True
+
+    # -- numbers ---------------------------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        """Write the averages since the last record: the place where the host waits for the device."""
+        values, supervised = self.meters.read()
+        state = self.state
+        state.supervised += supervised
+        if state.supervised == 0 and state.packs >= self.stream.count(1):
+            raise TrainingError(
+                "no position is supervised in the whole training set; `headstart inspect` shows the masks"
+            )
+        epoch = self.stream.locate(max(state.packs - 1, 0)).epoch
+        self._log({**values, "epoch": epoch, "seconds": self._elapsed(), "supervised_tokens": state.supervised})
+
+    def _log(self, values: dict[str, float]) -> None:
+        done = self._elapsed() if self.budget.seconds else float(self.state.step)
+        self.reporter.record(self.state.step, values, done)
+        if self.tracker is not None:
+            self.tracker.log(self.state.step, values)
+
+    def _evaluate(self, final: bool) -> None:
+        self._settle()
+        assert self.validate is not None
+        values = self.validate(self.head, self.state.step, final)
+        values = from_main(values)  # rank 0 alone measures τ
+        self.state.metrics = values
+        self._log(values)
+        measured = [name for name in ("valid/tau", "valid/sim_tau") if name in values]
+        name = self.state.best["name"] if self.state.best else next(iter(measured), "")
+        if name in values and (self.state.best is None or values[name] > self.state.best["value"]):
+            self.state.best = {"name": name, "value": values[name], "step": self.state.step}
+            best = dict(self.state.best)
+            on_main(lambda: self.store.save_best(self.head.state_dict(), best))
+
+    def _save(self) -> Path:
+        self._settle()
+        self.state.elapsed = self._elapsed()
+        checkpoint = capture(self)
+        return on_main(lambda: self.store.save(checkpoint))

@@ -1,0 +1,67 @@
+"""Running sums of a training run between two records, kept on the device."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from headstart.train.distributed import sum_over_ranks
+from headstart.train.step import WindowSums
+from headstart.train.validate import acceptance
+
+
+class Meters:
+    """Sums since the last record; `read` is where the host waits for the device.
+
+    Attributes:
+        rate: learning rate of the last step.
+        steps: optimiser steps since the last record.
+    """
+
+    def __init__(self, depth: int, device: torch.device):
+        self._depth, self._device = depth, device
+        self.rate = 0.0
+        self._since = time.perf_counter()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sums = torch.zeros(1 + 3 * self._depth, device=self._device)
+        self._norm: Tensor | None = None
+        self.steps = self._rows = 0
+        self._waited = 0.0
+
+    def restart_clock(self) -> None:
+        """Leave the time until now (loading, resuming) out of the rates."""
+        self._since = time.perf_counter()
+
+    def add(self, sums: WindowSums, norm: Tensor) -> None:
+        self._sums += torch.cat([sums.loss[None], sums.correct_K, sums.total_K, sums.prefix_K])
+        self._norm = norm
+        self.steps += 1
+
+    def add_host(self, rows: int, waited: float) -> None:
+        """`rows` trained on by all ranks, seconds this rank `waited` for features."""
+        self._rows += rows
+        self._waited += waited
+
+    def read(self) -> tuple[dict[str, float], int]:
+        """(values of the record, positions supervised at depth 1), over all ranks; the sums start again."""
+        sums = sum_over_ranks(self._sums.clone()).cpu()
+        correct_K, total_K, prefix_K = sums[1:].view(3, self._depth)
+        now = time.perf_counter()
+        seconds = max(now - self._since, 1e-9)
+        values = {
+            "train/loss": float(sums[0]) / max(self.steps, 1),
+            **acceptance(correct_K, total_K, prefix_K, "train"),
+            "lr": self.rate,
+            "grad_norm": float("nan") if self._norm is None else float(self._norm),
+            "tokens_per_s": self._rows / seconds,
+            "data_wait": self._waited / seconds,
+        }
+        if self._device.type == "cuda":
+            values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        self._since = now
+        self._reset()
+        return values, int(total_K[0])

@@ -1,0 +1,112 @@
+"""AdamW, the budget of a run, and the learning rate as a function of how much of it is spent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from headstart.heads.errors import TrainingError
+from headstart.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What ends a run; whichever comes first.
+
+    Attributes:
+        steps: optimiser steps (the smaller of `train.steps` and what `train.epochs` gives), None = no limit.
+        packs: packs of `train.epochs`; the last window is cut there. None = no limit.
+        seconds: wall-clock seconds, None = no limit.
+        by: name of the field that set `steps`.
+    """
+
+    steps: int | None
+    packs: int | None
+    seconds: float | None
+    by: str = "steps"
+
+    @classmethod
+    def of(cls, config: TrainConfig, packs: int | None) -> Budget:
+        """Resolve the budgets of `config`; `packs` = number of packs in `config.epochs` epochs."""
+        limits: list[tuple[int, str]] = []
+        if config.steps is not None:
+            limits.append((config.steps, "steps"))
+        if packs is not None:
+            limits.append((math.ceil(packs / config.accumulation), "epochs"))
+        steps, by = min(limits, default=(None, "steps"))
+        return cls(steps, packs, config.max_seconds, by)
+
+    def fraction(self, step: int, elapsed: float) -> float:
+        """Part of the budget that is spent, 0 … 1: the largest over the limits that are set."""
+        by_step = step / self.steps if self.steps else 0.0
+        by_time = elapsed / self.seconds if self.seconds else 0.0
+        return min(max(by_step, by_time), 1.0)
+
+    def finished(self, step: int, elapsed: float) -> str | None:
+        """Name of the limit that is reached, or None."""
+        if self.steps is not None and step >= self.steps:
+            return self.by
+        if self.seconds is not None and elapsed >= self.seconds:
+            return "seconds"
+        return None
+
+
+def lr_factor(config: TrainConfig, budget: Budget, step: int, elapsed: float) -> float:
+    """Multiplier of the peak rate for the step about to be made (0-based `step`, `elapsed` seconds so far).
+
+    Linear warm-up, then cosine from 1 to `min_lr_ratio` (or constant). A run limited by steps or epochs depends on
+    `step` alone, so it resumes exactly. A run limited by time follows the elapsed fraction. With both, the larger
+    fraction rules. The first step's rate is above 0: a step at rate 0 would be thrown away.
+
+    Example: 10 steps, 2 of warm-up: 0.5, 1, then cosine over the remaining eighths: 1, 0.96, 0.85, …
+    """
+    spent = budget.fraction(step, elapsed)
+    start = config.warmup_ratio  # fraction of the budget at which the decay starts
+    warm_steps = config.warmup_steps
+    if warm_steps is None and budget.steps is not None and budget.seconds is None:
+        warm_steps = math.ceil(config.warmup_ratio * budget.steps)
+    if warm_steps is not None:
+        start = min(warm_steps / budget.steps, 1.0) if budget.steps else 0.0
+        warm = min(1.0, (step + 1) / warm_steps) if warm_steps else 1.0
+    else:
+        warm = min(1.0, max(spent / start, 0.01)) if start else 1.0
+    if config.schedule == "constant":
+        return warm
+    part = (spent - start) / (1.0 - start) if start < 1.0 else 0.0
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(max(part, 0.0), 1.0)))
+    return warm * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+def build_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; matrices decay, norms and biases (fewer than two axes) do not.
+
+    Raises: TrainingError when nothing is trainable or a trainable parameter is not float32.
+    """
+    trainable = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise TrainingError("the head has no trainable parameters: nothing to train")
+    wrong = [f"{name} ({p.dtype})" for name, p in trainable if p.dtype != torch.float32]
+    if wrong:
+        raise TrainingError(
+            f"master weights must be float32 (train.mixed_precision sets the rest), found {', '.join(wrong[:4])}"
+        )
+    groups = [
+        {"params": [p for _, p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for _, p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type == "cuda" for _, p in trainable)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        fused=fused,
+    )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

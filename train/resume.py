@@ -1,0 +1,111 @@
+"""What a run remembers between two calls, and how it is captured and restored."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from headstart.heads.errors import ConfigError
+from headstart.train.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    load_optimizer,
+    optimizer_tensors,
+    pack_rng,
+    rng_state,
+    set_rng_state,
+    unpack_rng,
+)
+from headstart.train.distributed import from_main, gather_objects, on_main
+
+if TYPE_CHECKING:
+    from headstart.train.loop import _Trainer
+
+#: settings that may change between two parts of a run without a word
+SILENT = {"log_every", "save_every", "keep", "resume", "tracker", "project", "prefetch", "tau_every", "tau_prompts"}
+SILENT |= {"tau_tokens", "tau_depth", "eval_every", "select", "nonfinite"}
+
+
+@dataclass
+class RunState:
+    """Progress of a run (JSON values).
+
+    Attributes:
+        step: optimiser steps made. packs: packs consumed, the data position.
+        elapsed: wall-clock seconds of the loop. tokens, supervised: rows and depth-1 positions trained on.
+        metrics: last validation. best: {"name", "value", "step"}.
+        finished: [step, reason] once final validation and checkpoint are done.
+    """
+
+    step: int = 0
+    packs: int = 0
+    elapsed: float = 0.0
+    tokens: int = 0
+    supervised: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+    finished: list[Any] | None = None
+
+
+def capture(trainer: _Trainer) -> Checkpoint | None:
+    """The checkpoint of this moment on rank 0 (None elsewhere); all ranks take part."""
+    states = gather_objects(rng_state())
+    if trainer.rank != 0:
+        return None
+    tensors, values = pack_rng(states)
+    state = asdict(trainer.state) | {
+        "data": {"fingerprint": trainer.stream.fingerprint(), "seed": trainer.config.seed},
+        "config": asdict(trainer.config),
+        "world_size": trainer.size,
+        "rng": values,
+        "provenance": trainer.provenance,
+    }
+    return Checkpoint(trainer.head.state_dict(), optimizer_tensors(trainer.raw_optimizer, trainer.head), tensors, state)
+
+
+def restore(trainer: _Trainer) -> int:
+    """Continue from the newest intact checkpoint. Returns its step, 0 when there is none.
+
+    Raises: ConfigError when the checkpoint belongs to other data or another head, StorageError when all are damaged.
+    """
+    store, say = trainer.store, trainer.reporter.say
+    if not trainer.config.resume:
+        on_main(store.set_aside)
+        return 0
+    path = on_main(lambda: store.find(say))
+    if path is None:
+        return 0
+    checkpoint = CheckpointStore.load(path)
+    state = checkpoint.state
+    _check_same_run(trainer, state, str(path))
+    trainer.head.load_state_dict(checkpoint.head)
+    load_optimizer(trainer.raw_optimizer, trainer.head, checkpoint.optimizer)
+    trainer.state = RunState(**{f.name: state[f.name] for f in fields(RunState)})
+    rng = unpack_rng(checkpoint, trainer.rank)
+    if rng is not None:
+        set_rng_state(rng)
+    say(f"continuing from {path} (step {trainer.state.step})")
+    if state["world_size"] != trainer.size:
+        say(f"ranks: {state['world_size']} before, {trainer.size} now; data order and global batch stay the same")
+    from_main(None)  # no rank may write before every rank has read
+    return trainer.state.step
+
+
+def _check_same_run(trainer: _Trainer, state: dict[str, Any], path: str) -> None:
+    remedy = "use another run_dir, or train.resume=false to start anew"
+    fingerprint = trainer.stream.fingerprint()
+    if state["data"]["fingerprint"] != fingerprint:
+        raise ConfigError(
+            f"{path}: was trained on other data or another data.pack_tokens (order {state['data']['fingerprint']}, now "
+            f"{fingerprint}): {remedy}"
+        )
+    if state["data"]["seed"] != trainer.config.seed:
+        raise ConfigError(f"{path}: train.seed was {state['data']['seed']}, is {trainer.config.seed}: {remedy}")
+    saved = state["config"]
+    for name, value in asdict(trainer.config).items():
+        if name not in SILENT and saved.get(name) != value:
+            trainer.reporter.say(f"NOTE: train.{name} was {saved.get(name)!r} until here, is {value!r} from now on")
+    found, wanted = set(CheckpointStore.head_names(path)), set(trainer.head.state_dict())
+    if found != wanted:
+        differing = ", ".join(sorted(found ^ wanted)[:4])
+        raise ConfigError(f"{path}: holds another head (tensors that differ: {differing}): {remedy}")

@@ -1,0 +1,137 @@
+"""One optimiser step's gradient: L = Σ_d λ_d · S_d / N_d over a window of packs and all ranks (methods §0).
+
+Shape legend: K depths, P packs of the window over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.base import FeatureBatch, Head, HeadLoss, Teacher
+from headstart.heads.numerics import wide
+from headstart.train.stream import Pack, seed_pack
+
+
+class LossModule(nn.Module):
+    """The head's loss as a forward pass, so that DDP and friends see it; autocast happens in here.
+
+    `forward(None)` is the part of a rank that has no pack left in this window: a zero loss that still reaches every
+    parameter, because the other ranks wait for this one's gradients.
+    """
+
+    def __init__(self, head: Head, teacher: Teacher, autocast: torch.dtype | None):
+        super().__init__()
+        self.head, self._autocast = head, autocast
+        self._teacher = teacher
+
+    def forward(self, batch: FeatureBatch | None, touch: bool = False) -> tuple[Tensor, ...]:
+        """(loss_K, count_K, correct_K, total_K, prefix_K), float32.
+
+        Args:
+            touch: connect every trainable parameter to the loss with gradient zero (a depth without positions leaves
+                some out, and ranks must agree on which gradients exist).
+        """
+        if batch is None:
+            device = next(self.head.parameters()).device
+            parts = tuple(torch.zeros(self.head.depth, device=device) for _ in range(5))
+        else:
+            with self.autocast():
+                loss: HeadLoss = self.head.loss(batch, self._teacher)
+            parts = (loss.loss_K, loss.count_K, loss.correct_K, loss.total_K, loss.prefix_K)
+            parts = tuple(wide(part) for part in parts)
+        if touch or (torch.is_grad_enabled() and not parts[0].requires_grad):  # the latter: a pack without anchors
+            nothing = sum(p.reshape(-1)[:0].sum() for p in self.head.parameters() if p.requires_grad)
+            parts = (parts[0] + nothing, *parts[1:])
+        return parts
+
+    def autocast(self) -> AbstractContextManager[object]:
+        device = next(self.head.parameters()).device.type
+        return nullcontext() if self._autocast is None else torch.autocast(device, self._autocast)
+
+
+@dataclass
+class WindowSums:
+    """What one rank learnt from its packs of a window (device tensors, nothing waited for).
+
+    Attributes:
+        loss: float32 scalar, this rank's part of L.
+        correct_K, total_K, prefix_K: float32 [K], sums of HeadLoss over the rank's packs.
+        bad_P: float32 [P], 1 where a pack of this rank has a non-finite loss; other ranks' packs stay 0.
+    """
+
+    loss: Tensor
+    correct_K: Tensor
+    total_K: Tensor
+    prefix_K: Tensor
+    bad_P: Tensor
+
+
+def window_counts(head: Head, batches: list[FeatureBatch], device: torch.device) -> Tensor:
+    """This rank's share of N_d: float32 [K]."""
+    counts_K = torch.zeros(head.depth, device=device)
+    for batch in batches:
+        counts_K += head.depth_counts(batch)
+    return counts_K
+
+
+def accumulate_window(
+    module: nn.Module,
+    packs: list[Pack],
+    batches: list[FeatureBatch],
+    places: list[int],
+    counts_K: Tensor,
+    weights_K: Tensor,
+    size: int,
+    accumulation: int,
+    seed: int,
+    backward: Callable[[Tensor], None],
+    no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> WindowSums:
+    """Add the window's gradient to `.grad`; after it, every rank holds the gradient of L.
+
+    Args:
+        module: LossModule, possibly wrapped (DDP).
+        packs, batches, places: this rank's packs, their features, their places 0 … P-1 in the window; may be empty.
+        counts_K: N_d over the window and all ranks; a depth that nobody supervises (0) contributes 0.
+        weights_K: λ_d.
+        size: ranks; the loss is multiplied by it because DDP averages gradients where L is a sum.
+        accumulation: P.
+        seed: see stream.seed_pack.
+    """
+    scale_K = weights_K / counts_K.clamp(min=1.0)
+    zero_K = torch.zeros_like(counts_K)
+    sums = WindowSums(counts_K.new_zeros(()), zero_K, zero_K, zero_K, counts_K.new_zeros(accumulation))
+    if not batches and size > 1:
+        backward((module(None, touch=True)[0] * scale_K).sum())
+    for number, (pack, batch, place) in enumerate(zip(packs, batches, places, strict=True)):
+        last = number == len(batches) - 1
+        with nullcontext() if last else no_sync():
+            seed_pack(seed, pack)
+            loss_K, _, correct_K, total_K, prefix_K = module(batch, touch=last and size > 1)
+            loss = (loss_K * scale_K).sum()
+            backward(loss * size)
+        sums.loss = sums.loss + loss.detach()
+        sums.correct_K = sums.correct_K + correct_K.detach()
+        sums.total_K = sums.total_K + total_K.detach()
+        sums.prefix_K = sums.prefix_K + prefix_K.detach()
+        sums.bad_P[place] = (~torch.isfinite(loss.detach())).float()
+    return sums
+
+
+def fill_gradients(head: nn.Module) -> None:
+    """Zero gradients where the window left none, so that AdamW treats every parameter alike at any number of ranks."""
+    for parameter in head.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def autocast_dtype(mixed_precision: str, device: torch.device) -> torch.dtype | None:
+    """Autocast dtype of `train.mixed_precision`, None = float32 throughout. Master weights are float32 either way."""
+    if mixed_precision == "auto":
+        mixed_precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+    return torch.bfloat16 if mixed_precision == "bf16" else None

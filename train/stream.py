@@ -1,0 +1,149 @@
+"""The order in which packs are trained: one global sequence, whatever the number of ranks.
+
+Worked example: 5 packs per epoch, `accumulation` 2, two ranks.
+
+    global pack      0    1    2    3    4    5    6    7
+    epoch/index     0/0  0/1  0/2  0/3  0/4  1/0  1/1  1/2
+    step (window)    0    0    1    1    2    2    3    3
+    rank             0    1    0    1    0    1    0    1
+
+A window may span two epochs, so every step but the last of a run has exactly `accumulation` packs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headstart.heads.base import FeatureBatch
+from headstart.heads.errors import DataError, HeadstartError, TrainingError
+
+#: (lengths, budget in tokens, seed, epoch) → packs of sample indices
+PackPlan = Callable[[Sequence[int], int, int, int], list[list[int]]]
+
+
+class FeatureSource(Protocol):
+    """Where features come from: live from the target, or from a store."""
+
+    def get(self, pack: list[int]) -> FeatureBatch:
+        """The pack of these sample indices, with `hidden_RD` (and what the head's spec asks for) filled."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One micro-batch: its place in the global order and the indices of its samples."""
+
+    epoch: int
+    index: int
+    samples: tuple[int, ...]
+
+
+class PackStream:
+    """The global sequence of packs, addressed by number.
+
+    Args:
+        lengths: tokens of every training sample.
+        pack_tokens: largest number of tokens of a pack (a longer document has a pack of its own).
+        seed: seeds the order of every epoch.
+        plan: `headstart.data.packing.plan_packs`, or a stand-in of the same signature.
+    Raises: DataError when there is nothing to train on.
+    """
+
+    def __init__(self, lengths: Sequence[int], pack_tokens: int, seed: int, plan: PackPlan):
+        if not len(lengths):
+            raise DataError("no training samples: none given or all dropped; see `headstart inspect`")
+        self.lengths, self.pack_tokens, self.seed, self._plan = lengths, pack_tokens, seed, plan
+        self._epochs: list[int] = []  # first global pack number of every epoch known so far, then the next one's
+        self._cached: dict[int, list[list[int]]] = {}
+
+    def fingerprint(self) -> str:
+        """Hash of what fixes the order besides the seed; a checkpoint resumes only with the same one."""
+        lengths = np.asarray(self.lengths, dtype=np.int64).tobytes()
+        return hashlib.sha256(lengths + str(self.pack_tokens).encode()).hexdigest()[:16]
+
+    def epoch_packs(self, epoch: int) -> list[list[int]]:
+        if epoch not in self._cached:
+            while len(self._cached) > 1:  # a window and the one ahead of it touch at most two epochs, barring tiny data
+                del self._cached[min(self._cached)]
+            self._cached[epoch] = self._plan(self.lengths, self.pack_tokens, self.seed, epoch)
+        return self._cached[epoch]
+
+    def _start(self, epoch: int) -> int:
+        """Global number of the epoch's first pack."""
+        if not self._epochs:
+            self._epochs = [0]
+        while len(self._epochs) <= epoch:
+            self._epochs.append(self._epochs[-1] + len(self.epoch_packs(len(self._epochs) - 1)))
+        return self._epochs[epoch]
+
+    def count(self, epochs: float) -> int:
+        """Packs in this many epochs; a fraction takes that part of the last one, at least one pack."""
+        whole = math.floor(epochs)
+        total = self._start(whole)
+        if epochs > whole:
+            total += round((epochs - whole) * len(self.epoch_packs(whole)))
+        return max(total, 1)
+
+    def locate(self, number: int) -> Pack:
+        """The pack of this global number."""
+        epoch = int(np.searchsorted(self._epochs, number, side="right")) - 1 if self._epochs else 0
+        epoch = max(epoch, 0)
+        while self._start(epoch + 1) <= number:
+            epoch += 1
+        index = number - self._start(epoch)
+        return Pack(epoch, index, tuple(self.epoch_packs(epoch)[index]))
+
+    def window(self, start: int, count: int) -> list[Pack]:
+        """`count` consecutive packs from global number `start`."""
+        return [self.locate(number) for number in range(start, start + count)]
+
+
+def seed_pack(seed: int, pack: Pack) -> None:
+    """Seed torch's generators for one pack, so that noise depends on the pack and not on ranks or restarts."""
+    digest = hashlib.blake2b(f"{seed}/{pack.epoch}/{pack.index}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class Fetcher:
+    """Gets features of packs, some of them ahead of time in one background thread.
+
+    A failure is raised with the samples of the pack that caused it.
+    """
+
+    def __init__(self, source: FeatureSource, ahead: int):
+        self._source = source
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="features") if ahead else None
+        self._pending: dict[Pack, Future[FeatureBatch]] = {}
+
+    def _get(self, pack: Pack) -> FeatureBatch:
+        try:
+            return self._source.get(list(pack.samples))
+        except HeadstartError:
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"features of samples {list(pack.samples)} (epoch {pack.epoch}, pack {pack.index}) failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def prefetch(self, packs: list[Pack]) -> None:
+        if self._pool is not None:
+            for pack in packs:
+                if pack not in self._pending:
+                    self._pending[pack] = self._pool.submit(self._get, pack)
+
+    def get(self, pack: Pack) -> FeatureBatch:
+        future = self._pending.pop(pack, None)
+        return self._get(pack) if future is None else future.result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)

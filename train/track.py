@@ -1,0 +1,172 @@
+"""Where numbers go: metrics.jsonl always, tensorboard or wandb if asked, a progress bar on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from headstart.heads.errors import ConfigError
+from headstart.heads.files import explain_disk, write_text
+from headstart.train.config import TrainConfig
+
+#: values of a record that the progress line shows, and their short names
+SHOWN = {
+    "train/loss": "loss",
+    "train/sim_tau": "sim τ",
+    "valid/loss": "valid loss",
+    "valid/sim_tau": "valid sim τ",
+    "valid/tau": "τ",
+    "lr": "lr",
+}
+
+
+class Tracker(Protocol):
+    """Receives every record of the run; only rank 0 has one."""
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricLog:
+    """`metrics.jsonl`: one JSON object per record, `step` first. A resumed run drops what lies after its checkpoint."""
+
+    def __init__(self, path: Path, resume_step: int = 0):
+        self.path = path
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= resume_step]
+            write_text(path, "".join(line + "\n" for line in kept) if resume_step else "")
+        with explain_disk(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        # JSON has no NaN or infinity
+        clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        with explain_disk(self.path):
+            self._file.write(json.dumps({"step": step, **clean}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step(line: str) -> float:
+    """Step of a record; a line cut by a kill counts as later than anything."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class TensorBoardTracker:
+    def __init__(self, directory: Path, resume_step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "train.tracker: tensorboard is not installed; `pip install tensorboard`, or set train.tracker=none"
+            ) from error
+        # purge_step hides what a killed run wrote after the checkpoint that this one continues from
+        self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1 if resume_step else None)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    def __init__(self, directory: Path, project: str, name: str, settings: dict[str, Any]):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "train.tracker: wandb is not installed; `pip install wandb` (offline: WANDB_MODE=offline), "
+                "or set train.tracker=tensorboard or none"
+            ) from error
+        directory.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(directory), config=settings)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackers:
+    """Several trackers as one."""
+
+    def __init__(self, trackers: list[Tracker]):
+        self._trackers = trackers
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, values)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def open_tracker(
+    config: TrainConfig, run_dir: Path, resume_step: int, settings: dict[str, Any], given: Tracker | None = None
+) -> Tracker:
+    """metrics.jsonl plus `given`, or what `config.tracker` names. Raises ConfigError when its package is missing."""
+    more: list[Tracker] = []
+    if given is not None:
+        more.append(given)
+    elif config.tracker == "tensorboard":
+        more.append(TensorBoardTracker(run_dir / "tensorboard", resume_step))
+    elif config.tracker == "wandb":
+        more.append(WandbTracker(run_dir / "wandb", config.project, run_dir.name, settings))
+    return Trackers([MetricLog(run_dir / "metrics.jsonl", resume_step), *more])
+
+
+class Reporter:
+    """Progress with time left on stderr; on a terminal a bar, in a log file one line per record; silent off rank 0."""
+
+    def __init__(self, show: bool, total: float, unit: str, console: Console | None = None):
+        self._console = console or Console(stderr=True, highlight=False)
+        self._show, self._total, self._unit = show, total, unit
+        self._bar: Progress | None = None
+        if show and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("train"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("train", total=total, note="")
+            self._bar.start()
+
+    def advance(self, done: float) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=min(done, self._total))
+
+    def record(self, step: int, values: dict[str, float], done: float) -> None:
+        note = "  ".join(f"{short} {values[name]:.4g}" for name, short in SHOWN.items() if name in values)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=min(done, self._total), note=note)
+        elif self._show:
+            self._console.print(f"train step {step}, {done:.0f} of {self._total:g} {self._unit}  {note}")
+
+    def say(self, message: str) -> None:
+        if self._show:
+            self._console.print(message, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -108,7 +108,9 @@ def evaluate(
     check_config(config)
     dtype = str(target.dtype).removeprefix("torch.")
     if config.dtype not in ("auto", dtype):
-        raise ConfigError(f"eval.dtype: found {config.dtype!r}, the target is loaded in {dtype}; set target.dtype={config.dtype}")
+        raise ConfigError(
+            f"eval.dtype: found {config.dtype!r}, the target is loaded in {dtype}; set target.dtype={config.dtype}"
+        )
     if config.data is None:
         raise ConfigError("eval.data is not set: give a JSONL file of prompts, e.g. eval.data=prompts.jsonl")
     prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns)
@@ -268,7 +270,7 @@ def _report(
         device=device_name(target.device),
         temperature=float(config.temperature),
         lossless=not sampling.lossy,
-        tree={**_plain_dict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter is not None else 0)},
+        tree={**_plain_dict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
         prompts=prompts,

@@ -84,7 +84,8 @@ class StaticKV(Cache):
 
     def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device | str):
         self.slots = Slots(batch, capacity, device)
-        super().__init__(layers=[SlotLayer(self.slots) for _ in range(num_layers)])
+        self.slot_layers = [SlotLayer(self.slots) for _ in range(num_layers)]
+        super().__init__(layers=list(self.slot_layers))
 
     @property
     def capacity(self) -> int:
@@ -96,5 +97,5 @@ class StaticKV(Cache):
 
     def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
         """Compaction: copy slots `source` onto `target` in every layer (send what is not wanted to the bin)."""
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.move(source_BJ, target_BJ)

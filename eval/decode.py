@@ -1,4 +1,4 @@
-"""The decode loop: propose, verify, commit, until every row has stopped. Plain decoding is the same loop without drafts.
+"""The decode loop: propose, verify, commit, until every row has stopped. Plain decoding is the loop without drafts.
 
 Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, V vocabulary.
 """

@@ -3,7 +3,8 @@
 Any transformers causal LM runs unchanged: the tree goes in as a ready 4-D attention mask and explicit rope positions,
 the KV as a Cache object. `Engine.forward` is the one place that calls the model, with shapes that depend only on
 (batch, tokens, extent): the seam for CUDA graphs.
-Shape legend: B batch, M tokens of a forward (root + N nodes), S slots read (extent), T context, D hidden, k streams, V vocabulary.
+Shape legend: B batch, M tokens of a forward (root + N nodes), S slots read (extent), T context, D hidden, k streams,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown:
         raise TargetError(
-            f"{config.model_type}: attention of kind {unknown} cannot verify trees here; expected full_attention or sliding_attention"
+            f"{config.model_type}: attention of kind {unknown} cannot verify trees here; "
+            "expected full_attention or sliding_attention"
         )
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
@@ -177,7 +179,7 @@ class Engine:
         lengths = [len(context) for context in contexts]
         longest = max(lengths)
         if len(contexts) != self.batch or min(lengths) < 1:
-            raise ValueError(f"prefill: found {len(contexts)} contexts of lengths {lengths}, expected {self.batch} non-empty ones")
+            raise ValueError(f"prefill: found contexts of lengths {lengths}, expected {self.batch} non-empty ones")
         if longest >= self.kv.capacity:
             raise ValueError(f"prefill: context of {longest} tokens, the KV buffers hold {self.kv.capacity}")
         self.length_B = torch.tensor(lengths, device=self.device)
@@ -221,7 +223,7 @@ class Engine:
 
     @torch.inference_mode()
     def verify(self, roots_B: Tensor, tree: Tree) -> Step:
-        """One forward over the root and all nodes: root at slot (and position) `length`, node n at slot length + 1 + n."""
+        """One forward over root and nodes: the root at slot (and position) `length`, node n at slot length + 1 + n."""
         batch, count = self.batch, tree.nodes + 1
         length_B1 = self.length_B[:, None]
         tokens_BM = torch.cat([roots_B[:, None], tree.tokens_BN], 1)

@@ -1,4 +1,4 @@
-"""Prompts to evaluate on, from the files people have: token ids, chat messages, Spec-Bench turns, ShareGPT, plain prompts."""
+"""Prompts to evaluate on: token ids, chat messages, Spec-Bench turns, ShareGPT, or plain prompts, from JSONL files."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def parse_prompt(record: Any, where: str, number: int) -> EvalPrompt:
         prompt.turns = [record["prompt"]]
     else:
         raise DataError(
-            f"{where}: found fields {sorted(record)}, expected one of prompt_token_ids, turns, messages, conversations, prompt"
+            f"{where}: found fields {sorted(record)}, expected one of "
+            "prompt_token_ids, turns, messages, conversations, prompt"
         )
     return prompt
 
@@ -100,7 +101,9 @@ def _messages(found: Any, where: str) -> list[dict[str, str]]:
             raise DataError(f"{where}: messages: expected a list of objects with role and content")
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if role not in ROLES or not isinstance(content, str):
-            raise DataError(f"{where}: messages: found role {role!r}, expected one of {sorted(set(ROLES))} with text content")
+            raise DataError(
+                f"{where}: messages: found role {role!r}, expected one of {sorted(set(ROLES))} with text content"
+            )
         messages.append({"role": ROLES[role], "content": content})
     return messages
 
@@ -109,6 +112,7 @@ def render(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
     """Token ids of a conversation that waits for the assistant, by the target's own chat template."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
-            "the target's tokenizer has no chat template; set target.chat_template, or give prompt_token_ids in the data"
+            "the target's tokenizer has no chat template; set target.chat_template, "
+            "or give prompt_token_ids in the data"
         )
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))

@@ -120,7 +120,17 @@ class Report:
         )
 
 
-COLUMNS = ("task", "prompts", "τ", "95 %", "acceptance by position", "plain tok/s", "spec. tok/s", "speed-up", "identical")
+COLUMNS = (
+    "task",
+    "prompts",
+    "τ",
+    "95 %",
+    "acceptance by position",
+    "plain tok/s",
+    "spec. tok/s",
+    "speed-up",
+    "identical",
+)
 
 
 def _number(value: float | None, digits: int = 2, suffix: str = "") -> str:
@@ -186,10 +196,12 @@ def render_markdown(report: Report) -> str:
     identity = report.greedy_identity
     if identity:
         lines.append(
-            f"Greedy identity with plain decoding ({identity['dtype']}): {identity['identical']} of {identity['sequences']} sequences."
+            f"Greedy identity with plain decoding ({identity['dtype']}): "
+            f"{identity['identical']} of {identity['sequences']} sequences."
         )
         for case in identity["divergences"]:
-            lines.append(f"- {case['id']}: first differs at token {case['position']}, target's top-2 logit gap {case['gap']:.4g}")
+            place = f"turn {case['turn'] + 1}, token {case['position']}"
+            lines.append(f"- {case['id']}: first differs at {place}, target's top-2 logit gap {case['gap']:.4g}")
         lines.append("")
     lines += [f"- {note}" for note in report.notes]
     lines += [f"- data: {report.data['path']}, {report.prompts} prompts, at most {report.max_new_tokens} new tokens"]

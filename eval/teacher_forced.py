@@ -1,8 +1,9 @@
 """Greedy acceptance from one teacher-forced pass, when the target's greedy answers are known.
 
-The greedy continuation is fixed, so what a drafter would draft at *every* position can be computed in one batched pass
-(K passes of a small head), and the decode loop's cycles follow by walking: accept, jump, accept, jump. The result equals
-the loop's τ exactly, up to rounding ties. (Averaging over all positions would not: cycles start where the last one ended.)
+The greedy continuation is fixed, so what a drafter would draft at *every* position can be computed in one batched
+pass (K passes of a small head), and the decode loop's cycles follow by walking: accept, jump, accept, jump. The result
+equals the loop's τ exactly, up to rounding ties. (Averaging over all positions would not: a cycle starts where the last
+one ended.)
 Shape legend: B documents, T tokens, A roots of a document, K depth, h heads, g kv heads, d head dim.
 """
 
@@ -72,7 +73,7 @@ def walk(answer: list[int], drafts_AK: list[list[int]]) -> list[Cycle]:
 def draft_everywhere(
     target: Target, head: Head, items: list[tuple[list[int], list[int]]], depth: int
 ) -> list[list[list[int]]]:
-    """Greedy drafts after every token of every answer but the last: per item, [answer length - 1][≤ depth] token ids."""
+    """Greedy drafts after every token of every answer but the last: per item, [answer length - 1][≤ depth] ids."""
     documents = [[*prompt, *answer] for prompt, answer in items]
     longest = max(map(len, documents))
     tokens_BT = torch.tensor([doc + [0] * (longest - len(doc)) for doc in documents], device=target.device)
@@ -96,7 +97,7 @@ def draft_everywhere(
 
 
 def _autoregressive(head: AutoregressiveHead, tokens_BT: Tensor, g_BTH: Tensor, row_BA: Tensor, depth: int) -> Tensor:
-    """int64 [B, A, K]: each root's row rolls out on its own drafts, seeing context rows up to itself and its own keys."""
+    """int64 [B, A, K]: each root's row rolls out on its own drafts, seeing context rows up to itself and its own."""
     batch, rows = tokens_BT.shape
     device = tokens_BT.device
     batch_B1 = torch.arange(batch, device=device)[:, None]

@@ -239,7 +239,8 @@ def select(score_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, tokens_BM: Ten
     """Keep the best `nodes` stored candidates; exact ties prefer the shallower node.
 
     Args: candidates in level order (depth ascending), `parent_BM` indexing into M (-1 = root), scores never above
-        the parent's; `levels` is their greatest depth. The stable sort then places every parent before its children, so the kept set is closed.
+        the parent's; `levels` is their greatest depth.
+    The stable sort places every parent before its children, so the kept set is closed under parents.
     """
     keep = min(nodes, score_BM.shape[1])
     order = torch.sort(score_BM, dim=1, descending=True, stable=True).indices[:, :keep]

@@ -2,7 +2,8 @@
 
 Every verifier splits in two: a deterministic part (distributions, acceptance probabilities, residuals) and a walk
 driven by random draws, so that tests can enumerate the draws and prove the output distribution exact.
-Shape legend: B batch, N nodes, M = N + 1 rows of the target (row 0 is the root, row n + 1 is node n), K levels, V vocabulary.
+Shape legend: B batch, N nodes, M = N + 1 rows of the target (row 0 is the root, row n + 1 is node n), K levels,
+V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """EAGLE-1 and EAGLE-3 as drafters: own draft KV, chains, and EAGLE-2 dynamic trees (methods §3, §4).
 
-Draft row p consumes emb(x_{p+1}) and a feature g_p at rope position p. Rows of committed tokens are always computed from
-real target features; rows of drafted tokens are scratch that the next commit overwrites.
-Shape legend: B batch, J new rows, N rows of a pass, k frontier nodes, S slots, H head hidden, U draft vocabulary, V target vocabulary.
+Draft row p consumes emb(x_{p+1}) and a feature g_p at rope position p. Rows of committed tokens are always computed
+from real target features; rows of drafted tokens are scratch that the next commit overwrites.
+Shape legend: B batch, J new rows, N rows of a pass, k frontier nodes, S slots, H head hidden, U draft vocabulary,
+V target vocabulary.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ class AutoregressiveDrafter:
 
     def _fuse(self, rows: Rows, columns: slice) -> Tensor:
         hidden, streams = rows.hidden_BJD, rows.streams_BJkD
-        return self.head.fuse(
-            hidden[:, columns] if hidden is not None else hidden, streams[:, columns] if streams is not None else streams
-        )
+        if hidden is None:
+            raise ValueError("the engine captured no features: build it with the drafter's spec")
+        return self.head.fuse(hidden[:, columns], None if streams is None else streams[:, columns])
 
     def _see(self, tokens_BJ: Tensor, count_B: Tensor) -> None:
         if self.seen_BV is None:
@@ -164,9 +165,8 @@ class AutoregressiveDrafter:
             under_Bk = level.parent_BM.gather(1, level.frontier_Bk)
             parent_g_BkH = _at(g_BkH, under_Bk[:, :, None])
             ancestors_Bkn = ancestors_Bkn.gather(1, under_Bk[:, :, None].expand(-1, -1, depth * k))
-        tree = select(
-            torch.cat(scores, 1), torch.cat(parents, 1), torch.cat(depths, 1), torch.cat(tokens, 1), self.max_nodes, depth
-        )
+        stored = (torch.cat(part, 1) for part in (scores, parents, depths, tokens))
+        tree = select(*stored, nodes=self.max_nodes, levels=depth)
         mapped = self.head.target_ids(tree.tokens_BN)
         return Tree(mapped, tree.parent_BN, tree.depth_BN, tree.valid_BN, tree.levels)
 
@@ -206,7 +206,7 @@ class AutoregressiveDrafter:
 
         def attend(q_BhNd: Tensor, k_BgNd: Tensor, v_BgNd: Tensor) -> Tensor:
             keys, values = self.cache.update(k_BgNd, v_BgNd)
-            return F.scaled_dot_product_attention(q_BhNd, keys, values, attn_mask=visible_BNS[:, None], enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q_BhNd, keys, values, visible_BNS[:, None], enable_gqa=grouped)
 
         return self.head.step(tokens_BN, g_BNH, position_BN, attend)
 

@@ -39,11 +39,25 @@ class Encoded:
 
 @dataclass(frozen=True)
 class _Turn:
-    """An assistant turn in a rendered text: characters `start … end`, the content's last character, its position."""
+    """An assistant turn in the text that ends with it: character spans `start … end` and the message's content."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
     content: str
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A tokenised text: ids, their characters, the first token of every answer, and where its tokenisation began."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    starts: list[int]
+    origins: list[tuple[int, int]]
+
+    def after(self, character: int, first: int) -> int:
+        """Index of the first token from `first` on that begins at `character` or later."""
+        return next((i for i in range(first, len(self.ids)) if self.offsets[i][0] >= character), len(self.ids))
 
 
 class ChatFormat:
@@ -61,6 +75,11 @@ class ChatFormat:
         self.stop_token_ids = frozenset(stop_token_ids)
         self.template_kwargs = dict(template_kwargs or {})
         self.template = chat_template(tokenizer)
+        if not getattr(tokenizer, "is_fast", False):
+            raise TemplateError(
+                f"tokenizer {type(tokenizer).__name__}: found a slow tokenizer, expected a fast one (it knows the characters of "
+                "each token): load it with a tokenizer.json"
+            )
         self.tagged = GENERATION_TAG.search(self.template) is not None
         self._probed = False
 
@@ -124,25 +143,27 @@ class ChatFormat:
 
     def _encode_group(self, turns: list[_Turn], finish_reason: str) -> Encoded:
         text = turns[-1].text
-        spans = [span for turn in turns for span in turn.spans]
-        ids, starts = self._split(text, [start for start, _ in spans])
-        turn_ids = [-1] * len(ids)
-        owners = [turn for turn in turns for _ in turn.spans]
-        stop_at = len(ids)
-        for number, (owner, (_, end), first) in enumerate(zip(owners, spans, starts, strict=True)):
-            limit = starts[number + 1] if number + 1 < len(starts) else len(ids)
-            final = number + 1 == len(spans)
-            stop = next((i for i in range(first, limit) if ids[i] in self.stop_token_ids), None)
+        spans = [(turn, start, end) for turn in turns for start, end in turn.spans]
+        cut = self._split(text, [start for _, start, _ in spans])
+        turn_ids = [-1] * len(cut.ids)
+        stop_at = len(cut.ids)
+        for number, (turn, start, end) in enumerate(spans):
+            first, final = cut.starts[number], number + 1 == len(spans)
+            # a tag may leave out the end-of-turn token that stands right behind it
+            limit = cut.after(end, first) + self.tagged
+            stop = next((i for i in range(first, min(limit, len(cut.ids))) if cut.ids[i] in self.stop_token_ids), None)
             if stop is None:
-                stop = self._content_end(text, ids, owner.content, spans[number][0], end) - 1
-            elif final and finish_reason == "length":
-                stop -= 1  # the answer was cut: its end was never generated
-            turn_ids[first : stop + 1] = [number] * (stop + 1 - first)
+                past = self._content_end(text, cut, number, turn.content, start, end)
+            else:
+                past = stop + 1
+                if final and finish_reason == "length":
+                    past = stop  # the answer was cut: its end was never generated
+            turn_ids[first:past] = [number] * (past - first)
             if final and finish_reason == "length":
-                stop_at = stop + 1
-        return Encoded(ids[:stop_at], turn_ids[:stop_at], finish_reason)
+                stop_at = past
+        return Encoded(cut.ids[:stop_at], turn_ids[:stop_at], finish_reason)
 
-    def _content_end(self, text: str, ids: list[int], content: str, start: int, end: int) -> int:
+    def _content_end(self, text: str, cut: _Cut, number: int, content: str, start: int, end: int) -> int:
         """Index after the last token of an answer that no stop token ends (templates of base models)."""
         place = text.find(content, start, end)
         if place < 0:
@@ -151,36 +172,42 @@ class ChatFormat:
                 f"(known: {sorted(self.stop_token_ids)}) and its text is not found in the rendering, so its end is unknown: "
                 "give target.chat_template=FILE.jinja with {% generation %} tags"
             )
-        kept = self._ids(text[: place + len(content)])
-        same = next((i for i, (a, b) in enumerate(zip(kept, ids, strict=False)) if a != b), min(len(kept), len(ids)))
-        return same
+        origin, token = cut.origins[number]
+        kept = self._ids(text[origin : place + len(content)])
+        pairs = enumerate(zip(kept, cut.ids[token:], strict=False))
+        return token + next((i for i, (mine, whole) in pairs if mine != whole), len(kept))
 
-    def _split(self, text: str, cuts: list[int]) -> tuple[list[int], list[int]]:
-        """Token ids of `text`, and the token index of every character position in `cuts` (ascending).
+    def _split(self, text: str, cuts: list[int]) -> _Cut:
+        """Tokens of `text`, with the token index of every character position in `cuts` (ascending).
 
         A prompt's ids must be the first ids of the whole, as in serving. Where a token would reach over the cut (an
         answer that begins with a newline after a prompt that ends with one) the two sides are tokenised apart.
         """
-        ids = self._ids(text)
-        places = [self._prefix(text[:cut], ids) for cut in cuts]
-        if all(place is not None for place in places):
-            return ids, [place for place in places if place is not None]
-        whole = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        ids, offsets = self._ids_offsets(text)
+        heads = [self._ids(text[:cut]) for cut in cuts]
+        if all(ids[: len(head)] == head for head in heads):
+            return _Cut(ids, offsets, [len(head) for head in heads], [(0, 0)] * len(cuts))
         pieces: list[int] = []
+        spans: list[tuple[int, int]] = []
         starts = []
         for begin, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            pieces += self._ids(text[begin:stop])
+            piece, where = self._ids_offsets(text[begin:stop])
+            pieces += piece
+            spans += [(a + begin, b + begin) for a, b in where]
             starts.append(len(pieces))
-        if self.tokenizer.decode(pieces, clean_up_tokenization_spaces=False) != whole:
+        if self._decode(pieces) != self._decode(ids):
             raise RefusedError("a token reaches over the start of an answer and the tokenizer cannot encode the sides apart")
-        return pieces, starts[:-1]
-
-    def _prefix(self, prompt: str, ids: list[int]) -> int | None:
-        head = self._ids(prompt)
-        return len(head) if ids[: len(head)] == head else None
+        return _Cut(pieces, spans, starts[:-1], list(zip(cuts, starts[:-1], strict=True)))
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _ids_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoding["input_ids"], encoding["offset_mapping"]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _render(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False

@@ -140,7 +140,7 @@ def parse_record(record: Any, where: Where, fallback_id: str, layout: str = "aut
         raise DataError(f"{where}: found {_kind(record)}, expected a JSON object with one of {', '.join(LAYOUTS.values())}")
     if layout == "auto":
         layout = next((name for name, key in LAYOUTS.items() if record.get(key) is not None), "")
-        if layout == "" and record.get("completion") is not None:
+        if layout == "prompt" and record.get("completion") is not None:
             layout = "prompt_response"
         if layout == "":
             raise DataError(

@@ -24,8 +24,8 @@ TRAIN = (
     "tent", "sleeping bag", "backpack", "suitcase", "umbrella", "raincoat", "scarf", "winter hat", "sweater", "belt",
     "wallet", "handbag", "necklace", "bracelet", "wristwatch", "notebook", "fountain pen", "sketchbook", "calendar",
     "board game", "puzzle", "kite", "skateboard", "scooter", "bicycle", "helmet", "tennis racket", "yoga mat", "guitar",
-    "keyboard", "headset", "camera", "tripod", "phone case", "power bank", "toolbox", "hammer", "ladder", "frying pan",
-    "cutting board", "lunch box", "water bottle",
+    "camera", "toolbox",
+    "water bottle",
 )  # fmt: skip
 HELD_OUT = ("toaster", "rug", "rucksack", "violin", "surfboard", "jacket", "vase", "telescope")
 
@@ -45,7 +45,7 @@ def prompts(products: tuple[str, ...]) -> list[Prompt]:
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)
     target = Target.load(TargetConfig(name="smollm2-135m-instruct", device="cpu", dtype="float32"))
-    config = DistillConfig(max_new_tokens=96, batch_size=64)
+    config = DistillConfig(max_new_tokens=96, batch_size=32)
     for name, products in (("heldout", HELD_OUT), ("train", TRAIN)):
         out = distill(
             target, prompts(products), config, folder / f"thank_you_{name}.jsonl",

@@ -1,0 +1,179 @@
+"""Which tokens are the assistant's: expected masks written out token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from headstart.data.chat import ChatFormat, RefusedError
+from headstart.heads.errors import TemplateError
+from headstart.heads.positions import supervised_depths
+
+TWO_TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello there."},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye bye"},
+]
+
+
+def marked(chat, encoded) -> str:
+    """Tokens separated by `|`; every turn's tokens between `«n:` and `»`; newlines shown as ⏎."""
+    out, open_turn = [], -1
+    for token, turn in zip(encoded.token_ids, encoded.turn_ids, strict=True):
+        if turn != open_turn and open_turn >= 0:
+            out[-1] += "»"
+        piece = chat.tokenizer.decode([token]).replace("\n", "⏎")
+        out.append(f"«{turn}:{piece}" if turn >= 0 and turn != open_turn else piece)
+        open_turn = turn
+    if open_turn >= 0:
+        out[-1] += "»"
+    return "|".join(out)
+
+
+def one(chat, messages, *arguments, **kwargs) -> str:
+    (encoded,) = chat.encode(messages, *arguments, **kwargs)
+    return marked(chat, encoded)
+
+
+SYSTEM = "<|im_start|>|system|⏎|Be| kind|<|im_end|>|⏎|"
+CHATML = SYSTEM + (
+    "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|"
+    "<|im_start|>|assistant|⏎|«0:Hello| there|.|<|im_end|>»|⏎|"
+    "<|im_start|>|user|⏎|Bye|<|im_end|>|⏎|<|im_start|>|assistant|⏎|«1:Bye| bye|<|im_end|>»|⏎"
+)
+EXPECTED = {
+    "chatml": CHATML,
+    "llama3": (
+        "<|begin_of_text|>|<|start_header_id|>|user|<|end_header_id|>|⏎⏎|Hi|<|eot_id|>|"
+        "<|start_header_id|>|assistant|<|end_header_id|>|⏎⏎|«0:Hello| there|.|<|eot_id|>»|"
+        "<|start_header_id|>|user|<|end_header_id|>|⏎⏎|Bye|<|eot_id|>|"
+        "<|start_header_id|>|assistant|<|end_header_id|>|⏎⏎|«1:Bye| bye|<|eot_id|>»"
+    ),
+    "gemma": (
+        "<bos>|<start_of_turn>|user|⏎|Hi|<end_of_turn>|⏎|<start_of_turn>|model|⏎|«0:Hello| there|.|<end_of_turn>»|⏎|"
+        "<start_of_turn>|user|⏎|Bye|<end_of_turn>|⏎|<start_of_turn>|model|⏎|«1:Bye| bye|<end_of_turn>»|⏎"
+    ),
+    "mistral": "<s>|[INST]| Hi| |[/INST]|«0: Hello| there|.|</s>»|[INST]| Bye| |[/INST]|«1: Bye| bye|</s>»",
+    "tagged": CHATML.removeprefix(SYSTEM),
+    "tagged_wide": CHATML.removeprefix(SYSTEM),
+    "plain": "user|:|Hi|⏎⏎|assistant|:|«0:Hello| there|.»|⏎⏎|user|:|Bye|⏎⏎|assistant|:|«1:Bye| bye»|⏎⏎",
+}
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_mask_token_by_token(make_chat, family):
+    chat = make_chat(family)
+    assert one(chat, TWO_TURNS) == EXPECTED[family]
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral", "tagged", "plain"])
+def test_first_draft_of_every_turn_trains_and_nothing_after_its_end(make_chat, family):
+    (encoded,) = make_chat(family).encode(TWO_TURNS)
+    turn_R = torch.tensor(encoded.turn_ids)
+    depths = supervised_depths(turn_R, torch.zeros_like(turn_R), 8).tolist()
+    for turn in (0, 1):
+        first, last = encoded.turn_ids.index(turn), len(encoded.turn_ids) - 1 - encoded.turn_ids[::-1].index(turn)
+        length = last - first + 1
+        assert depths[first - 1] == length - 1, "the last prompt token drafts the whole answer after its root"
+        assert depths[first:last] == list(range(length - 2, -1, -1)), "no label lies beyond the end-of-turn token"
+        assert depths[last] == 0
+    assert sum(d > 0 for d in depths) == sum(t >= 0 for t in encoded.turn_ids) - 2, "a turn of n tokens has n - 1 anchors"
+
+
+@pytest.mark.parametrize("pad", [None, "<|im_end|>"])
+def test_pad_token_missing_or_equal_to_eos_changes_nothing(make_chat, pad):
+    assert one(make_chat("chatml", pad=pad), TWO_TURNS) == CHATML
+
+
+def test_answer_cut_by_length_has_no_end(make_chat):
+    text = one(make_chat("chatml"), TWO_TURNS, "length")
+    assert text == CHATML.removesuffix("|<|im_end|>»|⏎") + "»"
+    assert one(make_chat("plain"), TWO_TURNS, "length").endswith("«1:Bye| bye»")
+    assert one(make_chat("mistral"), TWO_TURNS, "length").endswith("[/INST]|«1: Bye| bye»")
+    assert one(make_chat("tagged"), TWO_TURNS, "length").endswith("«1:Bye| bye»")
+
+
+def test_only_the_last_turn(make_chat):
+    assert one(make_chat("chatml"), TWO_TURNS, turns="last") == CHATML.replace("«0:", "").replace("»", "", 1).replace("«1:", "«0:")
+
+
+THOUGHTS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello", "reasoning_content": "Be brief"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "<think>\nBe kind\n</think>\n\nBye bye"},
+]
+QWEN_FIRST = (
+    "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|<|im_start|>|assistant|⏎|«0:<think>|⏎|Be| brief|⏎|</think>|⏎⏎|Hello|<|im_end|>»|⏎"
+)
+QWEN_SECOND = (
+    "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|<|im_start|>|assistant|⏎|Hello|<|im_end|>|⏎|<|im_start|>|user|⏎|Bye|<|im_end|>|⏎|"
+    "<|im_start|>|assistant|⏎|«0:<think>|⏎|Be| kind|⏎|</think>|⏎⏎|Bye| bye|<|im_end|>»|⏎"
+)
+
+
+def test_qwen3_trains_every_answer_with_its_thoughts_in_its_own_context(make_chat):
+    chat = make_chat("qwen3")
+    assert [marked(chat, e) for e in chat.encode(THOUGHTS)] == [QWEN_FIRST, QWEN_SECOND]
+    assert [e.finish_reason for e in chat.encode(THOUGHTS, "length")] == ["stop", "length"]
+
+
+def test_qwen3_without_thinking_supervises_the_answer_only(make_chat):
+    chat = make_chat("qwen3", enable_thinking=False)
+    assert one(chat, TWO_TURNS[:2]) == (
+        "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|<|im_start|>|assistant|⏎|<think>|⏎⏎|</think>|⏎⏎|«0:Hello| there|.|<|im_end|>»|⏎"
+    )
+
+
+def test_sample_starts_with_the_ids_a_server_would_be_sent(make_chat):
+    for family in EXPECTED:
+        chat = make_chat(family)
+        (encoded,) = chat.encode(TWO_TURNS)
+        for turn, size in ((0, 1), (1, 3)):
+            first = encoded.turn_ids.index(turn)
+            assert encoded.token_ids[:first] == chat.prompt_ids(TWO_TURNS[:size]), family
+
+
+def test_newline_at_the_start_of_an_answer_does_not_merge_with_the_prompt(make_chat):
+    messages = [*TWO_TURNS[:1], {"role": "assistant", "content": "\nHello"}, *TWO_TURNS[2:3], {"role": "assistant", "content": "\n\nBye"}]
+    text = one(make_chat("chatml"), messages)
+    assert "assistant|⏎|«0:⏎|Hello|<|im_end|>»|⏎" in text and text.endswith("assistant|⏎|«1:⏎⏎|Bye|<|im_end|>»|⏎")
+
+
+def test_stop_token_inside_the_text_ends_the_turn(make_chat):
+    messages = [TWO_TURNS[0], {"role": "assistant", "content": "Hello<|im_end|> there"}]
+    assert one(make_chat("chatml"), messages).endswith("«0:Hello|<|im_end|>»| there|<|im_end|>|⏎")
+
+
+def test_refusals_of_the_template_are_told(make_chat):
+    with pytest.raises(RefusedError, match="System role not supported"):
+        make_chat("gemma").encode([{"role": "system", "content": "Be kind"}, *TWO_TURNS])
+    with pytest.raises(RefusedError, match="roles must alternate"):
+        make_chat("mistral").encode(TWO_TURNS[1:])
+
+
+def test_target_without_template_names_the_remedy(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="found no chat template, expected one.*target.chat_template="):
+        ChatFormat(tokenizer, [1])
+
+
+def test_template_that_cannot_be_masked_is_refused_at_once(make_chat):
+    with pytest.raises(TemplateError, match=r"is not the beginning of the text with the answer.*target.chat_template") as info:
+        make_chat("thinking_prompt").encode(TWO_TURNS)
+    assert not isinstance(info.value, RefusedError)
+    chat = make_chat("tagged")
+    chat.template = chat.template.replace("'assistant' %}{% generation", "'nobody' %}{% generation")
+    with pytest.raises(TemplateError, match="tags mark nothing"):
+        chat.encode(TWO_TURNS)
+
+
+def test_slow_tokenizer_is_refused(tokenizer):
+    class Slow:
+        is_fast = False
+
+        def get_chat_template(self):
+            return "{{ messages }}"
+
+    with pytest.raises(TemplateError, match="slow tokenizer, expected a fast one"):
+        ChatFormat(Slow(), [1])

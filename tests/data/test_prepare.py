@@ -1,0 +1,171 @@
+"""From conversations to samples: verbatim ids, policies with reports, counts, held-out split, inspection."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from headstart.data.config import DataConfig, DistillConfig, SourceConfig
+from headstart.data.inspection import render_sample, render_tokens, summarise
+from headstart.data.prepare import encode_token_turns, prepare, tokenize
+from headstart.data.samples import Sample, require_supervised, split_held_out, token_counts
+from headstart.data.sources import Conversation, TokenTurn
+from headstart.heads.errors import ConfigError, DataError, TemplateError
+
+END = 9
+
+
+def conversation(answer="Hello there.", name="c", finish="stop", turns=()):
+    messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer})
+    return Conversation(name, messages, finish, turns, task="chat")
+
+
+def config(**kwargs) -> DataConfig:
+    return DataConfig(sources=[SourceConfig(path="x")], **kwargs)
+
+
+def stops(tokenizer):
+    return [tokenizer.eos_token_id]
+
+
+def test_token_ids_are_used_verbatim(tokenizer):
+    turn = TokenTurn((40, 41), (50, 51, END), "stop")
+    (sample,), _ = tokenize([conversation(turns=(turn,))], tokenizer, config(), [END])
+    assert sample.token_ids.tolist() == [40, 41, 50, 51, END] and sample.turn_ids.tolist() == [-1, -1, 0, 0, 0]
+    assert sample.token_ids.dtype == sample.turn_ids.dtype == np.int32
+    assert (sample.finish_reason, sample.meta) == ("stop", {"conversation": "c", "task": "chat"})
+
+
+def test_token_ids_need_no_chat_template(tokenizer):
+    tokenizer.chat_template = None
+    turn = TokenTurn((40,), (50, 51), "length")
+    (sample,), report = tokenize([conversation(turns=(turn,))], tokenizer, config(), [END])
+    assert sample.finish_reason == "length" and report.open_ended == 1
+    with pytest.raises(TemplateError, match="no chat template"):
+        tokenize([conversation()], tokenizer, config(), [END])
+
+
+def test_token_turns_share_a_sample_only_when_one_begins_the_next():
+    first, second = TokenTurn((1, 2), (3, END)), TokenTurn((1, 2, 3, END, 4), (5, 6, END, 7))
+    (whole,) = encode_token_turns([first, second], [END])
+    assert whole.token_ids == [1, 2, 3, END, 4, 5, 6, END, 7]
+    assert whole.turn_ids == [-1, -1, 0, 0, -1, 1, 1, 1, -1], "nothing after the end of the turn"
+    rewritten = TokenTurn((1, 8, END, 4), (5, END))
+    apart = encode_token_turns([first, rewritten], [END])
+    assert [e.turn_ids for e in apart] == [[-1, -1, 0, 0], [-1, -1, -1, -1, 0, 0]]
+    (last,) = encode_token_turns([first, second], [END], "last")
+    assert last.turn_ids == [-1] * 5 + [0, 0, 0, -1]
+
+
+def test_truncate_and_drop_are_reported(tokenizer):
+    long = conversation(" ".join(["one"] * 30), "long")
+    items = [conversation(name="short"), long]
+    whole, _ = tokenize([long], tokenizer, config(), stops(tokenizer))
+    prompt = int((whole[0].turn_ids < 0).argmin())
+    samples, report = tokenize(items, tokenizer, config(max_length=prompt + 10), stops(tokenizer))
+    assert [s.id for s in samples] == ["short", "long"] and len(samples[1]) == prompt + 10
+    assert samples[1].supervised == 10 and samples[1].finish_reason == "length" and samples[0].finish_reason == "stop"
+    assert report.truncated == ["long"]
+    samples, report = tokenize(items, tokenizer, config(max_length=prompt + 10, too_long="drop"), stops(tokenizer))
+    assert [s.id for s in samples] == ["short"]
+    assert report.dropped == {f"longer than max_length={prompt + 10} tokens": ["long"]}
+    samples, report = tokenize(items, tokenizer, config(max_length=prompt + 1), stops(tokenizer))
+    assert samples == [] and report.truncated == []
+    assert report.dropped == {"fewer than min_supervised=2 supervised tokens within max_length": ["short", "long"]}
+    assert any(line.startswith("dropped 2: fewer than min_supervised=2") for line in report.lines())
+
+
+def test_report_counts(tokenizer):
+    prompt_only = Conversation("p", ({"role": "user", "content": "Hi"},))
+    samples, report = tokenize([conversation(), prompt_only, conversation("", "empty")], tokenizer, config(), stops(tokenizer))
+    assert (report.conversations, report.samples, report.dropped_count) == (3, 1, 2)
+    assert report.dropped["no assistant answer"] == ["p"]
+    assert report.dropped["fewer than min_supervised=2 supervised tokens"] == ["empty"]
+    assert report.tokens == len(samples[0]) and report.supervised_tokens == 4  # Hello | there | . | end
+
+
+def test_token_counts_are_of_supervised_tokens():
+    samples = [
+        Sample("a", np.array([1, 2, 3, 3], np.int32), np.array([-1, 0, 0, 0], np.int32)),
+        Sample("b", np.array([2, 5], np.int32), np.array([0, -1], np.int32)),
+    ]
+    counts = token_counts(samples, 6)
+    assert counts.tolist() == [0, 0, 2, 2, 0, 0] and counts.dtype == torch.int64
+    with pytest.raises(DataError, match="sample a: found token id 3, expected 0 … 2"):
+        token_counts(samples, 3)
+
+
+def test_all_unsupervised_is_refused():
+    tokens = np.arange(4, dtype=np.int32)
+    nothing = Sample("a", tokens, np.full(4, -1, np.int32))
+    single = Sample("b", tokens, np.array([-1, 0, -1, 1], np.int32))
+    with pytest.raises(DataError, match=r"2 samples hold 2 supervised tokens and no answer of 2 tokens or more.*data.distill"):
+        require_supervised([nothing, single])
+    with pytest.raises(DataError, match="0 samples"):
+        require_supervised([])
+    require_supervised([nothing, Sample("c", tokens, np.array([-1, 0, 0, -1], np.int32))])
+
+
+def test_held_out_split_keeps_conversations_together_and_stable():
+    one = np.zeros(1, np.int32)
+    samples = [Sample(f"{i}/turn{j}", one, one, meta={"conversation": str(i)}) for i in range(200) for j in range(2)]
+    train, held = split_held_out(samples, 0.1, seed=3)
+    assert 20 < len(held) < 70 and len(train) + len(held) == 400
+    assert {s.meta["conversation"] for s in train}.isdisjoint({s.meta["conversation"] for s in held})
+    more_train, more_held = split_held_out(samples + [Sample("new", one, one)], 0.1, seed=3)
+    assert [s.id for s in held] == [s.id for s in more_held if s.id != "new"]
+    with pytest.raises(ConfigError, match="held_out_fraction"):
+        split_held_out(samples[:1], 0.9999999)
+
+
+def test_inspection_marks_supervised_text(tokenizer):
+    (sample,), _ = tokenize([conversation()], tokenizer, config(), stops(tokenizer))
+    assert render_sample(sample, tokenizer) == [
+        ("<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False),
+        ("Hello there.<|im_end|>", True),
+        ("\n", False),
+    ]
+    assert render_tokens(sample, tokenizer)[-5:] == [("Hello", 0), (" there", 0), (".", 0), ("<|im_end|>", 0), ("\n", -1)]
+    facts = summarise([sample])
+    assert (facts["samples"], facts["tokens"], facts["supervised_tokens"], facts["turns"]) == (1, len(sample), 4, 1)
+    assert facts["tasks"] == {"chat": 1} and facts["answer"] == {"min": 4, "median": 4, "p95": 4, "max": 4}
+    assert summarise([])["length"]["max"] == 0
+
+
+def test_prepare_from_files(tokenizer, write_jsonl):
+    train = write_jsonl([{"prompt": "Hi", "response": "Hello there."}] * 3, "train.jsonl")
+    held = write_jsonl([{"prompt": "Bye", "response": "Bye bye"}], "held.jsonl")
+    answers = write_jsonl([{"prompt": "Hi", "response": "Be kind", "id": "d"}], "distilled.jsonl")
+    node = DataConfig(sources=[SourceConfig(path=str(train))], held_out=[SourceConfig(path=str(held))])
+    data = prepare(node, tokenizer, stops(tokenizer), [SourceConfig(path=str(answers))])
+    assert [s.id for s in data.train] == ["train:1", "train:2", "train:3", "d"] and [s.id for s in data.held_out] == ["held:1"]
+    empty = write_jsonl([{"prompt": "Hi"}], "prompts.jsonl")
+    with pytest.raises(DataError, match=r"no conversation can be trained on\n.*\ndropped 1: no assistant answer \(prompts:1\)"):
+        prepare(DataConfig(sources=[SourceConfig(path=str(empty))]), tokenizer, stops(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"too_long": "cut"}, "data.too_long: found 'cut', expected one of truncate, drop"),
+        ({"max_length": 1}, "data.max_length: found 1, expected a number ≥ 3"),
+        ({"held_out_fraction": 1.0}, r"data.held_out_fraction: found 1.0, expected a number in \[0, 1\)"),
+        ({"sources": []}, "no sources and no distill.prompts"),
+        ({"distill": DistillConfig(samples_per_prompt=2)}, "samples_per_prompt: found 2 with temperature 0"),
+        ({"distill": DistillConfig(top_p=0.0)}, "data.distill.top_p: found 0.0"),
+    ],
+)
+def test_config_is_checked(change, message):
+    node = config()
+    node.validate()
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(**{**vars(node), **change}).validate()
+
+
+def test_config_node_is_omegaconf_structured():
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.merge(OmegaConf.structured(DataConfig), {"sources": [{"path": "a"}], "template_kwargs": {"enable_thinking": False}})
+    made = OmegaConf.to_object(node)
+    assert isinstance(made, DataConfig) and made.sources == [SourceConfig(path="a")]
+    assert made.template_kwargs == {"enable_thinking": False}

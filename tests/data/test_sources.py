@@ -1,0 +1,170 @@
+"""Every record layout, and errors that name the file and the line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from headstart.data.config import SourceConfig
+from headstart.data.sources import TokenTurn, load_conversations, read_prompts, workload_path
+from headstart.heads.errors import ConfigError, DataError
+
+HI = {"role": "user", "content": "Hi"}
+HELLO = {"role": "assistant", "content": "Hello"}
+
+
+def load(path, **kwargs):
+    return list(load_conversations([SourceConfig(path=str(path), **kwargs)]))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [HI, HELLO]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"conversations": [HI, HELLO]},
+        {"prompt": "Hi", "response": "Hello"},
+        {"prompt": "Hi", "completion": "Hello"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, HELLO]},
+    ],
+)
+def test_layouts_give_the_same_messages(write_jsonl, record):
+    (conversation,) = load(write_jsonl([record]))
+    assert list(conversation.messages) == [HI, HELLO]
+    assert (conversation.id, conversation.finish_reason, conversation.turns) == ("data:1", "stop", ())
+
+
+def test_prompt_only_and_spec_bench_turns(write_jsonl):
+    path = write_jsonl([
+        {"prompt": "Hi", "system": "Be kind"},
+        {"question_id": 81, "category": "writing", "turns": ["Hi", "Bye"], "reference": [1]},
+    ])  # fmt: skip
+    first, second = load(path)
+    assert list(first.messages) == [{"role": "system", "content": "Be kind"}, HI]
+    assert [m["content"] for m in second.messages] == ["Hi", "Bye"]
+    assert (second.id, second.task, second.meta["category"], second.meta["question_id"]) == ("81", "writing", "writing", 81)
+    assert second.meta["reference"] == [1]
+
+
+def test_kept_fields(write_jsonl):
+    record = {
+        "id": 7, "task": "t", "category": "c", "messages": [HI, {**HELLO, "reasoning_content": "Hm"}], "finish_reason": "length",
+        "prompt_token_ids": [1, 2], "response_token_ids": [3], "set": "x",
+        "earlier_turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "finish_reason": "stop"}],
+    }  # fmt: skip
+    (conversation,) = load(write_jsonl([record]))
+    assert (conversation.id, conversation.task, conversation.finish_reason) == ("7", "t", "length")
+    assert conversation.turns == (TokenTurn((1,), (2,), "stop"), TokenTurn((1, 2), (3,), "length"))
+    assert conversation.messages[1]["reasoning_content"] == "Hm"
+    assert conversation.meta["set"] == "x" and "prompt_token_ids" not in conversation.meta
+
+
+def test_prompts_take_all_user_turns_and_no_answers(write_jsonl):
+    path = write_jsonl([
+        {"id": "a", "messages": [{"role": "system", "content": "S"}, HI, HELLO, {"role": "user", "content": "Bye"}]},
+        {"id": "b", "turns": ["1", "2"], "category": "c", "prompt_token_ids": [5, 6]},
+        {"id": "c", "prompt": "x"},
+    ])  # fmt: skip
+    a, b = read_prompts([SourceConfig(path=str(path))], limit=2)
+    assert (a.id, a.turns, a.system) == ("a", ("Hi", "Bye"), "S")
+    assert (b.turns, b.task, b.prompt_token_ids) == (("1", "2"), "c", (5, 6))
+    assert a.messages(["ok"]) == [
+        {"role": "system", "content": "S"}, HI, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "Bye"},
+    ]  # fmt: skip
+
+
+def test_files_gz_json_bom_blank_lines_and_limit(tmp_path):
+    lines = "".join(json.dumps({"prompt": str(i), "response": "r"}) + "\n" for i in range(3))
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(lines)
+    (tmp_path / "b.jsonl").write_text("\ufeff" + lines.replace("\n", "\n\n"), encoding="utf-8")
+    (tmp_path / "c.json").write_text(json.dumps([json.loads(line) for line in lines.splitlines()]))
+    assert [c.id for c in load(tmp_path / "a.jsonl.gz")] == ["a:1", "a:2", "a:3"]
+    assert [c.id for c in load(tmp_path / "b.jsonl")] == ["b:1", "b:3", "b:5"]
+    assert [c.id for c in load(tmp_path / "c.json", limit=2)] == ["c:1", "c:2"]
+
+
+def test_repeated_ids_are_made_unique_in_order(write_jsonl):
+    path = write_jsonl([{"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}, {"id": 1, "prompt": "c"}])
+    assert [c.id for c in load(path)] == ["1", "1~2", "1~3"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{not json", r"data.jsonl:3: not valid JSON .* at column 2"),
+        ('"text"', r"data.jsonl:3: found text, expected a JSON object"),
+        ({"text": "x"}, r"data.jsonl:3: found fields 'text', expected one of messages, conversations"),
+        ({"messages": []}, r"data.jsonl:3: messages: found an empty list, expected a list with at least one"),
+        ({"messages": [HI, {"role": "bot", "content": ""}]}, r"data.jsonl:3: messages\[1\].role: found 'bot', expected one of system"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"data.jsonl:3: messages\[0\].content: found int 5, expected text"),
+        ({"messages": [{"role": "user"}]}, r"data.jsonl:3: messages\[0\].content: found nothing, expected text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"data.jsonl:3: messages\[0\].content: found a part that is not text"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, r"data.jsonl:3: conversations\[0\].from: found 'alien'"),
+        ({"prompt": 5}, r"data.jsonl:3: prompt: found int 5, expected text"),
+        ({"turns": "Hi"}, r"data.jsonl:3: turns: found text, expected a list"),
+        ({"prompt": "x", "finish_reason": "tired"}, r"data.jsonl:3: finish_reason: found 'tired', expected one of stop"),
+        ({"prompt": "x", "response_token_ids": [1.5], "prompt_token_ids": [1]}, r"data.jsonl:3: response_token_ids: .*expected a list of token ids"),
+        ({"prompt": "x", "response_token_ids": [1]}, r"data.jsonl:3: prompt_token_ids: found nothing"),
+        ('{"prompt": "\\ud800"}', r"data.jsonl:3: prompt: found half of a surrogate pair"),
+    ],
+)  # fmt: skip
+def test_bad_record_is_named_by_file_and_line(write_jsonl, bad, message):
+    path = write_jsonl([{"prompt": "fine"}, "", bad])
+    with pytest.raises(DataError, match=message):
+        load(path)
+
+
+def test_bad_files(tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "ok"}\n{"prompt": "\xe9"}\n')
+    with pytest.raises(DataError, match="latin.jsonl:2: not UTF-8"):
+        load(tmp_path / "latin.jsonl")
+    with gzip.open(tmp_path / "cut.jsonl.gz", "wt") as file:
+        file.write('{"prompt": "ok"}\n' * 1000)
+    whole = (tmp_path / "cut.jsonl.gz").read_bytes()
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-10])
+    with pytest.raises(DataError, match="cut.jsonl.gz.*broken gzip"):
+        load(tmp_path / "cut.jsonl.gz")
+    (tmp_path / "plain.jsonl.gz").write_bytes(b'{"prompt": "ok"}\n')
+    with pytest.raises(DataError, match="plain.jsonl.gz:1: broken gzip"):
+        load(tmp_path / "plain.jsonl.gz")
+    (tmp_path / "lines.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with pytest.raises(DataError, match=r"lines.json:2: not valid JSON .*belongs in .jsonl"):
+        load(tmp_path / "lines.json")
+    with pytest.raises(DataError, match=r"missing.jsonl: no such file, expected a .jsonl"):
+        load(tmp_path / "missing.jsonl")
+    with pytest.raises(DataError, match="a directory"):
+        load(tmp_path)
+
+
+def test_source_that_names_nothing_or_two_things():
+    with pytest.raises(ConfigError, match=r"data.sources\[0\]: found neither of path and dataset"):
+        list(load_conversations([SourceConfig()]))
+    with pytest.raises(ConfigError, match="found both"):
+        list(load_conversations([SourceConfig(path="a", dataset="b")]))
+    with pytest.raises(ConfigError, match="format: found 'csv'"):
+        load("a", format="csv")
+
+
+def test_prompt_without_user_turn(write_jsonl):
+    path = write_jsonl([{"messages": [HELLO]}])
+    with pytest.raises(DataError, match="data.jsonl:1: found no user message"):
+        read_prompts([SourceConfig(path=str(path))])
+
+
+def test_unreachable_hub_is_explained(monkeypatch):
+    import huggingface_hub
+
+    def refuse(*_arguments, **_kwargs):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(DataError, match=r"dataset 'owner/name' .*ConnectionError: no route to host.*path=FILE.jsonl"):
+        list(load_conversations([SourceConfig(dataset="owner/name")]))
+
+
+def test_unknown_workload_lists_the_known():
+    with pytest.raises(DataError, match="workload:nothing: no such workload, expected one of"):
+        workload_path("nothing")

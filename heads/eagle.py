@@ -75,7 +75,7 @@ class EagleHead(AutoregressiveHead):
         hidden_RD = batch.hidden_RD.to(compute_dtype(self.fc.weight))
         if not self.training or self.config.feature_noise == 0:
             return hidden_RD
-        length_R = torch.bincount(batch.doc_R + 1, minlength=len(batch.doc_lengths) + 1)[batch.doc_R + 1]
+        length_R = batch.edges_E.diff()[batch.doc_R.clamp(min=0)]
         scale_R = self.config.feature_noise * 512.0 / length_R
         return hidden_RD + (torch.rand_like(hidden_RD) * 2 - 1) * scale_R[:, None].to(hidden_RD.dtype)
 

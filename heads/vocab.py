@@ -36,8 +36,7 @@ def offsets(draft_ids_U: Tensor) -> Tensor:
 def membership(draft_ids_U: Tensor, vocab_size: int) -> Tensor:
     """`t2d`: bool [V], whether a target token can be drafted."""
     inside = torch.zeros(vocab_size, dtype=torch.bool, device=draft_ids_U.device)
-    inside[draft_ids_U] = True
-    return inside
+    return inside.index_fill_(0, draft_ids_U, True)
 
 
 def from_offsets(d2t_U: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Read a draft layer's geometry out of a config.json that nobody vouches for: bounded integers, one rope, no surprises."""
+"""Read a draft layer's geometry out of a config.json that nobody vouches for: bounded integers, one rope, no "
+"surprises."""
 
 from __future__ import annotations
 
@@ -120,7 +121,9 @@ def require_plain(config: dict[str, Any], where: str, allowed: tuple[str, ...] =
         value = config[name]
         if name == "sliding_window" and config.get("use_sliding_window") is False:
             continue
-        if not any(value is plain if plain is None or isinstance(plain, bool) else _same(value, plain) for plain in neutral):
+        if not any(
+            value is plain if plain is None or isinstance(plain, bool) else _same(value, plain) for plain in neutral
+        ):
             raise FormatError(
                 f"{where}: {name} is {value!r}: this head computes something that Headstart's does not, and reading it "
                 "without would draft wrongly in silence. Convert it with the tool that trained it, or train a new head."
@@ -151,12 +154,14 @@ def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
             legacy["rope_theta"] = modern["rope_theta"]
         if old is None and modern["rope_type"] != "default":
             raise FormatError(
-                f"{where}: rope_parameters says {modern['rope_type']!r} and there is no rope_scaling beside rope_theta: "
+                f"{where}: rope_parameters says {modern['rope_type']!r} and there is no rope_scaling beside "
+                "rope_theta: "
                 "older engines read the latter. Write both alike."
             )
         if legacy != modern:
             raise FormatError(
-                f"{where}: rope_parameters {modern} and rope_theta/rope_scaling {legacy} disagree: engines of different age "
+                f"{where}: rope_parameters {modern} and rope_theta/rope_scaling {legacy} disagree: engines of "
+                "different age "
                 "would turn differently. Write both alike."
             )
     return modern or legacy or {"rope_type": "default", "rope_theta": 10000.0}  # what a llama config without any means
@@ -168,7 +173,9 @@ def _rope(found: dict[str, Any], config: dict[str, Any], where: str) -> dict[str
     kinds.discard("default") if len(kinds) > 1 else None
     kind = kinds.pop() if len(kinds) == 1 else ("default" if not kinds else None)
     if kind not in ROPE_TYPES:
-        raise FormatError(f"{where}: rope type {found.get('rope_type', found.get('type'))!r}; known: {', '.join(ROPE_TYPES)}")
+        raise FormatError(
+            f"{where}: rope type {found.get('rope_type', found.get('type'))!r}; known: {', '.join(ROPE_TYPES)}"
+        )
     if "partial_rotary_factor" not in rope and config.get("partial_rotary_factor") is not None:
         rope["partial_rotary_factor"] = config["partial_rotary_factor"]
     result: dict[str, Any] = {"rope_type": kind}
@@ -182,7 +189,9 @@ def _rope(found: dict[str, Any], config: dict[str, Any], where: str) -> dict[str
         elif key in ROPE_FLAGS and isinstance(value, bool):
             result[key] = value
         else:
-            raise FormatError(f"{where}: rope field {key} = {value!r} is not known; known: {', '.join(ROPE_NUMBERS + ROPE_LISTS)}")
+            raise FormatError(
+                f"{where}: rope field {key} = {value!r} is not known; known: {', '.join(ROPE_NUMBERS + ROPE_LISTS)}"
+            )
     missing = [key for key in ROPE_TYPES[kind] if key not in result]
     if missing:
         raise FormatError(f"{where}: rope type {kind} needs {', '.join(missing)}")
@@ -202,7 +211,9 @@ def llama_dims(config: dict[str, Any], where: str, target_layers: int) -> HeadDi
     heads = integer(config, "num_attention_heads", where)
     kv_heads = integer(config, "num_key_value_heads", where, default=heads)
     if config.get("head_dim") is None and hidden % heads:
-        raise FormatError(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads} and head_dim is missing")
+        raise FormatError(
+            f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads} and head_dim is missing"
+        )
     if heads % kv_heads:
         raise FormatError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     act = config.get("hidden_act") or "silu"
@@ -221,7 +232,9 @@ def llama_dims(config: dict[str, Any], where: str, target_layers: int) -> HeadDi
         max_position_embeddings=integer(config, "max_position_embeddings", where, default=2048),
         rope_parameters=rope_parameters(config, where),
         bos_token_id=_token(config.get("bos_token_id")),
-        eos_token_id=config.get("eos_token_id") if isinstance(config.get("eos_token_id"), list) else _token(config.get("eos_token_id")),
+        eos_token_id=config.get("eos_token_id")
+        if isinstance(config.get("eos_token_id"), list)
+        else _token(config.get("eos_token_id")),
     )
 
 
@@ -243,7 +256,10 @@ def dims_from_json(value: Any, where: str) -> HeadDims:
     }
     spelled.pop("num_heads", None)
     base = llama_dims(spelled, where, integer(spelled, "num_hidden_layers", where))
-    extra = {"tie_word_embeddings": flag(value, "tie_word_embeddings", where, False), "model_type": str(value.get("model_type", "llama"))}
+    extra = {
+        "tie_word_embeddings": flag(value, "tie_word_embeddings", where, False),
+        "model_type": str(value.get("model_type", "llama")),
+    }
     return HeadDims(**{**{f.name: getattr(base, f.name) for f in fields(HeadDims)}, **extra})
 
 

@@ -1,10 +1,10 @@
-"""The portable directory: config.json + model.safetensors that engines load, and headstart.json that remembers the rest.
+"""The portable directory: config.json + model.safetensors that engines load, headstart.json that remembers the rest.
 
 | file | read by | holds |
 |---|---|---|
 | config.json | engines | llama fields of the draft layer, rope in both spellings, feature layers in both countings |
-| model.safetensors | engines | the head's own tensors under vLLM's names; d2t/t2d; nothing that engines share from the target |
-| headstart.json | Headstart | head config, target dimensions and fingerprint, recipe, provenance, sha256 of the other two |
+| model.safetensors | engines | the head's own tensors under vLLM's names, d2t, t2d; nothing shared with the target |
+| headstart.json | Headstart | head config, target's dimensions and fingerprint, recipe, provenance, sha256 of both |
 
 A Medusa head that shares the target's lm_head (or updates it by low rank) is *saved* compactly, under an
 architecture that engines refuse; `export` adds the matrices that engines need.
@@ -65,9 +65,15 @@ def write_directory(
     weights: str = "model.safetensors",
 ) -> None:
     """Weights, then config, then the sidecar that seals both: an interrupted write is recognised when read."""
-    others = [path.name for path in directory.glob("*") if path.suffix in (".safetensors", ".bin", ".pt") and path.name != weights]
+    others = [
+        path.name
+        for path in directory.glob("*")
+        if path.suffix in (".safetensors", ".bin", ".pt") and path.name != weights
+    ]
     if others:
-        raise FormatError(f"{directory}: already holds {', '.join(others)}, which engines would load too; choose an empty directory")
+        raise FormatError(
+            f"{directory}: already holds {', '.join(others)}, which engines would load too; choose an empty directory"
+        )
     if dtype is not None:
         tensors = {name: t.to(dtype) if t.dtype.is_floating_point else t for name, t in tensors.items()}
     for name, tensor in tensors.items():
@@ -99,7 +105,9 @@ def portable_tensors(head: Head) -> dict[str, Tensor]:
 
 def check_draft_ids(ids_U: Tensor, vocab_size: int) -> None:
     if not bool((ids_U[1:] > ids_U[:-1]).all()) or int(ids_U[0]) < 0 or int(ids_U[-1]) >= vocab_size:
-        raise FormatError(f"draft_ids_U: expected ascending distinct ids below {vocab_size}; was init_from_target called?")
+        raise FormatError(
+            f"draft_ids_U: expected ascending distinct ids below {vocab_size}; was init_from_target called?"
+        )
 
 
 def portable_config(head: Head) -> dict[str, Any]:
@@ -222,7 +230,7 @@ def _digest(value: dict[str, Any]) -> str:
 
 
 def load_head(directory: Path, dims: HeadDims | None = None) -> Head:
-    """A head from our directory or any layout of readers.py. Weights are float32 (cast with `head.to`); call `bind` next.
+    """A head from our directory or any layout of readers.py, with float32 weights (cast with `head.to`); `bind` it next.
 
     Args:
         dims: the target's dimensions; sizes are compared with it. Foreign EAGLE-3 files that do not say which layers
@@ -252,7 +260,10 @@ def _plan_ours(raw: RawCheckpoint, target: HeadDims | None) -> tuple[Plan, HeadC
         for name in ("hidden_size", "vocab_size", "num_layers"):
             found, expected = getattr(dims, name), getattr(target, name)
             if found != expected:
-                raise FormatError(f"{where}: dims.{name} is {found} and the target has {expected}: the head was trained for another target")
+                raise FormatError(
+                    f"{where}: dims.{name} is {found} and the target has {expected}: the head was trained for "
+                    "another target"
+                )
     if side.get("layout") == "compact":
         return _plan_compact(raw, config, dims), config
     plan = plan_foreign(raw, dims)
@@ -267,17 +278,22 @@ def _verify_seal(raw: RawCheckpoint, where: str, side: dict[str, Any]) -> None:
         raise FormatError(f"{where}: schema {side.get('schema')!r}, this Headstart reads {SCHEMA}: update Headstart")
     if side.get("digest") != _digest(side):
         raise FormatError(
-            f"{where}: was changed after it was written. Restore it, or delete it to have the directory read as a foreign checkpoint"
+            f"{where}: was changed after it was written. Restore it, or delete it to have the directory read as a "
+            "foreign checkpoint"
         )
     digests = side.get("sha256")
     files = {"config.json", *raw.readers}
     if not isinstance(digests, dict) or set(digests) != files:
-        raise FormatError(f"{where}: seals {sorted(digests or {})} and the directory holds {sorted(files)}; copy it again")
+        raise FormatError(
+            f"{where}: seals {sorted(digests or {})} and the directory holds {sorted(files)}; copy it again"
+        )
     for name in sorted(files):
         if sha256_file(raw.directory / name) != digests[name]:
             raise FormatError(
-                f"{raw.directory / name}: was changed or damaged after the head was saved (sha256 differs from {SIDECAR}). Copy it "
-                f"again, or, if the change is meant, delete {SIDECAR} to have the directory read as a foreign checkpoint"
+                f"{raw.directory / name}: was changed or damaged after the head was saved (sha256 differs from "
+                f"{SIDECAR}). Copy it "
+                f"again, or, if the change is meant, delete {SIDECAR} to have the directory read as a foreign "
+                "checkpoint"
             )
 
 
@@ -312,17 +328,23 @@ def _compare_with_sidecar(plan: Plan, config: HeadConfig, dims: HeadDims, where:
         found |= {name: getattr(plan.dims, name) for name in names}
         expected |= {name: getattr(dims, name) for name in names}
         if not same_rope(plan.dims.rope_parameters, dims.rope_parameters):
-            raise FormatError(f"{where}: rope {dims.rope_parameters} and config.json's {plan.dims.rope_parameters} differ")
+            raise FormatError(
+                f"{where}: rope {dims.rope_parameters} and config.json's {plan.dims.rope_parameters} differ"
+            )
     for name, value in found.items():
         if expected.get(name) != value:
-            raise FormatError(f"{where}: {name} is {expected.get(name)!r} and config.json with the tensors says {value!r}")
+            raise FormatError(
+                f"{where}: {name} is {expected.get(name)!r} and config.json with the tensors says {value!r}"
+            )
 
 
 def _plan_compact(raw: RawCheckpoint, config: HeadConfig, dims: HeadDims) -> Plan:
     names = {name: name for name in _skeleton(config, dims, str(raw.directory)).state_dict()}
     odd = set(names) ^ set(raw.tensors)
     if odd:
-        raise FormatError(f"{raw.directory}: tensors {', '.join(sorted(odd)[:8])} are missing or unknown; copy the checkpoint again")
+        raise FormatError(
+            f"{raw.directory}: tensors {', '.join(sorted(odd)[:8])} are missing or unknown; copy the checkpoint again"
+        )
     return Plan("Headstart compact", config.type, asdict(config), dims, names)
 
 
@@ -355,7 +377,7 @@ def instantiate(raw: RawCheckpoint, plan: Plan, config: HeadConfig) -> Head:
                 "from config.json: the config belongs to another head"
             )
     if (ids_shape is None) != (plan.draft_ids_U is None):
-        raise FormatError(f"{where}: a draft vocabulary of {config.draft_vocab_size} needs d2t")  # type: ignore[attr-defined]
+        raise FormatError(f"{where}: a draft vocabulary smaller than the target's needs d2t, and only such a one")
     head = build_head(config, plan.dims)
     state = {ours: raw.read(theirs).float() for ours, theirs in plan.names.items()}
     state |= {name: torch.zeros(shapes[name]) for name in plan.zeros}

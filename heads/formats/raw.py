@@ -91,7 +91,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
-            raise FormatError(f"{path}: {size} bytes of JSON; expected a head's config of at most {MAX_JSON_BYTES} bytes")
+            raise FormatError(
+                f"{path}: {size} bytes of JSON; expected a head's config of at most {MAX_JSON_BYTES} bytes"
+            )
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
     except FileNotFoundError:
         raise FormatError(f"{path}: no such file; a head directory needs it") from None
@@ -125,11 +127,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         with open(path, "rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:
-                raise FormatError(f"{path}: {size} bytes is too short for a safetensors file: it is truncated; copy it again")
+                raise FormatError(
+                    f"{path}: {size} bytes is too short for a safetensors file: it is truncated; copy it again"
+                )
             length = struct.unpack("<Q", prefix)[0]
             if length > MAX_HEADER_BYTES or 8 + length > size:
                 raise FormatError(
-                    f"{path}: the header claims {length} bytes and the file has {size}: truncated, or no safetensors file"
+                    f"{path}: the header claims {length} bytes and the file has {size}: truncated, or no "
+                    "safetensors file"
                 )
             header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_unique_keys)
     except FileNotFoundError:
@@ -145,7 +150,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     covered = 0
     for name, (_, start, stop) in sorted(found.items(), key=lambda item: item[1][1:]):
         if start != covered:
-            raise FormatError(f"{path}: {name} starts at byte {start} of the data, expected {covered}: gaps and overlaps are refused")
+            raise FormatError(
+                f"{path}: {name} starts at byte {start} of the data, expected {covered}: gaps and overlaps are refused"
+            )
         covered = stop
     if covered != size - 8 - length:
         raise FormatError(
@@ -160,15 +167,24 @@ def _entry(path: Path, name: str, entry: Any, available: int) -> tuple[TensorInf
         raise FormatError(f"{path}: the header entry of {name!r} is malformed; expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise FormatError(f"{path}: {name} has dtype {dtype!r}; heads are read in {', '.join(DTYPES)}: export it unquantised")
+        raise FormatError(
+            f"{path}: {name} has dtype {dtype!r}; heads are read in {', '.join(DTYPES)}: export it unquantised"
+        )
     integers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-    if not integers or not all(type(value) is int and value >= 0 for value in [*shape, *offsets]) or len(shape) > MAX_RANK:
-        raise FormatError(f"{path}: {name} has shape {shape!r} at {offsets!r}; expected up to {MAX_RANK} sizes and two byte offsets")
+    if (
+        not integers
+        or not all(type(value) is int and value >= 0 for value in [*shape, *offsets])
+        or len(shape) > MAX_RANK
+    ):
+        raise FormatError(
+            f"{path}: {name} has shape {shape!r} at {offsets!r}; expected up to {MAX_RANK} sizes and two byte offsets"
+        )
     info = TensorInfo(DTYPES[dtype], tuple(shape), path.name)
     start, stop = offsets
     if stop > available or stop - start != info.nbytes:
         raise FormatError(
-            f"{path}: {name} {dtype} {shape} needs {info.nbytes} bytes, the header gives it bytes {start}…{stop} of {available}"
+            f"{path}: {name} {dtype} {shape} needs {info.nbytes} bytes, the header gives it bytes {start}…{stop} "
+            f"of {available}"
         )
     return info, start, stop
 
@@ -208,15 +224,21 @@ def open_pickle(path: Path) -> tuple[dict[str, TensorInfo], Callable[[str], Tens
             "Convert it to safetensors where you trust it."
         ) from error
     except Exception as error:  # noqa: BLE001 - a damaged archive raises anything from KeyError to RuntimeError
-        raise FormatError(f"{path}: cannot be read as a weight file ({type(error).__name__}: {error}); copy it again") from error
+        raise FormatError(
+            f"{path}: cannot be read as a weight file ({type(error).__name__}: {error}); copy it again"
+        ) from error
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         raise FormatError(f"{path}: expected a flat dictionary of tensors")
     infos = {}
     for name, tensor in state.items():
         if tensor.dtype not in DTYPES.values() or tensor.dim() > MAX_RANK or tensor.layout != torch.strided:
-            raise FormatError(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}; heads are read in {', '.join(DTYPES)}")
+            raise FormatError(
+                f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}; heads are read in {', '.join(DTYPES)}"
+            )
         if tensor.numel() * tensor.element_size() > size:
-            raise FormatError(f"{path}: {name} claims shape {tuple(tensor.shape)}, more than the file's {size} bytes hold")
+            raise FormatError(
+                f"{path}: {name} claims shape {tuple(tensor.shape)}, more than the file's {size} bytes hold"
+            )
         infos[name] = TensorInfo(tensor.dtype, tuple(tensor.shape), path.name)
     return infos, lambda name: state[name].contiguous()
 
@@ -264,14 +286,20 @@ def _weight_files(directory: Path) -> list[Path]:
         return shards
     names = ", ".join(single for _, single in WEIGHT_FILES)
     if shards:
-        raise FormatError(f"{directory}: {len(shards)} safetensors files and no model.safetensors.index.json that says which to read")
+        raise FormatError(
+            f"{directory}: {len(shards)} safetensors files and no model.safetensors.index.json that says which to read"
+        )
     raise FormatError(f"{directory}: no weights; expected one of {names}")
 
 
 def _shards(directory: Path, index: str) -> list[Path]:
     path = directory / index
     weight_map = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
         raise FormatError(f"{path}: weight_map is missing or malformed; expected tensor name → file name")
     suffix = ".safetensors" if index.endswith(".safetensors.index.json") else ".bin"
     shards = [safe_child(directory, name, str(path)) for name in dict.fromkeys(weight_map.values())]
@@ -282,5 +310,7 @@ def _shards(directory: Path, index: str) -> list[Path]:
         listed = {name for name, file in weight_map.items() if file == shard.name}
         if listed != set(header):
             odd = sorted(listed ^ set(header))
-            raise FormatError(f"{path}: disagrees with {shard.name} about {', '.join(odd[:5])}; copy the checkpoint again")
+            raise FormatError(
+                f"{path}: disagrees with {shard.name} about {', '.join(odd[:5])}; copy the checkpoint again"
+            )
     return shards

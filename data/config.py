@@ -103,7 +103,8 @@ class DataConfig:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     #: token budget of one pack (whole documents; a longer document gets a pack of its own)
     pack_tokens: int = 4096
-    #: online (the target runs in the training step) | stored (hidden states are written to disk first)
+    #: online (the target runs in the training step) | stored (hidden states are written to disk first) |
+    #: memory (computed once, held on the device)
     features: str = "online"
     #: dtype of stored hidden states: auto (the target's) | float32 | bfloat16 | float16
     features_dtype: str = "auto"
@@ -121,7 +122,7 @@ class DataConfig:
         choices = {
             "too_long": ("truncate", "drop"),
             "turns": ("all", "last"),
-            "features": ("online", "stored"),
+            "features": ("online", "stored", "memory"),
             "features_dtype": ("auto", "float32", "bfloat16", "float16"),
         }
         for name, allowed in choices.items():

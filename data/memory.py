@@ -1,0 +1,96 @@
+"""Target hidden states of the whole training set, computed once and held on the device: many epochs, no disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from headstart.data.features import Progress, store_bytes
+from headstart.data.samples import Sample
+from headstart.heads.base import FeatureBatch, FeatureSpec
+from headstart.heads.errors import StorageError
+from headstart.heads.target import Target
+
+#: part of the free device memory that features may take; the rest is the head's, its optimiser's and activations'
+MEMORY_SHARE = 0.6
+
+
+class MemoryFeatures:
+    """Runs the target once over all samples; `get` is an index into what it found.
+
+    Args:
+        target, samples, spec, max_depth: as OnlineFeatures.
+        forward_tokens: rows per pass of the target.
+        progress: called with (rows done, rows in all, message).
+    Raises: StorageError before any work when the features cannot fit, with the size they need.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        samples: Sequence[Sample],
+        spec: FeatureSpec,
+        max_depth: int,
+        forward_tokens: int = 32768,
+        progress: Progress = lambda done, total, message: None,
+    ):
+        self.samples, self.spec, self.max_depth, self.device = samples, spec, max_depth, target.device
+        self.lengths = [len(sample) for sample in samples]
+        self.sample_ids = [sample.id for sample in samples]
+        self._starts = [0, *accumulate(self.lengths)]
+        rows, width = self._starts[-1], target.dims.hidden_size
+        require_memory(store_bytes(rows, width, len(spec.layer_ids), target.dtype), target.device)
+        self._hidden_RD = torch.empty(rows, width, dtype=target.dtype, device=self.device)
+        self._streams_RkD: Tensor | None = None
+        if spec.layer_ids:
+            self._streams_RkD = self._hidden_RD.new_empty(rows, len(spec.layer_ids), width)
+        self._argmax_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        first = 0
+        while first < len(samples):
+            last = first + 1
+            while last < len(samples) and self._starts[last + 1] - self._starts[first] <= forward_tokens:
+                last += 1
+            self._extract(target, first, last)
+            first = last
+            progress(self._starts[first], rows, "")
+
+    def _extract(self, target: Target, first: int, last: int) -> None:
+        documents = [sample.tensors() for sample in self.samples[first:last]]
+        batch = target.extract(FeatureBatch.pack(documents, 1), self.spec)
+        start, stop = self._starts[first], self._starts[last]
+        assert batch.hidden_RD is not None and batch.teacher_argmax_A is not None
+        self._hidden_RD[start:stop] = batch.hidden_RD
+        if self._streams_RkD is not None:
+            self._streams_RkD[start:stop] = batch.streams_RkD
+        self._argmax_R[start + batch.anchors.row_A + 1] = batch.teacher_argmax_A.int()
+
+    def get(self, pack: Sequence[int]) -> FeatureBatch:
+        ids = tuple(self.sample_ids[i] for i in pack)
+        batch = FeatureBatch.pack([self.samples[i].tensors() for i in pack], self.max_depth, sample_ids=ids)
+        row_R = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in pack])
+        batch, row_R = batch.to(self.device, non_blocking=True), row_R.to(self.device, non_blocking=True)
+        return replace(
+            batch,
+            hidden_RD=self._hidden_RD[row_R],
+            streams_RkD=None if self._streams_RkD is None else self._streams_RkD[row_R],
+            teacher_argmax_A=self._argmax_R[row_R[batch.anchors.row_A + 1]].long(),
+        )
+
+
+def require_memory(needed_bytes: int, device: torch.device) -> None:
+    """Raise StorageError when `needed_bytes` of features would not leave room on the device."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        import psutil
+
+        free = psutil.virtual_memory().available
+    if needed_bytes > MEMORY_SHARE * free:
+        raise StorageError(
+            f"data.features=memory: the hidden states need {needed_bytes / 2**30:.1f} GiB, expected at most "
+            f"{MEMORY_SHARE:.0%} of the {free / 2**30:.1f} GiB free on {device}; set data.features=stored or online"
+        )

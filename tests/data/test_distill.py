@@ -1,0 +1,228 @@
+"""The target's own answers: equal to plain decoding, resumable to the byte, reported when something is left out."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import headstart.data.distill as module
+import pytest
+import torch
+from headstart.data.config import DataConfig, DistillConfig, SourceConfig
+from headstart.data.distill import choose, distill
+from headstart.data.prepare import tokenize
+from headstart.data.sources import Prompt, load_conversations
+from headstart.heads.errors import DataError, StorageError, TemplateError
+
+TEXTS = ["Hi", "Hello there", "Be brief now", "One two three", "Bye", "How are you", "thanks", "more"]
+
+
+@pytest.fixture
+def prompts():
+    return [Prompt(f"p{i}", (text,), task="t" if i % 2 else None) for i, text in enumerate(TEXTS)]
+
+
+@pytest.fixture
+def target(target):
+    """A target that stops now and then: its answers end with `<|im_end|>` for some prompts and run on for others."""
+    weight = target.model.get_output_embeddings().weight
+    with torch.no_grad():
+        weight.mul_(20)
+    return target
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def plain_greedy(target, ids, steps):
+    """Without a cache, a batch or padding: the naive loop."""
+    ids, answer = list(ids), []
+    for _ in range(steps):
+        token = int(target.model(torch.tensor([ids + answer])).logits[0, -1].argmax())
+        answer.append(token)
+        if token in target.stop_token_ids:
+            return answer, "stop"
+    return answer, "length"
+
+
+def test_greedy_answers_equal_the_naive_loop(target, prompts, tmp_path):
+    # make one token that is sampled in the answers the stop token, so that both endings occur
+    answers = [plain_greedy(target, _ids(target, p), 6)[0] for p in prompts]
+    target.stop_token_ids = (answers[0][3],)
+    path = distill(target, prompts, DistillConfig(max_new_tokens=6, batch_size=3), tmp_path / "out.jsonl")
+    records = {r["id"]: r for r in read(path)}
+    assert sorted(records) == sorted(p.id for p in prompts)
+    for prompt in prompts:
+        record = records[prompt.id]
+        answer, finish = plain_greedy(target, record["prompt_token_ids"], 6)
+        assert record["prompt_token_ids"] == _ids(target, prompt)
+        assert (record["response_token_ids"], record["finish_reason"]) == (answer, finish)
+        assert record["messages"][0] == {"role": "user", "content": prompt.turns[0]}
+        text = target.tokenizer.decode(answer[:-1] if finish == "stop" else answer, skip_special_tokens=True)
+        assert record["messages"][1] == {"role": "assistant", "content": text}
+        assert record.get("task") == prompt.task
+    assert {r["finish_reason"] for r in records.values()} == {"stop", "length"}
+
+
+def _ids(target, prompt):
+    return target.tokenizer.apply_chat_template(prompt.messages(), add_generation_prompt=True, return_dict=False)
+
+
+def test_records_train_verbatim(target, prompts, tmp_path):
+    path = distill(target, prompts, DistillConfig(max_new_tokens=5, batch_size=4), tmp_path / "out.jsonl")
+    node = DataConfig(sources=[SourceConfig(path=str(path))])
+    samples, report = tokenize(load_conversations(node.sources), target.tokenizer, node, target.stop_token_ids)
+    assert report.samples == len(prompts) and report.dropped == {}
+    for sample, record in zip(samples, read(path), strict=True):
+        assert sample.token_ids.tolist() == record["prompt_token_ids"] + record["response_token_ids"]
+        assert sample.supervised == len(record["response_token_ids"]) and sample.finish_reason == record["finish_reason"]
+
+
+def test_several_turns_are_answered_one_after_another(target, tmp_path):
+    prompts = [Prompt("two", ("Hi", "Bye"), system="Be brief"), Prompt("one", ("Hello",))]
+    records = {r["id"]: r for r in read(distill(target, prompts, DistillConfig(max_new_tokens=4), tmp_path / "o.jsonl"))}
+    two = records["two"]
+    assert [m["role"] for m in two["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    first = target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    (earlier,) = two["earlier_turns"]
+    assert earlier["prompt_token_ids"] == first and earlier["response_token_ids"] == plain_greedy(target, first, 4)[0]
+    second = target.tokenizer.apply_chat_template(two["messages"][:-1], add_generation_prompt=True, return_dict=False)
+    assert two["prompt_token_ids"] == second and two["response_token_ids"] == plain_greedy(target, second, 4)[0]
+    assert "earlier_turns" not in records["one"]
+
+
+SAMPLED = DistillConfig(max_new_tokens=6, batch_size=3, temperature=0.8, top_p=0.95, top_k=20, samples_per_prompt=2)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the code under test may see to it."""
+
+
+@pytest.mark.parametrize("config", [DistillConfig(max_new_tokens=6, batch_size=3), SAMPLED], ids=["greedy", "sampled"])
+def test_killed_run_continues_to_the_same_file(target, prompts, tmp_path, monkeypatch, config):
+    whole = distill(target, prompts, config, tmp_path / "whole.jsonl", seed=5).read_bytes()
+    path = tmp_path / "killed.jsonl"
+    calls = []
+
+    def generate_then_die(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Killed
+        return real(*arguments)
+
+    real = module.generate
+    monkeypatch.setattr(module, "generate", generate_then_die)
+    with pytest.raises(Killed):
+        distill(target, prompts, config, path, seed=5)
+    assert len(read(path)) == 6
+    monkeypatch.setattr(module, "generate", real)
+    distill(target, prompts, config, path, seed=5)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("keep", [0, 1, 200, -1, -40])
+def test_torn_last_line_is_dropped_loudly_and_rewritten(target, prompts, tmp_path, keep):
+    whole = distill(target, prompts, SAMPLED, tmp_path / "whole.jsonl").read_bytes()
+    path = tmp_path / "torn.jsonl"
+    path.write_bytes(whole[:keep])
+    messages = []
+    distill(target, prompts, SAMPLED, path, progress=lambda done, total, message: messages.append(message))
+    assert path.read_bytes() == whole
+    torn = keep != 0
+    assert any("dropped a last line" in m and "torn.jsonl" in m for m in messages) == torn
+
+
+def test_finished_file_runs_nothing(target, prompts, tmp_path, monkeypatch):
+    path = distill(target, prompts, SAMPLED, tmp_path / "o.jsonl")
+    before = path.read_bytes()
+    monkeypatch.setattr(module, "generate", lambda *_: pytest.fail("nothing is left to generate"))
+    calls = []
+    distill(target, prompts, SAMPLED, path, progress=lambda *a: calls.append(a))
+    assert path.read_bytes() == before and calls[0][:2] == (16, 16)
+
+
+def test_sampling_is_per_prompt_and_per_seed(target, prompts, tmp_path):
+    everyone = {r["id"]: r["response_token_ids"] for r in read(distill(target, prompts, SAMPLED, tmp_path / "a.jsonl", seed=1))}
+    few = {r["id"]: r["response_token_ids"] for r in read(distill(target, prompts[2:5], SAMPLED, tmp_path / "b.jsonl", seed=1))}
+    assert few == {name: everyone[name] for name in few}
+    assert sorted(few) == ["p2/sample0", "p2/sample1", "p3/sample0", "p3/sample1", "p4/sample0", "p4/sample1"]
+    assert any(everyone[f"p{i}/sample0"] != everyone[f"p{i}/sample1"] for i in range(8))
+    other = {r["id"]: r["response_token_ids"] for r in read(distill(target, prompts, SAMPLED, tmp_path / "c.jsonl", seed=2))}
+    assert other != everyone
+
+
+def test_choose_follows_the_filtered_distribution():
+    logits_BV = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def share(**kwargs):
+        config = DistillConfig(temperature=1.0, **kwargs)
+        return torch.bincount(torch.tensor(choose(logits_BV, config, [generator] * 4000)), minlength=4) / 4000
+
+    assert torch.allclose(share(), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03)
+    assert torch.allclose(share(top_k=2), torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.03)
+    assert torch.allclose(share(top_p=0.9), torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95, atol=0.03)
+    assert share(top_p=0.1).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert choose(logits_BV[:1], DistillConfig(), [None]) == [0]
+
+
+def test_other_settings_or_prompts_are_refused(target, other_target, prompts, tmp_path):
+    path = distill(target, prompts, SAMPLED, tmp_path / "o.jsonl")
+    with pytest.raises(DataError, match=r"o.jsonl:1: sampling.seed: found 0, this run has 9: give another output file"):
+        distill(target, prompts, SAMPLED, path, seed=9)
+    with pytest.raises(DataError, match="sampling.max_new_tokens: found 6, this run has 7"):
+        distill(target, prompts, DistillConfig(**{**vars(SAMPLED), "max_new_tokens": 7}), path)
+    with pytest.raises(DataError, match="sampling.weights"):
+        distill(other_target, prompts, SAMPLED, path)
+    changed = [Prompt(p.id, ("fine",)) for p in prompts]
+    with pytest.raises(DataError, match="found another prompt under the id 'p"):
+        distill(target, changed, SAMPLED, path)
+
+
+def test_bad_prompts_are_reported_and_the_rest_answered(target, prompts, tmp_path):
+    long = Prompt("long", (" ".join(["one"] * 200),))
+    lines = []
+    path = distill(
+        target, [long, *prompts[:2]], DistillConfig(max_new_tokens=4), tmp_path / "o.jsonl", progress=lambda *a: lines.append(a[2])
+    )
+    assert sorted(r["id"] for r in read(path)) == ["p0", "p1"]
+    skipped = json.loads((tmp_path / "o.jsonl.skipped.json").read_text())
+    assert list(skipped) == ["long"] and "at most 124 fit" in skipped["long"]
+    assert any(line.startswith("skipped long:") for line in lines)
+    with pytest.raises(DataError, match="none of 1 prompts can be answered; the first, long: "):
+        distill(target, [long], DistillConfig(max_new_tokens=4), tmp_path / "n.jsonl")
+
+
+def test_later_turn_that_does_not_fit_keeps_the_earlier_ones(target, tmp_path):
+    prompt = Prompt("grows", ("Hi", " ".join(["one"] * 200)))
+    path = distill(target, [prompt], DistillConfig(max_new_tokens=4), tmp_path / "o.jsonl")
+    (record,) = read(path)
+    assert [m["role"] for m in record["messages"]] == ["user", "assistant"] and len(record["response_token_ids"]) == 4
+    assert "turn 2 has" in json.loads((tmp_path / "o.jsonl.skipped.json").read_text())["grows"]
+    assert distill(target, [prompt], DistillConfig(max_new_tokens=4), path) == path
+
+
+def test_full_disk_names_the_file_and_loses_nothing(target, prompts, tmp_path, monkeypatch):
+    config = DistillConfig(max_new_tokens=6, batch_size=3)
+    whole = distill(target, prompts, config, tmp_path / "whole.jsonl").read_bytes()
+    path, real, calls = tmp_path / "o.jsonl", module.os.fsync, []
+
+    def full(descriptor):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor)
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    with pytest.raises(StorageError, match="o.jsonl: the disk is full"):
+        distill(target, prompts, config, path)
+    monkeypatch.setattr(module.os, "fsync", real)
+    assert distill(target, prompts, config, path).read_bytes() == whole
+
+
+def test_target_without_template(target, prompts, tmp_path):
+    target.tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="target.chat_template="):
+        distill(target, prompts, DistillConfig(), tmp_path / "o.jsonl")

@@ -306,7 +306,13 @@ class Run:
         return self.steps.run("export", inputs, [place], self._export)
 
     def _export(self) -> dict[str, Any]:
-        raise NotImplementedError
+        config = self.recipe.export
+        head = bound_head(self.head_dir, self.target)
+        exports = {}
+        for engine in config.engines:
+            save_head(head, self.dir / "export" / engine, provenance(self.target.device), getattr(torch, config.dtype))
+            exports[engine] = str(self.dir / "export" / engine)
+        return {"exports": exports}
 
 
 def first_prompt(sample: Sample) -> list[int]:

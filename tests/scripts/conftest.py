@@ -1,0 +1,104 @@
+"""A tiny random target on disk, conversations for it, a recipe, and a way to call the command line in process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass
+class Result:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a random Llama (8 layers, hidden 32) with a byte-level tokenizer and a ChatML template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("targets") / "tiny"
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*special, *alphabet])}
+    core = Tokenizer(models.BPE(vocab, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", unk_token="<|endoftext|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocab), hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "talk.jsonl"
+    records = [
+        {"id": f"c{n}", "messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n} {n} ok"}]}
+        for n in range(24)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_target: Path, conversations: Path) -> Path:
+    """A run of seconds: 24 conversations and two prompts to distil, two epochs of a small EAGLE-3 head."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "p0", "prompt": "Hello"}\n{"id": "p1", "prompt": "Bye"}\n')
+    path = tmp_path / "tiny.yaml"
+    path.write_text(f"""
+run_dir: {tmp_path}/run
+target: {{name: {tiny_target}}}
+head: {{type: eagle3, depth: 2, draft_vocab_size: 64, intermediate_size: 32}}
+data:
+  sources: [{{path: {conversations}}}]
+  distill: {{prompts: [{{path: {prompts}}}], max_new_tokens: 8}}
+  held_out_fraction: 0.2
+  pack_tokens: 128
+train: {{epochs: 2, lr: 1e-3, save_every: 2, tau_prompts: 2, tau_tokens: 8, log_every: 1}}
+eval: {{limit: 2, max_new_tokens: 8, warmup_tokens: 0, tree: {{depth: 2}}}}
+""")
+    return path
+
+
+@pytest.fixture
+def headstart(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    """Call the command line in this process, from an empty directory."""
+    from headstart.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str | Path) -> Result:
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return Result(code, out, err)
+
+    return call

@@ -1,0 +1,95 @@
+"""Every command: help, results on stdout, messages on stderr."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("distill", "inspect", "train", "eval", "export", "run", "doctor", "target", "target fetch", "target list")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(headstart: Callable, command: str) -> None:
+    result = headstart(*command.split(), "--help")
+    assert result.code == 0
+    assert f"headstart {command}" in result.out and "--help" in result.out
+
+
+def test_bare_call_lists_the_verbs(headstart: Callable) -> None:
+    shown = headstart("--help").out
+    assert all(f"  {command} " in shown for command in COMMANDS if " " not in command)
+    assert headstart("--version").out.strip() == "0.1.0"
+
+
+@pytest.mark.parametrize("arguments", [("trian",), ("train",), ("train", "--jsn"), ("target", "fetch")])
+def test_wrong_usage_exits_with_2(headstart: Callable, arguments: tuple[str, ...]) -> None:
+    result = headstart(*arguments)
+    assert result.code == 2 and result.out == "" and "Usage" in result.err
+
+
+def test_python_dash_m(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headstart", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "0.1.0"
+
+
+def test_inspect_marks_exactly_the_assistants_tokens(headstart: Callable, recipe: Path) -> None:
+    settings = ("data.distill.prompts=[]", "data.held_out_fraction=0")
+    result = headstart("inspect", recipe, *settings, "--json", "-n", "1")
+    assert result.code == 0, result.err
+    pieces = result.json["samples"][0]["pieces"]
+    assert pieces[0] == {"text": "<|im_start|>user\nSay 0<|im_end|>\n<|im_start|>assistant\n", "supervised": False}
+    assert pieces[1] == {"text": "0 0 ok<|im_end|>", "supervised": True}
+    assert result.json["counts"]["samples"] == 24
+    shown = headstart("inspect", recipe, *settings, "-n", "1")
+    assert "⟦0 0 ok<|im_end|>⟧" in shown.out and "24 conversations → 24 samples" in shown.err
+
+
+def test_inspect_counts_truncations(headstart: Callable, recipe: Path) -> None:
+    settings = ("data.distill.prompts=[]", "data.held_out_fraction=0", "data.max_length=40")
+    result = headstart("inspect", recipe, *settings, "--json")
+    report = result.json["report"]["train"]
+    # "<|im_start|>user\nSay 10<|im_end|>\n<|im_start|>assistant\n" is 27 tokens of this tokenizer
+    assert result.code == 0 and len(report["truncated"]) + sum(map(len, report["dropped"].values())) < 24
+    shorter = headstart("inspect", recipe, *settings[:2], "data.max_length=30", "--json").json["report"]["train"]
+    assert len(shorter["truncated"]) == 24
+
+
+def test_eval_measures_a_ready_head_on_own_prompts(
+    headstart: Callable, recipe: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    assert headstart("train", recipe, "train.epochs=1").code == 0
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "One", "category": "a"}\n{"prompt": "Two", "category": "b"}\n')
+    head = tmp_path / "run/head"
+    options = ("--head", head, "--target", tiny_target, "--data", prompts)
+    result = headstart("eval", *options, "eval.max_new_tokens=6", "eval.tree.depth=2", "--json")
+    assert result.code == 0, result.err
+    report = result.json
+    assert sorted(report["tasks"]) == ["a", "b"] and report["tree"]["label"] == "chain2"
+    assert report["greedy_identity"]["identical"] == 2
+    assert json.loads(Path(report["report"]).read_text())["tau"] == report["tau"]
+    plain = headstart("eval", *options[2:], "eval.drafter=none", "eval.max_new_tokens=6", "--json")
+    assert plain.code == 0 and plain.json["tau"] == 1.0
+
+
+def test_doctor_reports_the_machine_and_a_recipe(headstart: Callable, recipe: Path) -> None:
+    result = headstart("doctor", recipe, "--json")
+    assert result.code == 0, result.err
+    checks = {check["name"]: check for check in result.json["checks"]}
+    assert {"versions", "processor", "recipe", "target", "chat template", "head", "data"} <= set(checks)
+    assert "hidden 32" in checks["target"]["found"] and "[2, 4, 5]" in checks["head"]["found"]
+    broken = headstart("doctor", recipe, "head.feature_layers=[1,2,9]", "--json")
+    assert broken.code == 1 and not broken.json["ok"]
+    assert "feature_layers" in {c["name"]: c["found"] for c in broken.json["checks"]}["head"]
+
+
+def test_target_list(headstart: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    rows = headstart("target", "list", "--json").json
+    assert rows[0]["name"] == "smollm2-135m-instruct" and not rows[0]["cached"]

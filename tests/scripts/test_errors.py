@@ -1,0 +1,148 @@
+"""Mistakes people make: a clean message that names the place and the remedy, the right exit code, no traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ONLY_FILES = ("data.distill.prompts=[]",)
+
+
+def check(result, code: int, *parts: str) -> None:
+    assert result.code == code, result.err
+    assert "Traceback" not in result.err
+    for part in parts:
+        assert part in result.err
+
+
+def test_missing_recipe(headstart: Callable) -> None:
+    check(headstart("run", "quickstrt"), 2, "quickstrt: no such recipe", "did you mean 'quickstart'?")
+
+
+def test_unknown_key_in_a_file_names_line_and_nearest_key(headstart: Callable, recipe: Path) -> None:
+    text = recipe.read_text().replace("pack_tokens:", "pack_token:")
+    recipe.write_text(text)
+    line = next(n for n, t in enumerate(text.splitlines(), 1) if "pack_token:" in t)
+    check(headstart("train", recipe), 2, f"{recipe}:{line}: unknown key 'data.pack_token'; did you mean 'data.pack_tokens'?")
+
+
+def test_unknown_override(headstart: Callable, recipe: Path) -> None:
+    check(headstart("run", recipe, "train.lrr=1"), 2, "unknown key 'train.lrr'; did you mean 'train.lr'?")
+
+
+def test_wrong_type(headstart: Callable, recipe: Path) -> None:
+    check(headstart("run", recipe, "train.lr=fast"), 2, "train.lr: found 'fast', expected number")
+
+
+def test_missing_data_file(headstart: Callable, recipe: Path) -> None:
+    check(headstart("run", recipe, *ONLY_FILES, "data.sources=[{path: gone.jsonl}]"), 1, "gone.jsonl", "no such file")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [('{"messages": [', "not valid JSON"), ('{"text": "x"}', "text"), ('{"messages": [{"role": "robot"}]}', "role")],
+)
+def test_bad_jsonl_line_is_numbered(headstart: Callable, recipe: Path, tmp_path: Path, line: str, found: str) -> None:
+    good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]})
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(f"{good}\n{good}\n{line}\n")
+    check(headstart("inspect", recipe, *ONLY_FILES, f"data.sources=[{{path: {bad}}}]"), 1, f"{bad}:3:", found)
+
+
+def test_nothing_supervised_is_refused(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts_only.jsonl"
+    path.write_text('{"prompt": "Hello"}\n' * 3)
+    check(headstart("inspect", recipe, *ONLY_FILES, f"data.sources=[{{path: {path}}}]"), 1, "no assistant answer")
+
+
+def test_target_without_chat_template(headstart: Callable, recipe: Path, tiny_target: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_target, bare)
+    (bare / "chat_template.jinja").unlink()
+    check(headstart("inspect", recipe, *ONLY_FILES, f"target.name={bare}"), 1, "chat template", "target.chat_template")
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("{% for m in messages %}{{ m['content'] }}", ("template",)),
+        ("{{ raise_exception('only poems') }}", ("only poems",)),
+    ],
+)
+def test_wrong_template(headstart: Callable, recipe: Path, tmp_path: Path, template: str, parts: tuple[str, ...]) -> None:
+    path = tmp_path / "wrong.jinja"
+    path.write_text(template)
+    check(headstart("inspect", recipe, *ONLY_FILES, f"target.chat_template={path}"), 1, *parts)
+
+
+def test_missing_template_file(headstart: Callable, recipe: Path) -> None:
+    check(headstart("inspect", recipe, *ONLY_FILES, "target.chat_template=gone.jinja"), 2, "gone.jinja does not exist")
+
+
+def test_missing_target_directory(headstart: Callable, recipe: Path) -> None:
+    for verb in ("inspect", "train"):
+        check(headstart(verb, recipe, *ONLY_FILES, "target.name=./gone"), 1, "./gone is not a directory")
+
+
+def test_unknown_registered_target(headstart: Callable) -> None:
+    check(headstart("target", "fetch", "smollm-135m-instruct"), 1, "did you mean 'smollm2-135m-instruct'?")
+
+
+def test_steps_out_of_order(headstart: Callable, recipe: Path) -> None:
+    check(headstart("eval", recipe), 1, "no trained head there; run `headstart train` first")
+    check(headstart("export", recipe), 1, "no trained head there; run `headstart train` first")
+    check(headstart("distill", recipe, *ONLY_FILES), 2, "data.distill.prompts is empty")
+
+
+def test_eval_needs_a_recipe_or_a_target(headstart: Callable, tiny_target: Path, tmp_path: Path) -> None:
+    check(headstart("eval"), 2, "give a RECIPE, or --target T --data FILE.jsonl")
+    check(headstart("eval", "--target", tiny_target, "--data", "gone.jsonl"), 2, "gone.jsonl: no such file")
+    data = tmp_path / "p.jsonl"
+    data.write_text('{"prompt": "a"}\n')
+    options = ("--target", tiny_target, "--data", data)
+    check(headstart("eval", *options, "--head", tmp_path / "nope"), 1, "no such directory")
+    check(headstart("eval", *options, "eval.tre=1"), 2, "did you mean 'eval.tree'?")
+
+
+def test_error_as_json(headstart: Callable, recipe: Path) -> None:
+    result = headstart("run", recipe, "train.lrr=1", "--json")
+    assert result.code == 2 and result.json["error"]["type"] == "ConfigError"
+
+
+def test_full_disk_loses_nothing_and_the_run_continues(
+    headstart: Callable, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert headstart("distill", recipe).code == 0
+    real = os.replace
+
+    def full(source, destination, **kwargs):
+        if "checkpoints" in str(destination) or str(destination).endswith("model.safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(destination))
+        return real(source, destination, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        patch.setattr(os, "rename", full)
+        check(headstart("run", recipe), 1, "the disk is full")
+    after = headstart("run", recipe)
+    assert after.code == 0 and "distill: finished before" in after.err and (tmp_path / "run/head").is_dir()
+
+
+@pytest.mark.slow
+def test_unreachable_hub_costs_seconds(recipe: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, "-m", "headstart", "inspect", str(recipe), *ONLY_FILES, "target.name=someone/something"]
+    began = time.monotonic()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "someone/something" in done.stderr
+    assert time.monotonic() - began < 90  # of which importing torch and transformers may take most

@@ -1,0 +1,126 @@
+"""`headstart run` from conversations to an exported head on a tiny random target."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from headstart.heads.provenance import git_revision
+
+
+def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    first = headstart("run", recipe, "--json")
+    assert first.code == 0, first.err
+    run = tmp_path / "run"
+    made = ("recipe.yaml", "data/distilled.jsonl", "data/held_out.jsonl", "data/report.json", "checkpoints",
+            "head/model.safetensors", "report.json", "report.md", "metrics.jsonl", "export")  # fmt: skip
+    assert [name for name in made if not (run / name).exists()] == []
+    assert first.json["run_dir"] == str(run)
+    assert first.json["train"]["stopped"] == "epochs"
+    assert first.json["eval"]["greedy_identity"]["identical"] == first.json["eval"]["greedy_identity"]["sequences"] == 2
+
+    answers = [json.loads(line) for line in (run / "data/distilled.jsonl").read_text().splitlines()]
+    assert sorted(answer["id"] for answer in answers) == ["p0", "p1"]
+    held = [json.loads(line) for line in (run / "data/held_out.jsonl").read_text().splitlines()]
+    # every held-out prompt ends where the assistant begins to speak
+    assert held and all(record["prompt_token_ids"][-1] not in (1, 2) for record in held)
+    report = json.loads((run / "report.json").read_text())
+    assert report["schema"] == 1 and report["git_revision"] == git_revision()
+    assert report["recipe"]["head"]["depth"] == 2
+    resolved = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert resolved["train"]["epochs"] == 2 and resolved["name"] == "tiny"
+
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+    second = headstart("run", recipe, "--json")
+    assert second.code == 0
+    for step in ("distill", "train", "eval", "export"):
+        assert f"{step}: finished before" in second.err
+    assert "loading target" not in second.err  # nothing to do needs no model
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")} == before
+    assert second.json["eval"] == first.json["eval"]
+
+
+def test_changed_inputs_redo_what_depends_on_them_and_keep_the_old_head(
+    headstart: Callable, recipe: Path, tmp_path: Path
+) -> None:
+    assert headstart("run", recipe).code == 0
+    old = load_file(tmp_path / "run/head/model.safetensors")
+    again = headstart("run", recipe, "eval.max_new_tokens=4")
+    assert again.code == 0 and "train: finished before" in again.err
+    assert "eval: done again, its inputs changed (eval.max_new_tokens: 8 → 4)" in again.err
+    again = headstart("run", recipe, "train.lr=2e-3")
+    assert again.code == 0, again.err
+    assert "distill: finished before" in again.err
+    assert "train: done again, its inputs changed (train.lr: 0.001 → 0.002)" in again.err
+    assert "eval: done again" in again.err and "export: done again" in again.err
+    kept = load_file(next((tmp_path / "run/previous").glob("*-train")) / "head/model.safetensors")
+    assert all((kept[name] == old[name]).all() for name in old)
+    new = load_file(tmp_path / "run/head/model.safetensors")
+    assert any((new[name] != old[name]).any() for name in old)
+
+
+def test_stored_features_train_the_same_head(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    assert headstart("train", recipe).code == 0
+    stored = headstart("train", recipe, "data.features=stored", f"run_dir={tmp_path}/stored")
+    assert stored.code == 0, stored.err
+    assert (tmp_path / "stored/features/train/manifest.json").is_file()
+    online, offline = (load_file(tmp_path / run / "head/model.safetensors") for run in ("run", "stored"))
+    for name, value in online.items():
+        assert (value.float() - offline[name].float()).abs().max() < 1e-4, name
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_same_head(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    settings = ("train.epochs=40", "train.save_every=5", "train.tau_prompts=0")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "headstart", "train", str(recipe), *settings]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    while not list((tmp_path / "run/checkpoints").glob("step-*")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "run/head").exists()
+    resumed = headstart("train", recipe, *settings, "--json")
+    assert resumed.code == 0, resumed.err
+    assert "train: continues" in resumed.err and resumed.json["resumed_from"] > 0
+    assert headstart("train", recipe, *settings, f"run_dir={tmp_path}/whole").code == 0
+    one, other = (load_file(tmp_path / run / "head/model.safetensors") for run in ("run", "whole"))
+    assert all((one[name] == other[name]).all() for name in other)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_with_130_and_the_run_continues(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    settings = ("train.epochs=400", "train.save_every=5", "train.tau_prompts=0")
+    command = [sys.executable, "-m", "headstart", "train", str(recipe), *settings]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    while not list((tmp_path / "run/checkpoints").glob("step-*")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in err and "the same command continues" in err
+    resumed = headstart("train", recipe, *settings, "train.max_seconds=1", "--json")
+    assert resumed.code == 0, resumed.err
+
+
+def test_two_commands_do_not_share_a_run_directory(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    from headstart.steps import Steps
+
+    with Steps(tmp_path / "run", print).lock():
+        refused = headstart("run", recipe)
+    assert refused.code == 1 and "another headstart command is working there" in refused.err

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.heads import own_rows
 from headstart.heads.base import FeatureBatch
 from headstart.heads.numerics import wide
 
@@ -111,65 +112,51 @@ class TrainAttention:
         row_A = self.batch.anchors.row_A[: q_AhD.shape[0]]
         # The kernel's causal mask wants a query at every row; rows without an anchor get zeros and are dropped.
         q_RhD = q_AhD.new_zeros(k_RgD.shape[0], *q_AhD.shape[1:]).index_copy(0, row_A, q_AhD)
-        return _FlashJoined.apply(q_RhD, k_RgD, v_RgD, self.batch.edges_E, self.batch.longest, row_A, len(own_k), *own_k, *own_v)
+        own_k_JAgD, own_v_JAgD = (torch.stack(own_k), torch.stack(own_v)) if own_k else (None, None)
+        return _FlashJoined.apply(
+            q_RhD, k_RgD, v_RgD, self.batch.edges_E, self.batch.longest, row_A, own_k_JAgD, own_v_JAgD
+        )
 
 
 class _FlashJoined(torch.autograd.Function):
     """softmax over [step-1 keys ; own keys] from the fused kernel's output and log-sum-exp.
 
     With L the log-sum-exp over both parts and O the joint output, the flash backward applied to (O, L) gives the exact
-    gradients of the step-1 part: it recomputes exp(s - L) and uses Δ = rowsum(dO · O). The own part is elementwise.
+    gradients of the step-1 part: it recomputes exp(s - L) and uses Δ = rowsum(dO · O). The own part is per row.
     """
 
     @staticmethod
-    def forward(ctx, q_RhD, k_RgD, v_RgD, edges, longest, row_A, steps, *own):
+    def forward(ctx, q_RhD, k_RgD, v_RgD, edges, longest, row_A, own_k_JAgD, own_v_JAgD):
         scale = q_RhD.shape[-1] ** -0.5
         out_RhD, lse_hR, seed, offset, _ = torch.ops.aten._flash_attention_forward(
             q_RhD, k_RgD, v_RgD, edges, edges, longest, longest, 0.0, True, False, scale=scale
         )
-        own_k, own_v = own[:steps], own[steps:]
         out_AhD = out_RhD[row_A]
-        if steps:
-            repeat = q_RhD.shape[1] // k_RgD.shape[1]
-            lse_Ah = lse_hR[:, row_A].transpose(0, 1)
-            own_AhJ = own_scores(q_RhD[row_A], own_k, scale)
-            joint_Ah = torch.logaddexp(lse_Ah, own_AhJ.logsumexp(-1))
-            mixed = out_AhD.float() * (lse_Ah - joint_Ah).exp()[..., None]
-            weights_AhJ = (own_AhJ - joint_Ah[..., None]).exp()
-            for j, v in enumerate(own_v):
-                mixed = mixed + weights_AhJ[..., j, None] * v.repeat_interleave(repeat, dim=1).float()
-            out_AhD = mixed.to(q_RhD.dtype)
+        if own_k_JAgD is not None:
+            lse_Ah = lse_hR[:, row_A].t().contiguous()
+            out_AhD, lse_Ah = own_rows.join(q_RhD[row_A], own_k_JAgD, own_v_JAgD, out_AhD, lse_Ah, scale)
             out_RhD = out_RhD.index_copy(0, row_A, out_AhD)
-            lse_hR = lse_hR.index_copy(1, row_A, joint_Ah.transpose(0, 1))
-        ctx.save_for_backward(q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, *own)
-        ctx.longest, ctx.steps, ctx.scale = longest, steps, scale
+            lse_hR = lse_hR.index_copy(1, row_A, lse_Ah.t())
+        ctx.save_for_backward(
+            q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, own_k_JAgD, own_v_JAgD
+        )
+        ctx.longest, ctx.scale = longest, scale
         return out_AhD
 
     @staticmethod
     def backward(ctx, grad_AhD):
-        q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, *own = ctx.saved_tensors
-        grad_AhD = grad_AhD.contiguous()
-        grad_RhD = torch.zeros_like(out_RhD).index_copy(0, row_A, grad_AhD.to(out_RhD.dtype))
+        q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, own_k_JAgD, own_v_JAgD = ctx.saved_tensors
+        grad_AhD = grad_AhD.to(out_RhD.dtype).contiguous()
+        grad_RhD = torch.zeros_like(out_RhD).index_copy(0, row_A, grad_AhD)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD, lse_hR, edges, edges, ctx.longest, ctx.longest, 0.0, True, seed, offset,
             scale=ctx.scale,
         )
-        own_k, own_v = own[: ctx.steps], own[ctx.steps :]
-        grads_k, grads_v = [], []
-        if ctx.steps:
-            groups, repeat = k_RgD.shape[1], q_RhD.shape[1] // k_RgD.shape[1]
-            q_AhD, out_AhD, grad = q_RhD[row_A], out_RhD[row_A], grad_AhD.float()
-            weights_AhJ = (own_scores(q_AhD, own_k, ctx.scale) - lse_hR[:, row_A].transpose(0, 1)[..., None]).exp()
-            delta_Ah = (grad * out_AhD.float()).sum(-1)
-            dq_AhD = torch.zeros_like(grad)
-            for j, (k, v) in enumerate(zip(own_k, own_v, strict=True)):
-                k_wide, v_wide = k.repeat_interleave(repeat, dim=1).float(), v.repeat_interleave(repeat, dim=1).float()
-                weight = weights_AhJ[..., j]
-                ds = weight * ((grad * v_wide).sum(-1) - delta_Ah) * ctx.scale
-                dq_AhD = dq_AhD + ds[..., None] * k_wide
-                dk_own = (ds[..., None] * q_AhD.float()).unflatten(1, (groups, repeat)).sum(2)
-                dv_own = (weight[..., None] * grad).unflatten(1, (groups, repeat)).sum(2)
-                grads_k.append(dk_own.to(k.dtype))
-                grads_v.append(dv_own.to(v.dtype))
-            dq = dq.index_add(0, row_A, dq_AhD.to(dq.dtype))
-        return dq, dk, dv, None, None, None, None, *grads_k, *grads_v
+        d_own_k = d_own_v = None
+        if own_k_JAgD is not None:
+            lse_Ah = lse_hR[:, row_A].t().contiguous()
+            own_dq, d_own_k, d_own_v = own_rows.join_backward(
+                q_RhD[row_A], own_k_JAgD, own_v_JAgD, out_RhD[row_A], lse_Ah, grad_AhD, ctx.scale
+            )
+            dq = dq.index_add(0, row_A, own_dq)
+        return dq, dk, dv, None, None, None, d_own_k, d_own_v

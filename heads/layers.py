@@ -10,20 +10,20 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.heads.base import HeadDims
 from headstart.heads.errors import ConfigError
-from headstart.heads.numerics import wide
 
 #: (q [B, h, N, d], k [B, g, N, d], v [B, g, N, d]) → context [B, h, N, d]; k and q are already rotated
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, weight applied in the input's dtype (as Llama's)."""
+    """Root-mean-square norm over the last axis, computed in float32, in the input's dtype (Llama's norm)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -31,9 +31,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (self.weight * y.to(x.dtype)).to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 def rope_frequencies(dims: HeadDims) -> tuple[Tensor, float]:

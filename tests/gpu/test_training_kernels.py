@@ -1,0 +1,108 @@
+"""The CUDA paths of training against their eager twins (`pytest -m gpu`, on a machine with one)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from headstart.heads import HEADS
+from headstart.heads.attention import TrainAttention
+from headstart.heads.base import FeatureBatch, build_head
+from headstart.heads.losses import eager, fused
+from headstart.heads.target import Target
+from headstart.train.captured import CapturedBackward, PackShape
+from headstart.train.step import LossModule
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12))
+
+
+def documents(lengths: list[int], vocab: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    made = []
+    for length in lengths:
+        turns = torch.full((length,), -1)
+        turns[length // 3 : length // 2] = 0
+        turns[length // 2 + 2 :] = 1
+        made.append((torch.randint(0, vocab, (length,)), turns))
+    return made
+
+
+def batch_of(lengths: list[int], depth: int, vocab: int = 512) -> FeatureBatch:
+    torch.manual_seed(len(lengths))
+    return FeatureBatch.pack(documents(lengths, vocab), depth, pad_to=sum(lengths) + 5)
+
+
+@pytest.mark.parametrize("own", [0, 1, 4])
+@pytest.mark.parametrize(("heads", "groups", "width"), [(9, 3, 64), (8, 8, 128), (4, 1, 32)])
+def test_flash_attention_matches_float32_eager(own, heads, groups, width):
+    """bf16 operands: each output and gradient within 1e-2 of float32 (the eager bf16 twin has 2e-3 itself)."""
+    batch = batch_of([130, 7, 257, 64], 7).to("cuda")
+    rows, anchors = batch.tokens_R.shape[0], len(batch.anchors)
+    shapes = [(anchors, heads, width), (rows, groups, width), (rows, groups, width)] + [(anchors, groups, width)] * (2 * own)
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    upstream = torch.randn(anchors, heads, width, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for backend, dtype in (("eager", torch.float32), ("flash", torch.bfloat16)):
+        copies = [x.to(dtype).clone().requires_grad_() for x in inputs]
+        out = TrainAttention(batch, backend).attend(*copies[:3], copies[3 : 3 + own], copies[3 + own :])
+        results.append((out, *torch.autograd.grad(out, copies, upstream.to(dtype))))
+    for expected, found in zip(*results, strict=True):
+        assert relative(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize(("rows", "width", "tokens"), [(300, 576, 16000), (77, 64, 1003), (1, 32, 97), (0, 32, 97)])
+def test_fused_loss_matches_eager(rows, width, tokens):
+    hidden, weight = torch.randn(rows, width, device="cuda"), torch.randn(tokens, width, device="cuda") * 0.1
+    teacher = torch.randn(50, tokens, device="cuda") * 3
+    teacher_row = torch.randint(0, 50, (rows,), device="cuda")
+    row_weight = (torch.rand(rows, device="cuda") > 0.3).float()
+    results = []
+    for loss in (eager.soft_ce, fused.soft_ce):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        total, argmax = loss(h, w, teacher, teacher_row, row_weight)
+        total.backward()
+        results.append((total.detach(), argmax, h.grad, w.grad))
+    assert torch.equal(results[0][1], results[1][1])
+    for index in (0, 2, 3):
+        torch.testing.assert_close(results[1][index], results[0][index], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(HEADS))
+def test_captured_step_equals_eager_step(family):
+    """A replayed graph on a padded pack gives the eager gradient, pack after pack, and accumulates."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    target = Target.from_model(LlamaForCausalLM(config).cuda().bfloat16())
+    head_config = HEADS[family].config()
+    if family == "eagle3":
+        head_config.draft_vocab_size = 200
+    if family == "eagle":
+        head_config.feature_noise = 0.0
+    head = build_head(head_config, target.dims).cuda()
+    head.init_from_target(target.embed_VD, target.teacher, torch.arange(200, device="cuda") * 2)
+    module = LossModule(head, target.teacher, torch.bfloat16)
+    batches = [target.extract(batch_of(lengths, head.depth), head.spec) for lengths in ([90, 40], [33, 21, 60], [100])]
+    captured = CapturedBackward(module, batches[0], PackShape(256, 256, 8, 128), head.depth)
+    for batch in batches:
+        scale_K = head.depth_weights().cuda() / head.depth_counts(batch).clamp(min=1)
+        expected = module(batch)
+        gradients = torch.autograd.grad((expected[0] * scale_K).sum(), list(head.parameters()), allow_unused=True)
+        for parameter in head.parameters():
+            parameter.grad.zero_()
+        for _ in range(2):
+            sums = captured.backward(batch, scale_K)
+        assert relative(sums[0], expected[0]) < 1e-2
+        torch.testing.assert_close(sums[1], expected[1])
+        torch.testing.assert_close(sums[3], expected[3])
+        for parameter, gradient in zip(head.parameters(), gradients, strict=True):
+            if gradient is not None:
+                assert relative(parameter.grad, 2 * gradient) < 2e-2

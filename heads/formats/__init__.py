@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from headstart.heads.formats.check import CheckReport, check_directory, check_embeddings
 from headstart.heads.formats.config import ExportConfig
+from headstart.heads.formats.export import export_head
+from headstart.heads.formats.findings import EngineVerdict, Verdict
 from headstart.heads.formats.portable import load_head, save_head
 
-__all__ = ["ExportConfig", "load_head", "save_head"]
+__all__ = [
+    "CheckReport",
+    "EngineVerdict",
+    "ExportConfig",
+    "Verdict",
+    "check_directory",
+    "check_embeddings",
+    "export_head",
+    "load_head",
+    "save_head",
+]

@@ -63,8 +63,13 @@ def write_directory(
     provenance: dict[str, Any],
     dtype: torch.dtype | None,
     weights: str = "model.safetensors",
+    settings: HeadConfig | None = None,
 ) -> None:
-    """Weights, then config, then the sidecar that seals both: an interrupted write is recognised when read."""
+    """Weights, then config, then the sidecar that seals both: an interrupted write is recognised when read.
+
+    Args:
+        settings: the head config that the file stands for, where merging made it another than the head's own.
+    """
     others = [
         path.name
         for path in directory.glob("*")
@@ -85,7 +90,7 @@ def write_directory(
     write_safetensors(directory / weights, tensors)
     write_json(directory / "config.json", config)
     digests = {name: sha256_file(directory / name) for name in (weights, "config.json")}
-    write_json(directory / SIDECAR, seal(sidecar(head, layout, provenance, digests)))
+    write_json(directory / SIDECAR, seal(sidecar(head, settings or head.config, layout, provenance, digests)))
 
 
 def native_tensors(head: Head) -> dict[str, Tensor]:
@@ -198,13 +203,15 @@ FACTS = {
 }
 
 
-def sidecar(head: Head, layout: str, provenance: dict[str, Any], digests: dict[str, str]) -> dict[str, Any]:
+def sidecar(
+    head: Head, settings: HeadConfig, layout: str, provenance: dict[str, Any], digests: dict[str, str]
+) -> dict[str, Any]:
     rest = dict(provenance)
     return {
         "schema": SCHEMA,
         "type": head.family,
         "layout": layout,
-        "config": asdict(head.config),
+        "config": asdict(settings),
         "dims": asdict(head.dims),
         "feature_layers": list(head.spec.layer_ids),
         "facts": FACTS.get(head.family, {}),
@@ -230,7 +237,7 @@ def _digest(value: dict[str, Any]) -> str:
 
 
 def load_head(directory: Path, dims: HeadDims | None = None) -> Head:
-    """A head from our directory or any layout of readers.py, with float32 weights (cast with `head.to`); `bind` it next.
+    """A head from our directory or any layout of readers.py, with float32 weights (cast with `head.to`); `bind` it next
 
     Args:
         dims: the target's dimensions; sizes are compared with it. Foreign EAGLE-3 files that do not say which layers
@@ -357,8 +364,8 @@ def _skeleton(config: HeadConfig, dims: HeadDims, where: str) -> Head:
         raise FormatError(f"{where}: {error}") from error
 
 
-def instantiate(raw: RawCheckpoint, plan: Plan, config: HeadConfig) -> Head:
-    """Compare every shape with the header first, then allocate and fill.
+def check_shapes(raw: RawCheckpoint, plan: Plan, config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Compare every shape with the header before anything is allocated; returns the shapes our head has.
 
     Raises: FormatError naming the tensor, its shape and the expected one.
     """
@@ -378,6 +385,13 @@ def instantiate(raw: RawCheckpoint, plan: Plan, config: HeadConfig) -> Head:
             )
     if (ids_shape is None) != (plan.draft_ids_U is None):
         raise FormatError(f"{where}: a draft vocabulary smaller than the target's needs d2t, and only such a one")
+    return shapes
+
+
+def instantiate(raw: RawCheckpoint, plan: Plan, config: HeadConfig) -> Head:
+    """Allocate and fill a head whose shapes agree. Raises: FormatError as `check_shapes` and "
+    "`RawCheckpoint.read` do."""
+    shapes = check_shapes(raw, plan, config)
     head = build_head(config, plan.dims)
     state = {ours: raw.read(theirs).float() for ours, theirs in plan.names.items()}
     state |= {name: torch.zeros(shapes[name]) for name in plan.zeros}

@@ -1,0 +1,110 @@
+"""`export --check DIR`: which engines load a head directory, which load it wrongly, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.base import HeadDims
+from headstart.heads.errors import FormatError
+from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
+from headstart.heads.formats.findings import EngineVerdict, Verdict, view
+from headstart.heads.formats.portable import check_shapes, plan_load
+from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint
+
+#: engine key (as in export.engines) → validator module
+ENGINES = {"vllm": vllm, "sglang": sglang, "tgi": tgi, "tensorrt_llm": tensorrt_llm}
+
+
+@dataclass
+class CheckReport:
+    """Verdicts on one directory.
+
+    Attributes:
+        family: medusa, eagle, eagle3, or None where it could not be told.
+        layout: the layout as Headstart's reader names it, or None where it refuses.
+        engines: `headstart` and every key of ENGINES → verdict.
+    """
+
+    directory: str
+    family: str | None
+    layout: str | None
+    engines: dict[str, EngineVerdict] = field(default_factory=dict)
+
+    def loads(self, engine: str) -> bool:
+        return self.engines[engine].verdict is Verdict.LOADS
+
+    @property
+    def wrong(self) -> dict[str, list[str]]:
+        """Engines that would load the directory wrongly, with the reasons."""
+        return {name: v.wrong for name, v in self.engines.items() if v.verdict is Verdict.WRONG}
+
+    def to_json(self) -> dict[str, Any]:
+        engines = {name: {**asdict(v), "verdict": v.verdict.value} for name, v in self.engines.items()}
+        return {"directory": self.directory, "family": self.family, "layout": self.layout, "engines": engines}
+
+    def render(self) -> str:
+        """Plain text: one line per engine, its reasons below."""
+        lines = [f"{self.directory}: {self.layout or self.family or 'unknown'}"]
+        for found in self.engines.values():
+            lines.append(f"  {found.engine:<14} {found.verdict.value}")
+            lines += [f"      - {reason}" for reason in found.reasons]
+            lines += [f"      · {note}" for note in found.notes]
+        return "\n".join(lines)
+
+
+def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckReport:
+    """Run every validator over a directory; faults become verdicts, not exceptions.
+
+    Args:
+        target_dims: the target's dimensions; without them rope, layer ids and widths have nothing to be compared with.
+    Raises: FormatError only when the directory itself, its config or its weight files cannot be opened.
+    """
+    raw = open_checkpoint(Path(path))
+    seen = view(raw)
+    ours, layout = _headstart(raw, target_dims)
+    engines = {"headstart": ours, **{key: module.check(seen, target_dims) for key, module in ENGINES.items()}}
+    return CheckReport(str(path), seen.family, layout, engines)
+
+
+def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, str | None]:
+    found = EngineVerdict("Headstart")
+    try:
+        plan, config = plan_load(raw, target)
+        check_shapes(raw, plan, config)
+        for name in plan.names.values():
+            raw.read(name)
+    except FormatError as error:
+        found.add(Verdict.REFUSES, str(error))
+        return found, None
+    for name, reason in plan.unused.items():
+        if not reason.startswith("turned into"):
+            found.add(Verdict.LOADS, f"{name} is not kept: {reason}")
+    return found, plan.layout
+
+
+def check_embeddings(path: Path, embed_VD: Tensor) -> None:
+    """Compare embeddings that a foreign file carries with the target's, which Headstart uses in their place.
+
+    Raises: FormatError when they differ by more than the rounding of the file's dtype.
+    """
+    raw = open_checkpoint(Path(path))
+    name = next((n for n in raw.tensors if n.endswith("embed_tokens.weight")), None)
+    if name is None:
+        return
+    found = raw.read(name)
+    if found.shape != embed_VD.shape:
+        raise FormatError(f"{path}: {name} is {list(found.shape)}, the target's embedding {list(embed_VD.shape)}")
+    coarse = torch.bfloat16 if torch.bfloat16 in (found.dtype, embed_VD.dtype) else torch.float16
+    allowed = 2 * torch.finfo(coarse).eps
+    worst = ((found.float() - embed_VD.cpu().float()).abs() / embed_VD.cpu().float().abs().clamp(min=1e-3)).max()
+    if float(worst) > allowed:
+        raise FormatError(
+            f"{path}: {name} differs from the target's embedding (relative {float(worst):.3g}): the head was "
+            "trained with its own "
+            "or for another target. Serve it where its embeddings are read, or name the target it was trained for."
+        )

@@ -1,0 +1,232 @@
+"""Verdicts on a checkpoint directory, and what the engines' validators share: a tolerant view of the directory.
+
+Unlike the readers, a validator never stops at the first fault: it says what an engine does with each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from headstart.heads.base import HeadDims
+from headstart.heads.errors import FormatError
+from headstart.heads.formats.geometry import integer, rope_parameters, same_rope
+from headstart.heads.formats.raw import RawCheckpoint
+from headstart.heads.formats.read_eagle import LLAMA_DEFAULTS, is_eagle3, unnest
+from headstart.heads.formats.read_medusa import MEDUSA_KEYS, is_medusa
+
+
+class Verdict(StrEnum):
+    """What an engine does with a directory."""
+
+    LOADS = "loads"
+    WRONG = "loads wrongly"
+    REFUSES = "refuses"
+
+
+@dataclass
+class EngineVerdict:
+    """One engine's verdict with every reason found.
+
+    Attributes:
+        wrong: why it would draft something else than was trained, without saying so.
+        refused: why it stops with an error.
+        notes: what a user should know although it loads.
+    """
+
+    engine: str
+    wrong: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        """A refusal protects from loading wrongly, so it comes first."""
+        return Verdict.REFUSES if self.refused else Verdict.WRONG if self.wrong else Verdict.LOADS
+
+    @property
+    def reasons(self) -> list[str]:
+        return [*self.refused, *self.wrong]
+
+    def add(self, verdict: Verdict, reason: str) -> None:
+        {Verdict.LOADS: self.notes, Verdict.WRONG: self.wrong, Verdict.REFUSES: self.refused}[verdict].append(reason)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of an engine's table: a tensor, its shape in symbols, and what the engine does when it is missing."""
+
+    name: str
+    shape: tuple[str, ...]
+    missing: Verdict
+    why: str = ""
+
+
+@dataclass
+class View:
+    """A directory as a validator sees it.
+
+    Attributes:
+        family: medusa, eagle, eagle3, or None.
+        config: the flat config (nested EAGLE configs unfolded).
+        names: portable tensor name → file tensor name.
+        strangers: file tensors of no known spelling.
+    """
+
+    raw: RawCheckpoint
+    family: str | None
+    config: dict[str, Any]
+    names: dict[str, str]
+    strangers: list[str]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.raw.tensors[self.names[name]].shape if name in self.names else None
+
+    def nonzero(self, name: str) -> bool:
+        """Whether the tensor is in the file and not all zero."""
+        return name in self.names and bool(self.raw.read(self.names[name]).any())
+
+
+def view(raw: RawCheckpoint) -> View:
+    """Recognise the family by its tensors and give the tensors portable names."""
+    short = {name.removeprefix("model."): name for name in raw.tensors}
+    if is_medusa(raw) or not any(
+        name == "fc.weight" or "mlp." in name or name.startswith("fusion_fc") for name in short
+    ):
+        names, strangers = _medusa_view(raw)
+        return View(raw, "medusa" if names or is_medusa(raw) else None, raw.config, names, strangers)
+    config = unnest(raw.config)
+    if is_eagle3(short):
+        return View(raw, "eagle3", config, {_midlayer(name): full for name, full in short.items()}, [])
+    return View(raw, "eagle", config, dict(short), [])
+
+
+def _midlayer(name: str) -> str:
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def _medusa_view(raw: RawCheckpoint) -> tuple[dict[str, str], list[str]]:
+    names, strangers = {}, []
+    for name in raw.tensors:
+        short = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+        for pattern, ours in MEDUSA_KEYS:
+            if match := pattern.fullmatch(short):
+                names[ours.format(*match.groups())] = name
+                break
+        else:
+            strangers.append(name)
+    return names, strangers
+
+
+def match_rows(
+    found: EngineVerdict, seen: View, rows: Iterable[Row], sizes: dict[str, int], mismatch: Verdict = Verdict.REFUSES
+) -> None:
+    """Compare the file with an engine's table."""
+    for row in rows:
+        shape = seen.shape(row.name)
+        expected = tuple(sizes[symbol] for symbol in row.shape)
+        if shape is None:
+            reason = row.why or "the engine keeps uninitialised memory in its place"
+            found.add(row.missing, f"{row.name} {list(expected)} is missing: {reason}")
+        elif shape != expected:
+            symbols = " × ".join(row.shape)
+            found.add(
+                mismatch, f"{seen.names[row.name]} is {list(shape)}, config.json makes it {list(expected)} ({symbols})"
+            )
+
+
+def llama_sizes(config: dict[str, Any], where: str) -> dict[str, int]:
+    """Symbol → size as an engine computes them from a llama config, transformers' defaults included.
+
+    H draft width, D target width, A query rows, G key/value rows, I MLP width, V target and U draft vocabulary.
+    Raises: FormatError for a value that is no size.
+    """
+    full = {**LLAMA_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    hidden, heads = integer(full, "hidden_size", where), integer(full, "num_attention_heads", where)
+    kv_heads = integer(full, "num_key_value_heads", where, default=heads)
+    head_dim = integer(full, "head_dim", where, default=max(hidden // heads, 1))
+    width = integer(full, "target_hidden_size", where, default=hidden)
+    vocab = integer(full, "vocab_size", where)
+    return {
+        "H": hidden,
+        "2H": 2 * hidden,
+        "D": width,
+        "3D": 3 * width,
+        "A": heads * head_dim,
+        "G": kv_heads * head_dim,
+        "I": integer(full, "intermediate_size", where),
+        "V": vocab,
+        "U": integer(full, "draft_vocab_size", where, default=vocab),
+        "layers": integer(full, "num_hidden_layers", where),
+    }
+
+
+def layer_rows(prefix: str, width: str, missing: Verdict) -> list[Row]:
+    """Rows of one llama draft layer whose attention input is `width` wide."""
+    return [
+        Row(f"{prefix}self_attn.q_proj.weight", ("A", width), missing),
+        Row(f"{prefix}self_attn.k_proj.weight", ("G", width), missing),
+        Row(f"{prefix}self_attn.v_proj.weight", ("G", width), missing),
+        Row(f"{prefix}self_attn.o_proj.weight", ("H", "A"), missing),
+        Row(f"{prefix}mlp.gate_proj.weight", ("I", "H"), missing),
+        Row(f"{prefix}mlp.up_proj.weight", ("I", "H"), missing),
+        Row(f"{prefix}mlp.down_proj.weight", ("H", "I"), missing),
+        Row(f"{prefix}post_attention_layernorm.weight", ("H",), missing, "the norm stays at ones"),
+    ]
+
+
+EAGLE3_NORMS = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
+
+
+def eagle3_rows(missing: Verdict) -> list[Row]:
+    """Rows of an EAGLE-3 head that engines do not share from the target; lm_head and d2t have rules of their own."""
+    norms = [Row(name, ("H",), missing, "the norm stays at ones") for name in EAGLE3_NORMS]
+    return [Row("fc.weight", ("H", "3D"), missing), *layer_rows("midlayer.", "2H", missing), *norms]
+
+
+def eagle_rows(missing: Verdict) -> list[Row]:
+    """Rows of an EAGLE-1 head."""
+    return [Row("fc.weight", ("H", "2H"), missing), *layer_rows("layers.0.", "H", missing)]
+
+
+def draft_map_problem(seen: View, size: int, vocab: int) -> str | None:
+    """What is wrong with the values of d2t and t2d, or None."""
+    if "d2t" not in seen.names:
+        return None
+    offsets = seen.raw.read(seen.names["d2t"])
+    if offsets.dtype not in (torch.int64, torch.int32):
+        return f"d2t is {offsets.dtype}, expected int64 offsets"
+    if tuple(offsets.shape) != (size,):
+        return f"d2t has shape {list(offsets.shape)}, expected [{size}]"
+    ids = offsets.long() + torch.arange(size)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids[1:] > ids[:-1]).all()):
+        return f"d2t + index is no ascending list of ids below {vocab}: it must hold offsets (target id - draft id)"
+    if "t2d" in seen.names:
+        mask = seen.raw.read(seen.names["t2d"])
+        if tuple(mask.shape) != (vocab,) or not torch.equal(torch.nonzero(mask).squeeze(1), ids):
+            return "t2d does not mark the ids that d2t lists"
+    return None
+
+
+def rope_problems(config: dict[str, Any], where: str, target: HeadDims | None) -> list[str]:
+    """Why the draft layer would turn differently than the target: every engine reads rope from the draft's config."""
+    try:
+        rope = rope_parameters(config, where)
+    except FormatError as error:
+        return [str(error)]
+    if target is None or same_rope(rope, target.rope_parameters):
+        return []
+    return [f"rope {rope} differs from the target's {target.rope_parameters}: the head was trained with the target's"]
+
+
+def guarded(found: EngineVerdict, check: Callable[[], None]) -> EngineVerdict:
+    """Run a check; what it cannot even read, the engine cannot either."""
+    try:
+        check()
+    except FormatError as error:
+        found.add(Verdict.REFUSES, str(error))
+    return found

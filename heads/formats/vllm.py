@@ -1,0 +1,304 @@
+"""vLLM 0.32: what it reads for each family, what it does with a faulty file, and the writer for shared-lm_head Medusa.
+
+Read from its loaders, and run by `scripts/parity_vllm.sh`. Its EAGLE and Medusa loaders never complain about *missing*
+tensors (they stay uninitialised); unexpected ones stop an EAGLE load and are dropped by Medusa's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from headstart.heads.base import Head, HeadConfig, HeadDims
+from headstart.heads.errors import FormatError
+from headstart.heads.formats import portable
+from headstart.heads.formats.findings import (
+    EngineVerdict,
+    Row,
+    Verdict,
+    View,
+    draft_map_problem,
+    eagle3_rows,
+    eagle_rows,
+    guarded,
+    llama_sizes,
+    match_rows,
+    rope_problems,
+)
+from headstart.heads.formats.geometry import integer
+from headstart.heads.medusa import MedusaConfig, MedusaHead
+
+ENGINE = "vLLM 0.32"
+WRONG, REFUSES, LOADS = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
+
+EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+#: tensors an EAGLE load takes besides the table's
+EAGLE_OPTIONAL = {"embed_tokens.weight"}
+EAGLE3_OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden"}
+
+
+def check(seen: View, target: HeadDims | None) -> EngineVerdict:
+    """Verdict of vLLM on a directory."""
+    found = EngineVerdict(ENGINE)
+    checks = {"medusa": _medusa, "eagle": _eagle, "eagle3": _eagle3}
+    if seen.family is None:
+        found.add(REFUSES, "neither a Medusa nor an EAGLE head")
+        return found
+    return guarded(found, lambda: checks[seen.family or ""](found, seen, target))
+
+
+def _medusa(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
+    config = dict(seen.config)
+    where = "config.json"
+    if config.get("model_type") != "medusa":
+        found.add(REFUSES, f"model_type is {config.get('model_type')!r}, expected 'medusa'")
+    for key in list(config):  # its own loop: the last key that holds both words wins
+        for word, ours in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
+            if "num" in key and word in key:
+                if key != ours and config.get(ours) not in (None, config[key]):
+                    found.add(
+                        WRONG,
+                        f"{key} = {config[key]!r} is taken for {ours} (any key holding num and {word} is): remove it",
+                    )
+                config[ours] = config.pop(key)
+                break
+    heads = integer(config, "num_heads", where, default=5)
+    layers = integer({"medusa_num_layers": config.get("num_hidden_layers")}, "medusa_num_layers", where, default=1)
+    for key, default in (("hidden_size", 4096), ("vocab_size", 32001)):
+        if config.get(key) is None:
+            found.add(LOADS, f"{key} is missing and defaults to {default}")
+    sizes = {
+        "D": integer(config, "hidden_size", where, default=4096),
+        "V": integer(config, "vocab_size", where, default=32001),
+    }
+    bias = config.get("medusa_fc_bias", False)
+    blocks = [(i, j) for i in range(heads) for j in range(layers)]
+    rows = [Row(f"blocks.{i}.layers.{j}.weight", ("D", "D"), WRONG, "it stays random") for i, j in blocks]
+    if bias:
+        rows += [Row(f"blocks.{i}.layers.{j}.bias", ("D",), WRONG, "it stays random") for i, j in blocks]
+    else:
+        dropped = [n for n in sorted(seen.names) if n.endswith(".bias") and seen.nonzero(n)]
+        if dropped:
+            found.add(WRONG, f"{dropped[0]} (and all biases) is dropped in silence: set medusa_fc_bias to true")
+    if config.get("truncated_vocab_size") not in (None, sizes["V"]):
+        found.add(REFUSES, "truncated_vocab_size: per-head matrices of a reduced vocabulary do not load")
+    matrices = 1 if config.get("original_lm_head") else heads
+    rows += [Row(f"lm_heads.{i}.weight", ("V", "D"), WRONG, "it stays random") for i in range(matrices)]
+    match_rows(found, seen, rows, sizes)
+    extra = sorted(set(seen.names) - {row.name for row in rows} - {n for n in seen.names if n.endswith(".bias")})
+    if extra or seen.strangers:
+        found.add(WRONG, f"{', '.join([*extra, *seen.strangers][:6])} would be dropped in silence")
+    found.add(LOADS, f"num_speculative_tokens must be {heads} or fewer")
+    _target(found, target, sizes["D"], sizes["V"])
+
+
+def _eagle(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
+    config = seen.config
+    if "speculators_model_type" in config:
+        found.add(REFUSES, "vLLM's speculators reader knows no 'eagle': export it first")
+        return
+    nested = isinstance(seen.raw.config.get("model"), dict)
+    if nested:
+        inner = seen.raw.config["model"]
+        for key in ("architectures", "model_type"):
+            if key not in inner:
+                found.add(REFUSES, f"the nested model config needs {key}")
+        _architecture(found, inner.get("architectures"), EAGLE_ARCHITECTURES)
+    else:
+        _architecture(found, config.get("architectures"), EAGLE_ARCHITECTURES)
+    sizes = _llama(found, config, target)
+    match_rows(found, seen, eagle_rows(WRONG), sizes)
+    if seen.nonzero("fc.bias"):
+        found.add(WRONG, "fc.bias is not zero and is dropped in silence")
+    if "lm_head.weight" in seen.names:
+        found.add(REFUSES, "lm_head.weight must be absent: EAGLE-1 uses the target's")
+    if "layers.0.input_layernorm.weight" in seen.names:
+        found.add(REFUSES, "layers.0.input_layernorm.weight: vLLM's EAGLE-1 layer has none")
+    known = {row.name for row in eagle_rows(WRONG)} | EAGLE_OPTIONAL
+    _unexpected(found, seen, known | {"lm_head.weight", "layers.0.input_layernorm.weight", "fc.bias"}, config)
+    _embedding(found, seen, sizes)
+
+
+def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
+    config = _speculators(found, seen) if "speculators_model_type" in seen.config else seen.config
+    if "speculators_model_type" not in seen.config:
+        _architecture(found, config.get("architectures"), EAGLE3_ARCHITECTURES)
+    sizes = _llama(found, config, target)
+    if config.get("draft_vocab_size") is None:
+        found.add(LOADS, "draft_vocab_size is missing and taken for vocab_size")
+    match_rows(found, seen, eagle3_rows(WRONG), sizes)
+    _draft_vocabulary(found, seen, sizes)
+    nested = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    if nested.get("use_aux_hidden_state", True) is not True:
+        found.add(WRONG, "eagle_config.use_aux_hidden_state is false: fc is left out and the last hidden state goes in")
+    top, inner = config.get("eagle_aux_hidden_state_layer_ids"), nested.get("eagle_aux_hidden_state_layer_ids")
+    if not top and inner:
+        found.add(
+            WRONG,
+            f"the feature layers stand only inside eagle_config: vLLM takes {inner} as they are, SGLang (whose "
+            "key it is) adds "
+            f"1. Write {[k + 1 for k in inner if type(k) is int]} as eagle_aux_hidden_state_layer_ids at top level",
+        )
+    _feature_layers(found, top or inner, target)
+    known = {row.name for row in eagle3_rows(WRONG)} | EAGLE3_OPTIONAL
+    if nested.get("norm_before_fc", config.get("norm_before_fc")):
+        known |= {"input_norm.weight"}
+    if config.get("fc_norm"):
+        known |= {f"fc_norm.{i}.weight" for i in range(3)}
+    for name in sorted(known - set(seen.names)):
+        if name.startswith(("input_norm", "fc_norm")):
+            found.add(WRONG, f"{name} is missing: the norm stays at ones")
+    _unexpected(found, seen, known, config)
+    if sizes["H"] != sizes["D"] and "embed_tokens.weight" not in seen.names:
+        found.add(
+            WRONG, f"embed_tokens.weight is missing and hidden_size {sizes['H']} is not the target's: it stays random"
+        )
+    _embedding(found, seen, sizes)
+
+
+def _speculators(found: EngineVerdict, seen: View) -> dict[str, Any]:
+    outer, layer = seen.config, seen.config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise FormatError("config.json: transformer_layer_config is missing")
+    if outer.get("norm_before_residual", True):
+        found.add(
+            LOADS, "norm_before_residual is true (the default there): vLLM runs it, SGLang and TensorRT-LLM do not"
+        )
+    keys = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "fc_norm")
+    return {**layer, **{key: outer[key] for key in keys if outer.get(key) is not None}}
+
+
+def _draft_vocabulary(found: EngineVerdict, seen: View, sizes: dict[str, int]) -> None:
+    size, vocab = sizes["U"], sizes["V"]
+    shape = seen.shape("lm_head.weight")
+    if shape is None and size < vocab:
+        found.add(
+            WRONG,
+            f"lm_head.weight [{size}, {sizes['H']}] is missing: the target's {vocab}-row head is shared in silence",
+        )
+    elif shape is None:
+        found.add(LOADS, "lm_head.weight is missing: the target's is shared")
+    elif shape != (size, sizes["H"]):
+        found.add(REFUSES, f"lm_head.weight is {list(shape)}, config.json makes it [{size}, {sizes['H']}]")
+    if "d2t" not in seen.names:
+        if size < vocab:
+            found.add(
+                WRONG, f"d2t is missing with draft_vocab_size {size} < vocab_size {vocab}: draft ids pass as target ids"
+            )
+        return
+    if size == vocab:
+        found.add(REFUSES, "d2t is not expected when draft_vocab_size equals vocab_size: leave it out")
+    elif problem := draft_map_problem(seen, size, vocab):
+        found.add(REFUSES if "shape" in problem else WRONG, problem)
+
+
+def _feature_layers(found: EngineVerdict, ids: Any, target: HeadDims | None) -> None:
+    if not ids:
+        found.add(LOADS, "no feature layers given: vLLM takes 2, L//2 and L-3")
+        return
+    if not isinstance(ids, list) or not all(type(k) is int for k in ids):
+        found.add(REFUSES, f"feature layers {ids!r} are no list of integers")
+        return
+    if len(set(ids)) != len(ids):
+        found.add(REFUSES, f"feature layers {ids} repeat: vLLM de-duplicates them and fc no longer fits")
+    elif len(ids) != 3:
+        found.add(REFUSES, f"{len(ids)} feature layers {ids}, fc reads three")
+    elif sorted(ids) != ids:
+        found.add(WRONG, f"feature layers {ids} are not ascending: vLLM sorts them, fc was trained in the order given")
+    if min(ids) < 0 or (target is not None and max(ids) > target.num_layers):
+        found.add(
+            REFUSES, f"feature layers {ids} lie outside the target's {target.num_layers if target else '?'} layers"
+        )
+    elif target is not None and max(ids) == target.num_layers:
+        found.add(
+            WRONG,
+            f"feature layer {max(ids)} is the last hidden state: pre-norm in vLLM, post-norm where heads are trained",
+        )
+
+
+def _llama(found: EngineVerdict, config: dict[str, Any], target: HeadDims | None) -> dict[str, int]:
+    sizes = llama_sizes(config, "config.json")
+    if config.get("hidden_act", "silu") != "silu":
+        found.add(REFUSES, f"hidden_act is {config['hidden_act']!r}; its MLP knows silu")
+    if sizes["layers"] != 1:
+        given = "missing and defaults to" if config.get("num_hidden_layers") is None else "is"
+        found.add(WRONG, f"num_hidden_layers {given} {sizes['layers']} and the file holds one: the others stay random")
+    for problem in rope_problems(config, "config.json", target):
+        found.add(WRONG, problem)
+    _target(found, target, sizes["D"], sizes["V"])
+    return sizes
+
+
+def _target(found: EngineVerdict, target: HeadDims | None, width: int, vocab: int) -> None:
+    if target is None:
+        return
+    if width != target.hidden_size:
+        found.add(REFUSES, f"reads hidden states of width {width}, the target's are {target.hidden_size} wide")
+    if vocab != target.vocab_size:
+        found.add(WRONG, f"vocab_size is {vocab}, the target's {target.vocab_size}: the head belongs to another target")
+
+
+def _architecture(found: EngineVerdict, architectures: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(architectures, list) or not any(name in known for name in architectures):
+        found.add(REFUSES, f"architectures is {architectures!r}, expected one of {list(known)}")
+
+
+def _unexpected(found: EngineVerdict, seen: View, known: set[str], config: dict[str, Any]) -> None:
+    biases = [name for name in seen.names if name.endswith(".bias") and name not in known]
+    if config.get("attention_bias") or config.get("bias"):
+        needed = [f"{p}_proj.bias" for p in "qkv"]
+        if sum(any(name.endswith(n) for name in biases) for n in needed) < 3:
+            found.add(WRONG, "attention_bias is true and q/k/v biases are missing: they stay random")
+    elif any(seen.nonzero(name) for name in biases):
+        found.add(WRONG, f"{', '.join(biases[:3])}: biases are dropped in silence without attention_bias")
+    odd = sorted(set(seen.names) - known - set(biases)) + seen.strangers
+    if odd:
+        found.add(REFUSES, f"unexpected tensors {', '.join(odd[:6])}")
+
+
+def _embedding(found: EngineVerdict, seen: View, sizes: dict[str, int]) -> None:
+    shape = seen.shape("embed_tokens.weight")
+    if shape is not None and shape != (sizes["V"], sizes["H"]):
+        found.add(REFUSES, f"embed_tokens.weight is {list(shape)}, config.json makes it [{sizes['V']}, {sizes['H']}]")
+
+
+# writing
+
+
+def write(head: Head, directory: Path, provenance: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """The portable directory, with the output matrices that vLLM's Medusa cannot share from the target.
+
+    A shared lm_head is written once (`original_lm_head`), a low-rank one is merged into one matrix per head.
+    Raises: FormatError when such a head is not bound to its target.
+    """
+    if head.family != "medusa" or head.config.lm_head == "own":  # type: ignore[attr-defined]
+        portable.save_head(head, directory, provenance, dtype)
+        return
+    merged, config, settings = merge_medusa(head), portable.portable_config(head), own_matrices(head)
+    if head.config.lm_head == "shared":  # type: ignore[attr-defined]
+        settings = head.config
+        config |= {"original_lm_head": True, "truncated_vocab_size": head.dims.vocab_size}
+        merged = {
+            name: t for name, t in merged.items() if not name.startswith("lm_heads.") or name == "lm_heads.0.weight"
+        }
+    portable.write_directory(head, directory, "portable", config, merged, provenance, dtype, settings=settings)
+
+
+def own_matrices(head: Head) -> HeadConfig:
+    """The config of a Medusa head once every head has its own output matrix."""
+    return cast(HeadConfig, replace(cast(MedusaConfig, head.config), lm_head="own"))
+
+
+def merge_medusa(head: Head) -> dict[str, torch.Tensor]:
+    """Portable tensors of a Medusa head with one output matrix per head, whatever it shares."""
+    blocks = {name: t.detach() for name, t in head.state_dict().items() if name.startswith("blocks.")}
+    if head.teacher is None and head.config.lm_head != "own":  # type: ignore[attr-defined]
+        raise FormatError("this Medusa head shares the target's lm_head: bind it to the target before exporting")
+    with torch.no_grad():
+        weight = cast(MedusaHead, head).output_weight
+        matrices = {f"lm_heads.{d}.weight": weight(d).detach() for d in range(head.depth)}
+    return {**blocks, **matrices}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headstart.heads.errors import ConfigError, HeadstartError
+from headstart.heads.errors import ConfigError, HeadstartError, TrainingError
 
 T = TypeVar("T")
 
@@ -69,21 +69,28 @@ def from_main(value: Any) -> Any:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 and give its result to every rank; a HeadstartError of rank 0 is raised on all of them.
+    """Do `work` on rank 0 and give its result to every rank; when it fails, every rank raises.
 
-    Without this a full disk on rank 0 would leave the other ranks waiting in their next collective.
+    Without this a full disk on rank 0 would leave the other ranks waiting in their next collective. A HeadstartError
+    is raised alike on all ranks; any other error is raised as it is on rank 0 and as a TrainingError elsewhere.
     """
-    outcome: tuple[Any, HeadstartError | None] = (None, None)
     if not is_distributed():
         return work()
-    if dist.get_rank() == 0:
+    main = dist.get_rank() == 0
+    result: Any = None
+    error: Exception | None = None
+    if main:
         try:
-            outcome = (work(), None)
-        except HeadstartError as error:
-            outcome = (None, error)
-    result, error = from_main(outcome)
-    if error is not None:
-        raise error
+            result = work()
+        except Exception as caught:
+            error = caught
+    known = error if isinstance(error, HeadstartError) else None
+    other = f"{type(error).__name__}: {error}" if error is not None and known is None else None
+    result, known, other = from_main((result, known, other))
+    if known is not None:
+        raise known
+    if other is not None:
+        raise error or TrainingError(f"rank 0 failed: {other}")
     return result
 
 

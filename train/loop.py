@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from headstart.data.packing import plan_packs
@@ -82,8 +83,10 @@ def make_accelerator(device: torch.device | str) -> Accelerator:
     Precision is the loop's own business (float32 master weights, autocast inside the loss), so accelerate's is off.
     """
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    # ranks wait while rank 0 distils or measures τ; the launcher, not this timeout, ends a job that lost a rank
+    group = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     cpu = torch.device(device).type == "cpu"
-    accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[ddp])
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[ddp, group])
     check_launch(accelerator.num_processes)
     return accelerator
 

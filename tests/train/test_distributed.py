@@ -1,0 +1,49 @@
+import os
+import signal
+
+import pytest
+import torch
+
+from headstart.heads.errors import ConfigError
+from headstart.train.distributed import Agreement, StopSignal, check_launch, from_main, gather_objects, on_main
+
+
+def test_more_ranks_promised_than_there_are():
+    with pytest.raises(ConfigError, match="WORLD_SIZE promises 2 ranks and the process group has 1.*torchrun"):
+        check_launch(1, {"WORLD_SIZE": "2"})
+    check_launch(2, {"WORLD_SIZE": "2"})
+    check_launch(1, {})
+
+
+def test_accelerate_launch_cpu_trap():
+    """What `accelerate launch --cpu --num_processes 2` of accelerate 1.15 sets; one process gets no MASTER_*."""
+    by_accelerate = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
+    with pytest.raises(ConfigError, match="independent"):
+        check_launch(1, by_accelerate | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    check_launch(1, by_accelerate)
+    check_launch(2, by_accelerate | {"MASTER_ADDR": "h", "MASTER_PORT": "1", "WORLD_SIZE": "2"})
+
+
+def test_agreement_is_read_one_exchange_later():
+    agreement = Agreement()
+    assert agreement.read() is None
+    values = agreement.exchange(torch.tensor([1.0, 2.0]))
+    values += 1  # what the step does with the tensor afterwards does not reach the host's copy
+    assert agreement.read() == [1.0, 2.0]
+
+
+def test_one_rank_helpers():
+    assert gather_objects({"a": 1}) == [{"a": 1}]
+    assert from_main(3) == 3
+    assert on_main(lambda: 4) == 4
+
+
+def test_second_interrupt_interrupts_and_handlers_come_back():
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+    assert signal.getsignal(signal.SIGINT) is before

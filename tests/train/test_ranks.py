@@ -1,0 +1,143 @@
+"""The whole loop on two CPU ranks (gloo): same curve, same weights, resume at another rank count, faults agreed on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher
+
+from headstart.heads.errors import TrainingError
+from headstart.train.config import TrainConfig
+from headstart.train.loop import train
+
+
+def config(**changes) -> TrainConfig:
+    values = dict(steps=6, accumulation=3, lr=0.05, warmup_steps=2, weight_decay=0.01, save_every=2, log_every=1)
+    return TrainConfig(**(values | changes))
+
+
+def run(run_dir: Path, source: FakeSource | None = None, validate=None, **changes):
+    head = FakeHead(noise=0.1)
+    source = source or FakeSource(make_documents())
+    result = train(
+        head, source, teacher(), source.lengths, config(**changes), run_dir, validate, plan=in_order, progress=False
+    )
+    return head, result
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record["train/loss"] for line in lines if "train/loss" in (record := json.loads(line))]
+
+
+class Signalled(FakeSource):
+    """Sends SIGTERM to its own process when asked for one more than `after` packs."""
+
+    after = 3
+
+    def get(self, pack):
+        if len(self.asked) == self.after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().get(pack)
+
+
+def _work(rank: int, out: Path) -> dict:
+    """Every case in one process group: starting processes is what takes the time."""
+    found: dict = {}
+    head, result = run(out / "plain")
+    found["plain"] = head.state_dict()
+    found["plain_tokens"] = [result.tokens, result.supervised_tokens]
+    head, _ = run(out / "resumed")  # its first four steps were made by one rank
+    found["resumed"] = head.state_dict()
+    try:
+        run(out / "nan", FakeSource(make_documents(), poison=3))  # pack 1: rank 1's
+    except TrainingError as error:
+        found["nan"] = str(error)
+    source = Signalled(make_documents()) if rank == 1 else FakeSource(make_documents())
+    _, result = run(out / "signal", source)
+    found["signal"] = [result.stopped, result.step]
+    (out / "fault" / "checkpoints").parent.mkdir(exist_ok=True)
+    if rank == 0:
+        (out / "fault" / "checkpoints").write_text("a file where the directory should be")
+    torch.distributed.barrier()
+    try:
+        run(out / "fault")
+    except (TrainingError, OSError) as error:
+        found["fault"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _rank(rank: int, size: int, port: int, out: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    try:
+        torch.save(_work(rank, Path(out)), f"{out}/rank{rank}.pt")
+    except BaseException:
+        Path(out, f"rank{rank}.err").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks")
+    source = Signalled(make_documents())
+    source.after = 9  # in the fourth step
+    assert run(out / "resumed", source)[1].step == 4
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_rank, (2, port, str(out)), nprocs=2)
+    return out, [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone")
+    head, result = run(out)
+    return out, head, result
+
+
+@pytest.mark.parametrize("case", ["plain", "resumed"])
+def test_two_ranks_end_where_one_does(ranks, alone, case):
+    out, found = ranks
+    for rank in range(2):
+        for name, value in alone[1].state_dict().items():
+            torch.testing.assert_close(
+                found[rank][case][name], value, rtol=1e-4, atol=2e-5, msg=f"{name} of rank {rank}"
+            )
+    for name, value in found[0][case].items():
+        assert torch.equal(value, found[1][case][name]), f"ranks differ in {name}"
+    if case == "plain":
+        assert losses(out / "plain") == pytest.approx(losses(alone[0]), rel=1e-5)
+        assert found[0]["plain_tokens"] == found[1]["plain_tokens"] == [alone[2].tokens, alone[2].supervised_tokens]
+
+
+def test_non_finite_loss_of_one_rank_is_named_on_all(ranks):
+    out, found = ranks
+    assert found[0]["nan"] == found[1]["nan"]
+    assert "non-finite loss at step 0, samples sample-2, sample-3." in found[0]["nan"]
+    assert json.loads((out / "nan" / "nonfinite-step-0.json").read_text())["sample_ids"] == ["sample-2", "sample-3"]
+
+
+def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(ranks):
+    out, found = ranks
+    assert found[0]["signal"] == found[1]["signal"]
+    stopped, step = found[0]["signal"]
+    # rank 1 has one pack per window: its fourth is of step 3; the exchange of step 3 carries the request
+    assert (stopped, step) == ("signal", 4)
+    assert (out / "signal" / "checkpoints" / "latest").read_text() == "step-00000004\n"
+
+
+def test_a_fault_of_rank_0_reaches_every_rank(ranks):
+    _, found = ranks
+    assert found[0]["fault"].startswith(("NotADirectoryError", "FileExistsError"))
+    assert found[1]["fault"] == f"TrainingError: rank 0 failed: {found[0]['fault']}"

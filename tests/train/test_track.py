@@ -1,0 +1,76 @@
+import builtins
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from headstart.heads.errors import ConfigError
+from headstart.train.config import TrainConfig
+from headstart.train.track import MetricLog, Reporter, open_tracker
+
+
+def test_metric_log_drops_what_lies_after_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricLog(path)
+    for step in (1, 2, 3):
+        log.log(step, {"loss": float(step), "bad": math.nan})
+    log.close()
+    path.write_text(path.read_text() + '{"step": 2, "cut')
+    MetricLog(path, resume_step=2).close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 1.0, "bad": None},
+        {"step": 2, "loss": 2.0, "bad": None},
+    ]
+    MetricLog(path).close()
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_missing_tracker_package_says_what_to_install(tmp_path, monkeypatch, tracker, package):
+    real = builtins.__import__
+
+    def refuse(name, *rest, **kwargs):
+        if name == package:
+            raise ImportError(name)
+        return real(name, *rest, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match=f"train.tracker: {tracker} is not installed; `pip install {tracker}`"):
+        open_tracker(TrainConfig(steps=1, tracker=tracker), tmp_path, 0, {})
+
+
+def test_tensorboard_receives_scalars(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = open_tracker(TrainConfig(steps=1, tracker="tensorboard"), tmp_path, 0, {})
+    tracker.log(3, {"train/loss": 1.5})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 1.5)]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "train/loss": 1.5}
+
+
+def test_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = open_tracker(TrainConfig(steps=1, tracker="wandb"), tmp_path, 0, {"lr": 1.0})
+    tracker.log(3, {"train/loss": 1.5})
+    tracker.close()
+    assert list((tmp_path / "wandb").rglob("*.wandb"))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_shows_numbers_on_rank_0_only(terminal):
+    for show in (True, False):
+        out = io.StringIO()
+        reporter = Reporter(show, 10, "steps", Console(file=out, force_terminal=terminal, width=160))
+        reporter.advance(5)
+        reporter.record(5, {"train/loss": 1.25, "lr": 0.001}, 5)
+        reporter.say("[a] note")
+        reporter.close()
+        assert ("loss 1.25" in out.getvalue()) is show
+        assert ("note" in out.getvalue()) is show

@@ -1,0 +1,63 @@
+import pytest
+import torch
+from train_fakes import DIMS, FakeHead, FakeSource, make_documents, teacher
+
+from headstart.train.validate import Validator, acceptance
+
+
+def test_simulated_acceptance_by_hand():
+    values = acceptance(
+        torch.tensor([6.0, 3.0, 0.0]), torch.tensor([10.0, 5.0, 0.0]), torch.tensor([6.0, 2.0, 0.0]), "v"
+    )
+    assert values == {
+        "v/acc_1": pytest.approx(0.6),
+        "v/acc_2": pytest.approx(0.6),
+        "v/acc_3": 0.0,
+        "v/sim_tau": pytest.approx(2.0),
+    }
+
+
+def test_numbers_do_not_depend_on_packs_and_equal_a_naive_count():
+    head, source = FakeHead(noise=0.5), FakeSource(make_documents(6))
+    head.train()
+    values = Validator(source, [[0, 1, 2], [3, 4, 5]], teacher())(head, 1)
+    again = Validator(source, [[5], [3, 1], [0, 2, 4]], teacher())(head, 1)
+    assert head.training and values == pytest.approx(again, rel=1e-5)
+    hits = total = 0
+    for i in range(6):
+        batch = source.get([i])
+        for t in range(len(batch.tokens_R) - 2):
+            if batch.turn_R[t + 1] >= 0:
+                total += 1
+                hits += int(head.heads[0](batch.hidden_RD[t]).argmax() == batch.tokens_R[t + 2])
+    assert values["valid/acc_1"] == pytest.approx(hits / total)
+    assert values["valid/loss"] == pytest.approx(
+        sum(0.8 ** (d - 1) * values[f"valid/loss_{d}"] for d in (1, 2, 3)), rel=1e-5
+    )
+
+
+def test_a_head_that_is_always_right_has_full_acceptance():
+    tokens = torch.full((9,), 3)
+    head, source = FakeHead(), FakeSource([(tokens, torch.zeros(9, dtype=torch.int64))])
+    for linear in head.heads:
+        torch.nn.init.zeros_(linear.weight)
+        linear.bias.data = torch.nn.functional.one_hot(torch.tensor(3), DIMS.vocab_size).float()
+    assert Validator(source, [[0]], teacher())(head, 1)["valid/sim_tau"] == 4.0
+
+
+def test_probe_runs_when_due_on_rank_0():
+    seen = []
+
+    def probe(head):
+        assert not head.training
+        seen.append(1)
+        return 2.5
+
+    source = FakeSource(make_documents(2))
+    validator = Validator(source, [[0, 1]], teacher(), probe, tau_every=10)
+    head = FakeHead()
+    assert "valid/tau" not in validator(head, 5)
+    assert validator(head, 10)["valid/tau"] == 2.5
+    assert validator(head, 13, final=True)["valid/tau"] == 2.5
+    assert "valid/tau" not in Validator(source, [[0, 1]], teacher(), probe, rank=1, size=1)(head, 10)
+    assert len(seen) == 2

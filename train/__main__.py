@@ -1,0 +1,70 @@
+"""Train on one or many ranks (rank 0 distils and stores features first, where the recipe asks for it).
+
+accelerate launch --multi_gpu --num_processes 4 -m headstart.train RECIPE [key=value …]
+torchrun --nproc_per_node 2 -m headstart.train RECIPE target.device=cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from accelerate import Accelerator
+
+from headstart.heads.errors import HeadstartError
+from headstart.heads.target import resolve_device
+from headstart.pipeline import Run
+from headstart.recipes.load import load_recipe
+from headstart.talk import Talk
+from headstart.train.distributed import on_main
+from headstart.train.loop import make_accelerator
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done (or stopped by a signal with everything saved), 1 failure, 2 wrong recipe or launch."""
+    parser = argparse.ArgumentParser(prog="python -m headstart.train", description=__doc__.split("\n")[0])
+    parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")
+    options = parser.parse_args(arguments)
+    rank = "rank ?: "
+    try:
+        recipe = load_recipe(options.recipe, options.overrides)
+        accelerator = make_accelerator(resolve_device(recipe.target.device))
+        rank = "" if accelerator.is_main_process else f"rank {accelerator.process_index}: "
+        train_ranks(Run(recipe, Talk(silent=bool(rank)), device=str(accelerator.device)), accelerator)
+        accelerator.end_training()
+    except HeadstartError as error:
+        print(f"{rank}error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{rank}stopped; what was finished is kept, the same command continues", file=sys.stderr)
+    return 0
+
+
+def train_ranks(run: Run, accelerator: Accelerator) -> None:
+    """The pipeline's train step on every rank of this launch; rank 0 prepares, marks and writes."""
+    outputs = [run.head_dir, run.held_out_path]
+    leftovers = [run.dir / "checkpoints", run.dir / "metrics.jsonl"]
+
+    def prepare() -> bool:
+        run.save_recipe()
+        run.distill()
+        done = run.steps.is_done("train", run.train_inputs, outputs)
+        if not done:
+            run.features()
+        return done
+
+    main = accelerator.is_main_process
+    with run.steps.lock() if main else nullcontext():
+        if on_main(prepare):
+            return
+        if main:
+            run.steps.run("train", run.train_inputs, outputs, lambda: run.train_head(accelerator), leftovers)
+        else:
+            run.train_head(accelerator)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,9 +32,9 @@ class DocumentRows:
 def own_scores(q_AhD: Tensor, own_k: Sequence[Tensor], scale: float) -> Tensor:
     """Scores of each row against its own keys of steps 2 … i: float32 [A, h, i-1]."""
     repeat = q_AhD.shape[1] // own_k[0].shape[1]
-    return torch.stack(
-        [(wide(q_AhD) * wide(k.repeat_interleave(repeat, dim=1))).sum(-1) for k in own_k], dim=-1
-    ) * scale
+    return (
+        torch.stack([(wide(q_AhD) * wide(k.repeat_interleave(repeat, dim=1))).sum(-1) for k in own_k], dim=-1) * scale
+    )
 
 
 class TrainAttention:
@@ -137,9 +137,7 @@ class _FlashJoined(torch.autograd.Function):
             out_AhD, lse_Ah = own_rows.join(q_RhD[row_A], own_k_JAgD, own_v_JAgD, out_AhD, lse_Ah, scale)
             out_RhD = out_RhD.index_copy(0, row_A, out_AhD)
             lse_hR = lse_hR.index_copy(1, row_A, lse_Ah.t())
-        ctx.save_for_backward(
-            q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, own_k_JAgD, own_v_JAgD
-        )
+        ctx.save_for_backward(q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, own_k_JAgD, own_v_JAgD)
         ctx.longest, ctx.scale = longest, scale
         return out_AhD
 
@@ -149,7 +147,20 @@ class _FlashJoined(torch.autograd.Function):
         grad_AhD = grad_AhD.to(out_RhD.dtype).contiguous()
         grad_RhD = torch.zeros_like(out_RhD).index_copy(0, row_A, grad_AhD)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD, lse_hR, edges, edges, ctx.longest, ctx.longest, 0.0, True, seed, offset,
+            grad_RhD,
+            q_RhD,
+            k_RgD,
+            v_RgD,
+            out_RhD,
+            lse_hR,
+            edges,
+            edges,
+            ctx.longest,
+            ctx.longest,
+            0.0,
+            True,
+            seed,
+            offset,
             scale=ctx.scale,
         )
         d_own_k = d_own_v = None

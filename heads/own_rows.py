@@ -103,7 +103,13 @@ def join(
 
 
 def join_backward(
-    q_AhD: Tensor, own_k_JAgD: Tensor, own_v_JAgD: Tensor, joint_AhD: Tensor, joint_Ah: Tensor, grad_AhD: Tensor, scale: float
+    q_AhD: Tensor,
+    own_k_JAgD: Tensor,
+    own_v_JAgD: Tensor,
+    joint_AhD: Tensor,
+    joint_Ah: Tensor,
+    grad_AhD: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq of the own part, d own_k, d own_v)."""
     rows, heads, width = q_AhD.shape

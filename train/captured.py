@@ -5,7 +5,8 @@ A head's step launches some thousand small kernels; issued from Python one by on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class PackShape:
 
     @classmethod
     def covering(cls, batches: list[FeatureBatch], multiple: int = 128) -> PackShape:
-        """Smallest shape (in multiples) that holds every batch, with one padding row to spare."""
+        """Smallest shape (in multiples; documents to a power of two) that holds every batch and one padding row."""
 
         def up(value: int) -> int:
             return -(-value // multiple) * multiple
@@ -32,9 +33,16 @@ class PackShape:
         return cls(
             rows=up(max(sum(b.doc_lengths) for b in batches) + 1),
             anchors=up(max(len(b.anchors) for b in batches)),
-            documents=max(len(b.doc_lengths) for b in batches),
+            documents=1 << (max(len(b.doc_lengths) for b in batches) - 1).bit_length(),
             longest=up(max(b.longest for b in batches)),
         )
+
+    def holds(self, other: PackShape) -> bool:
+        """Anchors aside, which CapturedPacks keeps in steps of its own."""
+        return self.rows >= other.rows and self.documents >= other.documents and self.longest >= other.longest
+
+    def union(self, other: PackShape) -> PackShape:
+        return PackShape(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
 
 def tensors_of(batch: FeatureBatch) -> list[Tensor]:
@@ -60,40 +68,87 @@ class CapturedBackward:
 
     Args:
         module: maps a FeatureBatch to (loss_K, count_K, correct_K, total_K, prefix_K); its parameters need gradients.
-        example: any batch with features, on the GPU.
+        example: any batch with features, on the GPU, that fits `shape`.
         shape: what every later batch is padded to.
+        pool: memory pool of another capture that never runs at the same time, or None.
     """
 
-    def __init__(self, module: nn.Module, example: FeatureBatch, shape: PackShape, depth: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        example: FeatureBatch,
+        shape: PackShape,
+        depth: int,
+        pool: tuple[int, int] | None = None,
+    ):
         self.shape = shape
         self._batch = pinned_lengths(example, shape)
         self._scale_K = torch.zeros(depth, device=example.tokens_R.device)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # lazy handles and Triton compilation must not fall into the capture
-                self._run(module)
+            for _ in range(2):  # lazy handles and Triton compilation must not fall into the capture; the scale is zero
+                self._backward(self._forward(module))
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._sums = self._run(module)
-        for parameter in parameters:
-            parameter.grad.zero_()
+        self._forward_graph, self._backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._forward_graph, pool=pool):
+            sums = self._forward(module)
+        with torch.cuda.graph(self._backward_graph, pool=self._forward_graph.pool()):
+            self._backward(sums)
+        self._sums = tuple(part.detach() for part in sums)
 
-    def _run(self, module: nn.Module) -> tuple[Tensor, ...]:
-        sums = module(self._batch)
+    @property
+    def pool(self) -> tuple[int, int]:
+        return self._forward_graph.pool()
+
+    def _forward(self, module: nn.Module) -> tuple[Tensor, ...]:
+        sums: tuple[Tensor, ...] = module(self._batch)
+        return sums
+
+    def _backward(self, sums: tuple[Tensor, ...]) -> None:
         (sums[0] * self._scale_K).sum().backward()
-        return tuple(part.detach() for part in sums)
 
-    def backward(self, batch: FeatureBatch, scale_K: Tensor) -> tuple[Tensor, ...]:
-        """Replay on `batch` (padded here). The returned tensors are fresh copies."""
+    def backward(
+        self, batch: FeatureBatch, scale_K: Tensor, between: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, ...]:
+        """Replay on `batch` (padded here); `between` runs after the forward. The returned tensors are fresh copies."""
         for into, source in zip(tensors_of(self._batch), tensors_of(pinned_lengths(batch, self.shape)), strict=True):
             into.copy_(source, non_blocking=True)
         self._scale_K.copy_(scale_K, non_blocking=True)
-        self._graph.replay()
+        self._forward_graph.replay()
+        between()
+        self._backward_graph.replay()
         return tuple(part.clone() for part in self._sums)
 
 
+class CapturedPacks:
+    """Captures for packs of varying size: anchors in steps of a sixteenth of the rows, everything else at its largest.
+
+    A pack that fits no shape so far enlarges the shape: a capture costs a fraction of a second, and there are few.
+    Attributes:
+        captures: how many graphs were captured, those that a larger shape replaced included.
+    """
+
+    def __init__(self, module: nn.Module, depth: int):
+        self._module, self._depth = module, depth
+        self._graphs: dict[int, CapturedBackward] = {}
+        self._shape = PackShape(0, 0, 0, 0)
+        self.captures = 0
+
+    def backward(self, batch: FeatureBatch, scale_K: Tensor) -> tuple[Tensor, ...]:
+        """As CapturedBackward.backward."""
+        needed = PackShape.covering([batch])
+        if not self._shape.holds(needed):
+            self._graphs.clear()
+            self._shape = self._shape.union(needed)
+        step = max(128, -(-self._shape.rows // 16 // 128) * 128)
+        anchors = max(step, -(-needed.anchors // step) * step)
+        if anchors not in self._graphs:
+            shape = replace(self._shape, anchors=anchors)
+            pool = next(iter(self._graphs.values())).pool if self._graphs else None
+            self._graphs[anchors] = CapturedBackward(self._module, batch, shape, self._depth, pool)
+            self.captures += 1
+        return self._graphs[anchors].backward(batch, scale_K)

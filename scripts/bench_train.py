@@ -1,0 +1,389 @@
+"""How fast a head trains, and where the time goes.
+
+    python -m headstart.bench_train --preset llama-3.1-8b --cases fixed_all fixed_40 --out results.json
+
+Weights are random (shapes decide the speed); one record per case with tokens/s, supervised tokens/s, MFU against a
+matrix product measured in the same run, peak memory, captures, and the split of a step. Results at other sizes,
+supervised fractions and lengths: `--tokens`, `--supervised-fraction`, `--length`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
+
+from headstart.heads import HEADS
+from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher, build_head
+from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.files import write_json
+from headstart.heads.provenance import provenance
+from headstart.heads.target import Target, TargetConfig
+from headstart.train.captured import CapturedBackward, PackShape
+from headstart.train.config import TrainConfig
+from headstart.train.optim import build_optimizer
+from headstart.train.step import LossModule
+
+LLAMA_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+PRESETS: dict[str, tuple[PretrainedConfig, int]] = {
+    "llama-3.1-8b": (
+        LlamaConfig(
+            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rope_parameters=LLAMA_ROPE,
+        ),
+        32000,
+    ),
+    "qwen3-8b": (
+        Qwen3Config(
+            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+        ),
+        32000,
+    ),
+    "smollm2": (
+        LlamaConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
+        ),
+        16000,
+    ),
+    "tiny": (
+        LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16,
+        ),
+        128,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one step trains on.
+
+    Attributes:
+        lengths: documents of the pack. supervised: share of their tokens. online: the target's forward is timed too.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    supervised: float = 1.0
+    online: bool = False
+
+
+@dataclass
+class Record:
+    """One row of docs/results/train_speed.json."""
+
+    case: str
+    preset: str
+    tokens_per_s: float
+    supervised_tokens_per_s: float
+    mfu: float
+    peak_gib: float
+    compile_s: float
+    compiles: int
+    step_ms: float
+    split_ms: dict[str, float]
+    tokens: int
+    supervised_tokens: int
+    documents: int
+    steps: int
+    matmul_tflops: float
+    card: str = ""
+    command: str = ""
+    git_revision: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def real_lengths(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """A pack of document lengths drawn as chat data has them: log-normal around 250 tokens (σ 0.55), whole documents."""
+    generator = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while True:
+        length = int(np.clip(generator.lognormal(np.log(250), 0.55), 20, 2048))
+        if sum(lengths) + length > tokens:
+            return tuple(lengths)
+        lengths.append(length)
+
+
+def cases(names: list[str], tokens: int, length: int, supervised: float) -> list[Case]:
+    fixed = (length,) * (tokens // length)
+    known = {
+        "fixed_all": Case("fixed_all", fixed),
+        "fixed_40": Case("fixed_40", fixed, 0.4),
+        "online_all": Case("online_all", fixed, 1.0, True),
+        "real_lengths": Case("real_lengths", real_lengths(tokens)),
+        "long_32k": Case("long_32k", (32768,)),
+        "custom": Case("custom", fixed, supervised),
+    }
+    return [known[name] for name in names]
+
+
+def turns(length: int, supervised: float) -> Tensor:
+    """Chat-like mask: turns of at most 512 tokens, the last `supervised` part of each is the assistant's."""
+    turn_T = torch.full((length,), -1)
+    for number, start in enumerate(range(0, length, 512)):
+        stop = min(start + 512, length)
+        turn_T[stop - round((stop - start) * supervised) : stop] = 0 if supervised == 1 else number
+    return turn_T
+
+
+def make_batch(case: Case, head: Head, vocab: int, device: torch.device, dtype: torch.dtype) -> FeatureBatch:
+    documents = [(torch.randint(0, vocab, (n,)), turns(n, case.supervised)) for n in case.lengths]
+    batch = FeatureBatch.pack(documents, head.depth, sample_ids=tuple(map(str, range(len(documents))))).to(device)
+    rows, width, layers = batch.tokens_R.shape[0], head.dims.hidden_size, len(head.spec.layer_ids)
+    allowed = getattr(head, "draft_ids_U", None)
+    argmax_A = torch.randint(0, vocab, (len(batch.anchors),), device=device)
+    if allowed is not None:
+        argmax_A = allowed[argmax_A % allowed.shape[0]]
+    return replace(
+        batch,
+        hidden_RD=torch.randn(rows, width, device=device, dtype=dtype),
+        streams_RkD=torch.randn(rows, layers, width, device=device, dtype=dtype) if layers else None,
+        teacher_argmax_A=argmax_A,
+    )
+
+
+def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Target:
+    """The preset's full model with random weights, made on the device."""
+    family = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen3ForCausalLM
+    config._attn_implementation = "sdpa"
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = family(config)
+    finally:
+        torch.set_default_dtype(default)
+    return Target.from_model(model, config=TargetConfig(name="random"))
+
+
+def multiply_adds(head: Head, batch: FeatureBatch) -> float:
+    """Multiply-adds of one forward: matrices on the rows that need them, attention scores aside (they are < 3 %)."""
+    rows, counts = float(batch.tokens_R.shape[0]), batch.anchors.count_K
+    if not isinstance(head, Eagle3Head):
+        return sum(p.numel() for p in head.parameters()) * rows
+    attention, mlp = head.midlayer.self_attn, head.midlayer.mlp
+    shared = head.fc.weight.numel() * rows
+    key_value = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
+    per_row = attention.q_proj.weight.numel() + attention.o_proj.weight.numel() + head.lm_head.weight.numel()
+    per_row += sum(p.numel() for p in mlp.parameters())
+    return shared + key_value * (rows + sum(counts[1:])) + per_row * sum(counts)
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
+    """FLOP/s of a large matrix product on random data."""
+    size = size if device.type == "cuda" else 512
+    a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size, device=device, dtype=dtype)
+    timer = Timer(device)
+    for _ in range(3):
+        a @ b
+    times = []
+    for _ in range(10):
+        timer.start()
+        a @ b
+        timer.mark("matmul")
+        times.append(timer.read()["matmul"])
+    return 2 * size**3 / (statistics.median(times) / 1e3)
+
+
+class Timer:
+    """Marks on the device's clock (events) or the host's."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self._marks = [("", self._now())]
+
+    def mark(self, name: str) -> None:
+        self._marks.append((name, self._now()))
+
+    def read(self) -> dict[str, float]:
+        """Milliseconds between successive marks."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        found: dict[str, float] = {}
+        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
+            found[name] = before.elapsed_time(after) if self._cuda else (after - before) * 1e3
+        return found
+
+
+def bench_case(
+    case: Case,
+    preset: str,
+    head: Head,
+    target: Target | None,
+    teacher: Teacher,
+    steps: int,
+    matmul: float,
+    profile: bool = False,
+) -> Record:
+    device = teacher.weight_VD.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    batch = make_batch(case, head, head.dims.vocab_size, device, dtype)
+    module = LossModule(head, teacher, torch.bfloat16 if device.type == "cuda" else None)
+    optimizer = build_optimizer(head, TrainConfig(steps=1))
+    scale_K = head.depth_weights().to(device) / head.depth_counts(batch).clamp(min=1)
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    backward, captures = _backward_of(module, batch, head.depth)
+    compile_s = time.perf_counter() - started
+    timer = Timer(device)
+    splits: list[dict[str, float]] = []
+    for _ in range(steps + 3):
+        timer.start()
+        if case.online:
+            assert target is not None
+            batch = target.extract(batch, head.spec)
+            timer.mark("target")
+        backward(batch, scale_K, lambda: timer.mark("draft_forward"))
+        timer.mark("draft_backward")
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        timer.mark("optimiser")
+        splits.append(timer.read())
+    splits = splits[3:]
+    if profile and device.type == "cuda":
+        print_kernels(lambda: backward(batch, scale_K, lambda: None))
+    split = {name: statistics.median(s[name] for s in splits) for name in splits[0]}
+    step_ms = statistics.median(sum(s.values()) for s in splits)
+    tokens, supervised = sum(case.lengths), sum(int((turns(n, case.supervised) >= 0).sum()) for n in case.lengths)
+    flops = 6 * multiply_adds(head, batch)
+    if case.online and target is not None:
+        flops += 2 * sum(p.numel() for p in target.model.parameters()) * tokens
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    origin = provenance(device)
+    return Record(
+        case.name, preset, tokens / step_ms * 1e3, supervised / step_ms * 1e3, flops / (step_ms / 1e3) / matmul, peak,
+        compile_s, captures, step_ms, split, tokens, supervised, len(case.lengths), steps, matmul / 1e12,
+        origin["device"], "python -m headstart.bench_train " + " ".join(sys.argv[1:]), origin["git_revision"],
+        origin["versions"],
+    )  # fmt: skip
+
+
+def print_kernels(step: Callable[[], object], most: int = 30) -> None:
+    """Device time by kernel over one step: what a slow case spends its time on."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        step()
+        torch.cuda.synchronize()
+    rows = sorted(recorded.key_averages(), key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows)
+    print(f"kernels: {total / 1e3:.1f} ms in {sum(row.count for row in rows)} launches")
+    for row in rows[:most]:
+        print(f"  {row.self_device_time_total / 1e3:8.2f} ms  {row.count:5d} ×  {row.key[:110]}")
+
+
+def _backward_of(module: LossModule, batch: FeatureBatch, depth: int) -> tuple[Callable[..., object], int]:
+    """The captured step on CUDA, the eager one elsewhere; and how many graphs were captured."""
+    if batch.tokens_R.is_cuda:
+        captured = CapturedBackward(module, batch, PackShape.covering([batch]), depth)
+        return captured.backward, 1
+
+    def eager(batch: FeatureBatch, scale_K: Tensor, between: Callable[[], None]) -> None:
+        sums = module(batch)
+        between()
+        (sums[0] * scale_K).sum().backward()
+
+    return eager, 0
+
+
+def bench(
+    preset: str,
+    names: list[str],
+    tokens: int,
+    length: int,
+    supervised: float,
+    steps: int,
+    depth: int,
+    profile: bool = False,
+) -> list[Record]:
+    """Run the named cases; a case that fails is reported and does not stop the others."""
+    config, vocab = PRESETS[preset]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dims = HeadDims.from_hf_config(config)
+    matmul = measure_matmul(device, dtype)
+    torch.manual_seed(0)
+    wanted = cases(names, tokens, length, supervised)
+    target = random_target(config, device, dtype) if any(case.online for case in wanted) else None
+    if target is not None:
+        teacher, embed_VD = target.teacher, target.embed_VD
+    else:
+        teacher = Teacher(torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype) * 0.02)
+        embed_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype)
+    head_config: Any = HEADS["eagle3"].config(depth=depth, draft_vocab_size=vocab)  # type: ignore[call-arg]
+    records = []
+    for case in wanted:
+        head = build_head(head_config, dims).to(device).train()
+        head.init_from_target(embed_VD, teacher, torch.arange(vocab, device=device))
+        try:
+            record = bench_case(case, preset, head, target if case.online else None, teacher, steps, matmul, profile)
+        except torch.cuda.OutOfMemoryError as error:
+            print(f"{preset} {case.name}: out of memory: {error}", file=sys.stderr)
+            continue
+        finally:
+            del head
+        records.append(record)
+        print(
+            f"{preset:13s} {case.name:13s} {record.tokens_per_s:9.0f} tokens/s  {record.supervised_tokens_per_s:9.0f} "
+            f"supervised/s  MFU {record.mfu:.2f}  {record.peak_gib:5.1f} GiB  {record.step_ms:7.1f} ms  "
+            + "  ".join(f"{name} {ms:.1f}" for name, ms in record.split_ms.items()),
+            flush=True,
+        )
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="llama-3.1-8b")
+    parser.add_argument("--cases", nargs="+", default=["fixed_all", "fixed_40"])
+    parser.add_argument("--tokens", type=int, default=8192, help="rows of the pack")
+    parser.add_argument("--length", type=int, default=2048, help="rows per document of the fixed cases")
+    parser.add_argument("--supervised-fraction", type=float, default=1.0, help="for the case `custom`")
+    parser.add_argument("--depth", type=int, default=7, help="TTT steps")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="print device time by kernel")
+    parser.add_argument("--out", type=Path, help="append the records to this JSON list")
+    arguments = parser.parse_args()
+    records = bench(
+        arguments.preset, arguments.cases, arguments.tokens, arguments.length, arguments.supervised_fraction,
+        arguments.steps, arguments.depth, arguments.profile,
+    )  # fmt: skip
+    if arguments.out is not None:
+        earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
+        write_json(arguments.out, earlier + [asdict(record) for record in records])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Small checkpoints in every public layout, built from key names alone, and heads of ours to save.
+
+Sizes: D 32 (target), V 97, U 40, 4 query heads and 2 key/value heads of 8, MLP 64, target of 8 layers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.heads.base import Head, HeadConfig, HeadDims, Teacher, build_head
+
+D, V, U, I, A, G = 32, 97, 40, 64, 32, 16  # noqa: E741
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+DIMS = HeadDims(D, V, 8, 4, 2, 8, I, rms_norm_eps=1e-5, max_position_embeddings=512, rope_parameters=LLAMA3)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": D,
+    "intermediate_size": I,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "vocab_size": V,
+    "rope_theta": 500000.0,
+    "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+}
+Tensors = dict[str, Tensor]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(prefix: str, width: int, seed: int = 0) -> Tensors:
+    """One llama layer without input norm whose attention reads `width` channels."""
+    shapes = {
+        "self_attn.q_proj": (A, width),
+        "self_attn.k_proj": (G, width),
+        "self_attn.v_proj": (G, width),
+        "self_attn.o_proj": (D, A),
+        "mlp.gate_proj": (I, D),
+        "mlp.up_proj": (I, D),
+        "mlp.down_proj": (D, I),
+        "post_attention_layernorm": (D,),
+    }
+    return {f"{prefix}{name}.weight": random(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def draft_ids() -> Tensor:
+    return torch.randperm(V, generator=torch.Generator().manual_seed(7))[:U].sort().values
+
+
+def eagle3_tensors(prefix: str = "midlayer.", size: int = U) -> Tensors:
+    """EAGLE-3 as published: midlayer.*, fc, norm, lm_head, d2t offsets, t2d."""
+    tensors = layer(prefix, 2 * D, seed=20)
+    for i, name in enumerate(("input_layernorm", "hidden_norm")):
+        tensors[f"{prefix}{name}.weight"] = random(D, seed=30 + i)
+    tensors |= {"fc.weight": random(D, 3 * D, seed=32), "norm.weight": random(D, seed=33)}
+    tensors["lm_head.weight"] = random(size, D, seed=34)
+    if size < V:
+        ids = draft_ids()
+        tensors["d2t"] = ids - torch.arange(U)
+        tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+def eagle_tensors() -> Tensors:
+    """EAGLE-1 as published: fc, layers.0.* without input_layernorm."""
+    return {"fc.weight": random(D, 2 * D, seed=50), **layer("layers.0.", D, seed=51)}
+
+
+def medusa_tensors(heads: int = 3, layers: int = 1, own: bool = True) -> Tensors:
+    """Medusa v1 as published by FasterDecoding: {i}.{j}.linear.* and {i}.{N}.weight."""
+    tensors = {}
+    for i in range(heads):
+        for j in range(layers):
+            tensors[f"{i}.{j}.linear.weight"] = random(D, D, seed=60 + 10 * i + j)
+            tensors[f"{i}.{j}.linear.bias"] = random(D, seed=160 + 10 * i + j)
+        if own:
+            tensors[f"{i}.{layers}.weight"] = random(V, D, seed=260 + i)
+    return tensors
+
+
+def vllm_medusa(tensors: Tensors, layers: int = 1) -> Tensors:
+    """The same tensors under vLLM's names."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        head, block, *rest = name.split(".")
+        own = rest == ["weight"]
+        renamed[f"lm_heads.{head}.weight" if own else f"blocks.{head}.layers.{block}.{rest[-1]}"] = tensor
+    return renamed
+
+
+EAGLE3_CONFIG = {
+    **LLAMA,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": U,
+    "tie_word_embeddings": False,
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+}
+EAGLE_CONFIG = {**LLAMA, "architectures": ["EagleLlamaForCausalLM"]}
+MEDUSA_CONFIG = {
+    "architectures": ["MedusaModel"],
+    "model_type": "medusa",
+    "hidden_size": D,
+    "vocab_size": V,
+    "num_heads": 3,
+    "num_hidden_layers": 1,
+    "medusa_fc_bias": True,
+}
+
+
+def write(directory: Path, config: dict[str, Any], tensors: Tensors, weights: str = "model.safetensors") -> Path:
+    """A head directory; `.bin` and `.pt` are written as published ones are: a pickled state dict."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if weights.endswith(".safetensors"):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / weights)
+    else:
+        torch.save(tensors, directory / weights)
+    return directory
+
+
+def our_head(config: HeadConfig, dims: HeadDims = DIMS, bound: bool = True) -> Head:
+    """A head of ours with random weights (and a random draft vocabulary), bound to a random target."""
+    torch.manual_seed(3)
+    head = build_head(config, dims)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    if getattr(head, "draft_ids_U", None) is not None:
+        size = head.draft_ids_U.shape[0]
+        head.draft_ids_U.copy_(torch.randperm(dims.vocab_size)[:size].sort().values)
+    if bound:
+        head.bind(
+            torch.randn(dims.vocab_size, dims.hidden_size), Teacher(torch.randn(dims.vocab_size, dims.hidden_size))
+        )
+    return head.eval()
+
+
+def same_state(left: Head, right: Head) -> bool:
+    a, b = left.state_dict(), right.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

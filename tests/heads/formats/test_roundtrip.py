@@ -1,0 +1,241 @@
+"""Saving and loading our own directories: bit-equal, complete, sealed, compact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from format_layouts import DIMS, LLAMA3, U, our_head, same_state
+
+from headstart.heads.base import HeadConfig, HeadDims, build_head
+from headstart.heads.eagle import EagleConfig
+from headstart.heads.eagle3 import Eagle3Config
+from headstart.heads.errors import FormatError
+from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
+from headstart.heads.formats.portable import portable_config, portable_tensors
+from headstart.heads.formats.raw import read_header
+from headstart.heads.medusa import MedusaConfig
+
+CONFIGS = {
+    "medusa": MedusaConfig(depth=3, num_layers=2),
+    "medusa-shared": MedusaConfig(depth=2, lm_head="shared"),
+    "medusa-lowrank": MedusaConfig(depth=2, lm_head="lowrank", rank=4),
+    "eagle": EagleConfig(feature_noise=0.2),
+    "eagle-narrow": EagleConfig(intermediate_size=48),
+    "eagle3": Eagle3Config(draft_vocab_size=U, depth=3),
+    "eagle3-full-vocabulary": Eagle3Config(draft_vocab_size=0, intermediate_size=48),
+    "eagle3-own-width": Eagle3Config(draft_vocab_size=U, hidden_size=16, feature_layers=[1, 3, 6]),
+}
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+@each_config
+def test_save_then_load_is_bit_equal_and_remembers_everything(tmp_path: Path, config: HeadConfig) -> None:
+    head = our_head(config)
+    save_head(head, tmp_path / "head", {"target": {"name": "tiny"}, "recipe": {"seed": 1}, "git_revision": "abc"})
+    loaded = load_head(tmp_path / "head", DIMS)
+    assert same_state(head, loaded)
+    assert loaded.config == head.config and loaded.dims == head.dims and loaded.spec == head.spec
+    side = json.loads((tmp_path / "head/headstart.json").read_text())
+    assert side["target"] == {"name": "tiny"} and side["recipe"] == {"seed": 1}
+    assert side["provenance"] == {"git_revision": "abc"}
+    assert side["feature_layers"] == list(head.spec.layer_ids)
+
+
+@each_config
+def test_bfloat16_round_trip_equals_the_rounded_weights(tmp_path: Path, config: HeadConfig) -> None:
+    head = our_head(config)
+    save_head(head, tmp_path / "head", {}, torch.bfloat16)
+    rounded = our_head(config)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    loaded = load_head(tmp_path / "head")
+    assert same_state(rounded, loaded)
+    assert all(p.dtype == torch.float32 for p in loaded.parameters())
+    assert json.loads((tmp_path / "head/config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("medusa-shared", "medusa-lowrank")])
+def test_the_portable_directory_loads_without_its_sidecar(tmp_path: Path, name: str) -> None:
+    head = our_head(CONFIGS[name])
+    save_head(head, tmp_path / "head", {})
+    (tmp_path / "head/headstart.json").unlink()
+    loaded = load_head(tmp_path / "head", DIMS)
+    assert same_state(head, loaded) and loaded.spec == head.spec
+    assert loaded.dims.rope_parameters == DIMS.rope_parameters
+
+
+def test_eagle3_config_says_everything_to_every_engine() -> None:
+    config = portable_config(our_head(CONFIGS["eagle3"]))
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
+    assert config["draft_vocab_size"] == U and config["vocab_size"] == 97 and config["target_hidden_size"] == 32
+    assert config["norm_before_residual"] is False and config["attention_bias"] is False
+    assert config["tie_word_embeddings"] is False and config["num_hidden_layers"] == 1
+    # vLLM counts hidden_states, SGLang adds one
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    assert config["rope_parameters"] == LLAMA3
+    assert config["rope_theta"] == 500000.0
+    assert config["rope_scaling"] == {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+
+
+def test_the_full_draft_vocabulary_is_still_stated_and_d2t_left_out() -> None:
+    head = our_head(CONFIGS["eagle3-full-vocabulary"])
+    assert portable_config(head)["draft_vocab_size"] == 97
+    assert not {"d2t", "t2d", "draft_ids_U"} & set(portable_tensors(head))
+
+
+def test_d2t_holds_offsets_and_t2d_marks_the_same_ids() -> None:
+    head = our_head(CONFIGS["eagle3"])
+    tensors = portable_tensors(head)
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert torch.equal(tensors["d2t"] + torch.arange(U), head.draft_ids_U)
+    assert torch.equal(torch.nonzero(tensors["t2d"]).squeeze(1), head.draft_ids_U)
+
+
+def test_medusa_config_names_no_other_heads_or_layers() -> None:
+    config = portable_config(our_head(CONFIGS["medusa"]))
+    counted = [key for key in config if "num" in key]
+    assert sorted(counted) == ["num_heads", "num_hidden_layers"]
+    assert (config["num_heads"], config["num_hidden_layers"], config["medusa_fc_bias"]) == (3, 2, True)
+
+
+def test_default_rope_has_no_scaling_for_older_engines() -> None:
+    dims = HeadDims(32, 97, 8, 4, 2, 8, 64, rope_parameters={"rope_type": "default", "rope_theta": 100000.0})
+    config = portable_config(our_head(CONFIGS["eagle"], dims))
+    assert config["rope_theta"] == 100000.0 and config["rope_scaling"] is None
+
+
+def test_partial_rope_is_written_where_older_engines_look() -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    config = portable_config(our_head(CONFIGS["eagle"], HeadDims(32, 97, 8, 4, 2, 8, 64, rope_parameters=rope)))
+    assert config["partial_rotary_factor"] == 0.5 and config["rope_parameters"]["partial_rotary_factor"] == 0.5
+
+
+def bytes_of(head_config: HeadConfig, dims: HeadDims) -> int:
+    with torch.device("meta"):
+        head = build_head(head_config, dims)
+    total = 0
+    for name, tensor in head.state_dict().items():
+        total += tensor.numel() * (2 if name != "draft_ids_U" else 8)
+    return total + dims.vocab_size  # t2d
+
+
+def test_export_sizes() -> None:
+    llama = HeadDims(4096, 128256, 32, 32, 8, 128, 14336)
+    smollm = HeadDims(576, 49152, 30, 9, 3, 64, 1536)
+    assert bytes_of(Eagle3Config(), llama) <= 860e6
+    assert bytes_of(Eagle3Config(draft_vocab_size=16000), smollm) <= 60e6
+
+
+def test_a_saved_directory_refuses_to_mix_with_other_weights(tmp_path: Path) -> None:
+    (tmp_path / "medusa_lm_head.safetensors").write_bytes(b"old")
+    with pytest.raises(FormatError, match=r"medusa_lm_head\.safetensors.*empty directory"):
+        save_head(our_head(CONFIGS["eagle"]), tmp_path, {})
+
+
+def test_saving_over_an_older_head_replaces_it(tmp_path: Path) -> None:
+    save_head(our_head(CONFIGS["eagle"]), tmp_path, {})
+    head = our_head(CONFIGS["eagle"])
+    with torch.no_grad():
+        head.fc.weight.zero_()
+    save_head(head, tmp_path, {})
+    assert same_state(load_head(tmp_path), head)
+
+
+def test_a_diverged_head_is_not_saved(tmp_path: Path) -> None:
+    head = our_head(CONFIGS["eagle"])
+    with torch.no_grad():
+        head.fc.weight[0, 0] = float("nan")
+    with pytest.raises(FormatError, match="fc.weight holds NaN"):
+        save_head(head, tmp_path, {})
+
+
+def test_an_uninitialised_draft_vocabulary_is_not_saved(tmp_path: Path) -> None:
+    head = our_head(CONFIGS["eagle3"])
+    head.draft_ids_U.zero_()
+    with pytest.raises(FormatError, match="draft_ids_U"):
+        save_head(head, tmp_path, {})
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "headstart.json"])
+def test_a_changed_file_is_recognised(tmp_path: Path, file: str) -> None:
+    save_head(our_head(CONFIGS["eagle3"]), tmp_path, {})
+    content = bytearray((tmp_path / file).read_bytes())
+    place = content.rfind(b"8") if file != "model.safetensors" else len(content) - 5
+    content[place] ^= 1
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(FormatError, match="changed"):
+        load_head(tmp_path)
+
+
+def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
+    save_head(our_head(CONFIGS["eagle3"]), tmp_path, {})
+    with pytest.raises(FormatError, match="num_layers is 8 and the target has 12"):
+        load_head(tmp_path, HeadDims(32, 97, 12, 4, 2, 8, 64, rope_parameters=LLAMA3))
+
+
+def test_a_newer_schema_asks_for_an_update(tmp_path: Path) -> None:
+    save_head(our_head(CONFIGS["eagle"]), tmp_path, {})
+    side = json.loads((tmp_path / "headstart.json").read_text())
+    (tmp_path / "headstart.json").write_text(json.dumps({**side, "schema": 2}))
+    with pytest.raises(FormatError, match="update Headstart"):
+        load_head(tmp_path)
+
+
+EXPORTS = [
+    ("medusa", "portable"),
+    ("medusa", "tgi"),
+    ("medusa-shared", "portable"),
+    ("medusa-shared", "tgi"),
+    ("medusa-shared", "tensorrt_llm"),
+    ("medusa-lowrank", "vllm"),
+    ("medusa-lowrank", "tgi"),
+    ("eagle", "portable"),
+    ("eagle", "sglang"),
+    ("eagle3", "portable"),
+    ("eagle3", "sglang"),
+    ("eagle3-full-vocabulary", "portable"),
+    ("eagle3-own-width", "tensorrt_llm"),
+]
+
+
+@pytest.mark.parametrize(("name", "engine"), EXPORTS)
+def test_every_export_loads_in_its_engine_and_comes_back(tmp_path: Path, name: str, engine: str) -> None:
+    head = our_head(CONFIGS[name])
+    reports = export_head(head, tmp_path / "export", ExportConfig([engine], "float32"), {"target": {"name": "t"}})
+    served = "vllm" if engine == "portable" else engine
+    assert reports[engine].loads(served), reports[engine].render()
+    back = load_head(tmp_path / "export", DIMS)
+    if head.family == "medusa":
+        back.bind(head.teacher.weight_VD, head.teacher)
+        hidden = torch.randn(5, 32)
+        torch.testing.assert_close(back.draft_logits(hidden), head.draft_logits(hidden))
+    else:
+        assert same_state(back, head)
+
+
+def test_an_export_can_serve_several_engines(tmp_path: Path) -> None:
+    export_head(our_head(CONFIGS["eagle"]), tmp_path / "e", ExportConfig(["portable", "sglang"]), {})
+    assert check_directory(tmp_path / "e", DIMS).loads("vllm")
+    assert check_directory(tmp_path / "e/sglang", DIMS).loads("sglang")
+
+
+def test_compact_medusa_is_refused_by_engines_rather_than_drafting_at_random(tmp_path: Path) -> None:
+    save_head(our_head(CONFIGS["medusa-shared"]), tmp_path, {})
+    report = check_directory(tmp_path, DIMS)
+    assert report.loads("headstart") and not report.wrong
+    assert "lm_head" not in "".join(read_header(tmp_path / "model.safetensors"))
+
+
+def test_a_shared_lm_head_needs_its_target_to_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="bind it"):
+        export_head(our_head(CONFIGS["medusa-shared"], bound=False), tmp_path, ExportConfig(), {})
+
+
+def test_export_names_engines_that_do_not_serve_the_family(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="SGLang does not serve medusa"):
+        export_head(our_head(CONFIGS["medusa"]), tmp_path, ExportConfig(["sglang"]), {})

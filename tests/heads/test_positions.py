@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from headstart.heads.base import FeatureBatch
-from headstart.heads.positions import find_anchors, supervised_depths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.documents import is_supervised
 from reference.tiny import turns_of
+
+from headstart.heads.base import FeatureBatch
+from headstart.heads.positions import find_anchors, supervised_depths
 
 
 def pack(patterns: list[str], depth: int, pad_to: int = 0) -> FeatureBatch:
@@ -65,7 +66,7 @@ def test_single_row_documents_and_padding():
 documents_strategy = st.lists(st.text("..AAABB", min_size=1, max_size=14), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(documents_strategy, st.integers(1, 6), st.integers(0, 4))
 def test_depths_are_the_definition(patterns: list[str], depth: int, padding: int):
     total = sum(map(len, patterns)) + padding
@@ -73,7 +74,7 @@ def test_depths_are_the_definition(patterns: list[str], depth: int, padding: int
     assert depths(batch, depth) == expected_depths(patterns, depth, padding)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(documents_strategy, st.integers(1, 6))
 def test_anchors_are_the_supervised_rows_deepest_first(patterns: list[str], depth: int):
     batch = pack(patterns, depth)
@@ -88,7 +89,7 @@ def test_anchors_are_the_supervised_rows_deepest_first(patterns: list[str], dept
         assert all(expected[row] >= d for row in rows[: anchors.count_K[d - 1]])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(documents_strategy, st.integers(1, 6))
 def test_teacher_of_depth_d_sits_at_row_t_plus_d(patterns: list[str], depth: int):
     """`teacher_AK` points at the anchor whose own depth-1 teacher (its row + 1) is row t + d."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from headstart.heads.base import HeadDims
-from headstart.heads.layers import Rope, rotate
 from reference.llama import Shape
 from reference.llama import rotate as naive_rotate
 from reference.tiny import assert_near
 from transformers import LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+
+from headstart.heads.base import HeadDims
+from headstart.heads.layers import Rope, rotate
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 500000.0},
@@ -72,7 +73,12 @@ def test_rotation_is_the_formula(kind: str):
 def test_partial_rotation_leaves_the_other_channels_alone():
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     config = PhiConfig(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, vocab_size=97, rope_parameters=rope
+        hidden_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        vocab_size=97,
+        rope_parameters=rope,
     )
     dims = HeadDims.from_hf_config(config)
     position = torch.tensor([[0, 1, 9, 40]])

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
+from reference.tiny import turns_of
+
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import ConfigError
 from headstart.heads.target import Target, length_groups
-from reference.tiny import turns_of
 
 VOCAB = 97
 COMMON = {
@@ -176,7 +177,12 @@ def test_target_is_frozen():
 def test_dims_are_read_from_the_model():
     dims = Target.from_model(model_for("qwen3")).dims
     assert (dims.hidden_size, dims.vocab_size, dims.num_layers, dims.num_heads, dims.num_kv_heads, dims.head_dim) == (
-        32, 97, 6, 4, 2, 16,
+        32,
+        97,
+        6,
+        4,
+        2,
+        16,
     )
     gemma3 = Target.from_model(model_for("gemma3")).dims
     assert gemma3.rope_parameters["rope_theta"] == 1_000_000.0 and gemma3.hidden_act == "gelu_pytorch_tanh"

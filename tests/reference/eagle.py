@@ -21,7 +21,9 @@ def row_keys(weights: Weights, ends: Ends, shape: Shape, token: int, f_D: Tensor
     return project(weights, ATTENTION, layer_input(weights, ends, token, f_D), position, shape)
 
 
-def row_output(weights: Weights, ends: Ends, shape: Shape, token: int, f_D: Tensor, row: Row, seen: list[Row]) -> Tensor:
+def row_output(
+    weights: Weights, ends: Ends, shape: Shape, token: int, f_D: Tensor, row: Row, seen: list[Row]
+) -> Tensor:
     """g [D] of a row that sees `seen` (itself included): the prediction of the next post-norm feature."""
     x_D = layer_input(weights, ends, token, f_D)
     x_D = x_D + attend(weights, ATTENTION, row, seen, shape)
@@ -29,11 +31,17 @@ def row_output(weights: Weights, ends: Ends, shape: Shape, token: int, f_D: Tens
     return x_D + mlp(weights, "layers.0.mlp.", normed_D, shape)
 
 
-def predicted_feature(weights: Weights, ends: Ends, shape: Shape, document: Document, t: int) -> Tensor:
-    """g_t: from rows 0 … t, row s made of x_{s+1} and f_s at rope position s."""
-    rows = [
-        row_keys(weights, ends, shape, document.tokens[s + 1], document.hidden_TD[s], s) for s in range(t + 1)
-    ]
+def all_rows(weights: Weights, ends: Ends, shape: Shape, document: Document) -> list[Row]:
+    """Row s, of x_{s+1} and f_s at rope position s, wherever there is a next token."""
+    count = len(document.tokens) - 1
+    return [row_keys(weights, ends, shape, document.tokens[s + 1], document.hidden_TD[s], s) for s in range(count)]
+
+
+def predicted_feature(
+    weights: Weights, ends: Ends, shape: Shape, document: Document, t: int, rows: list[Row] | None = None
+) -> Tensor:
+    """g_t, from rows 0 … t."""
+    rows = (rows or all_rows(weights, ends, shape, document))[: t + 1]
     return row_output(weights, ends, shape, document.tokens[t + 1], document.hidden_TD[t], rows[t], rows)
 
 
@@ -55,9 +63,10 @@ def eagle_loss(
 ) -> Sums:
     """1.0 · SmoothL1(g_t, f_{t+1}) + 0.1 · softCE(lm_head(g_t), p at t + 1), on positions supervised at depth 1."""
     features: dict[tuple[int, int], Tensor] = {}
+    rows = {id(document): all_rows(weights, ends, shape, document) for document in documents}
 
     def draft(document: Document, t: int) -> list[Tensor]:
-        g_D = predicted_feature(weights, ends, shape, document, t)
+        g_D = predicted_feature(weights, ends, shape, document, t, rows[id(document)])
         features[id(document), t] = g_D
         return [ends.logits(g_D)]
 

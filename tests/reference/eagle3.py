@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.documents import Document, Ends, Sums, greedy_choice, soft_cross_entropy, sum_over_positions
-from reference.documents import supervised_depth
+from reference.documents import (
+    Document,
+    Ends,
+    Sums,
+    greedy_choice,
+    soft_cross_entropy,
+    sum_over_positions,
+    supervised_depth,
+)
 from reference.llama import Row, Shape, Weights, attend, mlp, project, rms_norm
 
 ATTENTION = "midlayer.self_attn."
@@ -42,13 +49,26 @@ def vocabulary_logits(weights: Weights, ends: Ends, g_H: Tensor, shape: Shape) -
     return weights["lm_head.weight"] @ rms_norm(g_H, weights["norm.weight"], shape.eps)
 
 
+def first_step_rows(weights: Weights, ends: Ends, shape: Shape, document: Document) -> tuple[list[Tensor], list[Row]]:
+    """Step 1 of every row that has a next token: g = fc(streams at s), and what it shows to rows ≥ s."""
+    count = len(document.tokens) - 1
+    g1 = [fuse(weights, document.streams_TkD[s]) for s in range(count)]
+    return g1, [row_keys(weights, ends, shape, document.tokens[s + 1], g1[s], s) for s in range(count)]
+
+
 def ttt_logits(
-    weights: Weights, ends: Ends, shape: Shape, document: Document, p: int, steps: int
+    weights: Weights,
+    ends: Ends,
+    shape: Shape,
+    document: Document,
+    p: int,
+    steps: int,
+    step_1: tuple[list[Tensor], list[Row]] | None = None,
 ) -> list[Tensor]:
     """Logits [U] of steps 1 … `steps` of row p, fed with the document's own tokens."""
     x = document.tokens
-    g1 = [fuse(weights, document.streams_TkD[s]) for s in range(p + 1)]
-    first_step = [row_keys(weights, ends, shape, x[s + 1], g1[s], s) for s in range(p + 1)]
+    g1, rows = step_1 or first_step_rows(weights, ends, shape, document)
+    first_step = rows[: p + 1]
     g_H = row_output(weights, shape, g1[p], first_step[p], first_step)
     out = [vocabulary_logits(weights, ends, g_H, shape)]
     own_rows: list[Row] = []
@@ -74,8 +94,11 @@ def eagle3_loss(
     """
     ids = list(range(ends.lm_head_VD.shape[0])) if draft_ids is None else draft_ids
 
+    step_1 = {id(document): first_step_rows(weights, ends, shape, document) for document in documents}
+
     def draft(document: Document, t: int) -> list[Tensor]:
-        return ttt_logits(weights, ends, shape, document, t, supervised_depth(document, t, depth))
+        steps = supervised_depth(document, t, depth)
+        return ttt_logits(weights, ends, shape, document, t, steps, step_1[id(document)])
 
     def loss(document: Document, t: int, d: int, logits: Tensor) -> Tensor | None:
         if greedy_choice(ends, document, t, d) not in ids:

@@ -56,15 +56,11 @@ def _llama3_frequency(w: float, rope: dict[str, Any]) -> float:
 
 def rotate(x_d: Tensor, position: int, shape: Shape) -> Tensor:
     """Rotary embedding of one head's vector: pair (i, i + rotated/2) turns by position · w_i; the rest passes."""
-    angles = inverse_frequencies(shape)
+    angles = position * torch.tensor(inverse_frequencies(shape), dtype=torch.float64)
+    cos, sin = angles.cos().to(x_d.dtype), angles.sin().to(x_d.dtype)
     half = len(angles)
-    out = list(x_d)
-    for i, w in enumerate(angles):
-        cos, sin = math.cos(position * w), math.sin(position * w)
-        first, second = x_d[i], x_d[i + half]
-        out[i] = first * cos - second * sin
-        out[i + half] = second * cos + first * sin
-    return torch.stack(out)
+    first, second, rest = x_d[:half], x_d[half : 2 * half], x_d[2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest])
 
 
 @dataclass

@@ -12,7 +12,7 @@ from reference.llama import Weights
 def head_logits(weights: Weights, ends: Ends, f_D: Tensor, d: int, num_layers: int, lm_head: str) -> Tensor:
     """Logits [V] of head d (1-based) on one post-norm feature.
 
-    lm_head: "own" (a matrix per head), "shared" (the target's output head).
+    lm_head: "own" (a matrix per head), "shared" (the target's output head), "lowrank" (the target's plus up · down).
     """
     h_D = f_D
     for j in range(num_layers):
@@ -20,6 +20,8 @@ def head_logits(weights: Weights, ends: Ends, f_D: Tensor, d: int, num_layers: i
         h_D = h_D + torch.nn.functional.silu(weight @ h_D + bias)
     if lm_head == "own":
         return weights[f"lm_heads.{d - 1}.weight"] @ h_D
+    if lm_head == "lowrank":
+        return ends.logits(h_D) + weights[f"up.{d - 1}.weight"] @ (weights[f"down.{d - 1}.weight"] @ h_D)
     return ends.logits(h_D)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from reference import eagle3, medusa
 from reference.decode import accepted_from_hits, plain_greedy, speculative_greedy
 from reference.documents import Document, Ends
@@ -97,7 +98,7 @@ def test_training_time_test_logits_are_the_serving_chain_on_ground_truth():
 
 
 def check_teacher_forced_count(target: RandomTarget, propose, hits_of, depth: int) -> None:
-    prompt, new = [7, 2, 8], 24
+    prompt, new = [7, 2, 8], 14
     out = speculative_greedy(target.logits, propose, prompt, new + depth + 1, set())
     plain = plain_greedy(target.logits, prompt, new + depth + 1, set())
     assert out.tokens == plain
@@ -118,9 +119,7 @@ def test_teacher_forced_pass_counts_what_medusa_decoding_accepts():
 
     def drafts(consumed: list[int]) -> list[int]:
         f_D = target.features(consumed)[0][-1]
-        return [
-            int(medusa.head_logits(weights, target.ends, f_D, d, 1, "own").argmax()) for d in range(1, depth + 1)
-        ]
+        return [int(medusa.head_logits(weights, target.ends, f_D, d, 1, "own").argmax()) for d in range(1, depth + 1)]
 
     check_teacher_forced_count(
         target,

@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+
 from reference.verify import Distribution, Node, next_tokens, point_mass_outcomes, sampled_chain_outcomes
 
 VOCAB, LENGTH = 4, 3

@@ -1,0 +1,155 @@
+"""EAGLE-1 against the per-position loop, and its serving step against the same loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference.cache import chain_by_steps, rows_by_steps
+from reference.documents import Document, Ends
+from reference.eagle import chain_logits, eagle_loss, predicted_feature
+from reference.llama import Shape
+from reference.tiny import (
+    assert_near,
+    check_against,
+    double_document,
+    double_ends,
+    double_weights,
+    feature_batch,
+    random_document,
+    random_ends,
+    randomise,
+    teacher_of,
+)
+
+from headstart.heads import EagleConfig
+from headstart.heads.base import HeadDims, build_head
+from headstart.heads.eagle import EagleHead
+from headstart.heads.errors import ConfigError
+
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
+DIMS = HeadDims(32, 97, 8, 4, 2, 8, 48, rms_norm_eps=1e-5, rope_parameters=ROPE)
+WIDE = HeadDims(32, 97, 8, 4, 1, 16, 40, hidden_act="gelu_pytorch_tanh", rope_parameters=ROPE)
+PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
+
+
+def shape_of(dims: HeadDims) -> Shape:
+    return Shape(
+        dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.rms_norm_eps, dims.hidden_act, dims.rope_parameters
+    )
+
+
+def documents(seed: int = 0) -> list[Document]:
+    return [random_document(pattern, 97, 32, 3, seed + i) for i, pattern in enumerate(PATTERNS)]
+
+
+def tiny_eagle(
+    dims: HeadDims = DIMS, dtype: torch.dtype = torch.float32, ends: Ends | None = None, **fields: object
+) -> tuple[EagleHead, Ends]:
+    ends = ends or random_ends(97, 32, 50)
+    ends = double_ends(ends) if dtype == torch.float64 else ends
+    head = build_head(EagleConfig(**{"feature_noise": 0.0, **fields}), dims)
+    head.init_from_target(ends.embed_VD, teacher_of(ends))
+    randomise(head, 1)
+    return head.to(dtype), ends
+
+
+@pytest.mark.parametrize("dims", [DIMS, WIDE], ids=["llama", "wide heads, gelu"])
+@pytest.mark.parametrize("weights_of_terms", [(1.0, 0.1), (1.0, 0.0), (0.0, 1.0)])
+def test_loss_and_gradients(dims: HeadDims, weights_of_terms: tuple[float, float]):
+    hidden_weight, logit_weight = weights_of_terms
+    head, ends = tiny_eagle(dims, torch.float64, hidden_loss_weight=hidden_weight, logit_loss_weight=logit_weight)
+    inputs = [double_document(d) for d in documents()]
+    weights = double_weights(head)
+    expected = eagle_loss(weights, ends, inputs, shape_of(dims), hidden_weight, logit_weight)
+    assert expected.count == expected.total == [15] and 0 < expected.correct[0] < 15
+    check_against(head, feature_batch(inputs, ends, 1, pad_to=50), teacher_of(ends), expected, weights)
+
+
+def test_defaults_are_one_and_a_tenth():
+    config = EagleConfig()
+    assert (config.hidden_loss_weight, config.logit_loss_weight, config.feature_noise) == (1.0, 0.1, 0.1)
+
+
+def test_float32_agrees_with_float64():
+    head, ends = tiny_eagle()
+    weights = double_weights(head)
+    expected = eagle_loss(weights, double_ends(ends), [double_document(d) for d in documents()], shape_of(DIMS))
+    check_against(head, feature_batch(documents(), ends, 1, pad_to=50), teacher_of(ends), expected, weights)
+
+
+def test_output_head_with_bias_softcap_and_scale():
+    """The frozen output head is the target's whole one, not its matrix alone."""
+    ends = random_ends(97, 32, 50, softcap=3.0, scale=0.7)
+    ends.bias_V = torch.randn(97, generator=torch.Generator().manual_seed(3))
+    head, ends = tiny_eagle(dtype=torch.float64, ends=ends)
+    inputs = [double_document(d) for d in documents()]
+    weights = double_weights(head)
+    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS))
+    check_against(head, feature_batch(inputs, ends, 1, pad_to=50), teacher_of(ends), expected, weights)
+
+
+def test_serving_rows_are_the_training_forward():
+    """Rows fed through `step` into a cache give g_t and its logits, however they are cut into calls."""
+    head, ends = tiny_eagle(dtype=torch.float64)
+    document = double_document(random_document("." * 9, 97, 32, 3, 4))
+    weights, shape = double_weights(head), shape_of(DIMS)
+    for cuts in ([8], [1] * 8, [3, 1, 4]):
+        g_NH, logits_NU = rows_by_steps(head, document, cuts)
+        for t in range(8):
+            expected = predicted_feature(weights, ends, shape, document, t)
+            assert_near(g_NH[t], expected, f"g of row {t}, calls of {cuts}")
+            assert_near(logits_NU[t], ends.logits(expected), f"logits of row {t}")
+
+
+def test_serving_chain_recycles_its_own_prediction():
+    head, ends = tiny_eagle(dtype=torch.float64)
+    document = double_document(random_document("." * 9, 97, 32, 3, 4))
+    fed = [5, 71, 2, 40]
+    expected = chain_logits(
+        double_weights(head), ends, shape_of(DIMS), document.tokens[:6], document.hidden_TD[:6], fed
+    )
+    assert_near(chain_by_steps(head, document, 6, fed), torch.stack(expected), "chain")
+
+
+def test_noise_is_uniform_scaled_by_document_length_and_only_in_training():
+    head, ends = tiny_eagle(feature_noise=0.1)
+    lengths = [40, 8]
+    inputs = [random_document("." * (n // 2) + "A" * (n // 2), 97, 32, 3, n) for n in lengths]
+    batch = feature_batch(inputs, ends, 1, pad_to=60)
+    head.eval()
+    assert torch.equal(head.noisy(batch), batch.hidden_RD)
+    head.train()
+    torch.manual_seed(0)
+    noise = head.noisy(batch) - batch.hidden_RD
+    start = 0
+    for length in lengths:
+        limit = 0.1 * 512 / length
+        part = noise[start : start + length]
+        assert part.abs().max() <= limit * (1 + 1e-5)
+        # uniform on (-a, a): standard deviation a / √3, mean 0
+        assert part.std().item() == pytest.approx(limit / 3**0.5, rel=0.08)
+        assert abs(part.mean().item()) < 0.15 * limit
+        start += length
+    targets = batch.hidden_RD.clone()
+    head.loss(batch, teacher_of(ends))
+    assert torch.equal(batch.hidden_RD, targets), "noise must not reach the regression target"
+
+
+def test_no_input_norm_no_bias_no_final_norm():
+    names = set(tiny_eagle()[0].state_dict())
+    assert names == {
+        "fc.weight",
+        "layers.0.self_attn.q_proj.weight",
+        "layers.0.self_attn.k_proj.weight",
+        "layers.0.self_attn.v_proj.weight",
+        "layers.0.self_attn.o_proj.weight",
+        "layers.0.mlp.gate_proj.weight",
+        "layers.0.mlp.up_proj.weight",
+        "layers.0.mlp.down_proj.weight",
+        "layers.0.post_attention_layernorm.weight",
+    }
+
+
+def test_more_than_one_depth_is_refused():
+    with pytest.raises(ConfigError, match="head.depth"):
+        build_head(EagleConfig(depth=3), DIMS)

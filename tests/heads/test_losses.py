@@ -1,0 +1,136 @@
+"""The fused output losses against the readable ones, and those against the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference.documents import soft_cross_entropy
+from torch import Tensor
+
+from headstart.heads.losses import eager, fused
+
+ROWS, HIDDEN, TOKENS, TEACHERS = 13, 16, 61, 7
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    noise = torch.Generator().manual_seed(0)
+    return {
+        "hidden": torch.randn(ROWS, HIDDEN, generator=noise).to(dtype).requires_grad_(True),
+        "weight": torch.randn(TOKENS, HIDDEN, generator=noise).to(dtype).requires_grad_(True),
+        "teacher": (3 * torch.randn(TEACHERS, TOKENS, generator=noise)).to(dtype),
+        "row": torch.randint(0, TEACHERS, (ROWS,), generator=noise),
+        "label": torch.randint(0, TOKENS, (ROWS,), generator=noise),
+        "row_weight": torch.rand(ROWS, generator=noise) * (torch.arange(ROWS) % 3 > 0),
+    }
+
+
+def run(module, kind: str, x: dict[str, Tensor], factor: float = 1.7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, argmax, gradient of hidden, gradient of weight) with an outer factor on the loss."""
+    if kind == "soft":
+        loss, argmax = module.soft_ce(x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"])
+    else:
+        loss, argmax = module.hard_ce(x["hidden"], x["weight"], x["label"], x["row_weight"])
+    return loss, argmax, *torch.autograd.grad(loss * factor, [x["hidden"], x["weight"]])
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_eager_is_the_formula(kind: str):
+    x = inputs()
+    loss, argmax, _, _ = run(eager, kind, x)
+    expected, best = 0.0, []
+    for a in range(ROWS):
+        logits = x["weight"] @ x["hidden"][a]
+        if kind == "soft":
+            p = torch.softmax(x["teacher"][x["row"][a]], dim=0)
+        else:
+            p = torch.nn.functional.one_hot(x["label"][a], TOKENS).double()
+        expected += float((x["row_weight"][a] * soft_cross_entropy(p, logits)).detach())
+        best.append(int(logits.argmax()))
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert argmax.tolist() == best
+
+
+# float64 differs by the order of sums; float32 by a few roundings of values near 30; bfloat16 logits carry 8 bits
+@pytest.mark.parametrize(
+    ("dtype", "relative"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
+@pytest.mark.parametrize("chunk_rows", [1, 5, 100])
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_fused_is_eager(
+    kind: str, chunk_rows: int, dtype: torch.dtype, relative: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fused, "CHUNK_ELEMENTS", chunk_rows * TOKENS)
+    names = ("loss", "argmax", "gradient of hidden", "gradient of weight")
+    for name, expected, found in zip(
+        names, run(eager, kind, inputs(dtype)), run(fused, kind, inputs(dtype)), strict=True
+    ):
+        assert found.dtype == expected.dtype and found.shape == expected.shape, name
+        error = (found.double() - expected.double()).abs().max()
+        assert error <= relative * expected.double().abs().max(), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+def test_rows_of_weight_zero_leave_no_trace(kind: str):
+    x = inputs()
+    keep = x["row_weight"] > 0
+    part = {**x, **{k: x[k][keep].detach() for k in ("hidden", "row", "label", "row_weight")}}
+    part["hidden"].requires_grad_(True)
+    loss, _, hidden, weight = run(fused, kind, x)
+    loss_part, _, hidden_part, weight_part = run(fused, kind, part)
+    torch.testing.assert_close(loss, loss_part, rtol=1e-12, atol=0)
+    torch.testing.assert_close(hidden[keep], hidden_part)
+    assert not hidden[~keep].any()
+    torch.testing.assert_close(weight, weight_part, rtol=1e-12, atol=1e-14)
+
+
+def test_frozen_output_matrix_needs_no_gradient():
+    x = inputs()
+    frozen = x["weight"].detach()
+    loss, _ = fused.soft_ce(x["hidden"], frozen, x["teacher"], x["row"], x["row_weight"])
+    (hidden,) = torch.autograd.grad(loss * 1.7, [x["hidden"]])
+    torch.testing.assert_close(hidden, run(eager, "soft", inputs())[2], rtol=1e-6, atol=1e-12)
+
+
+def test_no_rows():
+    x = inputs()
+    empty = x["row"][:0]
+    for module in (eager, fused):
+        loss, argmax = module.soft_ce(x["hidden"][:0], x["weight"], x["teacher"], empty, x["row_weight"][:0])
+        assert loss.item() == 0 and argmax.shape == (0,)
+    assert eager.entropy(x["teacher"][:0]).shape == (0,)
+
+
+def test_entropy():
+    teacher = inputs()["teacher"]
+    p = teacher.softmax(-1)
+    torch.testing.assert_close(eager.entropy(teacher, chunk=2), -(p * p.log()).sum(-1), rtol=1e-12, atol=0)
+
+
+def test_soft_loss_of_the_teacher_itself_has_zero_gradient():
+    x = inputs()
+    identity = torch.eye(TOKENS, dtype=torch.float64, requires_grad=True)
+    hidden = x["teacher"].clone().requires_grad_(True)
+    loss, _ = fused.soft_ce(hidden, identity, x["teacher"], torch.arange(TEACHERS), torch.ones(TEACHERS))
+    (gradient,) = torch.autograd.grad(loss, [hidden])
+    assert gradient.abs().max() < 1e-14
+    torch.testing.assert_close(loss, eager.entropy(x["teacher"]).sum(), rtol=1e-12, atol=0)
+
+
+def test_autocast_runs_in_its_dtype_and_returns_gradients_in_the_parameters():
+    x = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, _, hidden, weight = run(fused, "soft", x)
+    expected, _, hidden32, weight32 = run(eager, "soft", inputs(torch.float32))
+    assert hidden.dtype == weight.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
+    for found, wanted in ((hidden, hidden32), (weight, weight32)):
+        assert (found - wanted).abs().max() <= 5e-2 * wanted.abs().max()
+
+
+def test_huge_logits_stay_finite():
+    x = inputs(torch.float32)
+    with torch.no_grad():
+        x["weight"].mul_(1e3)
+    for kind in ("soft", "hard"):
+        loss, _, hidden, weight = run(fused, kind, x)
+        assert loss.isfinite() and hidden.isfinite().all() and weight.isfinite().all()

@@ -39,7 +39,7 @@ class _LinearLoss(torch.autograd.Function):
         total = hidden_AH.new_zeros((), dtype=torch.promote_types(hidden_AH.dtype, torch.float32))
         argmax_A = torch.empty(rows, dtype=torch.int64, device=hidden_AH.device)
         grad_hidden = torch.empty_like(hidden_AH) if wants_hidden else None
-        grad_weight: Tensor | None = None
+        grad_weight = torch.zeros_like(weight_UH) if wants_weight and rows == 0 else None
         for start in range(0, rows, chunk):
             part = slice(start, min(start + chunk, rows))
             logits_CU = F.linear(hidden_AH[part], weight_UH)

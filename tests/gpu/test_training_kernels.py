@@ -20,6 +20,7 @@ pytestmark = [
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.detach(), expected.detach()
     return float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12))
 
 

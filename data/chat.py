@@ -1,9 +1,9 @@
 """Chat template → text → tokens, and where each assistant turn begins and ends, exact to the token.
 
 How a turn is found. For the assistant message i, `render(messages[: i + 1])` is the text and its answer starts where
-`render(messages[:i], add_generation_prompt=True)` ends (or where the template's `{% generation %}` tag begins): the very
-prompt a serving engine would answer. In tokens, the answer starts after the ids of that prompt, and it ends with the
-first stop token, which is supervised; what the template writes after it (ChatML's newline) is not.
+`render(messages[:i], add_generation_prompt=True)` ends (or where the template's `{% generation %}` tag begins): the
+very prompt a serving engine would answer. In tokens, the answer starts after the ids of that prompt, and it ends with
+the first stop token, which is supervised; what the template writes after it (ChatML's newline) is not.
 
 Several turns share one sample when each turn's text is the beginning of the next one's. Templates that rewrite history
 (Qwen3 drops `<think>` blocks of earlier turns) break that: such a turn becomes a sample of its own, so that every
@@ -25,7 +25,15 @@ PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
 
 
 class RefusedError(TemplateError):
-    """The template does not take this conversation; others may be fine."""
+    """The template does not take this conversation; others may be fine. `reason` is the message without its details."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason + detail)
+        self.reason = reason
+
+
+class UnmaskableError(RefusedError):
+    """Rendered, but which tokens are the assistant's cannot be told; when the probe fails so, no conversation can."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +85,8 @@ class ChatFormat:
         self.template = chat_template(tokenizer)
         if not getattr(tokenizer, "is_fast", False):
             raise TemplateError(
-                f"tokenizer {type(tokenizer).__name__}: found a slow tokenizer, expected a fast one (it knows the characters of "
-                "each token): load it with a tokenizer.json"
+                f"tokenizer {type(tokenizer).__name__}: found a slow tokenizer, expected a fast one (it knows the "
+                "characters of each token): load it with a tokenizer.json"
             )
         self.tagged = GENERATION_TAG.search(self.template) is not None
         self._probed = False
@@ -91,7 +99,9 @@ class ChatFormat:
         """Token ids of the prompt that a serving engine would answer (generation prompt included)."""
         return self._ids(self.render(messages, add_generation_prompt=True))
 
-    def encode(self, messages: Sequence[dict[str, Any]], finish_reason: str = "stop", turns: str = "all") -> list[Encoded]:
+    def encode(
+        self, messages: Sequence[dict[str, Any]], finish_reason: str = "stop", turns: str = "all"
+    ) -> list[Encoded]:
         """Samples of one conversation, most often one; in the order of their last turn.
 
         Args:
@@ -121,12 +131,12 @@ class ChatFormat:
         content = messages[index]["content"].strip()
         if not self.tagged:
             if not text.startswith(prompt):
-                raise TemplateError(
-                    f"chat template: the prompt before assistant message {index} is not the beginning of the text with the answer, "
-                    f"so its tokens cannot be told apart: the prompt ends {prompt[-60:]!r}, the text there is "
-                    f"{text[max(len(prompt) - 60, 0) : len(prompt) + 20]!r}. Set data.template_kwargs (such as "
-                    "{enable_thinking: false}), give target.chat_template=FILE.jinja with {% generation %} tags, or train on "
-                    "distilled answers (they carry token ids)"
+                raise UnmaskableError(
+                    "chat template: the prompt before an answer is not the beginning of the text with the answer",
+                    f" (message {index}), so its tokens cannot be told apart: the prompt ends {prompt[-60:]!r}, the "
+                    f"text there is {text[max(len(prompt) - 60, 0) : len(prompt) + 20]!r}. Set data.template_kwargs "
+                    "(such as {enable_thinking: false}), give target.chat_template=FILE.jinja with {% generation %} tags, "
+                    "or train on distilled answers (they carry token ids)",
                 )
             return _Turn(text, ((len(prompt), len(text)),), content)
         base = self.render(messages[:index])
@@ -167,10 +177,10 @@ class ChatFormat:
         """Index after the last token of an answer that no stop token ends (templates of base models)."""
         place = text.find(content, start, end)
         if place < 0:
-            raise TemplateError(
-                "chat template: the assistant's turn has no stop token "
-                f"(known: {sorted(self.stop_token_ids)}) and its text is not found in the rendering, so its end is unknown: "
-                "give target.chat_template=FILE.jinja with {% generation %} tags"
+            raise UnmaskableError(
+                "chat template: an answer has no stop token and its text is not found in the rendering",
+                f" (stop tokens: {sorted(self.stop_token_ids)}), so its end is unknown: give "
+                " target.chat_template=FILE.jinja with {% generation %} tags",
             )
         origin, token = cut.origins[number]
         kept = self._ids(text[origin : place + len(content)])
@@ -196,7 +206,9 @@ class ChatFormat:
             spans += [(a + begin, b + begin) for a, b in where]
             starts.append(len(pieces))
         if self._decode(pieces) != self._decode(ids):
-            raise RefusedError("a token reaches over the start of an answer and the tokenizer cannot encode the sides apart")
+            raise RefusedError(
+                "a token reaches over the start of an answer and the tokenizer cannot encode the sides apart"
+            )
         return _Cut(pieces, spans, starts[:-1], list(zip(cuts, starts[:-1], strict=True)))
 
     def _ids(self, text: str) -> list[int]:
@@ -216,7 +228,7 @@ class ChatFormat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered, tags = render_jinja_template(
+            result: Any = render_jinja_template(
                 conversations=[list(messages)],
                 chat_template=self.template,
                 return_assistant_tokens_mask=self.tagged,
@@ -225,7 +237,8 @@ class ChatFormat:
             )
         except (JinjaError, TypeError, KeyError, AttributeError) as error:
             raise RefusedError(f"the chat template refuses it: {error}") from error
-        return rendered[0], [tuple(span) for span in tags[0]] if self.tagged else []
+        rendered, tags = result
+        return rendered[0], [(start, end) for start, end in tags[0]] if self.tagged else []
 
     def _probe(self) -> None:
         """Fail at the first conversation when the template can mask none (TemplateError), not once per record."""
@@ -234,6 +247,9 @@ class ChatFormat:
         self._probed = True
         try:
             turn = self._turn(PROBE, 1)
+            self._encode_group([turn], "stop")
+        except UnmaskableError as error:
+            raise TemplateError(str(error)) from error
         except RefusedError:
             return  # it may want a system message or tools: the data will tell
         if not turn.spans:

@@ -31,7 +31,9 @@ class SourceConfig:
         """Raise ConfigError when the source cannot be read; `where` is the recipe key."""
         if (self.path is None) == (self.dataset is None):
             found = "both" if self.path else "neither"
-            raise ConfigError(f"{where}: found {found} of path and dataset, expected exactly one: set {where}.path=FILE.jsonl")
+            raise ConfigError(
+                f"{where}: found {found} of path and dataset, expected exactly one: set {where}.path=FILE.jsonl"
+            )
         if self.format not in FORMATS:
             raise ConfigError(f"{where}.format: found {self.format!r}, expected one of {', '.join(FORMATS)}")
         if self.limit is not None and self.limit < 1:
@@ -74,8 +76,8 @@ class DistillConfig:
             raise ConfigError(f"{where}.top_k: found {self.top_k}, expected 0 (all) or more")
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ConfigError(
-                f"{where}.samples_per_prompt: found {self.samples_per_prompt} with temperature 0, which repeats one answer: "
-                f"set {where}.temperature above 0"
+                f"{where}.samples_per_prompt: found {self.samples_per_prompt} with temperature 0, which repeats one "
+                f"answer: set {where}.temperature above 0"
             )
 
 
@@ -127,7 +129,9 @@ class DataConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{where}.{name}: found {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+                raise ConfigError(
+                    f"{where}.{name}: found {getattr(self, name)!r}, expected one of {', '.join(allowed)}"
+                )
         for name, least in (("max_length", 3), ("min_supervised", 1), ("pack_tokens", 1), ("shard_tokens", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{where}.{name}: found {getattr(self, name)}, expected a number ≥ {least}")

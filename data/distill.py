@@ -62,7 +62,8 @@ def distill(
     `finish_reason` is "stop". Prompts that cannot be answered are reported through `progress` and listed with their
     reason in `OUT.skipped.json`; the rest goes on.
 
-    Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered; StorageError on a full disk.
+    Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered;
+        StorageError on a full disk.
     """
     config.validate()
     out = Path(out)
@@ -112,7 +113,9 @@ def _plan(
             skipped[prompt.id] = str(error)
             continue
         if len(ids) > room:
-            skipped[prompt.id] = f"{len(ids)} prompt tokens, at most {room} fit (data.distill.max_prompt_tokens, max_new_tokens)"
+            skipped[prompt.id] = (
+                f"{len(ids)} prompt tokens, at most {room} fit (data.distill.max_prompt_tokens, max_new_tokens)"
+            )
             continue
         if not ids:
             skipped[prompt.id] = "the prompt has no tokens"
@@ -160,7 +163,10 @@ def answer_batch(target: Target, chat: ChatFormat, batch: list[_Job], config: Di
 
 @torch.inference_mode()
 def generate(
-    target: Target, prompts: Sequence[Sequence[int]], config: DistillConfig, generators: Sequence[torch.Generator | None]
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    config: DistillConfig,
+    generators: Sequence[torch.Generator | None],
 ) -> list[list[int]]:
     """Decode a left-padded batch with a key/value cache; each answer ends with its stop token or at max_new_tokens.
 
@@ -215,14 +221,18 @@ def choose(logits_BV: Tensor, config: DistillConfig, generators: Sequence[torch.
         before_BV = prob_BV.cumsum(-1) - prob_BV
         prob_BV = torch.where(before_BV < config.top_p, prob_BV, 0.0)
     total_BV = prob_BV.double().cumsum(-1)
-    uniform_B = torch.tensor([torch.rand((), generator=g, dtype=torch.float64) for g in generators], device=total_BV.device)
+    uniform_B = torch.tensor(
+        [torch.rand((), generator=g, dtype=torch.float64) for g in generators], device=total_BV.device
+    )
     # the first rank whose cumulative mass exceeds u · total; clamped to the last rank with mass
     rank_B = (total_BV <= (uniform_B * total_BV[:, -1])[:, None]).sum(-1)
     rank_B = torch.minimum(rank_B, (prob_BV > 0).sum(-1) - 1)
     return index_BV.gather(1, rank_B[:, None]).squeeze(1).tolist()
 
 
-def _sampling(target: Target, config: DistillConfig, seed: int, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+def _sampling(
+    target: Target, config: DistillConfig, seed: int, template_kwargs: dict[str, Any] | None
+) -> dict[str, Any]:
     """What decides the answers; stored in every record and compared when a run resumes."""
     fingerprint = target.fingerprint()
     template = json.dumps([fingerprint["template_hash"], template_kwargs or {}], sort_keys=True)
@@ -243,7 +253,11 @@ def _record(job: _Job, settings: dict[str, Any]) -> dict[str, Any]:
     messages = job.prompt.messages(job.answers[:-1])
     messages.append({"role": "assistant", "content": job.answers[-1]})
     turns = [
-        {"prompt_token_ids": list(t.prompt_ids), "response_token_ids": list(t.response_ids), "finish_reason": t.finish_reason}
+        {
+            "prompt_token_ids": list(t.prompt_ids),
+            "response_token_ids": list(t.response_ids),
+            "finish_reason": t.finish_reason,
+        }
         for t in job.turns
     ]
     record: dict[str, Any] = {"id": job.id, "messages": messages, **turns[-1]}
@@ -279,7 +293,10 @@ def resume(out: Path, prompts: Sequence[Prompt], settings: dict[str, Any], progr
         made = record.get("sampling") or {}
         for key in sorted({*settings, *made} - {"target"}):  # the weights' hash says more than their name
             if made.get(key) != settings.get(key):
-                raise DataError(f"{out}:{number}: sampling.{key}: found {made.get(key)!r}, this run has {settings.get(key)!r}: {remedy}")
+                raise DataError(
+                    f"{out}:{number}: sampling.{key}: found {made.get(key)!r}, this run has "
+                    f"{settings.get(key)!r}: {remedy}"
+                )
         asked = [m["content"] for m in record["messages"] if m["role"] == "user"]
         wanted = turns.get(record["id"].rsplit("/sample", 1)[0], turns.get(record["id"]))
         if wanted is not None and wanted[: len(asked)] != asked:

@@ -158,7 +158,9 @@ def build_store(
     manifest = _continue(directory, plan)
     total = sum(shard.rows for shard in manifest.shards)
     todo = sum(shard.rows for shard in manifest.shards if not shard.complete)
-    require_disk(directory, store_bytes(todo, target.dims.hidden_size, len(spec.layer_ids), stored), "the feature store")
+    require_disk(
+        directory, store_bytes(todo, target.dims.hidden_size, len(spec.layer_ids), stored), "the feature store"
+    )
     manifest.write(directory)
     done = total - todo
     progress(done, total, f"{done} rows found in {directory}" if done else "")
@@ -193,7 +195,9 @@ def _continue(directory: Path, plan: Manifest) -> Manifest:
     remedy = "remove the directory, or build elsewhere with run_dir=…"
     for name in ("layer_ids", "dtype", "norms"):
         if getattr(found, name) != getattr(plan, name):
-            raise TargetError(f"{directory}: {name}: found {getattr(found, name)}, expected {getattr(plan, name)}: {remedy}")
+            raise TargetError(
+                f"{directory}: {name}: found {getattr(found, name)}, expected {getattr(plan, name)}: {remedy}"
+            )
     check_samples(found.samples, plan.samples, directory)
     layout = [(s.file, s.first, s.last) for s in found.shards]
     if layout != [(s.file, s.first, s.last) for s in plan.shards]:
@@ -210,8 +214,9 @@ def check_fingerprint(found: dict[str, Any], expected: dict[str, Any], where: Pa
     for name in FINGERPRINT:
         if found.get(name) != expected.get(name):
             raise TargetError(
-                f"{where}: target {name}: found {found.get(name)!r}, expected {expected.get(name)!r}: these hidden states are of another "
-                "target; use the target they were made with, or remove the directory to build it again"
+                f"{where}: target {name}: found {found.get(name)!r}, expected {expected.get(name)!r}: these "
+                "hidden states are of another target; use the target they were made with, or remove the directory to "
+                "build it again"
             )
 
 
@@ -260,8 +265,8 @@ def _to_store(batch: FeatureBatch, dtype: torch.dtype) -> FeatureBatch:
         if values is not None and not bool(torch.isfinite(values).all()):
             row = int(torch.nonzero(~torch.isfinite(values).flatten(1).all(1))[0])
             raise DataError(
-                f"sample {batch.sample_ids[int(batch.doc_R[row])]}: {name} is not finite in {str(dtype).removeprefix('torch.')}: "
-                "use data.features_dtype=bfloat16 or float32"
+                f"sample {batch.sample_ids[int(batch.doc_R[row])]}: {name} is not finite in "
+                f"{str(dtype).removeprefix('torch.')}: use data.features_dtype=bfloat16 or float32"
             )
     return batch
 
@@ -348,12 +353,14 @@ class StoredFeatures:
         for shard in self.manifest.shards:
             path = self.directory / shard.file
             if not shard.complete or not path.is_file():
-                raise StorageError(f"{path}: the feature store is incomplete: run the same command again, it continues the build")
+                raise StorageError(
+                    f"{path}: the feature store is incomplete: run the same command again, it continues the build"
+                )
             size = path.stat().st_size
             if size != shard.bytes or (verify and sha256_file(path) != shard.sha256):
                 raise StorageError(
-                    f"{path}: found {size} bytes, expected {shard.bytes} with sha256 {shard.sha256}: the shard is damaged; "
-                    "remove it and run the same command again"
+                    f"{path}: found {size} bytes, expected {shard.bytes} with sha256 {shard.sha256}: the shard is "
+                    "damaged; remove it and run the same command again"
                 )
 
     def _read(self, document: int) -> dict[str, Tensor]:

@@ -49,7 +49,9 @@ def render_sample(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
     for stop in range(1, len(sample) + 1):
         if stop == len(sample) or sample.turn_ids[stop] != sample.turn_ids[start]:
             ids = sample.token_ids[start:stop].tolist()
-            pieces.append((tokenizer.decode(ids, clean_up_tokenization_spaces=False), bool(sample.turn_ids[start] >= 0)))
+            pieces.append(
+                (tokenizer.decode(ids, clean_up_tokenization_spaces=False), bool(sample.turn_ids[start] >= 0))
+            )
             start = stop
     return pieces
 

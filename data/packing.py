@@ -32,7 +32,9 @@ def plan_packs(
         raise ConfigError(f"data.pack_tokens: found budget {budget}, window {window}, expected numbers ≥ 1")
     for index, length in enumerate(lengths):
         if length < 1:
-            raise ConfigError(f"document {index}: found length {length}, expected ≥ 1: drop empty samples before packing")
+            raise ConfigError(
+                f"document {index}: found length {length}, expected ≥ 1: drop empty samples before packing"
+            )
         if length > budget and too_long == "refuse":
             raise ConfigError(
                 f"document {index}: found {length} tokens, expected at most data.pack_tokens={budget}: "

@@ -1,4 +1,4 @@
-"""Conversations → samples: the drop and truncate policy, reported; and the same in one call for a recipe's `data` node."""
+"""Conversations → samples: the drop and truncate policy, reported; and all of a recipe's `data` node in one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headstart.data.chat import ChatFormat, Encoded, RefusedError
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.samples import Sample, require_supervised, split_held_out
 from headstart.data.sources import Conversation, TokenTurn, load_conversations
-from headstart.heads.errors import DataError, TemplateError
+from headstart.heads.errors import DataError
 
 
 @dataclass
@@ -91,7 +91,7 @@ def tokenize(
                 chat = chat or ChatFormat(tokenizer, stop_token_ids, dict(config.template_kwargs))
                 encoded = chat.encode(conversation.messages, conversation.finish_reason, config.turns)
         except RefusedError as error:
-            report.drop(str(error), conversation.id)
+            report.drop(error.reason, conversation.id)
             continue
         report.split += len(encoded) > 1
         for number, item in enumerate(encoded):
@@ -171,18 +171,14 @@ def prepare(
     stop_token_ids: Sequence[int],
     distilled: Sequence[SourceConfig] = (),
     seed: int = 0,
-    depth: int = 1,
 ) -> PreparedData:
     """Everything between the recipe's `data` node and the packs.
 
     Args:
         distilled: files that distillation wrote for this run; read after `config.sources`.
-        depth: the head's K needs answers of at least 2 tokens to train depth 1; only depth 1 is required.
     Raises: DataError when nothing would train; TemplateError and ConfigError as `tokenize` and the sources do.
     """
-    samples, report = tokenize(
-        load_conversations([*config.sources, *distilled]), tokenizer, config, stop_token_ids
-    )
+    samples, report = tokenize(load_conversations([*config.sources, *distilled]), tokenizer, config, stop_token_ids)
     if not samples:
         raise DataError("data: no conversation can be trained on\n" + "\n".join(report.lines()))
     require_supervised(samples)

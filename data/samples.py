@@ -76,8 +76,8 @@ def require_supervised(samples: Sequence[Sample], depth: int = 1) -> None:
         return
     supervised = sum(sample.supervised for sample in samples)
     raise DataError(
-        f"data: {len(samples)} samples hold {supervised} supervised tokens and no answer of {depth + 1} tokens or more, so "
-        "nothing would train. Give conversations with assistant answers (data.sources), distil the prompts first "
+        f"data: {len(samples)} samples hold {supervised} supervised tokens and no answer of {depth + 1} tokens or "
+        "more, so nothing would train. Give conversations with assistant answers (data.sources), distil the prompts first "
         "(data.distill.prompts), or raise data.max_length; `headstart inspect` shows what is supervised"
     )
 
@@ -88,7 +88,7 @@ def _longest_turn(sample: Sample) -> int:
 
 
 def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) -> tuple[list[Sample], list[Sample]]:
-    """`(train, held_out)`: whole conversations, chosen by a hash of (seed, conversation), so that adding data moves none.
+    """`(train, held_out)`: whole conversations, chosen by a hash of (seed, conversation), so that more data moves none.
 
     Raises: ConfigError when a positive fraction leaves the training side empty.
     """
@@ -99,5 +99,7 @@ def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) ->
         share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
         (held if share < fraction else train).append(sample)
     if samples and not train:
-        raise ConfigError(f"data.held_out_fraction: {fraction} of {len(samples)} samples leaves none to train on: lower it")
+        raise ConfigError(
+            f"data.held_out_fraction: {fraction} of {len(samples)} samples leaves none to train on: lower it"
+        )
     return train, held

@@ -18,11 +18,18 @@ from headstart.heads.errors import DataError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "model": "assistant", "bot": "assistant", "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool",
+    "model": "assistant", "bot": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
+    "tool": "tool",
 }  # fmt: skip
 #: finish reasons of serving engines, by whether the answer has its end-of-turn token
 FINISH = {"stop": "stop", "eos": "stop", "tool_calls": "stop", "length": "length", "content_filter": "length"}
-LAYOUTS = {"messages": "messages", "sharegpt": "conversations", "turns": "turns", "prompt_response": "response", "prompt": "prompt"}
+LAYOUTS = {
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "turns": "turns",
+    "prompt_response": "response",
+    "prompt": "prompt",
+}
 Where = str
 
 
@@ -137,7 +144,9 @@ def workload_path(name: str) -> Path:
 def parse_record(record: Any, where: Where, fallback_id: str, layout: str = "auto") -> Conversation:
     """One record of any layout. Raises DataError naming `where`, the field, what was found and what is expected."""
     if not isinstance(record, dict):
-        raise DataError(f"{where}: found {_kind(record)}, expected a JSON object with one of {', '.join(LAYOUTS.values())}")
+        raise DataError(
+            f"{where}: found {_kind(record)}, expected a JSON object with one of {', '.join(LAYOUTS.values())}"
+        )
     if layout == "auto":
         layout = next((name for name, key in LAYOUTS.items() if record.get(key) is not None), "")
         if layout == "prompt" and record.get("completion") is not None:
@@ -151,7 +160,9 @@ def parse_record(record: Any, where: Where, fallback_id: str, layout: str = "aut
     finish = record.get("finish_reason")
     if finish is not None and finish not in FINISH:
         raise DataError(f"{where}: finish_reason: found {finish!r}, expected one of {', '.join(FINISH)}")
-    identity = next((record[k] for k in ("id", "question_id", "conversation_id") if record.get(k) is not None), fallback_id)
+    identity = next(
+        (record[k] for k in ("id", "question_id", "conversation_id") if record.get(k) is not None), fallback_id
+    )
     task = record.get("task") if record.get("task") is not None else record.get("category")
     turns = _token_turns(record, where)
     taken = {*used, "id", "conversation_id", "task", "finish_reason", "response_token_ids", "earlier_turns"}
@@ -171,7 +182,9 @@ def parse_record(record: Any, where: Where, fallback_id: str, layout: str = "aut
 def _messages(record: dict[str, Any], layout: str, where: Where) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Chat-template messages and the fields they were read from."""
     system = record.get("system")
-    head = [{"role": "system", "content": _text(system, f"{where}: system")}] if isinstance(system, str) and system else []
+    head = (
+        [{"role": "system", "content": _text(system, f"{where}: system")}] if isinstance(system, str) and system else []
+    )
     if layout == "messages":
         items = _list(record, "messages", where)
         return [_message(m, f"{where}: messages[{i}]") for i, m in enumerate(items)], ("messages",)
@@ -231,7 +244,9 @@ def _token_turns(record: dict[str, Any], where: Where) -> tuple[TokenTurn, ...]:
     for index, turn in enumerate([*earlier, record]):
         here = f"{where}: earlier_turns[{index}]" if index < len(earlier) else where
         if not isinstance(turn, dict):
-            raise DataError(f"{here}: found {_kind(turn)}, expected an object with prompt_token_ids and response_token_ids")
+            raise DataError(
+                f"{here}: found {_kind(turn)}, expected an object with prompt_token_ids and response_token_ids"
+            )
         finish = turn.get("finish_reason", "stop") or "stop"
         if finish not in FINISH:
             raise DataError(f"{here}: finish_reason: found {finish!r}, expected one of {', '.join(FINISH)}")
@@ -259,7 +274,9 @@ def _text(value: Any, where: Where) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{where}: found half of a surrogate pair, expected valid Unicode text: repair or remove it") from None
+        raise DataError(
+            f"{where}: found half of a surrogate pair, expected valid Unicode text: repair or remove it"
+        ) from None
     return value
 
 
@@ -289,7 +306,10 @@ def _records(source: SourceConfig) -> Iterator[tuple[Where, str, Any]]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    """`(line number from 1, value)` of a JSONL or .jsonl.gz file; blank lines are skipped. Raises DataError "FILE:LINE: …"."""
+    """`(line number from 1, value)` of a JSONL or .jsonl.gz file; blank lines are skipped.
+
+    Raises: DataError "FILE:LINE: …".
+    """
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
@@ -305,14 +325,18 @@ def _decode(raw: bytes, where: Where) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}): save the file as UTF-8") from error
+        raise DataError(
+            f"{where}: not UTF-8 text ({error.reason} at byte {error.start}): save the file as UTF-8"
+        ) from error
 
 
 def _parse_line(line: str, where: Where) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}), expected one object per line") from error
+        raise DataError(
+            f"{where}: not valid JSON ({error.msg} at column {error.colno}), expected one object per line"
+        ) from error
     except RecursionError:
         raise DataError(f"{where}: JSON nested too deeply, expected one flat record per line") from None
 
@@ -322,9 +346,13 @@ def _json_list(path: Path) -> list[Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); one record per line belongs in .jsonl") from error
+        raise DataError(
+            f"{path}:{error.lineno}: not valid JSON ({error.msg}); one record per line belongs in .jsonl"
+        ) from error
     if not isinstance(value, list):
-        raise DataError(f"{path}: found {_kind(value)}, expected a JSON list of records (one object per line belongs in .jsonl)")
+        raise DataError(
+            f"{path}: found {_kind(value)}, expected a JSON list of records (one object per line belongs in .jsonl)"
+        )
     return value
 
 

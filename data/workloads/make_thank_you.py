@@ -1,7 +1,7 @@
 """python data/workloads/make_thank_you.py [OUT_DIR]
 
 Writes the prompts of the `thank_you` workload and lets the default target answer them greedily (float32, on a CPU).
-One narrow task, a shop's thank-you notes, so that a few hundred conversations are enough for a draft head to learn from.
+One narrow task, a shop's thank-you notes, so that a few hundred conversations are enough to learn from.
 Held-out prompts are about products that training never names.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
     for name, products in (("heldout", HELD_OUT), ("train", TRAIN)):
         out = distill(
             target, prompts(products), config, folder / f"thank_you_{name}.jsonl",
-            progress=lambda done, total, message: print(f"{name}: {done}/{total} {message}", file=sys.stderr),
+            progress=lambda done, total, message: print(f"{done}/{total} {message}", file=sys.stderr),
         )  # fmt: skip
         print(out)
 

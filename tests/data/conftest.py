@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from headstart.data.samples import Sample
 from headstart.heads.target import Target, TargetConfig
 
@@ -28,7 +29,16 @@ def word_tokenizer(template: str | None = None, eos: str | None = None, pad: str
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    pieces = ["<unk>", "\n", "\n\n", "\n\n\n", *" .,:!?#'-\"()", *WORDS, *(" " + w for w in WORDS), *map(str, range(10))]
+    pieces = [
+        "<unk>",
+        "\n",
+        "\n\n",
+        "\n\n\n",
+        *" .,:!?#'-\"()",
+        *WORDS,
+        *(" " + w for w in WORDS),
+        *map(str, range(10)),
+    ]
     core = Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
     core.decoder = decoders.Fuse()
@@ -47,14 +57,14 @@ TEMPLATES = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
     "llama3": (
-        "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
-        "+ message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+        "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>"
+        "\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
     # keeps the reasoning of answers after the last question, drops it from earlier ones
     "qwen3": (
-        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-        "{% endif %}{% endfor %}{% for m in messages %}{% if m.role != 'assistant' %}"
+        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% if m.role != 'assistant' %}"
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% else %}"
         "{% set content = m.content %}{% set reason = m.reasoning_content or '' %}"
         "{% if '</think>' in content %}{% set reason = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
@@ -63,12 +73,13 @@ TEMPLATES = {
         "{{ '<|im_start|>assistant\n<think>\n' + reason.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}"
         "{% else %}{{ '<|im_start|>assistant\n' + content }}{% endif %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-        "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+        "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+        "{% endif %}"
     ),
     "gemma": (
-        "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        "{% for message in messages %}{% set role = 'model' if message.role == 'assistant' else message.role %}"
-        "{{ '<start_of_turn>' + role + '\n' + message.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}{% for message in messages %}"
+        "{% set role = 'model' if message.role == 'assistant' else message.role %}{{ '<start_of_turn>' + role + '\n' + message.content | trim + '<end_of_turn>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
     ),
     "mistral": (
@@ -149,13 +160,17 @@ def tiny_model(vocab: int, seed: int = 0, context: int = 128):
 @pytest.fixture
 def target(tokenizer):
     """A random target with the ChatML tokenizer."""
-    return Target.from_model(tiny_model(len(tokenizer)), tokenizer, TargetConfig(name="tiny", device="cpu", dtype="float32"))
+    return Target.from_model(
+        tiny_model(len(tokenizer)), tokenizer, TargetConfig(name="tiny", device="cpu", dtype="float32")
+    )
 
 
 @pytest.fixture
 def other_target(tokenizer):
     """The same architecture with other weights."""
-    return Target.from_model(tiny_model(len(tokenizer), seed=1), tokenizer, TargetConfig(name="tiny", device="cpu", dtype="float32"))
+    return Target.from_model(
+        tiny_model(len(tokenizer), seed=1), tokenizer, TargetConfig(name="tiny", device="cpu", dtype="float32")
+    )
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from headstart.data.chat import ChatFormat, RefusedError
 from headstart.heads.errors import TemplateError
 from headstart.heads.positions import supervised_depths
@@ -77,7 +78,9 @@ def test_first_draft_of_every_turn_trains_and_nothing_after_its_end(make_chat, f
         assert depths[first - 1] == length - 1, "the last prompt token drafts the whole answer after its root"
         assert depths[first:last] == list(range(length - 2, -1, -1)), "no label lies beyond the end-of-turn token"
         assert depths[last] == 0
-    assert sum(d > 0 for d in depths) == sum(t >= 0 for t in encoded.turn_ids) - 2, "a turn of n tokens has n - 1 anchors"
+    assert sum(d > 0 for d in depths) == sum(t >= 0 for t in encoded.turn_ids) - 2, (
+        "a turn of n tokens has n - 1 anchors"
+    )
 
 
 @pytest.mark.parametrize("pad", [None, "<|im_end|>"])
@@ -94,7 +97,9 @@ def test_answer_cut_by_length_has_no_end(make_chat):
 
 
 def test_only_the_last_turn(make_chat):
-    assert one(make_chat("chatml"), TWO_TURNS, turns="last") == CHATML.replace("«0:", "").replace("»", "", 1).replace("«1:", "«0:")
+    assert one(make_chat("chatml"), TWO_TURNS, turns="last") == CHATML.replace("«0:", "").replace("»", "", 1).replace(
+        "«1:", "«0:"
+    )
 
 
 THOUGHTS = [
@@ -104,7 +109,8 @@ THOUGHTS = [
     {"role": "assistant", "content": "<think>\nBe kind\n</think>\n\nBye bye"},
 ]
 QWEN_FIRST = (
-    "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|<|im_start|>|assistant|⏎|«0:<think>|⏎|Be| brief|⏎|</think>|⏎⏎|Hello|<|im_end|>»|⏎"
+    "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|"
+    "<|im_start|>|assistant|⏎|«0:<think>|⏎|Be| brief|⏎|</think>|⏎⏎|Hello|<|im_end|>»|⏎"
 )
 QWEN_SECOND = (
     "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|<|im_start|>|assistant|⏎|Hello|<|im_end|>|⏎|<|im_start|>|user|⏎|Bye|<|im_end|>|⏎|"
@@ -121,7 +127,8 @@ def test_qwen3_trains_every_answer_with_its_thoughts_in_its_own_context(make_cha
 def test_qwen3_without_thinking_supervises_the_answer_only(make_chat):
     chat = make_chat("qwen3", enable_thinking=False)
     assert one(chat, TWO_TURNS[:2]) == (
-        "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|<|im_start|>|assistant|⏎|<think>|⏎⏎|</think>|⏎⏎|«0:Hello| there|.|<|im_end|>»|⏎"
+        "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|"
+        "<|im_start|>|assistant|⏎|<think>|⏎⏎|</think>|⏎⏎|«0:Hello| there|.|<|im_end|>»|⏎"
     )
 
 
@@ -135,7 +142,12 @@ def test_sample_starts_with_the_ids_a_server_would_be_sent(make_chat):
 
 
 def test_newline_at_the_start_of_an_answer_does_not_merge_with_the_prompt(make_chat):
-    messages = [*TWO_TURNS[:1], {"role": "assistant", "content": "\nHello"}, *TWO_TURNS[2:3], {"role": "assistant", "content": "\n\nBye"}]
+    messages = [
+        *TWO_TURNS[:1],
+        {"role": "assistant", "content": "\nHello"},
+        *TWO_TURNS[2:3],
+        {"role": "assistant", "content": "\n\nBye"},
+    ]
     text = one(make_chat("chatml"), messages)
     assert "assistant|⏎|«0:⏎|Hello|<|im_end|>»|⏎" in text and text.endswith("assistant|⏎|«1:⏎⏎|Bye|<|im_end|>»|⏎")
 
@@ -159,7 +171,9 @@ def test_target_without_template_names_the_remedy(tokenizer):
 
 
 def test_template_that_cannot_be_masked_is_refused_at_once(make_chat):
-    with pytest.raises(TemplateError, match=r"is not the beginning of the text with the answer.*target.chat_template") as info:
+    with pytest.raises(
+        TemplateError, match=r"is not the beginning of the text with the answer.*target.chat_template"
+    ) as info:
         make_chat("thinking_prompt").encode(TWO_TURNS)
     assert not isinstance(info.value, RefusedError)
     chat = make_chat("tagged")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 
-import headstart.data.distill as module
 import pytest
 import torch
+
+import headstart.data.distill as module
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.distill import choose, distill
 from headstart.data.prepare import tokenize
@@ -76,12 +77,16 @@ def test_records_train_verbatim(target, prompts, tmp_path):
     assert report.samples == len(prompts) and report.dropped == {}
     for sample, record in zip(samples, read(path), strict=True):
         assert sample.token_ids.tolist() == record["prompt_token_ids"] + record["response_token_ids"]
-        assert sample.supervised == len(record["response_token_ids"]) and sample.finish_reason == record["finish_reason"]
+        assert (
+            sample.supervised == len(record["response_token_ids"]) and sample.finish_reason == record["finish_reason"]
+        )
 
 
 def test_several_turns_are_answered_one_after_another(target, tmp_path):
     prompts = [Prompt("two", ("Hi", "Bye"), system="Be brief"), Prompt("one", ("Hello",))]
-    records = {r["id"]: r for r in read(distill(target, prompts, DistillConfig(max_new_tokens=4), tmp_path / "o.jsonl"))}
+    records = {
+        r["id"]: r for r in read(distill(target, prompts, DistillConfig(max_new_tokens=4), tmp_path / "o.jsonl"))
+    }
     two = records["two"]
     assert [m["role"] for m in two["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     chat = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
@@ -144,12 +149,19 @@ def test_finished_file_runs_nothing(target, prompts, tmp_path, monkeypatch):
 
 
 def test_sampling_is_per_prompt_and_per_seed(target, prompts, tmp_path):
-    everyone = {r["id"]: r["response_token_ids"] for r in read(distill(target, prompts, SAMPLED, tmp_path / "a.jsonl", seed=1))}
-    few = {r["id"]: r["response_token_ids"] for r in read(distill(target, prompts[2:5], SAMPLED, tmp_path / "b.jsonl", seed=1))}
+    everyone = {
+        r["id"]: r["response_token_ids"] for r in read(distill(target, prompts, SAMPLED, tmp_path / "a.jsonl", seed=1))
+    }
+    few = {
+        r["id"]: r["response_token_ids"]
+        for r in read(distill(target, prompts[2:5], SAMPLED, tmp_path / "b.jsonl", seed=1))
+    }
     assert few == {name: everyone[name] for name in few}
     assert sorted(few) == ["p2/sample0", "p2/sample1", "p3/sample0", "p3/sample1", "p4/sample0", "p4/sample1"]
     assert any(everyone[f"p{i}/sample0"] != everyone[f"p{i}/sample1"] for i in range(8))
-    other = {r["id"]: r["response_token_ids"] for r in read(distill(target, prompts, SAMPLED, tmp_path / "c.jsonl", seed=2))}
+    other = {
+        r["id"]: r["response_token_ids"] for r in read(distill(target, prompts, SAMPLED, tmp_path / "c.jsonl", seed=2))
+    }
     assert other != everyone
 
 
@@ -185,7 +197,11 @@ def test_bad_prompts_are_reported_and_the_rest_answered(target, prompts, tmp_pat
     long = Prompt("long", (" ".join(["one"] * 200),))
     lines = []
     path = distill(
-        target, [long, *prompts[:2]], DistillConfig(max_new_tokens=4), tmp_path / "o.jsonl", progress=lambda *a: lines.append(a[2])
+        target,
+        [long, *prompts[:2]],
+        DistillConfig(max_new_tokens=4),
+        tmp_path / "o.jsonl",
+        progress=lambda *a: lines.append(a[2]),
     )
     assert sorted(r["id"] for r in read(path)) == ["p0", "p1"]
     skipped = json.loads((tmp_path / "o.jsonl.skipped.json").read_text())

@@ -6,14 +6,15 @@ import json
 from collections import namedtuple
 from dataclasses import replace
 
-import headstart.data.features as module
 import pytest
 import torch
+from safetensors.torch import load_file
+
+import headstart.data.features as module
 from headstart.data.features import OnlineFeatures, StoredFeatures, build_store, store_bytes
 from headstart.heads import files
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import ConfigError, DataError, StorageError, TargetError
-from safetensors.torch import load_file
 
 SPEC = FeatureSpec((1, 3))
 LENGTHS = [12, 30, 7, 25, 18, 40, 9, 16]
@@ -70,7 +71,9 @@ def test_store_equals_online_for_every_depth_and_pack(target, samples, store, de
 
 def test_store_gives_a_head_only_the_layers_it_reads(target, samples, store):
     for spec in (FeatureSpec((3,)), FeatureSpec(())):
-        assert_same(OnlineFeatures(target, samples, spec, 2).get([1, 3]), StoredFeatures(store, 2, spec=spec).get([1, 3]))
+        assert_same(
+            OnlineFeatures(target, samples, spec, 2).get([1, 3]), StoredFeatures(store, 2, spec=spec).get([1, 3])
+        )
     with pytest.raises(TargetError, match=r"layer_ids: found \[1, 3\], expected \[2\].*head.feature_layers"):
         StoredFeatures(store, 2, spec=FeatureSpec((2,)))
 
@@ -81,7 +84,12 @@ def test_manifest_says_what_the_states_are(target, samples, store):
     assert manifest["layer_ids"] == [1, 3] and manifest["dtype"] == "float32" and manifest["schema"] == 1
     assert manifest["fingerprint"] == target.fingerprint()
     assert [s[:2] for s in manifest["samples"]] == [[f"s{i}", n] for i, n in enumerate(LENGTHS)]
-    assert [(s["first"], s["last"], s["rows"]) for s in manifest["shards"]] == [(0, 2, 49), (3, 4, 43), (5, 6, 49), (7, 7, 16)]
+    assert [(s["first"], s["last"], s["rows"]) for s in manifest["shards"]] == [
+        (0, 2, 49),
+        (3, 4, 43),
+        (5, 6, 49),
+        (7, 7, 16),
+    ]
     size = sum(s["bytes"] for s in manifest["shards"])
     estimate = store_bytes(sum(LENGTHS), 32, 2, torch.float32)
     assert estimate == sum(LENGTHS) * (3 * 32 * 4 + 12) and 0 <= size - estimate < 4 * 1024
@@ -100,10 +108,14 @@ def test_half_precision_store(target, samples, tmp_path):
     batch = StoredFeatures(store, 2).get([1])
     assert batch.hidden_RD.dtype == batch.streams_RkD.dtype == torch.bfloat16
     exact = OnlineFeatures(target, samples, SPEC, 2).get([1])
-    assert torch.equal(batch.hidden_RD, exact.hidden_RD.bfloat16()) and torch.equal(batch.teacher_argmax_A, exact.teacher_argmax_A)
+    assert torch.equal(batch.hidden_RD, exact.hidden_RD.bfloat16()) and torch.equal(
+        batch.teacher_argmax_A, exact.teacher_argmax_A
+    )
     with torch.no_grad():
         target.model.get_input_embeddings().weight.mul_(1e6)
-    with pytest.raises(DataError, match=r"sample s0: streams_RkD is not finite in float16: use data.features_dtype=bfloat16"):
+    with pytest.raises(
+        DataError, match=r"sample s0: streams_RkD is not finite in float16: use data.features_dtype=bfloat16"
+    ):
         build_store(target, samples, SPEC, tmp_path / "g", dtype="float16")
 
 

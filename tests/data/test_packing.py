@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from headstart.data.packing import fill, plan_packs
-from headstart.heads.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st
+
+from headstart.data.packing import fill, plan_packs
+from headstart.heads.errors import ConfigError
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.inspection import render_sample, render_tokens, summarise
 from headstart.data.prepare import encode_token_turns, prepare, tokenize
@@ -77,7 +78,9 @@ def test_truncate_and_drop_are_reported(tokenizer):
 
 def test_report_counts(tokenizer):
     prompt_only = Conversation("p", ({"role": "user", "content": "Hi"},))
-    samples, report = tokenize([conversation(), prompt_only, conversation("", "empty")], tokenizer, config(), stops(tokenizer))
+    samples, report = tokenize(
+        [conversation(), prompt_only, conversation("", "empty")], tokenizer, config(), stops(tokenizer)
+    )
     assert (report.conversations, report.samples, report.dropped_count) == (3, 1, 2)
     assert report.dropped["no assistant answer"] == ["p"]
     assert report.dropped["fewer than min_supervised=2 supervised tokens"] == ["empty"]
@@ -99,7 +102,9 @@ def test_all_unsupervised_is_refused():
     tokens = np.arange(4, dtype=np.int32)
     nothing = Sample("a", tokens, np.full(4, -1, np.int32))
     single = Sample("b", tokens, np.array([-1, 0, -1, 1], np.int32))
-    with pytest.raises(DataError, match=r"2 samples hold 2 supervised tokens and no answer of 2 tokens or more.*data.distill"):
+    with pytest.raises(
+        DataError, match=r"2 samples hold 2 supervised tokens and no answer of 2 tokens or more.*data.distill"
+    ):
         require_supervised([nothing, single])
     with pytest.raises(DataError, match="0 samples"):
         require_supervised([])
@@ -125,7 +130,13 @@ def test_inspection_marks_supervised_text(tokenizer):
         ("Hello there.<|im_end|>", True),
         ("\n", False),
     ]
-    assert render_tokens(sample, tokenizer)[-5:] == [("Hello", 0), (" there", 0), (".", 0), ("<|im_end|>", 0), ("\n", -1)]
+    assert render_tokens(sample, tokenizer)[-5:] == [
+        ("Hello", 0),
+        (" there", 0),
+        (".", 0),
+        ("<|im_end|>", 0),
+        ("\n", -1),
+    ]
     facts = summarise([sample])
     assert (facts["samples"], facts["tokens"], facts["supervised_tokens"], facts["turns"]) == (1, len(sample), 4, 1)
     assert facts["tasks"] == {"chat": 1} and facts["answer"] == {"min": 4, "median": 4, "p95": 4, "max": 4}
@@ -138,9 +149,13 @@ def test_prepare_from_files(tokenizer, write_jsonl):
     answers = write_jsonl([{"prompt": "Hi", "response": "Be kind", "id": "d"}], "distilled.jsonl")
     node = DataConfig(sources=[SourceConfig(path=str(train))], held_out=[SourceConfig(path=str(held))])
     data = prepare(node, tokenizer, stops(tokenizer), [SourceConfig(path=str(answers))])
-    assert [s.id for s in data.train] == ["train:1", "train:2", "train:3", "d"] and [s.id for s in data.held_out] == ["held:1"]
+    assert [s.id for s in data.train] == ["train:1", "train:2", "train:3", "d"] and [s.id for s in data.held_out] == [
+        "held:1"
+    ]
     empty = write_jsonl([{"prompt": "Hi"}], "prompts.jsonl")
-    with pytest.raises(DataError, match=r"no conversation can be trained on\n.*\ndropped 1: no assistant answer \(prompts:1\)"):
+    with pytest.raises(
+        DataError, match=r"no conversation can be trained on\n.*\ndropped 1: no assistant answer \(prompts:1\)"
+    ):
         prepare(DataConfig(sources=[SourceConfig(path=str(empty))]), tokenizer, stops(tokenizer))
 
 
@@ -165,7 +180,35 @@ def test_config_is_checked(change, message):
 def test_config_node_is_omegaconf_structured():
     from omegaconf import OmegaConf
 
-    node = OmegaConf.merge(OmegaConf.structured(DataConfig), {"sources": [{"path": "a"}], "template_kwargs": {"enable_thinking": False}})
+    node = OmegaConf.merge(
+        OmegaConf.structured(DataConfig), {"sources": [{"path": "a"}], "template_kwargs": {"enable_thinking": False}}
+    )
     made = OmegaConf.to_object(node)
     assert isinstance(made, DataConfig) and made.sources == [SourceConfig(path="a")]
     assert made.template_kwargs == {"enable_thinking": False}
+
+
+def test_conversation_the_template_refuses_is_dropped_and_told(make_chat):
+    chat = make_chat("mistral")
+    twice = Conversation(
+        "twice",
+        ({"role": "user", "content": "Hi"}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}),
+    )
+    samples, report = tokenize([conversation(), twice], chat.tokenizer, config(), sorted(chat.stop_token_ids))
+    assert [s.id for s in samples] == ["c"]
+    assert report.dropped == {"the chat template refuses it: Conversation roles must alternate": ["twice"]}
+
+
+def test_conversation_that_cannot_be_masked_is_dropped_when_others_can(make_chat):
+    chat = make_chat("chatml")
+    chat.tokenizer.chat_template = chat.template.replace(
+        "+ message['content'] +", "+ (message['content'] if message['content'] != 'odd' else loop.length | string) +"
+    )
+    odd = ({"role": "user", "content": "odd"}, {"role": "assistant", "content": "Bye bye"})
+    samples, report = tokenize(
+        [conversation(), Conversation("odd", odd)], chat.tokenizer, config(), sorted(chat.stop_token_ids)
+    )
+    assert [s.id for s in samples] == ["c"]
+    assert report.dropped == {
+        "chat template: the prompt before an answer is not the beginning of the text with the answer": ["odd"]
+    }

@@ -6,6 +6,7 @@ import gzip
 import json
 
 import pytest
+
 from headstart.data.config import SourceConfig
 from headstart.data.sources import TokenTurn, load_conversations, read_prompts, workload_path
 from headstart.heads.errors import ConfigError, DataError
@@ -26,7 +27,12 @@ def load(path, **kwargs):
         {"conversations": [HI, HELLO]},
         {"prompt": "Hi", "response": "Hello"},
         {"prompt": "Hi", "completion": "Hello"},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, HELLO]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+                HELLO,
+            ]
+        },
     ],
 )
 def test_layouts_give_the_same_messages(write_jsonl, record):
@@ -43,13 +49,19 @@ def test_prompt_only_and_spec_bench_turns(write_jsonl):
     first, second = load(path)
     assert list(first.messages) == [{"role": "system", "content": "Be kind"}, HI]
     assert [m["content"] for m in second.messages] == ["Hi", "Bye"]
-    assert (second.id, second.task, second.meta["category"], second.meta["question_id"]) == ("81", "writing", "writing", 81)
+    assert (second.id, second.task, second.meta["category"], second.meta["question_id"]) == (
+        "81",
+        "writing",
+        "writing",
+        81,
+    )
     assert second.meta["reference"] == [1]
 
 
 def test_kept_fields(write_jsonl):
     record = {
-        "id": 7, "task": "t", "category": "c", "messages": [HI, {**HELLO, "reasoning_content": "Hm"}], "finish_reason": "length",
+        "id": 7, "task": "t", "category": "c", "messages": [HI, {**HELLO, "reasoning_content": "Hm"}],
+        "finish_reason": "length",
         "prompt_token_ids": [1, 2], "response_token_ids": [3], "set": "x",
         "earlier_turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "finish_reason": "stop"}],
     }  # fmt: skip
@@ -70,7 +82,8 @@ def test_prompts_take_all_user_turns_and_no_answers(write_jsonl):
     assert (a.id, a.turns, a.system) == ("a", ("Hi", "Bye"), "S")
     assert (b.turns, b.task, b.prompt_token_ids) == (("1", "2"), "c", (5, 6))
     assert a.messages(["ok"]) == [
-        {"role": "system", "content": "S"}, HI, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "Bye"},
+        {"role": "system", "content": "S"}, HI, {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "Bye"},
     ]  # fmt: skip
 
 
@@ -93,26 +106,28 @@ def test_repeated_ids_are_made_unique_in_order(write_jsonl):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("{not json", r"data.jsonl:3: not valid JSON .* at column 2"),
-        ('"text"', r"data.jsonl:3: found text, expected a JSON object"),
-        ({"text": "x"}, r"data.jsonl:3: found fields 'text', expected one of messages, conversations"),
-        ({"messages": []}, r"data.jsonl:3: messages: found an empty list, expected a list with at least one"),
-        ({"messages": [HI, {"role": "bot", "content": ""}]}, r"data.jsonl:3: messages\[1\].role: found 'bot', expected one of system"),
-        ({"messages": [{"role": "user", "content": 5}]}, r"data.jsonl:3: messages\[0\].content: found int 5, expected text"),
-        ({"messages": [{"role": "user"}]}, r"data.jsonl:3: messages\[0\].content: found nothing, expected text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"data.jsonl:3: messages\[0\].content: found a part that is not text"),
-        ({"conversations": [{"from": "alien", "value": "x"}]}, r"data.jsonl:3: conversations\[0\].from: found 'alien'"),
-        ({"prompt": 5}, r"data.jsonl:3: prompt: found int 5, expected text"),
-        ({"turns": "Hi"}, r"data.jsonl:3: turns: found text, expected a list"),
-        ({"prompt": "x", "finish_reason": "tired"}, r"data.jsonl:3: finish_reason: found 'tired', expected one of stop"),
-        ({"prompt": "x", "response_token_ids": [1.5], "prompt_token_ids": [1]}, r"data.jsonl:3: response_token_ids: .*expected a list of token ids"),
-        ({"prompt": "x", "response_token_ids": [1]}, r"data.jsonl:3: prompt_token_ids: found nothing"),
-        ('{"prompt": "\\ud800"}', r"data.jsonl:3: prompt: found half of a surrogate pair"),
+        ("{not json", r"not valid JSON .* at column 2"),
+        ('"text"', r"found text, expected a JSON object"),
+        ({"text": "x"}, r"found fields 'text', expected one of messages, conversations"),
+        ({"messages": []}, r"messages: found an empty list, expected a list with at least one"),
+        ({"messages": [HI, {"role": "bot", "content": ""}]}, r"messages\[1\].role: found 'bot', expected one of"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content: found int 5, expected text"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content: found nothing, expected text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+         r"messages\[0\].content: found a part that is not text"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, r"conversations\[0\].from: found 'alien'"),
+        ({"prompt": 5}, r"prompt: found int 5, expected text"),
+        ({"turns": "Hi"}, r"turns: found text, expected a list"),
+        ({"prompt": "x", "finish_reason": "tired"}, r"finish_reason: found 'tired', expected one of stop"),
+        ({"prompt": "x", "response_token_ids": [1.5], "prompt_token_ids": [1]},
+         r"response_token_ids: .*expected a list of token ids"),
+        ({"prompt": "x", "response_token_ids": [1]}, r"prompt_token_ids: found nothing"),
+        ('{"prompt": "\\ud800"}', r"prompt: found half of a surrogate pair"),
     ],
 )  # fmt: skip
 def test_bad_record_is_named_by_file_and_line(write_jsonl, bad, message):
     path = write_jsonl([{"prompt": "fine"}, "", bad])
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="data.jsonl:3: " + message):
         load(path)
 
 

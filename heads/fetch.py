@@ -11,9 +11,12 @@ from __future__ import annotations
 import difflib
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,6 +88,25 @@ TARGETS: dict[str, TargetSource] = {
         ),
     ),
 }
+
+
+def locate_target(name: str) -> tuple[str, str | None]:
+    """Where transformers finds a target: `(place, why the Hub is left out)`.
+
+    `place` is the cached directory of a registered name, a local directory, or a Hub id. For a Hub id while the Hub is
+    out of reach the second item says why: load with `local_files_only=True`, which takes the Hub client's own cache or
+    fails at once.
+
+    Raises: TargetError when `name` is written as a path and is no directory; what fetch_target raises.
+    """
+    if name in TARGETS:
+        return str(fetch_target(name)), None
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return str(directory), None
+    if name.startswith((".", "/", "~")):
+        raise TargetError(f"target.name: {name} is not a directory; expected a transformers checkpoint directory")
+    return name, hub_refusal()
 
 
 def default_cache() -> Path:
@@ -216,6 +238,31 @@ def _within(seconds: float, ask: Callable[[], Any]) -> Any:
     return answer[0]
 
 
+def hub_refusal(patience_s: float = HUB_PATIENCE_S) -> str | None:
+    """Why the Hub cannot be used, or None when it answers. Costs at most `patience_s`.
+
+    The Hub's own client retries an unreachable address for most of a minute per file: ask here first, and where it is
+    out of reach load with `local_files_only=True`.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+    question = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "headstart"})
+    try:
+        _within(patience_s, lambda: urllib.request.urlopen(question, timeout=patience_s).close())
+    except urllib.error.HTTPError:
+        return None  # it answered; what it thinks of the address does not matter
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ssl.SSLError):
+            return None  # it is there; the client has its own certificates
+        return f"{endpoint} cannot be reached ({error.reason})"
+    except (OSError, ValueError) as error:
+        return f"{endpoint} cannot be reached ({error or type(error).__name__})"
+    return None
+
+
 def _brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
@@ -223,10 +270,10 @@ def _brief(error: BaseException) -> str:
 
 def _from_hub(staging: Path, source: TargetSource) -> dict[str, Any]:
     """Download the safetensors model and tokenizer; large files are checked against the Hub's own sha256."""
-    from huggingface_hub import HfApi, constants, hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
 
-    if constants.HF_HUB_OFFLINE:
-        raise TargetError("HF_HUB_OFFLINE is set")
+    if (refusal := hub_refusal()) is not None:
+        raise TargetError(refusal)
     endpoint = os.environ.get("HF_ENDPOINT") or None
     api = HfApi(endpoint=endpoint)
     try:

@@ -156,15 +156,17 @@ class Target:
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from headstart.heads.fetch import TARGETS, fetch_target
+        from headstart.heads.fetch import TARGETS, locate_target
 
         if config.name == "???":
             raise ConfigError("target.name is not set: give a name, a directory or a Hub id, e.g. target.name=smollm2-135m-instruct")
-        place = str(fetch_target(config.name)) if config.name in TARGETS else config.name
-        if place.startswith((".", "/", "~")) and not Path(place).expanduser().is_dir():
-            raise TargetError(f"target.name: {place} is not a directory; expected a transformers checkpoint directory")
+        place, hub_refusal = locate_target(config.name)
         device = resolve_device(config.device)
-        shared = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        shared = {
+            "revision": config.revision,
+            "trust_remote_code": config.trust_remote_code,
+            "local_files_only": hub_refusal is not None,
+        }
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, **shared)
             model = AutoModelForCausalLM.from_pretrained(
@@ -172,7 +174,7 @@ class Target:
             )
         except (OSError, ValueError) as error:
             raise TargetError(
-                f"target {config.name!r} cannot be loaded: {error}\n"
+                f"target {config.name!r} cannot be loaded: {hub_refusal or error}\n"
                 f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
             ) from error
         if config.chat_template is not None:

@@ -27,7 +27,7 @@ from headstart.data.sources import read_prompts
 from headstart.heads import vocab
 from headstart.heads.base import Head, build_head
 from headstart.heads.errors import ConfigError, FormatError
-from headstart.heads.files import write_json, write_text
+from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats import load_head, save_head
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target, TargetConfig
@@ -143,8 +143,7 @@ class Run:
         if self._prepared is None:
             distilled = [SourceConfig(path=str(self.distilled_path))] if self.recipe.data.distill.prompts else []
             tokenizer, stops = self.target.tokenizer, self.target.stop_token_ids
-            depth = self.recipe.head.depth
-            self._prepared = data = prepare(self.recipe.data, tokenizer, stops, distilled, self.recipe.seed, depth)
+            self._prepared = data = prepare(self.recipe.data, tokenizer, stops, distilled, self.recipe.seed)
             for line in data.report.lines():
                 self.talk.say(f"data: {line}")
             self.talk.say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
@@ -208,9 +207,18 @@ class Run:
         source = self._source(data.train, "train", head)
         origin = {**provenance(target.device), "recipe": to_dict(recipe), "target": target.fingerprint()}
         result = train(
-            head, source, target.teacher, source.lengths, recipe.train, self.dir, self._validator(data, head, accelerator),
-            provenance=origin, pack_tokens=recipe.data.pack_tokens, accelerator=accelerator, progress=not self.talk.silent,
-        )  # fmt: skip
+            head,
+            source,
+            target.teacher,
+            source.lengths,
+            recipe.train,
+            self.dir,
+            self._validator(data, head, accelerator),
+            provenance=origin,
+            pack_tokens=recipe.data.pack_tokens,
+            accelerator=accelerator,
+            progress=not self.talk.silent,
+        )
         if result.stopped == "signal":
             raise KeyboardInterrupt
         values = dataclasses.asdict(result)
@@ -231,9 +239,8 @@ class Run:
             count_V = token_counts(data.train, target.dims.vocab_size)
             draft_ids_U = vocab.choose_draft_vocab(count_V, size, target.stop_token_ids)
             covered = vocab.coverage(count_V, draft_ids_U)
-            self.talk.say(
-                f"draft vocabulary: {size} of {target.dims.vocab_size} tokens cover {covered:.1%} of the supervised ones"
-            )
+            share = f"{size} of {target.dims.vocab_size} tokens cover {covered:.1%} of the supervised ones"
+            self.talk.say(f"draft vocabulary: {share}")
         head = head.to(target.device)
         head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
         return head
@@ -306,13 +313,19 @@ class Run:
         return self.steps.run("export", inputs, [place], self._export)
 
     def _export(self) -> dict[str, Any]:
-        config = self.recipe.export
-        head = bound_head(self.head_dir, self.target)
-        exports = {}
-        for engine in config.engines:
-            save_head(head, self.dir / "export" / engine, provenance(self.target.device), getattr(torch, config.dtype))
-            exports[engine] = str(self.dir / "export" / engine)
-        return {"exports": exports}
+        from headstart.heads.formats import export_head
+
+        head = bound_head(self.head_dir, self.target, torch.float32)
+        origin = {**read_json(self.head_dir / "headstart.json").get("provenance", {}), **provenance(self.target.device)}
+        origin |= {"recipe": to_dict(self.recipe), "target": self.target.fingerprint()}
+        place = self.dir / "export"
+        reports = export_head(head, place, self.recipe.export, origin)
+        for report in reports.values():
+            self.talk.say(report.render())
+        return {
+            "exports": {name: report.directory for name, report in reports.items()},
+            "checks": {name: report.to_json() for name, report in reports.items()},
+        }
 
 
 def first_prompt(sample: Sample) -> list[int]:
@@ -321,9 +334,9 @@ def first_prompt(sample: Sample) -> list[int]:
     return sample.token_ids[:first].tolist()
 
 
-def bound_head(directory: Path, target: Target) -> Head:
-    """A saved head on the target's device, in its dtype, with the target's frozen ends attached."""
-    head = load_head(directory, target.dims).to(target.device, target.dtype)
+def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None) -> Head:
+    """A saved head on the target's device, in its dtype unless another is given, with the frozen ends attached."""
+    head = load_head(directory, target.dims).to(target.device, dtype or target.dtype)
     head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
     return head.eval()
 
@@ -350,20 +363,21 @@ def light_target(config: TargetConfig) -> Target:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     from headstart.heads.errors import TargetError
-    from headstart.heads.fetch import TARGETS, fetch_target
+    from headstart.heads.fetch import locate_target
 
-    place = str(fetch_target(config.name)) if config.name in TARGETS else config.name
-    if place.startswith((".", "/", "~")) and not Path(place).expanduser().is_dir():
-        raise TargetError(f"target.name: {place} is not a directory; expected a transformers checkpoint directory")
-    shared = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    place, hub_refusal = locate_target(config.name)
+    local = hub_refusal is not None
+    shared = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, "local_files_only": local}
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **shared)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place, **shared))
     except (OSError, ValueError) as error:
-        raise TargetError(f"target {config.name!r} cannot be read: {error}") from error
+        raise TargetError(f"target {config.name!r} cannot be read: {hub_refusal or error}") from error
     try:
-        model.generation_config = GenerationConfig.from_pretrained(place, revision=config.revision)
+        model.generation_config = GenerationConfig.from_pretrained(
+            place, revision=config.revision, local_files_only=local
+        )
     except OSError:
         pass  # a model without one stops at its tokenizer's and config's end tokens
     if config.chat_template is not None:

@@ -87,9 +87,8 @@ class Steps:
             return found["result"]
         if found and found.get("inputs") != inputs:
             differences = list(changed(found.get("inputs"), inputs))
-            self.say(
-                f"{step}: done again, its inputs changed ({'; '.join(differences[:3])}{'; …' if len(differences) > 3 else ''})"
-            )
+            listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
+            self.say(f"{step}: done again, its inputs changed ({listed})")
             self._set_aside(step, [*outputs, *leftovers], caches)
         elif found.get("status") == "started":
             self.say(f"{step}: continues")
@@ -134,7 +133,8 @@ class Steps:
                 lock.acquire(timeout=0)
             except Timeout:
                 raise StorageError(
-                    f"{self.run_dir}: another headstart command is working there; wait for it, or choose name=… or run_dir=…"
+                    f"{self.run_dir}: another headstart command is working there; wait for it, or choose another "
+                    "place with name=… or run_dir=…"
                 ) from None
         try:
             yield

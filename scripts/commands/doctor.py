@@ -100,13 +100,15 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
         chat = ChatFormat(found.tokenizer, found.stop_token_ids, dict(settings.data.template_kwargs))
         encoded = chat.encode([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}])
         supervised = sum(turn >= 0 for turn in encoded[-1].turn_ids)
-        return f"{supervised} of {len(encoded[-1].turn_ids)} tokens of a probe are the assistant's; stop ids {found.stop_token_ids}"
+        share = f"{supervised} of {len(encoded[-1].turn_ids)} tokens of a probe are the assistant's"
+        return f"{share}; stop ids {found.stop_token_ids}"
 
     def head() -> str:
         with torch.device("meta"):
             built = build_head(settings.head, box["target"].dims)
         parameters = sum(p.numel() for p in built.parameters() if p.requires_grad)
-        return f"{settings.head.type}: {parameters / 1e6:.1f} M trained parameters, reads layers {list(built.spec.layer_ids)}"
+        layers = list(built.spec.layer_ids)
+        return f"{settings.head.type}: {parameters / 1e6:.1f} M trained parameters, reads layers {layers}"
 
     def sources() -> str:
         data = settings.data

@@ -50,9 +50,8 @@ def command(
         value = {"counts": counts, "held_out_samples": len(data.held_out), "report": report, "samples": shown}
         text = Text()
         for sample in chosen:
-            text.append(
-                f"── {sample.id} ({len(sample)} tokens, {sample.supervised} supervised, ends by {sample.finish_reason})\n"
-            )
+            counted = f"{len(sample)} tokens, {sample.supervised} supervised"
+            text.append(f"── {sample.id} ({counted}, ends by {sample.finish_reason})\n")
             if tokens:
                 for piece, turn in render_tokens(sample, tokenizer):
                     text.append(

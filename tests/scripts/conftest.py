@@ -56,12 +56,15 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def said(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
 @pytest.fixture(scope="session")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "talk.jsonl"
     records = [
-        {"id": f"c{n}", "messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n} {n} ok"}]}
-        for n in range(24)
+        {"id": f"c{n}", "messages": [{"role": "user", "content": f"Say {n}"}, said(f"{n} {n} ok")]} for n in range(24)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -89,7 +92,9 @@ eval: {{limit: 2, max_new_tokens: 8, warmup_tokens: 0, tree: {{depth: 2}}}}
 
 
 @pytest.fixture
-def headstart(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+def headstart(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Result]:
     """Call the command line in this process, from an empty directory."""
     from headstart.cli import main
 

@@ -32,7 +32,8 @@ def test_unknown_key_in_a_file_names_line_and_nearest_key(headstart: Callable, r
     text = recipe.read_text().replace("pack_tokens:", "pack_token:")
     recipe.write_text(text)
     line = next(n for n, t in enumerate(text.splitlines(), 1) if "pack_token:" in t)
-    check(headstart("train", recipe), 2, f"{recipe}:{line}: unknown key 'data.pack_token'; did you mean 'data.pack_tokens'?")
+    expected = f"{recipe}:{line}: unknown key 'data.pack_token'; did you mean 'data.pack_tokens'?"
+    check(headstart("train", recipe), 2, expected)
 
 
 def test_unknown_override(headstart: Callable, recipe: Path) -> None:
@@ -78,7 +79,9 @@ def test_target_without_chat_template(headstart: Callable, recipe: Path, tiny_ta
         ("{{ raise_exception('only poems') }}", ("only poems",)),
     ],
 )
-def test_wrong_template(headstart: Callable, recipe: Path, tmp_path: Path, template: str, parts: tuple[str, ...]) -> None:
+def test_wrong_template(
+    headstart: Callable, recipe: Path, tmp_path: Path, template: str, parts: tuple[str, ...]
+) -> None:
     path = tmp_path / "wrong.jinja"
     path.write_text(template)
     check(headstart("inspect", recipe, *ONLY_FILES, f"target.chat_template={path}"), 1, *parts)
@@ -145,4 +148,5 @@ def test_unreachable_hub_costs_seconds(recipe: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "someone/something" in done.stderr
-    assert time.monotonic() - began < 90  # of which importing torch and transformers may take most
+    assert "cannot be reached" in done.stderr
+    assert time.monotonic() - began < 60  # nearly all of it is importing torch and transformers on a busy machine

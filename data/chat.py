@@ -135,8 +135,8 @@ class ChatFormat:
                     "chat template: the prompt before an answer is not the beginning of the text with the answer",
                     f" (message {index}), so its tokens cannot be told apart: the prompt ends {prompt[-60:]!r}, the "
                     f"text there is {text[max(len(prompt) - 60, 0) : len(prompt) + 20]!r}. Set data.template_kwargs "
-                    "(such as {enable_thinking: false}), give target.chat_template=FILE.jinja with {% generation %} tags, "
-                    "or train on distilled answers (they carry token ids)",
+                    "(such as {enable_thinking: false}), give target.chat_template=FILE.jinja with {% generation %} "
+                    "tags, or train on distilled answers (they carry token ids)",
                 )
             return _Turn(text, ((len(prompt), len(text)),), content)
         base = self.render(messages[:index])

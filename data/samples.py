@@ -77,8 +77,8 @@ def require_supervised(samples: Sequence[Sample], depth: int = 1) -> None:
     supervised = sum(sample.supervised for sample in samples)
     raise DataError(
         f"data: {len(samples)} samples hold {supervised} supervised tokens and no answer of {depth + 1} tokens or "
-        "more, so nothing would train. Give conversations with assistant answers (data.sources), distil the prompts first "
-        "(data.distill.prompts), or raise data.max_length; `headstart inspect` shows what is supervised"
+        "more, so nothing would train. Give conversations with assistant answers (data.sources), distil the "
+        "prompts first (data.distill.prompts), or raise data.max_length; `headstart inspect` shows what is supervised"
     )
 
 

@@ -16,7 +16,6 @@ from headstart.data.sources import Prompt
 from headstart.heads.target import Target, TargetConfig
 
 EMAIL = "Write a short thank-you email to a customer who bought {}."
-SENTENCE = "Write one sentence that thanks a customer who bought {}."
 LOOKS = ("new", "red", "handmade", "vintage", "lightweight")
 TRAIN = (
     "kettle", "teapot", "desk lamp", "bookshelf", "armchair", "coffee table", "picture frame", "wall clock", "doormat",
@@ -24,21 +23,18 @@ TRAIN = (
     "tent", "sleeping bag", "backpack", "suitcase", "umbrella", "raincoat", "scarf", "winter hat", "sweater", "belt",
     "wallet", "handbag", "necklace", "bracelet", "wristwatch", "notebook", "fountain pen", "sketchbook", "calendar",
     "board game", "puzzle", "kite", "skateboard", "scooter", "bicycle", "helmet", "tennis racket", "yoga mat", "guitar",
-    "camera", "toolbox",
-    "water bottle",
+    "camera", "toolbox", "water bottle",
 )  # fmt: skip
 HELD_OUT = ("toaster", "rug", "rucksack", "violin", "surfboard", "jacket", "vase", "telescope")
 
 
 def prompts(products: tuple[str, ...]) -> list[Prompt]:
-    """Five prompts per product: four emails and one sentence."""
+    """One prompt per product and look."""
     made = []
     for product in products:
-        for number, look in enumerate(LOOKS):
-            article = "an" if look[0] in "aeiou" else "a"
-            text = (SENTENCE if number == len(LOOKS) - 1 else EMAIL).format(f"{article} {look} {product}")
-            name = f"thank_you/{look}-{product}".replace(" ", "-")
-            made.append(Prompt(name, (text,), task="sentence" if number == len(LOOKS) - 1 else "email"))
+        for look in LOOKS:
+            text = EMAIL.format(f"a {look} {product}")
+            made.append(Prompt(f"thank_you/{look}-{product}".replace(" ", "-"), (text,), task="email"))
     return made
 
 

@@ -79,7 +79,8 @@ TEMPLATES = {
     "gemma": (
         "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
         "{% endif %}{% for message in messages %}"
-        "{% set role = 'model' if message.role == 'assistant' else message.role %}{{ '<start_of_turn>' + role + '\n' + message.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+        "{% set role = 'model' if message.role == 'assistant' else message.role %}"
+        "{{ '<start_of_turn>' + role + '\n' + message.content | trim + '<end_of_turn>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
     ),
     "mistral": (

@@ -1,0 +1,49 @@
+"""The bundled workload: readable, trainable, held-out products unseen, made by the target that the quickstart uses."""
+
+from __future__ import annotations
+
+import re
+
+from headstart.data.config import DataConfig, SourceConfig
+from headstart.data.prepare import prepare
+from headstart.data.sources import load_conversations, read_prompts, workload_path
+
+STOP = 2  # <|im_end|> of SmolLM2
+
+NODE = DataConfig(
+    sources=[SourceConfig(path="workload:thank_you_train")], held_out=[SourceConfig(path="workload:thank_you_heldout")]
+)
+
+
+def test_everything_trains_without_a_tokenizer():
+    data = prepare(NODE, None, [STOP])
+    assert (len(data.train), len(data.held_out)) == (250, 40)
+    assert data.report.dropped == {} and data.report.truncated == []
+    assert data.report.supervised_tokens > 15000
+    for sample in data.train:
+        assert sample.supervised == len(sample) - int((sample.turn_ids < 0).sum())
+        assert (sample.finish_reason == "stop") == (int(sample.token_ids[-1]) == STOP)
+
+
+def test_answers_are_the_targets_and_not_loops():
+    for source in NODE.sources + NODE.held_out:
+        for conversation in load_conversations([source]):
+            sampling = conversation.meta["sampling"]
+            assert sampling["target"] == "smollm2-135m-instruct" and sampling["temperature"] == 0
+            words = conversation.messages[-1]["content"].split()
+            most = max(
+                sum(words[i : i + 5] == words[j : j + 5] for j in range(len(words) - 4)) for i in range(len(words) - 4)
+            )
+            assert most < 8, conversation.id
+
+
+def test_held_out_products_are_unseen():
+    def products(name):
+        return {re.sub(r"thank_you/[a-z]+-", "", p.id) for p in read_prompts([SourceConfig(path=f"workload:{name}")])}
+
+    train, held = products("thank_you_train"), products("thank_you_heldout")
+    assert len(train) == 50 and len(held) == 8 and train.isdisjoint(held)
+
+
+def test_small_enough_to_ship():
+    assert sum(workload_path(f"thank_you_{n}").stat().st_size for n in ("train", "heldout")) < 1_500_000

@@ -1,0 +1,398 @@
+"""Every silent trap of the engines has a directory here that the validators catch, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from format_layouts import (
+    DIMS,
+    EAGLE3_CONFIG,
+    EAGLE_CONFIG,
+    LLAMA,
+    LLAMA3,
+    MEDUSA_CONFIG,
+    D,
+    Tensors,
+    U,
+    V,
+    draft_ids,
+    eagle3_tensors,
+    eagle_tensors,
+    medusa_tensors,
+    vllm_medusa,
+    write,
+)
+
+from headstart.heads.errors import FormatError
+from headstart.heads.formats import Verdict, check_directory
+
+E3: tuple[dict[str, Any], Callable[[], Tensors]] = (EAGLE3_CONFIG, eagle3_tensors)
+E1 = (EAGLE_CONFIG, eagle_tensors)
+M = (MEDUSA_CONFIG, lambda: vllm_medusa(medusa_tensors()))
+TGI_CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "someone/target"}
+W, R, L = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
+
+
+def drop(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def put(**shapes: tuple[int, ...]) -> Callable[[Tensors], Tensors]:
+    return lambda t: {**t, **{n.replace("__", "."): torch.ones(*s) for n, s in shapes.items()}}
+
+
+def gone(*keys: str) -> dict[str, None]:
+    return dict.fromkeys(keys)
+
+
+same: Callable[[Tensors], Tensors] = dict
+
+#: trap → (directory, config changes (None removes), tensor changes, engine → (verdict, words of the reason))
+TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[str, tuple[Verdict, str]]]] = {
+    # EAGLE-3
+    "d2t missing with U < V": (
+        E3,
+        {},
+        drop("d2t", "t2d"),
+        {"vllm": (W, "d2t is missing"), "sglang": (W, "d2t is missing"), "tensorrt_llm": (W, "d2t is missing")},
+    ),
+    "d2t with U = V": (
+        (EAGLE3_CONFIG, lambda: {**eagle3_tensors(size=V), "d2t": torch.zeros(V, dtype=torch.int64)}),
+        {"draft_vocab_size": V},
+        same,
+        {"vllm": (R, "leave it out"), "sglang": (L, "")},
+    ),
+    "lm_head missing with U < V": (
+        E3,
+        {},
+        drop("lm_head.weight"),
+        {"vllm": (W, "97-row head is shared in silence"), "sglang": (W, "random"), "tensorrt_llm": (W, "lm_head")},
+    ),
+    "d2t holds ids, not offsets": (
+        E3,
+        {},
+        lambda t: {**t, "d2t": draft_ids() + 40},
+        {"vllm": (W, "offsets"), "sglang": (W, "offsets"), "headstart": (R, "offsets")},
+    ),
+    "d2t of another length": (
+        E3,
+        {},
+        lambda t: {**t, "d2t": t["d2t"][:-1]},
+        {"vllm": (R, "shape"), "sglang": (W, "shape")},
+    ),
+    "draft_vocab_size missing": (
+        E3,
+        gone("draft_vocab_size"),
+        same,
+        {"vllm": (R, "lm_head.weight is"), "sglang": (R, "lm_head.weight is")},
+    ),
+    "draft_vocab_size missing with U = V": (
+        (EAGLE3_CONFIG, lambda: eagle3_tensors(size=V)),
+        gone("draft_vocab_size"),
+        same,
+        {"sglang": (W, "takes the target's lm_head"), "vllm": (L, "")},
+    ),
+    "norm_before_residual": (
+        E3,
+        {"norm_before_residual": True},
+        same,
+        {"sglang": (W, "norm_before"), "tensorrt_llm": (W, "norm_before"), "vllm": (L, ""), "headstart": (R, "norm_b")},
+    ),
+    "attention bias in config and file": (
+        E3,
+        {"attention_bias": True},
+        put(**{f"midlayer__self_attn__{p}_proj__bias": (s,) for p, s in (("q", 32), ("k", 16), ("v", 16))}),
+        {"sglang": (W, "drops the biases"), "vllm": (L, "")},
+    ),
+    "attention bias in config only": (E3, {"attention_bias": True}, same, {"vllm": (W, "biases are missing")}),
+    "attention bias in file only": (
+        E3,
+        {},
+        put(midlayer__self_attn__q_proj__bias=(32,)),
+        {"vllm": (W, "dropped in silence"), "sglang": (W, "skipped in silence")},
+    ),
+    "aux ids unsorted": (
+        E3,
+        {"eagle_aux_hidden_state_layer_ids": [4, 2, 5], "eagle_config": None},
+        same,
+        {"vllm": (W, "not ascending"), "sglang": (W, "reads"), "headstart": (R, "ascending")},
+    ),
+    "aux ids twice": (
+        E3,
+        {"eagle_aux_hidden_state_layer_ids": [2, 2, 5], "eagle_config": None},
+        same,
+        {"vllm": (R, "repeat")},
+    ),
+    "aux id k = L": (
+        E3,
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 8], "eagle_config": None},
+        same,
+        {"vllm": (W, "pre-norm in vLLM, post-norm"), "headstart": (R, "below 8")},
+    ),
+    "aux id beyond L": (
+        E3,
+        {"eagle_aux_hidden_state_layer_ids": [2, 4, 9], "eagle_config": None},
+        same,
+        {"vllm": (R, "outside")},
+    ),
+    "SGLang adds one": (
+        E3,
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}},
+        same,
+        {"sglang": (W, r"reads \[3, 5, 6\].*write \[1, 3, 4\]"), "vllm": (L, ""), "headstart": (R, "name different")},
+    ),
+    "aux ids where SGLang does not look": (
+        E3,
+        {"eagle_aux_hidden_state_layer_ids": [1, 3, 6], "eagle_config": None},
+        same,
+        {"sglang": (W, r"reads \[2, 4, 5\]")},
+    ),
+    "aux ids where only SGLang counts them": (
+        E3,
+        gone("eagle_aux_hidden_state_layer_ids"),
+        same,
+        {"vllm": (W, r"as they are.*Write \[2, 4, 5\]"), "sglang": (L, ""), "headstart": (L, "")},
+    ),
+    "tied embeddings": (
+        E3,
+        {"tie_word_embeddings": True},
+        same,
+        {"sglang": (W, "embeddings in the place of lm_head"), "vllm": (L, "")},
+    ),
+    "layer count left to llama's default": (
+        E3,
+        gone("num_hidden_layers"),
+        same,
+        {"vllm": (W, "defaults to 32"), "sglang": (W, "num_hidden_layers is 32")},
+    ),
+    "hidden_norm missing": (
+        E3,
+        {},
+        drop("midlayer.hidden_norm.weight"),
+        {"vllm": (W, "stays at ones"), "sglang": (W, "stays at ones"), "tensorrt_llm": (R, "missing")},
+    ),
+    "norm before fc": (
+        E3,
+        {"norm_before_fc": True},
+        put(input_norm__weight=(96,)),
+        {"sglang": (W, "reads it differently"), "tensorrt_llm": (W, "inside eagle_config"), "vllm": (L, "")},
+    ),
+    "norm before fc without its weight": (E3, {"norm_before_fc": True}, same, {"vllm": (W, "input_norm.weight is m")}),
+    "fc_norm": (
+        E3,
+        {"fc_norm": True},
+        put(fc_norm__0__weight=(32,), fc_norm__1__weight=(32,), fc_norm__2__weight=(32,)),
+        {"sglang": (W, "fc_norm"), "vllm": (L, "")},
+    ),
+    "an unknown tensor": (
+        E3,
+        {},
+        put(gate__weight=(4,)),
+        {"vllm": (R, "unexpected tensors gate.weight"), "sglang": (W, "skipped in silence")},
+    ),
+    "no auxiliary states": (
+        E3,
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        same,
+        {"vllm": (W, "fc is left out"), "headstart": (R, "use_aux")},
+    ),
+    "own width without embeddings": (
+        E3,
+        {"target_hidden_size": 32, "hidden_size": 16},
+        same,
+        {"vllm": (R, r"config.json makes it"), "sglang": (R, "makes it")},
+    ),
+    "shapes of another head": (
+        E3,
+        {"num_key_value_heads": 4},
+        same,
+        {"vllm": (R, r"k_proj.weight is \[16, 64\], config.json makes it \[32, 64\]"), "headstart": (R, "k_proj")},
+    ),
+    "architecture unknown": (
+        E3,
+        {"architectures": ["Eagle3Speculator"]},
+        same,
+        {"vllm": (R, "architectures"), "sglang": (R, "architectures")},
+    ),
+    "activation": (E3, {"hidden_act": "gelu"}, same, {"vllm": (R, "silu"), "sglang": (R, "silu")}),
+    "rope theta of another target": (
+        E3,
+        {"rope_theta": 10000.0},
+        same,
+        {"vllm": (W, "differs from the target's"), "sglang": (W, "differs"), "tensorrt_llm": (W, "differs")},
+    ),
+    "rope left to llama's default": (
+        E3,
+        gone("rope_theta", "rope_scaling"),
+        same,
+        {"vllm": (W, "differs from the target's"), "sglang": (W, "differs")},
+    ),
+    "rope spellings disagree": (
+        E3,
+        {"rope_parameters": {**LLAMA3, "factor": 4.0}},
+        same,
+        {"vllm": (W, "disagree"), "headstart": (R, "disagree")},
+    ),
+    "another target": (
+        E3,
+        {"vocab_size": 96},
+        same,
+        {"vllm": (W, "another target"), "headstart": (R, "another target")},
+    ),
+    # EAGLE-1
+    "EAGLE-1 lm_head": (E1, {}, put(lm_head__weight=(V, D)), {"vllm": (R, "must be absent")}),
+    "EAGLE-1 fc bias": (
+        E1,
+        {},
+        put(fc__bias=(D,)),
+        {"vllm": (W, "fc.bias is not zero"), "headstart": (R, "fc.bias is not zero")},
+    ),
+    "EAGLE-1 without SGLang's bias": (
+        E1,
+        {"architectures": ["LlamaForCausalLMEagle"]},
+        same,
+        {"sglang": (W, "export zeros"), "vllm": (R, "architectures")},
+    ),
+    "EAGLE-1 input_layernorm": (
+        E1,
+        {},
+        put(layers__0__input_layernorm__weight=(D,)),
+        {"vllm": (R, "has none"), "headstart": (R, "input_layernorm")},
+    ),
+    "EAGLE-1 nested without architectures": (
+        ({"model_type": "eagle", "model": {**LLAMA}}, eagle_tensors),
+        {},
+        same,
+        {"vllm": (R, "needs architectures")},
+    ),
+    "EAGLE-1 layer missing": (E1, {}, drop("layers.0.mlp.up_proj.weight"), {"vllm": (W, "uninitialised")}),
+    # Medusa
+    "Medusa num_attention_heads": (
+        M,
+        {"num_attention_heads": 4},
+        same,
+        {"vllm": (W, "num_attention_heads = 4 is taken for num_heads")},
+    ),
+    "Medusa num_layers": (M, {"num_target_layers": 8}, same, {"vllm": (W, "num_target_layers = 8 is taken for")}),
+    "Medusa lm_heads missing": (M, {}, drop("lm_heads.1.weight"), {"vllm": (W, "lm_heads.1.weight.*random")}),
+    "Medusa bias without medusa_fc_bias": (M, gone("medusa_fc_bias"), same, {"vllm": (W, "medusa_fc_bias")}),
+    "Medusa biases missing": (M, {}, drop("blocks.2.layers.0.bias"), {"vllm": (W, "bias.*random")}),
+    "Medusa hidden_size left out": (M, gone("hidden_size"), same, {"vllm": (R, r"makes it \[4096, 4096\]")}),
+    "Medusa vocab_size left out": (M, gone("vocab_size"), same, {"vllm": (R, r"makes it \[32001")}),
+    "Medusa reduced vocabulary": (M, {"truncated_vocab_size": 50}, same, {"vllm": (R, "reduced vocabulary")}),
+    "Medusa model_type left out": (M, gone("model_type"), same, {"vllm": (R, "model_type")}),
+    "Medusa more heads than said": (M, {"num_heads": 2}, same, {"vllm": (W, "dropped in silence")}),
+    "Medusa stranger": (
+        M,
+        {},
+        put(token_map=(V,)),
+        {"vllm": (W, "token_map would be dropped"), "headstart": (R, "token")},
+    ),
+    "Medusa in SGLang": (M, {}, same, {"sglang": (R, "no Medusa"), "vllm": (L, "")}),
+    "EAGLE in TGI": (E3, {}, same, {"tgi": (R, "Medusa heads only")}),
+}
+
+
+def trapped(directory: Path, trap: Any) -> Path:
+    (config, tensors), changes, edit, _ = trap
+    merged = {key: value for key, value in {**config, **changes}.items() if value is not None or key not in changes}
+    return write(directory, merged, edit(tensors()))
+
+
+@pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS.keys())
+def test_silent_traps_are_caught(tmp_path: Path, trap: Any) -> None:
+    import re
+
+    report = check_directory(trapped(tmp_path, trap), DIMS)
+    for engine, (verdict, words) in trap[3].items():
+        found = report.engines[engine]
+        assert found.verdict is verdict, report.render()
+        assert not words or any(re.search(words, reason) for reason in found.reasons), report.render()
+
+
+@pytest.mark.parametrize(
+    ("base", "engines"),
+    [(E3, ("vllm", "sglang", "tensorrt_llm")), (E1, ("vllm",)), (M, ("vllm",))],
+    ids=["eagle3", "eagle", "medusa"],
+)
+def test_right_directories_load(tmp_path: Path, base: Any, engines: tuple[str, ...]) -> None:
+    report = check_directory(write(tmp_path, base[0], base[1]()), DIMS)
+    assert all(report.loads(engine) for engine in ("headstart", *engines)), report.render()
+
+
+def test_nested_eagle_config_loads_in_vllm(tmp_path: Path) -> None:
+    inner = {**LLAMA, "architectures": ["LlamaForCausalLM"]}
+    write(tmp_path, {"model_type": "eagle", "model": inner}, eagle_tensors())
+    assert check_directory(tmp_path, DIMS).loads("vllm")
+
+
+TGI_TRAPS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str, Verdict, str]] = {
+    "v1": (TGI_CONFIG, same, "medusa_lm_head.safetensors", L, ""),
+    "file name": (TGI_CONFIG, same, "model.safetensors", R, "medusa_lm_head.safetensors only"),
+    "pickle": (TGI_CONFIG, same, "medusa_lm_head.pt", R, "medusa_lm_head.safetensors only"),
+    "bias missing": (TGI_CONFIG, drop("1.0.linear.bias"), "medusa_lm_head.safetensors", R, "blocks have one"),
+    "config": ({"medusa_num_heads": 3}, same, "medusa_lm_head.safetensors", R, "base_model_name_or_path"),
+    "undercount": ({**TGI_CONFIG, "medusa_num_heads": 2}, same, "medusa_lm_head.safetensors", W, "never used"),
+    "one matrix lost": (TGI_CONFIG, drop("1.1.weight"), "medusa_lm_head.safetensors", W, "falls back to v2"),
+    "v2": (TGI_CONFIG, drop("0.1.weight", "1.1.weight", "2.1.weight"), "medusa_lm_head.safetensors", L, ""),
+}
+
+
+@pytest.mark.parametrize("trap", TGI_TRAPS.values(), ids=TGI_TRAPS.keys())
+def test_tgi(tmp_path: Path, trap: Any) -> None:
+    config, edit, weights, verdict, words = trap
+    report = check_directory(write(tmp_path, config, edit(medusa_tensors()), weights), DIMS)
+    assert report.engines["tgi"].verdict is verdict, report.render()
+    assert any(words in reason for reason in report.engines["tgi"].reasons) or not words, report.render()
+
+
+def test_one_directory_serves_vllm_and_tgi(tmp_path: Path) -> None:
+    write(tmp_path, {**MEDUSA_CONFIG, **TGI_CONFIG}, medusa_tensors(), "medusa_lm_head.safetensors")
+    report = check_directory(tmp_path, DIMS)
+    assert all(report.loads(engine) for engine in ("vllm", "tgi", "tensorrt_llm", "headstart")), report.render()
+
+
+def test_without_the_target_the_file_is_checked_against_itself(tmp_path: Path) -> None:
+    report = check_directory(write(tmp_path, EAGLE3_CONFIG, eagle3_tensors()))
+    assert report.loads("vllm") and report.loads("sglang")
+
+
+def test_a_target_with_another_rope_is_named(tmp_path: Path) -> None:
+    dims = replace(DIMS, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    report = check_directory(write(tmp_path, EAGLE3_CONFIG, eagle3_tensors()), dims)
+    assert set(report.wrong) >= {"vllm", "sglang", "tensorrt_llm"}
+
+
+def test_the_report_reads_as_text_and_json(tmp_path: Path) -> None:
+    report = check_directory(trapped(tmp_path, TRAPS["d2t missing with U < V"]), DIMS)
+    assert "vLLM 0.32      loads wrongly\n      - d2t is missing" in report.render()
+    assert report.to_json()["engines"]["vllm"]["verdict"] == "loads wrongly"
+
+
+def test_a_directory_that_is_none_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="no such directory"):
+        check_directory(tmp_path / "nowhere")
+
+
+def test_garbage_in_config_is_a_refusal_not_a_crash(tmp_path: Path) -> None:
+    report = check_directory(write(tmp_path, {**EAGLE3_CONFIG, "hidden_size": "wide"}, eagle3_tensors()), DIMS)
+    assert all(found.verdict is Verdict.REFUSES for found in report.engines.values()), report.render()
+
+
+def test_speculators_directory_loads_in_vllm_only(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": LLAMA,
+        "draft_vocab_size": U,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    }
+    report = check_directory(write(tmp_path, config, eagle3_tensors("layers.0.")), DIMS)
+    assert report.loads("vllm") and report.loads("headstart"), report.render()
+    assert not report.loads("sglang")

@@ -49,6 +49,9 @@ class TrainConfig:
     accumulation: int = 1
     #: auto (bf16 on a GPU that has it, else no) | bf16 (autocast, float32 master weights) | no (float32)
     mixed_precision: str = "auto"
+    #: auto | on | off: capture each pack's loss and backward as a CUDA graph (auto: on one or more whole GPUs, where the
+    #: head is replicated)
+    capture: str = "auto"
     #: seeds the order of data and, per pack, whatever the head draws at random
     seed: int = 0
     #: windows fetched ahead by a background thread (helps stored features; online ones share the GPU with the head)
@@ -106,6 +109,7 @@ class TrainConfig:
         choices = {
             "schedule": ("cosine", "constant"),
             "mixed_precision": ("auto", "bf16", "no"),
+            "capture": ("auto", "on", "off"),
             "nonfinite": ("stop", "skip"),
             "select": ("last", "best"),
             "tracker": ("none", "tensorboard", "wandb"),

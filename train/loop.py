@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from headstart.data.packing import plan_packs
 from headstart.heads.base import Head, Teacher
-from headstart.heads.errors import TrainingError
+from headstart.heads.errors import ConfigError, TrainingError
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance as make_provenance
+from headstart.train.captured import CapturedPacks
 from headstart.train.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.distributed import (
@@ -91,6 +92,20 @@ def make_accelerator(device: torch.device | str) -> Accelerator:
     return accelerator
 
 
+def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
+    """Whether steps run as CUDA graphs. Raises ConfigError where `train.capture=on` cannot be."""
+    possible = accelerator.device.type == "cuda" and accelerator.distributed_type in (
+        DistributedType.NO,
+        DistributedType.MULTI_GPU,
+    )
+    if config.capture == "on" and not possible:
+        raise ConfigError(
+            f"train.capture: found on, with {accelerator.distributed_type.value} on {accelerator.device.type}; graphs need "
+            "GPUs that each hold the whole head: set train.capture=auto"
+        )
+    return possible and config.capture != "off"
+
+
 def train(
     head: Head,
     source: FeatureSource,
@@ -153,8 +168,10 @@ class _Trainer:
         self.head = head.to(self.device).train()
         self.raw_optimizer = build_optimizer(head, config)
         module = LossModule(head, teacher, autocast_dtype(config.mixed_precision, self.device))
-        self.module: nn.Module
-        self.module, self.optimizer = accelerator.prepare(module, self.raw_optimizer)
+        self.captured = CapturedPacks(module, head.depth) if captures(config, accelerator) else None
+        # a captured step sums its own gradients over the ranks: nothing may wrap the module then
+        self.module: nn.Module = module if self.captured is not None else accelerator.prepare(module)
+        self.optimizer = accelerator.prepare(self.raw_optimizer)
         self.weights_K = head.depth_weights().to(self.device)
         self.state = RunState()
         self.agreement = Agreement()
@@ -268,7 +285,7 @@ class _Trainer:
         set_rate(self.raw_optimizer, self.meters.rate)
         sums = accumulate_window(
             self.module, mine, batches, places, counts_K, self.weights_K, self.size, config.accumulation, config.seed,
-            self.accelerator.backward, lambda: self.accelerator.no_sync(self.module),
+            self.accelerator.backward, lambda: self.accelerator.no_sync(self.module), self.captured,
         )  # fmt: skip
         norm = self._clip()
         bad_norm = (~torch.isfinite(norm)).float() / self.size
@@ -279,7 +296,7 @@ class _Trainer:
         if not skipped:
             self.optimizer.step()
             self.meters.add(sums, norm)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.captured is None)  # graphs add to the gradients they were captured with
         state.step += 1
         state.packs += len(packs)
         rows = sum(int(self.stream.lengths[i]) for pack in packs for i in pack.samples)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import FeatureBatch, Head, HeadLoss, Teacher
 from headstart.heads.numerics import wide
+from headstart.train.captured import CapturedPacks
 from headstart.train.stream import Pack, seed_pack
 
 
@@ -91,6 +92,7 @@ def accumulate_window(
     seed: int,
     backward: Callable[[Tensor], None],
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
+    captured: CapturedPacks | None = None,
 ) -> WindowSums:
     """Add the window's gradient to `.grad`; after it, every rank holds the gradient of L.
 
@@ -102,25 +104,45 @@ def accumulate_window(
         size: ranks; the loss is multiplied by it because DDP averages gradients where L is a sum.
         accumulation: P.
         seed: see stream.seed_pack.
+        captured: replays the packs as CUDA graphs instead of running `module`; gradients are then summed over the
+            ranks here, since nothing wraps the module.
     """
     scale_K = weights_K / counts_K.clamp(min=1.0)
     zero_K = torch.zeros_like(counts_K)
     sums = WindowSums(counts_K.new_zeros(()), zero_K, zero_K, zero_K, counts_K.new_zeros(accumulation))
-    if not batches and size > 1:
+    if not batches and size > 1 and captured is None:
         backward((module(None, touch=True)[0] * scale_K).sum())
     for number, (pack, batch, place) in enumerate(zip(packs, batches, places, strict=True)):
         last = number == len(batches) - 1
-        with nullcontext() if last else no_sync():
-            seed_pack(seed, pack)
-            loss_K, _, correct_K, total_K, prefix_K = module(batch, touch=last and size > 1)
+        seed_pack(seed, pack)
+        if captured is not None:
+            loss_K, _, correct_K, total_K, prefix_K = captured.backward(batch, scale_K)
             loss = (loss_K * scale_K).sum()
-            backward(loss * size)
+        else:
+            with nullcontext() if last else no_sync():
+                loss_K, _, correct_K, total_K, prefix_K = module(batch, touch=last and size > 1)
+                loss = (loss_K * scale_K).sum()
+                backward(loss * size)
         sums.loss = sums.loss + loss.detach()
         sums.correct_K = sums.correct_K + correct_K.detach()
         sums.total_K = sums.total_K + total_K.detach()
         sums.prefix_K = sums.prefix_K + prefix_K.detach()
         sums.bad_P[place] = (~torch.isfinite(loss.detach())).float()
+    if captured is not None and size > 1:
+        fill_gradients(module)
+        sum_gradients(module)
     return sums
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Replace every gradient by its sum over the ranks."""
+    waiting = [
+        torch.distributed.all_reduce(p.grad, async_op=True)
+        for p in module.parameters()
+        if p.requires_grad and p.grad is not None
+    ]
+    for work in waiting:
+        work.wait()
 
 
 def fill_gradients(head: nn.Module) -> None:

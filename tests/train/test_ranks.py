@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher
+from torch import nn
+from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher, window_gradient
 
 from headstart.heads.errors import TrainingError
 from headstart.train.config import TrainConfig
-from headstart.train.loop import train
+from headstart.train.loop import make_accelerator, train
 
 
 def config(**changes) -> TrainConfig:
@@ -49,9 +50,22 @@ class Signalled(FakeSource):
         return super().get(pack)
 
 
+ALL = list(range(12))
+#: windows of two ranks: one pack each; two packs and one; one pack and none
+WINDOWS = [[ALL[:5], ALL[5:]], [ALL[:5], ALL[5:6], ALL[6:]], [ALL]]
+
+
 def _work(rank: int, out: Path) -> dict:
     """Every case in one process group: starting processes is what takes the time."""
     found: dict = {}
+    make_accelerator("cpu")
+    found["gradients"] = []
+    for packs in WINDOWS:
+        grads, sums = window_gradient(
+            packs, rank=rank, size=2, wrap=lambda m: nn.parallel.DistributedDataParallel(m, broadcast_buffers=False)
+        )
+        torch.distributed.all_reduce(sums.loss)
+        found["gradients"].append({**grads, "loss": sums.loss})
     head, result = run(out / "plain")
     found["plain"] = head.state_dict()
     found["plain_tokens"] = [result.tokens, result.supervised_tokens]
@@ -104,6 +118,15 @@ def alone(tmp_path_factory):
     out = tmp_path_factory.mktemp("alone")
     head, result = run(out)
     return out, head, result
+
+
+@pytest.mark.parametrize("case", range(len(WINDOWS)), ids=["one each", "two and one", "a rank without packs"])
+def test_two_ranks_have_the_gradient_of_one(ranks, case):
+    grads, sums = window_gradient([ALL])
+    for rank in range(2):
+        for name, value in {**grads, "loss": sums.loss}.items():
+            found = ranks[1][rank]["gradients"][case][name]
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6, msg=f"{name} of rank {rank}")
 
 
 @pytest.mark.parametrize("case", ["plain", "resumed"])

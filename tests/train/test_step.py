@@ -1,42 +1,17 @@
-"""The gradient of a window does not depend on padding, packing, micro-batches or ranks (methods §0)."""
+"""The gradient of a window does not depend on padding, packing or micro-batches (methods §0); ranks: test_ranks.py."""
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
-import torch.multiprocessing as mp
 from train_fakes import FakeHead, FakeSource, make_documents, teacher
+from train_fakes import window_gradient as gradient
 
 from headstart.train.step import LossModule, accumulate_window, window_counts
 from headstart.train.stream import Pack
 
 ALL = list(range(12))
 TOLERANCE = dict(rtol=1e-5, atol=1e-6)  # float32 sums in another order
-
-
-def gradient(
-    packs: list[list[int]], pad: int = 0, rank: int = 0, size: int = 1, head: FakeHead | None = None, wrap=None
-):
-    """(gradients by name, loss of this rank) of one window made of `packs`."""
-    head = head or FakeHead()
-    source = FakeSource(make_documents(), pad=pad)
-    places = list(range(rank, len(packs), size))
-    mine = [Pack(0, place, tuple(packs[place])) for place in places]
-    batches = [source.get(packs[place]) for place in places]
-    counts_K = window_counts(head, batches, torch.device("cpu"))
-    if size > 1:
-        torch.distributed.all_reduce(counts_K)
-    module = LossModule(head, teacher(), None)
-    module = wrap(module) if wrap else module
-    no_sync = module.no_sync if wrap else None
-    sums = accumulate_window(
-        module, mine, batches, places, counts_K, head.depth_weights(), size, len(packs), 0,
-        lambda loss: loss.backward(), *([no_sync] if no_sync else []),
-    )  # fmt: skip
-    return {name: p.grad for name, p in head.named_parameters()}, sums
 
 
 def naive_gradient():
@@ -97,39 +72,3 @@ def test_a_depth_without_positions_contributes_nothing():
     logits = head.heads[0](batch.hidden_RD[1])
     torch.testing.assert_close(sums.loss, -torch.log_softmax(logits, -1)[4].detach())
     assert head.heads[1].weight.grad is None or not head.heads[1].weight.grad.any()
-
-
-#: windows of two ranks: one pack each; two packs and one; one pack and none
-TWO_RANK_WINDOWS = [[ALL[:5], ALL[5:]], [ALL[:5], ALL[5:6], ALL[6:]], [ALL]]
-
-
-def _rank(rank: int, size: int, port: int, out: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
-    try:
-        for case, packs in enumerate(TWO_RANK_WINDOWS):
-            found, sums = gradient(
-                packs, rank=rank, size=size,
-                wrap=lambda m: torch.nn.parallel.DistributedDataParallel(m, broadcast_buffers=False),
-            )  # fmt: skip
-            torch.distributed.all_reduce(sums.loss)
-            torch.save({"grads": found, "loss": sums.loss}, f"{out}/{case}-{rank}.pt")
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def test_two_ranks_same_gradient(tmp_path):
-    expected, expected_sums = gradient([ALL])
-    mp.spawn(_rank, (2, free_port(), str(tmp_path)), nprocs=2)
-    for case in range(len(TWO_RANK_WINDOWS)):
-        for rank in range(2):
-            found = torch.load(tmp_path / f"{case}-{rank}.pt", weights_only=True)
-            assert_same(found["grads"], expected)
-            torch.testing.assert_close(found["loss"], expected_sums.loss, **TOLERANCE)

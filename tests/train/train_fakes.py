@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss, Teacher
+from headstart.train.step import LossModule, accumulate_window, window_counts
+from headstart.train.stream import Pack
 
 DIMS = HeadDims(
     hidden_size=8, vocab_size=13, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=16
@@ -101,3 +103,25 @@ def teacher() -> Teacher:
 def in_order(lengths, budget, seed, epoch) -> list[list[int]]:
     """A plan without shuffling: two documents per pack."""
     return [list(range(i, min(i + 2, len(lengths)))) for i in range(0, len(lengths), 2)]
+
+
+def window_gradient(
+    packs: list[list[int]], pad: int = 0, rank: int = 0, size: int = 1, head: FakeHead | None = None, wrap=None
+):
+    """(gradients by name, loss of this rank) of one window made of `packs`."""
+    head = head or FakeHead()
+    source = FakeSource(make_documents(), pad=pad)
+    places = list(range(rank, len(packs), size))
+    mine = [Pack(0, place, tuple(packs[place])) for place in places]
+    batches = [source.get(packs[place]) for place in places]
+    counts_K = window_counts(head, batches, torch.device("cpu"))
+    if size > 1:
+        torch.distributed.all_reduce(counts_K)
+    module = LossModule(head, teacher(), None)
+    module = wrap(module) if wrap else module
+    no_sync = module.no_sync if wrap else None
+    sums = accumulate_window(
+        module, mine, batches, places, counts_K, head.depth_weights(), size, len(packs), 0,
+        lambda loss: loss.backward(), *([no_sync] if no_sync else []),
+    )  # fmt: skip
+    return {name: p.grad for name, p in head.named_parameters()}, sums

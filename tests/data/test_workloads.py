@@ -41,8 +41,9 @@ def test_held_out_products_are_unseen():
     def products(name):
         return {re.sub(r"thank_you/[a-z]+-", "", p.id) for p in read_prompts([SourceConfig(path=f"workload:{name}")])}
 
-    train, held = products("thank_you_train"), products("thank_you_heldout")
-    assert len(train) == 50 and len(held) == 8 and train.isdisjoint(held)
+    train, held, more = (products(f"thank_you_{name}") for name in ("train", "heldout", "prompts"))
+    assert (len(train), len(held), len(more)) == (50, 8, 4)
+    assert held.isdisjoint(train | more) and train.isdisjoint(more)
 
 
 def test_small_enough_to_ship():

@@ -153,7 +153,10 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
 def build_recipe(layers: Sequence[Layer], name: str | None = None) -> Recipe:
     """Validate each layer against the schema and merge them; `name` is the run's name where no layer gives one."""
     head_type, layers = _settle_head(layers)
-    schema = recipe_class(head_type, _who_says_head_type(layers))
+    if head_type not in HEADS:
+        where = _who_says_head_type(layers)
+        raise ConfigError(f"{where}: head.type: found {head_type!r}, expected one of {', '.join(sorted(HEADS))}")
+    schema = recipe_class(head_type)
     basics = {**DEFAULTS, "name": name} if name else DEFAULTS
     recipe = typing.cast(Recipe, merge([Layer("defaults", basics), *layers], schema))
     check_recipe(recipe)

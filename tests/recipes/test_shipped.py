@@ -1,0 +1,101 @@
+"""Every shipped recipe loads, builds its head at the target's real sizes, and says where its numbers come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig
+
+from headstart.eval.drafters import build_drafter
+from headstart.heads.base import HeadDims, build_head
+from headstart.recipes.load import load_recipe, shipped_recipes, to_yaml
+
+CONFIGS = Path(__file__).resolve().parents[1] / "fixtures" / "configs"
+RECIPES = sorted(name for name in shipped_recipes() if not name.startswith("_"))
+#: trained parameters in millions, worked out by hand from the published sizes
+SIZES = {
+    # H 4096, U 32000: fc 3·D·H, q 2H·H, k v 2·2H·1024, o H·H, MLP 3·H·14336, lm_head U·H, five norms
+    "llama-3.1-8b-eagle3": (
+        3 * 4096**2 + 2 * 4096**2 + 2 * 8192 * 1024 + 4096**2 + 3 * 4096 * 14336 + 32000 * 4096 + 4 * 4096
+    ),
+    # four heads: a block with bias and a V × D matrix each
+    "llama-3.1-8b-medusa": 4 * (4096**2 + 4096 + 128256 * 4096),
+    "qwen3-8b-eagle3": (
+        3 * 4096**2 + 2 * 4096**2 + 2 * 8192 * 1024 + 4096**2 + 3 * 4096 * 12288 + 32000 * 4096 + 4 * 4096
+    ),
+    # D 576, 9 heads and 3 KV heads of 64, MLP 1536: fc 2D·D, q and o D·D, k v D·192, one norm; embeddings and lm_head shared
+    "smollm2-eagle": 2 * 576**2 + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 576,
+    "smollm2-eagle3": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576,
+    "quickstart": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 4096 * 576 + 4 * 576,
+    "smollm2-medusa": 4 * (576**2 + 576 + 64 * (576 + 49152)),
+}
+
+
+def dims_of(target: str) -> HeadDims:
+    values = json.loads((CONFIGS / f"{target.rsplit('/', 1)[-1]}.json").read_text())
+    return HeadDims.from_hf_config(AutoConfig.for_model(**values))
+
+
+def test_the_list_is_complete() -> None:
+    expected = {"quickstart", "qwen3-8b-eagle3", "llama-3.1-8b-medusa", "llama-3.1-8b-eagle3"}
+    expected |= {f"smollm2-{head}" for head in ("medusa", "eagle", "eagle3")}
+    assert set(RECIPES) == expected == set(SIZES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dry_build(name: str) -> None:
+    recipe = load_recipe(name)
+    dims = dims_of(recipe.target.name)
+    with torch.device("meta"):
+        head = build_head(recipe.head, dims)
+    assert sum(p.numel() for p in head.parameters() if p.requires_grad) == SIZES[name]
+    # the tree that the recipe asks for can be drafted by this head
+    assert build_drafter(head, recipe.eval) is not None
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_reads_back_equal(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    (tmp_path / "again.yaml").write_text(to_yaml(recipe))
+    assert load_recipe(tmp_path / "again.yaml") == recipe
+    assert recipe.name == name and recipe.run_dir == f"runs/{name}"
+
+
+def test_published_layers() -> None:
+    for name, layers in (
+        ("llama-3.1-8b-eagle3", (2, 16, 29)),
+        ("qwen3-8b-eagle3", (2, 18, 33)),
+        ("quickstart", (2, 15, 27)),
+    ):
+        recipe = load_recipe(name)
+        with torch.device("meta"):
+            assert build_head(recipe.head, dims_of(recipe.target.name)).spec.layer_ids == layers
+
+
+def test_rope_of_the_targets() -> None:
+    llama = dims_of("meta-llama/Llama-3.1-8B-Instruct")
+    assert llama.rope_parameters["rope_type"] == "llama3" and llama.rope_parameters["rope_theta"] == 500000.0
+    assert dims_of("Qwen/Qwen3-8B").rope_parameters["rope_theta"] == 1000000.0
+    assert dims_of("smollm2-135m-instruct").rope_parameters["rope_theta"] == 100000.0
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in shipped_recipes() if n.startswith("_") and n in ("_eagle", "_eagle3", "_medusa")]
+)
+def test_hyper_parameters_cite_their_source(name: str) -> None:
+    text = shipped_recipes()[name].read_text()
+    assert "arXiv" in text
+    for key in yaml.safe_load(text)["head"]:
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{key}:"))
+        assert "#" in line or key in ("type", "depth"), f"{name}: head.{key} says nothing about where it comes from"
+
+
+def test_launch_configs_parse() -> None:
+    folder = shipped_recipes()["quickstart"].parent / "accelerate"
+    found = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
+    assert set(found) == {"one-node", "multi-node", "cpu"}
+    assert all(config["mixed_precision"] == "no" for config in found.values())  # train.mixed_precision decides

@@ -7,6 +7,8 @@ import math
 from dataclasses import fields
 from typing import Any
 
+from transformers.activations import ACT2FN
+
 from headstart.heads.base import HeadDims
 from headstart.heads.errors import FormatError
 
@@ -217,20 +219,28 @@ def llama_dims(config: dict[str, Any], where: str, target_layers: int) -> HeadDi
     if heads % kv_heads:
         raise FormatError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     act = config.get("hidden_act") or "silu"
-    if not isinstance(act, str):
-        raise FormatError(f"{where}: hidden_act is {act!r}, expected a name such as 'silu'")
+    if not isinstance(act, str) or act not in ACT2FN:
+        raise FormatError(f"{where}: hidden_act is {act!r}, expected an activation of transformers such as 'silu'")
+    head_dim = integer(config, "head_dim", where, default=hidden // heads)
+    rope = rope_parameters(config, where)
+    rotary = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ROPE_LISTS:
+        if name in rope and len(rope[name]) != rotary:
+            raise FormatError(
+                f"{where}: rope {name} has {len(rope[name])} entries, expected {rotary} (half the rotary width)"
+            )
     return HeadDims(
         hidden_size=hidden,
         vocab_size=integer(config, "vocab_size", where),
         num_layers=target_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=integer(config, "head_dim", where, default=hidden // heads),
+        head_dim=head_dim,
         intermediate_size=integer(config, "intermediate_size", where),
         rms_norm_eps=number(config, "rms_norm_eps", where, default=1e-6),
         hidden_act=act,
         max_position_embeddings=integer(config, "max_position_embeddings", where, default=2048),
-        rope_parameters=rope_parameters(config, where),
+        rope_parameters=rope,
         bos_token_id=_token(config.get("bos_token_id")),
         eos_token_id=config.get("eos_token_id")
         if isinstance(config.get("eos_token_id"), list)

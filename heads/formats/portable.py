@@ -360,8 +360,8 @@ def _skeleton(config: HeadConfig, dims: HeadDims, where: str) -> Head:
     try:
         with torch.device("meta"):
             return build_head(config, dims)
-    except ConfigError as error:
-        raise FormatError(f"{where}: {error}") from error
+    except (ConfigError, LookupError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+        raise FormatError(f"{where}: no head can be built from this config: {error}") from error
 
 
 def check_shapes(raw: RawCheckpoint, plan: Plan, config: HeadConfig) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,376 @@
+"""Hostile and damaged checkpoints: each is refused with a message, before memory is spent, and nothing is executed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random as pyrandom
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from format_layouts import (
+    DIMS,
+    EAGLE3_CONFIG,
+    EAGLE_CONFIG,
+    MEDUSA_CONFIG,
+    U,
+    eagle3_tensors,
+    eagle_tensors,
+    medusa_tensors,
+    our_head,
+    same_state,
+    vllm_medusa,
+    write,
+)
+
+from headstart.heads.base import Head
+from headstart.heads.eagle import EagleConfig
+from headstart.heads.eagle3 import Eagle3Config
+from headstart.heads.errors import FormatError, HeadstartError
+from headstart.heads.formats import check_directory, load_head, save_head
+from headstart.heads.formats.portable import seal
+from headstart.heads.formats.raw import open_checkpoint, read_header
+from headstart.heads.medusa import MedusaConfig
+
+
+def safetensors_bytes(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BAD_FILES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "truncated"),
+    "header longer than the file": (safetensors_bytes({"a": F32}, b"12345678", 1 << 40), "claims"),
+    "not JSON": (safetensors_bytes(b"{nope", b""), "not valid JSON"),
+    "a list": (safetensors_bytes([1], b""), "expected an object"),
+    "deeply nested": (safetensors_bytes(b"[" * 100000 + b"]" * 100000), "not valid JSON"),
+    "truncated data": (safetensors_bytes({"a": F32}, b"1234"), "header gives it bytes"),
+    "something appended": (safetensors_bytes({"a": F32}, b"12345678extra"), "appended"),
+    "huge shape": (safetensors_bytes({"a": {**F32, "shape": [1 << 40, 1 << 20]}}, b"12345678"), "needs"),
+    "negative shape": (safetensors_bytes({"a": {**F32, "shape": [-2]}}, b"12345678"), "expected up to 4 sizes"),
+    "boolean shape": (safetensors_bytes({"a": {**F32, "shape": [True]}}, b"1234"), "expected up to 4 sizes"),
+    "too many dimensions": (safetensors_bytes({"a": {**F32, "shape": [1] * 9}}, b"1234"), "expected up to 4 sizes"),
+    "overlap": (safetensors_bytes({"a": F32, "b": {**F32, "data_offsets": [4, 12]}}, b"123456789012"), "overlaps"),
+    "the same key twice": (safetensors_bytes(b'{"a":{},"a":{}}'), "appears twice"),
+    "unknown dtype": (safetensors_bytes({"a": {**F32, "dtype": "F8_E4M3"}}, b"12345678"), "unquantised"),
+    "odd entry": (safetensors_bytes({"a": {"dtype": "F32"}}, b""), "malformed"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_bad_safetensors_files(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(FormatError, match=message):
+        read_header(tmp_path / "model.safetensors")
+
+
+BAD_CONFIGS: dict[str, tuple[bytes, str]] = {
+    "missing brace": (b'{"a": 1', "not valid JSON"),
+    "a number": (b"3", "expected an object"),
+    "not UTF-8": (b"\xff\xfe{}", "not valid JSON"),
+    "nested": (b'{"a":' * 60000 + b"1" + b"}" * 60000, "JSON"),
+    "long integer": (b'{"hidden_size": ' + b"9" * 20000 + b"}", "JSON|hidden_size"),
+    "twice": (b'{"hidden_size": 32, "hidden_size": 64}', "appears twice"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_CONFIGS.values(), ids=BAD_CONFIGS.keys())
+def test_bad_config_files(tmp_path: Path, content: bytes, message: str) -> None:
+    write(tmp_path, EAGLE_CONFIG, eagle_tensors())
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(FormatError, match=message):
+        load_head(tmp_path)
+
+
+HOSTILE_VALUES: list[tuple[str, Any]] = [
+    ("hidden_size", 1 << 60),
+    ("hidden_size", -1),
+    ("hidden_size", 0),
+    ("hidden_size", True),
+    ("hidden_size", 32.0),
+    ("hidden_size", "32"),
+    ("hidden_size", None),
+    ("hidden_size", [32]),
+    ("intermediate_size", 1 << 50),
+    ("num_attention_heads", 0),
+    ("num_attention_heads", 5),
+    ("num_key_value_heads", 3),
+    ("head_dim", 1 << 30),
+    ("vocab_size", 1 << 40),
+    ("draft_vocab_size", 1 << 40),
+    ("draft_vocab_size", 0),
+    ("num_hidden_layers", 10**9),
+    ("max_position_embeddings", -5),
+    ("rms_norm_eps", float("nan")),
+    ("rms_norm_eps", float("inf")),
+    ("rms_norm_eps", "small"),
+    ("hidden_act", "__import__('os')"),
+    ("hidden_act", 5),
+    ("rope_theta", float("nan")),
+    ("rope_theta", -1.0),
+    ("rope_theta", 1e400),
+    ("rope_scaling", "linear"),
+    ("rope_scaling", {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 5000}),
+    ("rope_scaling", {"rope_type": ["yarn"], "factor": 2.0}),
+    ("rope_scaling", {"rope_type": "yarn", "factor": "two"}),
+    ("rope_scaling", {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+    ("eagle_config", "yes"),
+    ("eagle_config", {"eagle_aux_hidden_state_layer_ids": {"a": 1}}),
+    ("eagle_aux_hidden_state_layer_ids", [2, 4, 10**30]),
+    ("eagle_aux_hidden_state_layer_ids", ["2", "4", "5"]),
+    ("norm_before_residual", "no"),
+    ("model_type", ["llama"]),
+    ("auto_map", {"AutoModel": "evil.Model"}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), HOSTILE_VALUES, ids=lambda v: str(v)[:30])
+def test_hostile_config_values(tmp_path: Path, key: str, value: Any) -> None:
+    write(tmp_path, {**EAGLE3_CONFIG, key: value}, eagle3_tensors())
+    check_directory(tmp_path, DIMS)
+    if key == "auto_map":  # remote code is never looked at
+        load_head(tmp_path, DIMS)
+        return
+    with pytest.raises(FormatError, match=None if key in ("head_dim", "rope_scaling") else key):
+        load_head(tmp_path, DIMS)
+
+
+def test_hostile_head_counts_do_not_build_modules(tmp_path: Path) -> None:
+    save_head(our_head(MedusaConfig(depth=2)), tmp_path, {})
+    side = json.loads((tmp_path / "headstart.json").read_text())
+    side["config"]["depth"] = 10**9
+    (tmp_path / "headstart.json").write_text(json.dumps(seal(side)))
+    with pytest.raises(FormatError, match=r"config.depth is 1000000000, expected 1 … 64"):
+        load_head(tmp_path)
+
+
+def test_interpolations_in_a_sidecar_are_not_resolved(tmp_path: Path) -> None:
+    save_head(our_head(MedusaConfig(depth=2)), tmp_path, {})
+    side = json.loads((tmp_path / "headstart.json").read_text())
+    side["config"]["loss"] = "${oc.env:HOME}"
+    (tmp_path / "headstart.json").write_text(json.dumps(seal(side)))
+    with pytest.raises(FormatError, match="not a plain object"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\x00b", 5, "x.bin"]
+)
+def test_index_files_cannot_leave_the_directory(tmp_path: Path, name: Any) -> None:
+    write(tmp_path / "head", EAGLE_CONFIG, eagle_tensors())
+    shutil.copy(tmp_path / "head/model.safetensors", tmp_path / "secret.safetensors")
+    index = {"weight_map": dict.fromkeys(eagle_tensors(), name)}
+    (tmp_path / "head/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match="index.json"):
+        load_head(tmp_path / "head")
+
+
+def test_an_index_that_disagrees_with_its_shards(tmp_path: Path) -> None:
+    write(tmp_path, EAGLE_CONFIG, eagle_tensors())
+    index = {"weight_map": dict.fromkeys([*eagle_tensors(), "ghost.weight"], "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FormatError, match="disagrees.*ghost.weight"):
+        load_head(tmp_path)
+
+
+class Bomb:
+    def __init__(self, place: Path):
+        self.place = place
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return (Path.write_text, (self.place, "executed"))
+
+
+@pytest.mark.parametrize("weights", ["pytorch_model.bin", "medusa_lm_head.pt"])
+@pytest.mark.parametrize("plain_pickle", [True, False])
+def test_pickles_are_never_executed(tmp_path: Path, weights: str, plain_pickle: bool) -> None:
+    head = write(tmp_path / "head", EAGLE_CONFIG, {}, "pytorch_model.bin")
+    (head / "pytorch_model.bin").unlink()
+    content = {"fc.weight": Bomb(tmp_path / "executed")}
+    if plain_pickle:
+        (head / weights).write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, head / weights)
+    with pytest.raises(FormatError, match="more than tensors|cannot be read"):
+        load_head(head)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_pickles_hold_tensors_only(tmp_path: Path) -> None:
+    head = write(tmp_path, EAGLE_CONFIG, {"fc.weight": torch.ones(2), "step": 5}, "pytorch_model.bin")  # type: ignore[dict-item]
+    with pytest.raises(FormatError, match="flat dictionary of tensors"):
+        load_head(head)
+
+
+def test_a_pickled_tensor_cannot_claim_more_than_the_file_holds(tmp_path: Path) -> None:
+    huge = torch.ones(1).expand(1 << 20, 1 << 10)
+    head = write(tmp_path, EAGLE_CONFIG, {"fc.weight": huge}, "pytorch_model.bin")
+    with pytest.raises(FormatError, match="more than the file"):
+        load_head(head)
+
+
+def test_non_finite_weights_are_named(tmp_path: Path) -> None:
+    tensors = eagle_tensors()
+    tensors["layers.0.mlp.up_proj.weight"][3, 3] = float("inf")
+    with pytest.raises(FormatError, match="up_proj.weight holds NaN or infinite"):
+        load_head(write(tmp_path, EAGLE_CONFIG, tensors))
+
+
+def test_shapes_are_compared_before_memory_is_spent(tmp_path: Path) -> None:
+    """A config that asks for a 100 GB head beside a small file fails at once."""
+    config = {**EAGLE_CONFIG, "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "head_dim": 8}
+    with pytest.raises(FormatError, match="config.json: the config belongs to another head|expected floating point"):
+        load_head(write(tmp_path, config, eagle_tensors()))
+
+
+# fuzzing: 1,000 mutated checkpoints
+
+
+def bases(root: Path) -> list[tuple[Path, Head]]:
+    """Ours and foreign directories with the head each of them means."""
+    found = []
+    ours = {"m": MedusaConfig(depth=2), "e": EagleConfig(), "e3": Eagle3Config(draft_vocab_size=U)}
+    ours["ml"] = MedusaConfig(depth=2, lm_head="lowrank", rank=4)
+    for name, config in ours.items():
+        head = our_head(config)
+        save_head(head, root / name, {})
+        found.append((root / name, head))
+    foreign = {
+        "f1": (EAGLE_CONFIG, eagle_tensors(), "model.safetensors"),
+        "f3": (EAGLE3_CONFIG, eagle3_tensors(), "model.safetensors"),
+        "fb": (EAGLE3_CONFIG, eagle3_tensors(), "pytorch_model.bin"),
+        "fm": (MEDUSA_CONFIG, vllm_medusa(medusa_tensors()), "model.safetensors"),
+    }
+    for name, files in foreign.items():
+        write(root / name, *files)
+        found.append((root / name, load_head(root / name, DIMS)))
+    return found
+
+
+JUNK: list[Any] = [None, True, False, 0, 1, -1, 2**40, 1e300, "", "x", [], {}, [1, 2], [2, 4, 5], {"a": 1}, 0.5, 33, 97]
+
+
+def mutate_json(path: Path, rng: pyrandom.Random) -> str:
+    value = json.loads(path.read_text())
+    node, trail = value, path.name
+    while True:
+        key = rng.choice(sorted(node))
+        trail += f".{key}"
+        if isinstance(node[key], dict) and node[key] and rng.random() < 0.7:
+            node = node[key]
+            continue
+        break
+    action = rng.choice(["replace", "delete", "rename"])
+    if action == "replace":
+        node[key] = rng.choice(JUNK)
+    elif action == "delete":
+        del node[key]
+    else:
+        node[key + rng.choice(["s", "_x", " "])] = node.pop(key)
+    path.write_text(json.dumps(value))
+    return f"{action} {trail}"
+
+
+def mutate_header(path: Path, rng: pyrandom.Random) -> str:
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    name = rng.choice(sorted(set(header) - {"__metadata__"}))
+    action = rng.choice(["delete", "rename", "dtype", "shape", "swap", "offset", "transpose"])
+    if action == "delete":
+        del header[name]
+    elif action == "rename":
+        header[name + rng.choice(["x", ".weight", "2"])] = header.pop(name)
+    elif action == "dtype":
+        header[name]["dtype"] = rng.choice(["F16", "BF16", "I32", "I64", "F64", "U8", "F8_E5M2", 3])
+    elif action == "shape":
+        header[name]["shape"] = rng.choice([[], [0], [1], [-1], [2**62, 2**62], ["a"], [7, 7], None])
+    elif action == "transpose":
+        header[name]["shape"] = header[name]["shape"][::-1]
+    elif action == "swap":
+        other = rng.choice(sorted(set(header) - {"__metadata__", name}))
+        header[name]["shape"], header[other]["shape"] = header[other]["shape"], header[name]["shape"]
+    else:
+        header[name]["data_offsets"] = [rng.choice([0, 4, -4, 2**63]), rng.choice([0, 8, 2**63])]
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    return f"{action} {name}"
+
+
+def mutate_bytes(path: Path, rng: pyrandom.Random, sealed: bool) -> str:
+    content = bytearray(path.read_bytes())
+    action = rng.choice(["cut", "append", "zero length", "flip"])
+    if action == "cut":
+        del content[rng.randrange(len(content)) :]
+    elif action == "append":
+        content += bytes(rng.randrange(1, 64))
+    elif action == "zero length":
+        content[:8] = bytes(8)
+    else:  # data without a seal cannot be told from other weights: there only the structure is attacked
+        place = rng.randrange(len(content) if sealed else 8)
+        content[place] ^= 1 << rng.randrange(8)
+    path.write_bytes(bytes(content))
+    return f"{action} {path.name}"
+
+
+def mutate(directory: Path, rng: pyrandom.Random) -> str:
+    sealed = (directory / "headstart.json").exists()
+    weights = next(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin"))
+    kind = rng.random()
+    if kind < 0.4:
+        return mutate_json(rng.choice(sorted(directory.glob("*.json"))), rng)
+    if kind < 0.7 and weights.suffix == ".safetensors":
+        return mutate_header(weights, rng)
+    if kind < 0.9:
+        return mutate_bytes(weights, rng, sealed)
+    victim = rng.choice(sorted(directory.iterdir()))
+    victim.unlink()
+    return f"remove {victim.name}"
+
+
+#: fields that say how a head runs: a change that still loads must change what the head says of itself
+def meaning(head: Head) -> tuple[Any, ...]:
+    dims, rope = head.dims, sorted((k, str(v)) for k, v in head.dims.rope_parameters.items())
+    geometry = (dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.rms_norm_eps, dims.hidden_act, rope)
+    return (head.family, head.spec.layer_ids, geometry if head.family != "medusa" else None)
+
+
+def test_a_thousand_mutated_checkpoints(tmp_path: Path) -> None:
+    """Each is refused with a message, or loads as exactly the head it was.
+
+    A foreign config carries no seal, so editing what it says about the layer (rope base, epsilon, activation, head
+    split, layer ids) is a statement, not damage: the loaded head must then say the same of itself.
+    """
+    rng = pyrandom.Random(20261128)
+    originals = bases(tmp_path / "bases")
+    refused = 0
+    for number in range(1000):
+        source, original = originals[number % len(originals)]
+        work = tmp_path / "work"
+        shutil.copytree(source, work)
+        what = mutate(work, rng)
+        try:
+            loaded = load_head(work, DIMS)
+        except HeadstartError as error:
+            refused += 1
+            assert len(str(error)) > 20, what
+        else:
+            assert same_state(loaded, original), f"{source.name}: {what} loaded as another head"
+            if meaning(loaded) != meaning(original):
+                assert not (work / "headstart.json").exists() and "config.json" in what, f"{source.name}: {what}"
+                said = open_checkpoint(work).config
+                assert loaded.dims.rms_norm_eps == said.get("rms_norm_eps", 1e-6), what
+                assert loaded.dims.hidden_act == said.get("hidden_act", "silu"), what
+                assert loaded.dims.rope_parameters["rope_theta"] == said.get("rope_theta", 10000.0), what
+        try:
+            check_directory(work, DIMS)
+        except FormatError as error:
+            assert len(str(error)) > 20, what
+        shutil.rmtree(work)
+    assert refused > 500

@@ -27,7 +27,7 @@ SIZES = {
     "qwen3-8b-eagle3": (
         3 * 4096**2 + 2 * 4096**2 + 2 * 8192 * 1024 + 4096**2 + 3 * 4096 * 12288 + 32000 * 4096 + 4 * 4096
     ),
-    # D 576, 9 heads and 3 KV heads of 64, MLP 1536: fc 2D·D, q and o D·D, k v D·192, one norm; embeddings and lm_head shared
+    # D 576, 9 heads and 3 KV heads of 64, MLP 1536: fc 2D·D, q and o D·D, k v D·192, one norm; the rest is shared
     "smollm2-eagle": 2 * 576**2 + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 576,
     "smollm2-eagle3": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576,
     "quickstart": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 4096 * 576 + 4 * 576,

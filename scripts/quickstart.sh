@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# From a fresh checkout to a measured draft head on two CPU cores:   bash scripts/quickstart.sh [key=value …]
+# Makes .venv on first use, fetches SmolLM2-135M-Instruct, distils, trains, evaluates and exports.
+# Running it again continues where it stopped and skips what is finished. Everything lands in runs/quickstart/.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/venv.sh
+
+make_venv "${VENV:-.venv}"
+export TOKENIZERS_PARALLELISM=false
+exec "$VENV_PYTHON" -m headstart run recipes/quickstart.yaml "$@"

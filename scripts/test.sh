@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Run the CPU test suite in an environment of its own:   bash scripts/test.sh [pytest arguments]
+# Makes .venv-test on first use. PYTHON=python3.12 chooses the interpreter, CONSTRAINTS=FILE other versions.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/venv.sh
+
+make_venv "${VENV:-.venv-test}" "dev"
+# tests that need the embedded target are skipped where it cannot be had
+"$VENV_PYTHON" -m headstart target fetch smollm2-135m-instruct >/dev/null || echo "continuing without the embedded target" >&2
+# two workers on two cores lose more to each other than they gain
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc 2>/dev/null || echo 2)}" TOKENIZERS_PARALLELISM=false
+exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"

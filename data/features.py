@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.data.samples import Sample
+from headstart.data.samples import Sample, check_vocabulary
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import DataError, StorageError, TargetError
 from headstart.heads.files import read_json, require_disk, sha256_file, write_json, write_safetensors
@@ -52,9 +52,11 @@ class OnlineFeatures:
         samples: documents; a pack lists indices into them.
         spec: which layers to read.
         max_depth: the head's K, for the anchors.
+    Raises: DataError when a sample holds token ids that the target does not have.
     """
 
     def __init__(self, target: Target, samples: Sequence[Sample], spec: FeatureSpec, max_depth: int):
+        check_vocabulary(samples, target.dims.vocab_size)
         self.target, self.samples, self.spec, self.max_depth = target, samples, spec, max_depth
         self.lengths = [len(sample) for sample in samples]
         self.sample_ids = [sample.id for sample in samples]
@@ -118,8 +120,10 @@ class Manifest:
         value = read_json(path)
         if value.get("schema") != SCHEMA:
             raise StorageError(f"{path}: schema: found {value.get('schema')}, expected {SCHEMA}: build the store again")
-        value["shards"] = [Shard(**shard) for shard in value["shards"]]
-        return cls(**value)
+        try:
+            return cls(**{**value, "shards": [Shard(**shard) for shard in value["shards"]]})
+        except (TypeError, KeyError) as error:
+            raise StorageError(f"{path}: damaged ({error}): remove the directory and build the store again") from error
 
 
 def store_bytes(rows: int, hidden_size: int, layers: int, dtype: torch.dtype) -> int:
@@ -149,6 +153,7 @@ def build_store(
     """
     directory = Path(directory)
     target.check_layer_ids(spec.layer_ids)
+    check_vocabulary(samples, target.dims.vocab_size)
     stored = target.dtype if dtype == "auto" else DTYPES[dtype]
     index = [[s.id, len(s), s.digest()] for s in samples]
     plan = Manifest(

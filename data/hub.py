@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 from headstart.data.config import SourceConfig
@@ -12,7 +12,7 @@ from headstart.heads.errors import DataError
 TIMEOUT = 10.0
 
 
-def load_rows(source: SourceConfig) -> Iterable[Any]:
+def load_rows(source: SourceConfig) -> Iterator[Any]:
     """Rows of `source.dataset`, streamed when a limit makes the whole download a waste.
 
     Raises: DataError naming the dataset, the cause and the remedy.
@@ -26,7 +26,8 @@ def load_rows(source: SourceConfig) -> Iterable[Any]:
             HfApi().dataset_info(name, timeout=TIMEOUT)
         import datasets
 
-        return datasets.load_dataset(name, source.subset, split=source.split, streaming=source.limit is not None)
+        # a stream meets the network while it is read, so reading belongs inside the try
+        yield from datasets.load_dataset(name, source.subset, split=source.split, streaming=source.limit is not None)
     except Exception as error:  # every library below has its own network exceptions; all mean the same to the user
         cause = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         raise DataError(f"dataset {name!r} (split {source.split!r}): cannot be loaded ({cause}): {remedy}") from error

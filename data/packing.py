@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ def plan_packs(
 ) -> list[list[int]]:
     """Lists of document indices: every document exactly once, at most `budget` tokens per list.
 
-    Documents are shuffled, cut into windows of `window`, and packed first-fit-decreasing inside each; the packs are
+    Documents are shuffled, cut into windows of `window`, and packed best-fit-decreasing inside each; the packs are
     then shuffled. Deterministic in (lengths, budget, seed, epoch, window).
 
     Args:
@@ -44,21 +45,20 @@ def plan_packs(
     order = generator.permutation(len(lengths))
     packs: list[list[int]] = []
     for start in range(0, len(order), window):
-        packs += _first_fit_decreasing(order[start : start + window].tolist(), lengths, budget)
+        packs += _best_fit_decreasing(order[start : start + window].tolist(), lengths, budget)
     return [packs[i] for i in generator.permutation(len(packs))]
 
 
-def _first_fit_decreasing(documents: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+def _best_fit_decreasing(documents: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
-    room: list[int] = []
+    room: list[tuple[int, int]] = []  # (free tokens, pack), ascending
     for index in sorted(documents, key=lambda i: -lengths[i]):  # stable: equal lengths keep the shuffled order
-        place = next((p for p, free in enumerate(room) if free >= lengths[index]), None)
-        if place is None:
-            packs.append([index])
-            room.append(budget - lengths[index])
-        else:
-            packs[place].append(index)
-            room[place] -= lengths[index]
+        place = bisect_left(room, (lengths[index], 0))
+        free, pack = room.pop(place) if place < len(room) else (budget, len(packs))
+        if pack == len(packs):
+            packs.append([])
+        packs[pack].append(index)
+        insort(room, (free - lengths[index], pack))
     return packs
 
 

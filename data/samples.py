@@ -55,16 +55,23 @@ def token_counts(samples: Sequence[Sample], vocab_size: int) -> Tensor:
 
     Raises: DataError when a token id lies outside the vocabulary.
     """
+    check_vocabulary(samples, vocab_size)
     counts_V = np.zeros(vocab_size, dtype=np.int64)
     for sample in samples:
-        tokens = sample.token_ids[sample.turn_ids >= 0]
+        counts_V += np.bincount(sample.token_ids[sample.turn_ids >= 0], minlength=vocab_size)
+    return torch.from_numpy(counts_V)
+
+
+def check_vocabulary(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Raises: DataError naming the first sample with a token id outside 0 … V-1."""
+    for sample in samples:
+        tokens = sample.token_ids
         if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
+            worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise DataError(
-                f"sample {sample.id}: found token id {int(tokens.max())}, expected 0 … {vocab_size - 1}: "
+                f"sample {sample.id}: found token id {worst}, expected 0 … {vocab_size - 1}: "
                 "the data was tokenised for another target"
             )
-        counts_V += np.bincount(tokens, minlength=vocab_size)
-    return torch.from_numpy(counts_V)
 
 
 def require_supervised(samples: Sequence[Sample], depth: int = 1) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import islice
@@ -121,7 +121,8 @@ def read_prompts(sources: Sequence[SourceConfig], limit: int | None = None) -> l
         if not turns:
             raise DataError(f"{conversation.where}: found no user message, expected at least one: remove the record")
         system = next((m["content"] for m in conversation.messages if m["role"] in ("system", "developer")), None)
-        ids = conversation.meta.get("prompt_token_ids")
+        # with several user turns a record's own prompt_token_ids may belong to the last one
+        ids = conversation.meta.get("prompt_token_ids") if len(turns) == 1 else None
         if conversation.turns:
             ids = conversation.turns[0].prompt_ids
         prompts.append(
@@ -356,7 +357,7 @@ def _json_list(path: Path) -> list[Any]:
     return value
 
 
-def _dataset(source: SourceConfig) -> Iterable[Any]:
+def _dataset(source: SourceConfig) -> Iterator[Any]:
     """Rows of a `datasets` name. Raises DataError when the Hub cannot be reached or has no such dataset."""
     from headstart.data.hub import load_rows
 

@@ -200,3 +200,20 @@ def test_disk_is_checked_before_work(target, samples, tmp_path, monkeypatch):
 def test_no_store_there(tmp_path):
     with pytest.raises(StorageError, match="no feature store there"):
         StoredFeatures(tmp_path, 2)
+
+
+def test_token_ids_of_another_target_are_refused(target, samples, tmp_path):
+    foreign = replace(samples[3], token_ids=samples[3].token_ids + target.dims.vocab_size)
+    for attempt in (
+        lambda: OnlineFeatures(target, [foreign], SPEC, 2),
+        lambda: build_store(target, [foreign], SPEC, tmp_path / "f"),
+    ):
+        with pytest.raises(DataError, match="sample s3: found token id .*the data was tokenised for another target"):
+            attempt()
+
+
+def test_damaged_manifest(store):
+    path = store / "manifest.json"
+    path.write_text(path.read_text().replace('"layer_ids"', '"layers"'))
+    with pytest.raises(StorageError, match=r"manifest.json: damaged .*build the store again"):
+        StoredFeatures(store, 2)

@@ -25,7 +25,7 @@ def test_every_document_once_within_budget(lengths, budget, seed, epoch, window)
     assert packs == plan_packs(lengths, budget, seed, epoch, window)
 
 
-def test_first_fit_decreasing_fills_exactly():
+def test_best_fit_decreasing_fills_exactly():
     packs = plan_packs([6, 5, 4, 3, 2], 10)
     assert sorted(sorted(p) for p in packs) == [[0, 2], [1, 3, 4]]
     assert fill(packs, [6, 5, 4, 3, 2], 10) == 1.0

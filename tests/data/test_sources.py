@@ -77,10 +77,13 @@ def test_prompts_take_all_user_turns_and_no_answers(write_jsonl):
         {"id": "a", "messages": [{"role": "system", "content": "S"}, HI, HELLO, {"role": "user", "content": "Bye"}]},
         {"id": "b", "turns": ["1", "2"], "category": "c", "prompt_token_ids": [5, 6]},
         {"id": "c", "prompt": "x"},
+        {"id": "d", "turns": ["only"], "prompt_token_ids": [7]},
     ])  # fmt: skip
-    a, b = read_prompts([SourceConfig(path=str(path))], limit=2)
+    a, b, _, d = read_prompts([SourceConfig(path=str(path))])
+    assert len(read_prompts([SourceConfig(path=str(path))], limit=2)) == 2
     assert (a.id, a.turns, a.system) == ("a", ("Hi", "Bye"), "S")
-    assert (b.turns, b.task, b.prompt_token_ids) == (("1", "2"), "c", (5, 6))
+    assert (b.turns, b.task, b.prompt_token_ids) == (("1", "2"), "c", None)
+    assert d.prompt_token_ids == (7,)
     assert a.messages(["ok"]) == [
         {"role": "system", "content": "S"}, HI, {"role": "assistant", "content": "ok"},
         {"role": "user", "content": "Bye"},
@@ -183,3 +186,20 @@ def test_unreachable_hub_is_explained(monkeypatch):
 def test_unknown_workload_lists_the_known():
     with pytest.raises(DataError, match="workload:nothing: no such workload, expected one of"):
         workload_path("nothing")
+
+
+def test_dataset_rows_are_records_and_a_broken_stream_is_explained(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    def rows(name, subset, split, streaming):
+        assert (name, subset, split, streaming) == ("owner/name", None, "train", True)
+        yield {"prompt": "Hi", "response": "Hello"}
+        raise TimeoutError("the line went dead")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
+    monkeypatch.setattr(datasets, "load_dataset", rows)
+    (conversation,) = load_conversations([SourceConfig(dataset="owner/name", limit=1)])
+    assert (conversation.id, list(conversation.messages)) == ("owner/name:0", [HI, HELLO])
+    with pytest.raises(DataError, match=r"TimeoutError: the line went dead"):
+        list(load_conversations([SourceConfig(dataset="owner/name", limit=2)]))

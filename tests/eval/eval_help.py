@@ -1,0 +1,75 @@
+"""Helpers of the evaluation tests: decode with small buckets, train a head for a moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headstart.eval.decode import Answer, decode, slots_needed
+from headstart.eval.drafters import Drafter
+from headstart.eval.engine import Engine
+from headstart.eval.sampling import Sampling
+from headstart.heads import HEADS
+from headstart.heads.base import FeatureBatch, Head, build_head
+from headstart.heads.target import Target
+
+VOCAB = 61
+CONTEXTS = [[5, 6, 7, 8, 9, 10, 11], [11, 12], [13] * 9 + [20, 21, 22]]
+NEW_TOKENS = 30
+
+
+def run(
+    target: Target,
+    drafter: Drafter | None,
+    contexts: list[list[int]] = CONTEXTS,
+    max_new_tokens: int | list[int] = NEW_TOKENS,
+    stops: set[int] | list[set[int]] = frozenset(),  # type: ignore[assignment]
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    **options: int,
+) -> list[Answer]:
+    """Decode with small buckets and chunks, so that their edges are crossed."""
+    longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
+    capacity = slots_needed(max(map(len, contexts)), longest_answer, drafter)
+    spec = drafter.spec if drafter is not None else None
+    engine = Engine(target.model, len(contexts), capacity, spec, **{"bucket": 8, "prefill_chunk": 4, **options})
+    generator = torch.Generator().manual_seed(seed)
+    stop_ids = stops if isinstance(stops, list) else set(stops)
+    sampling = sampling or Sampling()
+    gaps = drafter is None
+    return decode(engine, contexts, drafter, sampling, max_new_tokens, stop_ids, generator, record_gaps=gaps).answers
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A head and the pack it was trained on: contexts with their greedy answers as the one supervised turn."""
+
+    head: Head
+    batch: FeatureBatch
+
+
+def train_briefly(target: Target, answers: list[Answer], kind: str, steps: int, **config: object) -> Trained:
+    """Fit a head to the greedy answers, so that drafts are sometimes right and sometimes wrong."""
+    torch.manual_seed(1)
+    head = build_head(HEADS[kind].config(**config), target.dims)
+    said = sorted({token for answer in answers for token in answer.tokens})
+    draft_ids = None
+    if kind == "eagle3":
+        # some tokens that are said cannot be drafted
+        others = [token for token in range(VOCAB) if token not in said]
+        size = config["draft_vocab_size"]
+        draft_ids = torch.tensor(sorted((said[1:] + others)[:size]))
+    head.init_from_target(target.embed_VD, target.teacher, draft_ids)
+    documents = []
+    for context, answer in zip(CONTEXTS, answers, strict=True):
+        turn = torch.tensor([-1] * len(context) + [0] * len(answer.tokens))
+        documents.append((torch.tensor([*context, *answer.tokens]), turn))
+    batch = target.extract(FeatureBatch.pack(documents, head.depth), head.spec)
+    optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(steps):
+        result = head.loss(batch, target.teacher)
+        (result.loss_K / result.count_K.clamp(min=1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(head.eval(), batch)

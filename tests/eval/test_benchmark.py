@@ -1,0 +1,269 @@
+"""evaluate: prompts in, report out."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eval_help import CONTEXTS, NEW_TOKENS, Trained
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from headstart.eval.benchmark import evaluate, first_difference
+from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
+from headstart.eval.decode import Answer
+from headstart.eval.prompts import load_prompts
+from headstart.eval.report import Report, print_report, render_markdown
+from headstart.eval.teacher_forced import teacher_forced_tau
+from headstart.heads.errors import ConfigError, DataError, TemplateError
+from headstart.heads.target import Target
+
+REQUIRED = {
+    *("schema", "target", "head", "data", "dtype", "device", "temperature", "tree", "tau", "tau_ci95", "tasks"),
+    *("per_position_acceptance", "baseline_tokens_per_s", "tokens_per_s", "speedup", "greedy_identity", "recipe"),
+    *("versions", "git_revision"),
+}
+
+
+class WordTokenizer:
+    """One token per word "w<number>"; roles are tokens 1 (user) and 2 (assistant), 3 ends a message."""
+
+    chat_template = "words"
+    eos_token_id = None
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        ids = []
+        for message in messages:
+            ids += [1 if message["role"] == "user" else 2, *self.encode(message["content"]), 3]
+        return [*ids, 2]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word[1:]) for word in text.split()]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return " ".join(f"w{token}" for token in ids)
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def ids_file(tmp_path: Path) -> str:
+    records = [{"id": f"p{n}", "category": "ab"[n % 2], "prompt_token_ids": c} for n, c in enumerate(CONTEXTS)]
+    return write(tmp_path / "ids.jsonl", records)
+
+
+def config_of(data: str, **changes: Any) -> EvalConfig:
+    base = {"data": data, "max_new_tokens": NEW_TOKENS, "kv_bucket": 8, "warmup_tokens": 2, "bootstrap": 50}
+    return EvalConfig(**{**base, "tree": TreeConfig(depth=3), **changes})
+
+
+def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, ids_file: str, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    config = config_of(ids_file, batch_size=2)
+    report = evaluate(
+        target, eagle3.head, config, recipe={"seed": 7}, head_info={"path": "x"}, progress=lambda *p: seen.append(p)
+    )
+    expected = teacher_forced_tau(
+        target, eagle3.head, [(c, a.tokens) for c, a in zip(CONTEXTS, plain, strict=True)], 3
+    )
+    assert report.tau == expected.tau
+    assert report.per_position_acceptance == expected.per_position
+    assert report.per_position_conditional == expected.per_position_conditional
+    assert report.greedy_identity == {"dtype": "float32", "sequences": 3, "identical": 3, "divergences": []}
+    assert report.speedup == pytest.approx(report.tokens_per_s / report.baseline_tokens_per_s)
+    assert {name: section.prompts for name, section in report.tasks.items()} == {"a": 2, "b": 1}
+    assert sum(section.forwards for section in report.tasks.values()) == report.forwards == expected.forwards
+    assert report.tree["label"] == "chain3"
+    assert report.head["type"] == "eagle3" and report.head["path"] == "x"
+    assert report.recipe == {"seed": 7}
+    assert seen[0][:2] == (0, 3) and seen[-1][:2] == (3, 3)
+
+    written = json.loads(report.write(tmp_path / "run").read_text())
+    assert written["schema"] == 1 and set(written) >= REQUIRED
+    assert Report.read(tmp_path / "run") == report
+    markdown = (tmp_path / "run" / "report.md").read_text()
+    assert f"| all | 3 | {report.tau:.2f} |" in markdown
+    assert "3 of 3 sequences" in markdown
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=200))
+    assert f"{report.tau:.2f}" in out.getvalue() and "3/3" in out.getvalue()
+
+
+def test_plain_ngram_and_lossy_reports(target: Target, medusa: Trained, ids_file: str) -> None:
+    report = evaluate(target, None, config_of(ids_file, max_new_tokens=6))
+    assert (report.tau, report.drafter, report.tree["label"], report.speedup) == (1.0, "plain", "plain", None)
+    assert report.baseline_tokens_per_s > 0 and report.greedy_identity is None
+    report = evaluate(target, None, config_of(ids_file, drafter="ngram", baseline=False))
+    assert report.drafter == "ngram" and report.tau > 1 and report.baseline_tokens_per_s is None
+    changes = {"temperature": 1.0, "acceptance": "typical", "max_new_tokens": 4, "tree": TreeConfig("static", 3, 4, 10)}
+    report = evaluate(target, medusa.head, config_of(ids_file, **changes))
+    assert not report.lossless and report.greedy_identity is None
+    assert "LOSSY" in render_markdown(report)
+    assert report.tree["label"] == "static9"
+
+
+def test_turns_feed_the_next_turn(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "tokenizer", WordTokenizer())
+    records = [
+        {"question_id": 81, "category": "writing", "turns": ["w5 w6", "w7"]},
+        {"question_id": 82, "category": "writing", "turns": ["w8"]},
+    ]
+    data = write(tmp_path / "turns.jsonl", records)
+    contexts = []
+    from headstart.eval import benchmark
+
+    original = benchmark.decode
+
+    def spy(engine: Any, batch: list[list[int]], *rest: Any, **options: Any) -> Any:
+        decoded = original(engine, batch, *rest, **options)
+        contexts.append((batch, [answer.tokens for answer in decoded.answers]))
+        return decoded
+
+    monkeypatch.setattr(benchmark, "decode", spy)
+    report = evaluate(target, None, config_of(data, max_new_tokens=3, batch_size=2, warmup_tokens=0))
+    assert contexts[0][0] == [[1, 5, 6, 3, 2], [1, 8, 3, 2]]
+    said = contexts[0][1][0]
+    assert contexts[1][0] == [[1, 5, 6, 3, 2, *said, 3, 1, 7, 3, 2]]
+    # three sequences of three tokens, the first of each from prefill
+    assert (report.prompts, report.forwards) == (2, 6)
+    report = evaluate(target, None, config_of(data, max_new_tokens=3, max_turns=1))
+    assert report.forwards == 4
+
+
+def test_first_difference() -> None:
+    assert first_difference(Answer([1, 2, 3]), Answer([1, 2, 3])) is None
+    assert first_difference(Answer([1, 2, 3]), Answer([1, 9, 3])) == 1
+    assert first_difference(Answer([1, 2]), Answer([1, 2, 3])) == 2
+
+
+def test_divergences_carry_the_logit_gap(
+    target: Target, plain: list[Answer], ids_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong verifier must show: accept everything and the report says where and how close the call was."""
+    from headstart.eval import decode as loop
+    from headstart.eval.drafters import NgramDrafter
+    from headstart.eval.verify import Verdict
+
+    def gullible(tree: Any, logits: torch.Tensor, *rest: Any) -> Any:
+        if tree.nodes == 0:
+            return original(tree, logits, *rest)
+        accepted = tree.valid_BN.sum(1)
+        path = torch.where(tree.valid_BN, torch.arange(tree.nodes), -1)
+        return Verdict(path, accepted, logits.argmax(-1).gather(1, accepted[:, None])[:, 0])
+
+    original = loop.verify
+    monkeypatch.setattr(loop, "verify", gullible)
+    report = evaluate(target, None, config_of(ids_file), drafter=NgramDrafter(3))
+    assert report.greedy_identity["identical"] < 3
+    for case in report.greedy_identity["divergences"]:
+        answer = plain[int(case["id"][1:])]
+        assert case["gap"] == pytest.approx(answer.gaps[case["position"]], rel=1e-3)
+
+
+# Prompts
+
+
+def test_prompt_formats(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    records = [
+        {"id": 1, "messages": chat},
+        {"task": "t", "conversations": [{"from": "human", "value": "q1"}, {"from": "gpt", "value": "a1"}]},
+        {"prompt": "p"},
+        {"prompt_token_ids": [1, 2], "messages": chat},
+        {"turns": ["x", "y", "z"]},
+    ]
+    prompts = load_prompts(write(tmp_path / "p.jsonl", records), max_turns=2)
+    assert [prompt.turns for prompt in prompts] == [["q"], ["q1"], ["p"], [], ["x", "y"]]
+    assert prompts[0].messages == chat[:1]
+    assert prompts[3].prompt_token_ids == [1, 2]
+    assert [prompt.task for prompt in prompts] == ["all", "t", "all", "all", "all"]
+    assert [prompt.id for prompt in prompts] == ["1", "2", "3", "4", "5"]
+    assert len(load_prompts(tmp_path / "p.jsonl", limit=2)) == 2
+    assert [prompt.id for prompt in load_prompts(tmp_path / "p.jsonl", limit_per_task=1)] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"bad.jsonl:2: not valid JSON"),
+        ("[1]", r"bad.jsonl:2: found list, expected a JSON object"),
+        ('{"text": "x"}', r"bad.jsonl:2: found fields \['text'\], expected one of"),
+        ('{"messages": [{"role": "tool", "content": "x"}]}', r"bad.jsonl:2: .*role 'tool'"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', r"bad.jsonl:2: no user message"),
+        ('{"turns": []}', r"bad.jsonl:2: turns"),
+        ('{"prompt_token_ids": ["a"]}', r"bad.jsonl:2: prompt_token_ids"),
+    ],
+)
+def test_bad_prompts_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "ok"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        load_prompts(path)
+
+
+def test_missing_and_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        load_prompts(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="holds no prompts"):
+        load_prompts(tmp_path / "empty.jsonl")
+
+
+# Configuration
+
+
+def test_config_is_a_recipe_node() -> None:
+    node = OmegaConf.merge(OmegaConf.structured(EvalConfig), OmegaConf.from_dotlist(["tree.kind=dynamic", "limit=3"]))
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, EvalConfig) and config.tree.kind == "dynamic" and config.limit == 3
+    check_config(config)
+    assert tree_label(config.tree, 59) == "tree60"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tree": TreeConfig(kind="bush")}, r"eval.tree.kind: found 'bush', expected one of"),
+        ({"top_p": 0.0}, "eval.top_p"),
+        ({"min_p": 1.0}, "eval.min_p"),
+        ({"batch_size": 0}, "eval.batch_size: found 0, expected at least 1"),
+        ({"ngram_min": 3, "ngram_max": 2}, "eval.ngram_max: found 2, expected at least 3"),
+        ({"repetition_penalty": 0.0}, "eval.repetition_penalty"),
+        ({"acceptance": "loose"}, "eval.acceptance"),
+    ],
+)
+def test_bad_config(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(EvalConfig(**changes))
+
+
+def test_evaluate_refuses_what_cannot_work(target: Target, medusa: Trained, eagle3: Trained, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="eval.data is not set"):
+        evaluate(target, None, EvalConfig())
+    data = write(tmp_path / "x.jsonl", [{"prompt": "w1"}])
+    with pytest.raises(TemplateError, match="no chat template"):
+        evaluate(target, None, config_of(data))
+    with pytest.raises(ConfigError, match="loaded in float32; set target.dtype=bfloat16"):
+        evaluate(target, None, config_of(data, dtype="bfloat16"))
+    with pytest.raises(ConfigError, match="medusa drafts a chain or a static tree, found 'dynamic'"):
+        evaluate(target, medusa.head, config_of(data, tree=TreeConfig("dynamic")))
+    with pytest.raises(ConfigError, match="eagle3 drafts a chain or a dynamic tree, found 'static'"):
+        evaluate(target, eagle3.head, config_of(data, tree=TreeConfig("static")))
+
+
+def test_report_of_another_schema_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"schema": 99}')
+    with pytest.raises(DataError, match="report.json: schema: found 99, expected 1"):
+        Report.read(tmp_path)

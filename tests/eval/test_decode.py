@@ -1,0 +1,245 @@
+"""The decode loop: speculation commits exactly what plain decoding does, whatever the drafter says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from eval_help import CONTEXTS, NEW_TOKENS, VOCAB, Trained, run
+from torch import Tensor
+
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decode import Answer
+from headstart.eval.drafters import NgramDrafter, build_drafter
+from headstart.eval.engine import Rows
+from headstart.eval.sampling import Sampling, probabilities
+from headstart.eval.tree import Tree, chain
+from headstart.heads.target import Target
+
+
+class Scripted:
+    """Test drafters that know each row's future: `kind` says what they make of it."""
+
+    name, spec = "scripted", None
+
+    def __init__(self, kind: str, futures: list[list[int]], depth: int = 4):
+        self.kind, self.futures, self.depth = kind, futures, depth
+        self.max_nodes = depth if kind in ("right", "wrong", "ragged") else 3 * depth
+        self.noise = torch.Generator().manual_seed(5)
+
+    def start(self, context: Rows, capacity: int) -> None:
+        self.at = [0] * len(self.futures)
+
+    def commit(self, accepted: Rows) -> None:
+        self.at = [at + count for at, count in zip(self.at, accepted.count_B.tolist(), strict=True)]
+
+    def future(self, row: int) -> list[int]:
+        # the root is futures[row][at]; what follows is to be drafted
+        future = self.futures[row][self.at[row] + 1 :][: self.depth]
+        return future + [0] * (self.depth - len(future))
+
+    def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
+        right = torch.tensor([self.future(row) for row in range(len(self.futures))])
+        batch, depth = right.shape
+        if self.kind == "right":
+            return chain(right)
+        if self.kind == "wrong":
+            return chain((right + 1) % VOCAB)
+        if self.kind == "ragged":
+            lengths = torch.randint(0, depth + 1, (batch, 1), generator=self.noise)
+            return chain(right, torch.arange(depth) < lengths)
+        # three siblings per level under the right node of the level above, in random order; "random" has no right ones
+        tokens = torch.randint(0, VOCAB, (batch, depth, 3), generator=self.noise)
+        lucky = torch.randint(0, 3, (batch, depth, 1), generator=self.noise)
+        if self.kind == "tree":
+            tokens = tokens.scatter(2, lucky, right[:, :, None])
+        above = torch.cat([torch.full((batch, 1, 1), -1), (torch.arange(depth) * 3)[:, None] + lucky], 1)[:, :depth]
+        parent = above.expand(batch, depth, 3)
+        level = torch.arange(1, depth + 1)[:, None].expand(batch, depth, 3)
+        flat = lambda x: x.reshape(batch, -1)  # noqa: E731
+        return Tree(flat(tokens), flat(parent), flat(level), torch.ones((batch, 3 * depth), dtype=torch.bool), depth)
+
+
+KINDS = ("right", "wrong", "ragged", "tree", "random")
+
+
+def futures_of(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def check_cycles(answers: list[Answer]) -> None:
+    for answer in answers:
+        assert sum(cycle.committed for cycle in answer.cycles) == len(answer.tokens) - 1
+        for cycle in answer.cycles[:-1]:
+            assert cycle.committed == cycle.accepted + 1
+        for cycle in answer.cycles:
+            assert 0 <= cycle.accepted <= cycle.drafted
+            assert 0 <= cycle.committed - cycle.accepted <= 1
+
+
+@torch.no_grad()
+def test_plain_decoding_equals_repeated_full_forwards(target: Target, plain: list[Answer]) -> None:
+    for context, answer in zip(CONTEXTS, plain, strict=True):
+        tokens = list(context)
+        for token in answer.tokens[:12]:
+            assert int(target.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()) == token
+            tokens.append(token)
+        assert [cycle.committed for cycle in answer.cycles] == [1] * (NEW_TOKENS - 1)
+    # the fixture is only worth something if the answers vary and no two logits nearly tie
+    assert len({token for answer in plain for token in answer.tokens}) > 10
+    assert min(gap for answer in plain for gap in answer.gaps) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adversarial_drafters(target: Target, plain: list[Answer], kind: str) -> None:
+    answers = run(target, Scripted(kind, futures_of(plain)))
+    assert tokens_of(answers) == tokens_of(plain)
+    check_cycles(answers)
+    forwards = [len(answer.cycles) for answer in answers]
+    if kind in ("right", "tree"):
+        assert forwards == [math.ceil((NEW_TOKENS - 1) / 5)] * 3
+    if kind == "wrong":
+        assert forwards == [NEW_TOKENS - 1] * 3
+
+
+@pytest.mark.parametrize("kind", ["right", "tree", "ragged"])
+def test_stop_token_inside_an_accepted_path(target: Target, plain: list[Answer], kind: str) -> None:
+    """Different stops per row; rows end in different cycles, one at its very first token, one never."""
+    stops = [{plain[0].tokens[7]}, {plain[1].tokens[0]}, {VOCAB - 1} - set(plain[2].tokens)]
+    expected = run(target, None, stops=stops)
+    assert len(expected[1].tokens) == 1 and expected[1].finish_reason == "stop"
+    assert expected[0].tokens[-1] in stops[0] and len(expected[0].tokens) <= 8
+    assert expected[2].finish_reason == "length"
+    answers = run(target, Scripted(kind, futures_of(plain)), stops=stops)
+    assert tokens_of(answers) == tokens_of(expected)
+    assert [a.finish_reason for a in answers] == [a.finish_reason for a in expected]
+    check_cycles(answers)
+
+
+@pytest.mark.parametrize("kind", ["right", "tree"])
+def test_length_limits_cut_inside_an_accepted_path(target: Target, plain: list[Answer], kind: str) -> None:
+    limits = [1, 9, 13]
+    answers = run(target, Scripted(kind, futures_of(plain)), max_new_tokens=limits)
+    for answer, full, limit in zip(answers, plain, limits, strict=True):
+        assert answer.tokens == full.tokens[:limit]
+    check_cycles(answers)
+    # 12 tokens after the first: 5, 5, and 2 of the last 5
+    assert [(c.accepted, c.committed) for c in answers[2].cycles] == [(4, 5), (4, 5), (2, 2)]
+
+
+def test_a_row_does_not_depend_on_its_neighbours(target: Target, plain: list[Answer]) -> None:
+    for context, answer in zip(CONTEXTS, plain, strict=True):
+        alone = run(target, None, contexts=[context], max_new_tokens=10)
+        assert alone[0].tokens == answer.tokens[:10]
+
+
+def config_of(kind: str, **sampling: Any) -> EvalConfig:
+    tree = TreeConfig(kind=kind, depth=4, k=3, total_tokens=12)
+    return EvalConfig(tree=tree, kv_bucket=8, **sampling)
+
+
+HEAD_TREES = [("eagle3", "chain"), ("eagle3", "dynamic"), ("eagle", "chain"), ("eagle", "dynamic")]
+HEAD_TREES += [("medusa", "chain"), ("medusa", "static")]
+
+
+@pytest.mark.parametrize(("family", "kind"), HEAD_TREES)
+def test_heads(target: Target, plain: list[Answer], family: str, kind: str, request: pytest.FixtureRequest) -> None:
+    trained: Trained = request.getfixturevalue(family)
+    stops = [{plain[0].tokens[17]}, set(), {plain[2].tokens[11]}]
+    expected = run(target, None, stops=stops)
+    answers = run(target, build_drafter(trained.head, config_of(kind)), stops=stops)
+    assert tokens_of(answers) == tokens_of(expected)
+    check_cycles(answers)
+    accepted = sum(cycle.accepted for answer in answers for cycle in answer.cycles)
+    rejected = sum(cycle.drafted - cycle.accepted for answer in answers for cycle in answer.cycles)
+    # both outcomes occur, else the test shows little
+    assert accepted > 5 and rejected > 5
+
+
+def test_ngram(target: Target, plain: list[Answer]) -> None:
+    answers = run(target, NgramDrafter(4, shortest=1, longest=3))
+    assert tokens_of(answers) == tokens_of(plain)
+    check_cycles(answers)
+    assert any(cycle.accepted for answer in answers for cycle in answer.cycles)
+    assert any(cycle.drafted == 0 for answer in answers for cycle in answer.cycles)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("eagle3", "chain"), ("eagle3", "dynamic"), ("medusa", "static")])
+def test_greedy_with_repetition_penalty(target: Target, family: str, kind: str, request: pytest.FixtureRequest) -> None:
+    trained: Trained = request.getfixturevalue(family)
+    sampling = Sampling(repetition_penalty=1.3)
+    expected = run(target, None, sampling=sampling)
+    drafter = build_drafter(trained.head, config_of(kind, repetition_penalty=1.3))
+    assert tokens_of(run(target, drafter, sampling=sampling)) == tokens_of(expected)
+
+
+# Sampling through the engine
+
+
+SAMPLED = [("eagle3", "chain", True), ("eagle3", "chain", False), ("eagle3", "dynamic", True)]
+SAMPLED += [("medusa", "static", True)]
+
+
+@pytest.mark.parametrize(("family", "kind", "sample"), SAMPLED)
+def test_sampling_through_the_engine(
+    target: Target, family: str, kind: str, sample: bool, request: pytest.FixtureRequest
+) -> None:
+    """χ² of the first three tokens against the exact joint distribution (all processors on)."""
+    settings = {"temperature": 1.2, "top_k": 4, "min_p": 0.02, "repetition_penalty": 1.1}
+    trained: Trained = request.getfixturevalue(family)
+    config = config_of(kind, **settings)
+    config.tree.sample = sample
+    rows = 1500
+    context = [5, 6, 7]
+    sampling = Sampling(**settings)
+    drafter = build_drafter(trained.head, config)
+    answers = run(target, drafter, contexts=[context] * rows, max_new_tokens=3, sampling=sampling, seed=11, bucket=16)
+    counts: dict[tuple[int, ...], int] = {}
+    for answer in answers:
+        counts[tuple(answer.tokens)] = counts.get(tuple(answer.tokens), 0) + 1
+    joint = exact_joint(target, context, sampling, 3)
+    assert set(counts) <= set(joint)
+    statistic, freedom, pooled, seen = 0.0, -1, 0.0, 0
+    for path, p in joint.items():
+        if p * rows >= 5:
+            statistic += (counts.get(path, 0) - p * rows) ** 2 / (p * rows)
+            freedom += 1
+        else:
+            pooled, seen = pooled + p * rows, seen + counts.get(path, 0)
+    if pooled >= 5:
+        statistic, freedom = statistic + (seen - pooled) ** 2 / pooled, freedom + 1
+    assert freedom > 5
+    assert (statistic - freedom) / math.sqrt(2 * freedom) < 3.5
+    assert any(cycle.accepted for answer in answers for cycle in answer.cycles)
+
+
+@torch.no_grad()
+def exact_joint(target: Target, context: list[int], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        paths = list(joint)
+        tokens = torch.tensor([[*context, *path] for path in paths])
+        logits = target.model(input_ids=tokens, use_cache=False).logits[:, -1]
+        seen = torch.zeros((len(paths), VOCAB), dtype=torch.bool).scatter_(1, tokens, True)
+        p = probabilities(logits, sampling, seen)
+        joint = {
+            (*path, token): joint[path] * p[row, token].item()
+            for row, path in enumerate(paths)
+            for token in torch.nonzero(p[row])[:, 0].tolist()
+        }
+    return joint
+
+
+def test_seeds_reproduce(target: Target, eagle3: Trained) -> None:
+    sampling = Sampling(temperature=1.0)
+    config = config_of("chain", temperature=1.0)
+    runs = [
+        tokens_of(run(target, build_drafter(eagle3.head, config), sampling=sampling, seed=seed)) for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]

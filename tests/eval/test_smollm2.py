@@ -1,0 +1,52 @@
+"""The real target: plain decoding gives the recorded greedy answers, and so does speculation.
+
+Skipped where the target is not in the cache (`headstart target fetch smollm2-135m-instruct`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.eval.benchmark import evaluate
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.heads.fetch import default_cache, find_damage
+from headstart.heads.target import Target, TargetConfig
+
+NAME = "smollm2-135m-instruct"
+DATA = Path(__file__).with_name("tau_check_8.jsonl")
+
+pytestmark = pytest.mark.target
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Target:
+    if not (default_cache() / NAME).is_dir() or find_damage(default_cache() / NAME):
+        pytest.skip(f"{NAME} is not cached")
+    return Target.load(TargetConfig(name=NAME, dtype="float32", device="cpu"))
+
+
+def test_greedy_answers_are_the_recorded_ones(smollm2: Target) -> None:
+    """Eight prompts together, float32, 96 tokens or the stop token; n-gram speculation gives the same tokens."""
+    from headstart.eval.benchmark import Decoder
+    from headstart.eval.drafters import NgramDrafter
+
+    records = [json.loads(line) for line in DATA.read_text().splitlines()]
+    decoder = Decoder(smollm2, EvalConfig())
+    contexts = [record["prompt_token_ids"] for record in records]
+    expected = [record["greedy_token_ids"] for record in records]
+    assert torch.get_default_dtype() == torch.float32
+    plain = decoder.run(contexts, None, 96, seed=0)
+    assert [answer.tokens for answer in plain.answers] == expected
+    speculative = decoder.run(contexts, NgramDrafter(3), 96, seed=0)
+    assert [answer.tokens for answer in speculative.answers] == expected
+
+
+def test_report_on_the_real_target(smollm2: Target) -> None:
+    config = EvalConfig(data=str(DATA), limit=2, max_new_tokens=12, drafter="ngram", tree=TreeConfig(depth=2))
+    report = evaluate(smollm2, None, config)
+    assert report.greedy_identity is not None and report.greedy_identity["identical"] == 2
+    assert report.target["name"] == NAME

@@ -1,0 +1,94 @@
+"""Acceptance from one teacher-forced pass: equal to the decode loop's, and to what training calls a hit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eval_help import CONTEXTS, NEW_TOKENS, Trained, run
+
+from headstart.eval.benchmark import tau_probe
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decode import Answer, Cycle
+from headstart.eval.drafters import build_drafter
+from headstart.eval.metrics import acceptance, bootstrap_tau
+from headstart.eval.teacher_forced import draft_everywhere, teacher_forced_cycles, teacher_forced_tau, walk
+from headstart.heads.target import Target
+
+
+def items_of(answers: list[Answer]) -> list[tuple[list[int], list[int]]]:
+    return [(context, answer.tokens) for context, answer in zip(CONTEXTS, answers, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_equals_the_decode_loop(
+    target: Target, plain: list[Answer], family: str, depth: int, request: pytest.FixtureRequest
+) -> None:
+    trained: Trained = request.getfixturevalue(family)
+    stops = [{plain[0].tokens[17]}, set(), {plain[2].tokens[11]}]
+    known = items_of(run(target, None, stops=stops))
+    config = EvalConfig(tree=TreeConfig(depth=depth))
+    loop = run(target, build_drafter(trained.head, config), stops=stops)
+    # small forwards: several groups of documents
+    cycles = teacher_forced_cycles(target, trained.head, known, depth, max_forward_tokens=64)
+    assert cycles == [answer.cycles for answer in loop]
+    found = teacher_forced_tau(target, trained.head, known, depth)
+    assert found == acceptance(cycle for row in cycles for cycle in row)
+    assert found.tau > 1
+
+
+def test_probe_is_the_loop(target: Target, plain: list[Answer], eagle3: Trained) -> None:
+    # the probe stops at the target's own stop tokens: this target has none
+    assert target.stop_token_ids == ()
+    expected = teacher_forced_tau(target, eagle3.head, items_of(plain), 4).tau
+    assert tau_probe(target, eagle3.head, CONTEXTS, NEW_TOKENS, 4, batch_size=2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "medusa", "eagle"])
+def test_serving_agrees_with_training(
+    target: Target, plain: list[Answer], family: str, request: pytest.FixtureRequest
+) -> None:
+    """The loss counts rows whose depths 1 … d all hit; drafting from the same rows must hit exactly there."""
+    trained: Trained = request.getfixturevalue(family)
+    head, items = trained.head, items_of(plain)
+    with torch.no_grad():
+        prefix_K = head.loss(trained.batch, target.teacher).prefix_K.long().tolist()
+    drafts = draft_everywhere(target, head, items, head.depth)
+    hits = [0] * head.depth
+    for (_, answer), rows in zip(items, drafts, strict=True):
+        for at, drafted in enumerate(rows):
+            for depth in range(1, head.depth + 1):
+                following = answer[at + 1 : at + 1 + depth]
+                hits[depth - 1] += len(following) == depth and drafted[:depth] == following
+    assert hits == prefix_K
+    assert hits[0] > 5
+
+
+def test_walk_by_hand() -> None:
+    # drafts after each root of [1, 2, 3, 4, 5, 6]
+    drafts = [[2, 3], [9, 9], [9, 9], [5, 9], [9, 9]]
+    assert walk([1, 2, 3, 4, 5, 6], drafts) == [Cycle(2, 2, 3), Cycle(2, 1, 2)]
+    # the last cycle is cut by the end of the answer
+    assert walk([1, 2, 3], [[2, 3], [9, 9]]) == [Cycle(2, 2, 2)]
+    assert walk([1], []) == []
+
+
+def test_acceptance_by_hand() -> None:
+    found = acceptance([Cycle(3, 2, 3), Cycle(3, 0, 1), Cycle(0, 0, 1), Cycle(2, 2, 3)])
+    assert found.tau == 2.0
+    assert found.per_position == [2 / 3, 2 / 3, 0.0]
+    assert found.per_position_conditional == [2 / 3, 1.0, 0.0]
+    assert (found.forwards, found.tokens, found.drafts) == (4, 8, 3)
+    assert acceptance([]).tau == 1.0
+    assert acceptance([Cycle(2, 0, 1)]).per_position_conditional == [0.0, None]
+
+
+def test_bootstrap_interval_holds_the_estimate() -> None:
+    steady = [[Cycle(1, 1, 2)] * 10] * 5
+    assert bootstrap_tau(steady, 200, 0) == (2.0, 2.0)
+    mixed = [[Cycle(1, 1, 2)] * 10, [Cycle(1, 0, 1)] * 20, [Cycle(1, 1, 2), Cycle(1, 0, 1)] * 5]
+    low, high = bootstrap_tau(mixed, 500, 0)
+    tau = acceptance(cycle for row in mixed for cycle in row).tau
+    assert 1.0 <= low < tau < high <= 2.0
+    assert bootstrap_tau(mixed, 500, 0) == (low, high)
+    assert bootstrap_tau(mixed[:1], 500, 0) is None

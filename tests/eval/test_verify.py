@@ -1,0 +1,278 @@
+"""Verifiers: exact output distributions by enumeration on a 4-token vocabulary, and the rules one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.eval.sampling import Sampling, draw, probabilities
+from headstart.eval.tree import Tree, chain, empty
+from headstart.eval.verify import acceptance, seen_tokens, typical, verify, walk_accepted, walk_choices
+
+V = 4
+Joint = dict[tuple[int, ...], float]
+
+
+class Language:
+    """A random next-token distribution for every short path after the root."""
+
+    def __init__(self, seed: int, sharp: float = 1.5, zero: bool = False):
+        self.noise = torch.Generator().manual_seed(seed)
+        self.sharp, self.zero = sharp, zero
+        self.table: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, path: tuple[int, ...]) -> Tensor:
+        if path not in self.table:
+            p = (torch.randn(V, generator=self.noise, dtype=torch.float64) * self.sharp).softmax(-1)
+            if self.zero:
+                # some tokens are impossible, as after top-k
+                p[int(torch.randint(0, V, (1,), generator=self.noise))] = 0.0
+            self.table[path] = p / p.sum()
+        return self.table[path]
+
+    def joint(self, length: int) -> Joint:
+        return {path: self.chance((), path) for path in itertools.product(range(V), repeat=length)}
+
+    def chance(self, before: tuple[int, ...], path: tuple[int, ...]) -> float:
+        value = 1.0
+        for n, token in enumerate(path):
+            value *= self((*before, *path[:n]))[token].item()
+        return value
+
+
+def build(parent: list[int], tokens: list[int], q: list[Tensor] | None = None) -> Tree:
+    depth: list[int] = []
+    for p in parent:
+        depth.append(1 if p < 0 else depth[p] + 1)
+    row = lambda x: torch.tensor([x])  # noqa: E731
+    valid = torch.ones((1, len(parent)), dtype=torch.bool)
+    return Tree(row(tokens), row(parent), row(depth), valid, max(depth), torch.stack(q)[None] if q else None)
+
+
+def repeat(tree: Tree, times: int) -> Tree:
+    grow = lambda x: x.expand(times, *x.shape[1:])  # noqa: E731
+    q = None if tree.q_BNV is None else grow(tree.q_BNV)
+    parts = map(grow, (tree.tokens_BN, tree.parent_BN, tree.depth_BN, tree.valid_BN))
+    return Tree(*parts, tree.levels, q, tree.linear)
+
+
+def path_of(tree: Tree, node: int) -> tuple[int, ...]:
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, int(tree.tokens_BN[0, node]))
+        node = int(tree.parent_BN[0, node])
+    return tuple(path)
+
+
+def target_rows(tree: Tree, language: Language) -> Tensor:
+    """p [1, N + 1, V] at the root and every node."""
+    return torch.stack([language(()), *(language(path_of(tree, n)) for n in range(tree.nodes))])[None]
+
+
+def continue_from(total: Joint, weight: float, committed: tuple[int, ...], language: Language, length: int) -> None:
+    """Book an outcome; what it leaves open up to `length` tokens is decoded plainly."""
+    committed = committed[:length]
+    for rest in itertools.product(range(V), repeat=length - len(committed)):
+        total[(*committed, *rest)] += weight * language.chance(committed, rest)
+
+
+def committed_tokens(tree: Tree, path_K: list[int], final: int) -> tuple[int, ...]:
+    return (*(int(tree.tokens_BN[0, n]) for n in path_K if n >= 0), final)
+
+
+def point_mass_outcomes(tree: Tree, language: Language) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """All ways in which the target's rows can be drawn, through the real walk."""
+    p_MV = target_rows(tree, language)[0]
+    draws = list(itertools.product(range(V), repeat=tree.nodes + 1))
+    verdict = walk_choices(repeat(tree, len(draws)), torch.tensor(draws))
+    for choices, path, final in zip(draws, verdict.path_BK.tolist(), verdict.next_B.tolist(), strict=True):
+        weight = torch.stack([p_MV[m, token] for m, token in enumerate(choices)]).prod().item()
+        yield weight, committed_tokens(tree, path, final)
+
+
+def rejection_outcomes(tree: Tree, language: Language) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """All ways in which acceptance bits and the final draw can fall, through the real walk."""
+    ratio_BN, residual_BMV = acceptance(tree, target_rows(tree, language))
+    bits = torch.tensor(list(itertools.product([False, True], repeat=tree.nodes)))
+    end_B, path_BK, _ = walk_accepted(repeat(tree, len(bits)), bits)
+    weight_B = torch.where(bits, ratio_BN, 1 - ratio_BN).prod(1)
+    for weight, end, path in zip(weight_B.tolist(), end_B.tolist(), path_BK.tolist(), strict=True):
+        for final in range(V):
+            yield weight * residual_BMV[0, end, final].item(), committed_tokens(tree, path, final)
+
+
+TREES = {
+    "chain": ([-1, 0, 1], [2, 0, 3]),
+    "siblings": ([-1, -1, -1], [1, 3, 0]),
+    "all children": ([-1, -1, -1, -1], [3, 1, 0, 2]),
+    "tree": ([-1, -1, 0, 0, 1], [1, 2, 0, 3, 2]),
+    "duplicate siblings": ([-1, -1, 0, 1], [1, 1, 0, 3]),
+}
+
+
+def check(total: Joint, language: Language, length: int) -> None:
+    expected = language.joint(length)
+    assert sum(total.values()) == pytest.approx(1.0, abs=1e-12)
+    for path, p in expected.items():
+        assert abs(total[path] - p) < 1e-9, path
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("rule", [point_mass_outcomes, rejection_outcomes])
+def test_deterministic_trees_are_exact(name: str, zero: bool, rule) -> None:
+    """Both forms of the point-mass rule: draw once and look, and accept one child after the other."""
+    language = Language(1, zero=zero)
+    tree = build(*TREES[name])
+    length = tree.levels + 1
+    total: Joint = defaultdict(float)
+    for weight, committed in rule(tree, language):
+        if weight:
+            continue_from(total, weight, committed, language, length)
+    check(total, language, length)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_sampled_chain_is_exact(zero: bool) -> None:
+    """Summed over every chain that the draft can say, its acceptance and the final draw."""
+    language, draft = Language(2, zero=zero), Language(3, zero=zero)
+    total: Joint = defaultdict(float)
+    for tokens in itertools.product(range(V), repeat=2):
+        drafted = draft.chance((), tokens)
+        if drafted == 0:
+            continue
+        tree = chain(torch.tensor([tokens]), q_BKV=torch.stack([draft(tokens[:n]) for n in range(2)])[None])
+        for weight, committed in rejection_outcomes(tree, language):
+            continue_from(total, drafted * weight, committed, language, 3)
+    check(total, language, 3)
+
+
+def test_sampled_chain_equal_to_the_target_is_always_accepted() -> None:
+    language = Language(4)
+    tree = chain(torch.tensor([[1, 2]]), q_BKV=torch.stack([language(()), language((1,))])[None])
+    ratio_BN, _ = acceptance(tree, target_rows(tree, language))
+    assert ratio_BN.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_siblings_without_replacement_are_exact(zero: bool) -> None:
+    """Two siblings drawn without replacement under the root, two more under the first of them."""
+    language, draft = Language(5, zero=zero), Language(6)
+    total: Joint = defaultdict(float)
+    for first, second in itertools.permutations(range(V), 2):
+        top = draft(())
+        drawn = top[first] * top[second] / (1 - top[first])
+        for third, fourth in itertools.permutations(range(V), 2):
+            low = draft((first,))
+            weight_low = low[third] * low[fourth] / (1 - low[third])
+            tree = build([-1, -1, 0, 0], [first, second, third, fourth], [top, top, low, low])
+            for weight, committed in rejection_outcomes(tree, language):
+                if weight:
+                    continue_from(total, (drawn * weight_low).item() * weight, committed, language, 3)
+    check(total, language, 3)
+
+
+def test_greedy_takes_the_longest_argmax_path() -> None:
+    language = Language(7)
+    best = [int(language(()).argmax())]
+    for _ in range(2):
+        best.append(int(language(tuple(best)).argmax()))
+    wrong = (best[0] + 1) % V
+    # wrong sibling first; then the right one with a right child
+    tree = build([-1, -1, 1], [wrong, best[0], best[1]])
+    verdict = verify(tree, target_rows(tree, language).log(), Sampling())
+    assert verdict.path_BK.tolist() == [[1, 2]]
+    assert verdict.accepted_B.tolist() == [2]
+    assert verdict.next_B.tolist() == [best[2]]
+
+
+def test_right_child_of_a_wrong_parent_is_not_accepted() -> None:
+    tree = build([-1, 0], [0, 3])
+    logits = torch.tensor([[[0.0, 9, 0, 0], [0, 0, 0, 9], [9, 0, 0, 0]]])
+    verdict = verify(tree, logits, Sampling())
+    assert verdict.path_BK.tolist() == [[-1, -1]]
+    assert verdict.next_B.tolist() == [1]
+
+
+def test_ragged_rows_and_empty_trees() -> None:
+    tree = chain(torch.tensor([[1, 1], [1, 1]]), torch.tensor([[True, False], [False, False]]))
+    logits = torch.zeros(2, 3, V)
+    logits[:, :, 1] = 5.0
+    verdict = verify(tree, logits, Sampling())
+    assert verdict.accepted_B.tolist() == [1, 0]
+    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, typical=(0.09, 0.3))):
+        verdict = verify(empty(2), logits[:, :1], sampling, torch.Generator().manual_seed(0))
+        assert verdict.path_BK.shape == (2, 0)
+        assert verdict.accepted_B.tolist() == [0, 0]
+
+
+def chi_square(counts: Tensor, expected_p: Tensor) -> float:
+    """Pearson's statistic, in standard deviations above its mean."""
+    expected = expected_p * counts.sum()
+    assert counts[expected == 0].sum() == 0
+    keep = expected > 0
+    statistic = ((counts[keep] - expected[keep]) ** 2 / expected[keep]).sum()
+    freedom = max(int(keep.sum()) - 1, 1)
+    return ((statistic - freedom) / (2 * freedom) ** 0.5).item()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3, min_p=0.05)])
+def test_random_draws_follow_the_target(sampled: bool, sampling: Sampling) -> None:
+    """`verify` itself, draws included: 40,000 rows, first committed token."""
+    rows = 40_000
+    language, noise = Language(8, sharp=0.6), torch.Generator().manual_seed(0)
+    logits = torch.stack([language((n,)).log() for n in range(V)]).float()
+    root = language(()).log().float()
+    likely = int(root.argmax())
+    if sampled:
+        q_BV = probabilities(torch.tensor([0.5, 0.1, -0.5, 0.2]).roll(likely), sampling).expand(rows, V)
+        drafted = draw(q_BV, noise)
+        tree = chain(drafted[:, None], q_BKV=q_BV[:, None])
+    else:
+        drafted = torch.full((rows,), likely)
+        tree = chain(drafted[:, None])
+    logits_BMV = torch.stack([root.expand(rows, V), logits[drafted]], 1)
+    verdict = verify(tree, logits_BMV, sampling, noise)
+    first = torch.where(verdict.accepted_B > 0, drafted, verdict.next_B)
+    assert chi_square(torch.bincount(first, minlength=V), probabilities(root, sampling)) < 4
+    # and the token after an accepted draft
+    accepted = (verdict.accepted_B > 0) & (drafted == likely)
+    following = torch.bincount(verdict.next_B[accepted], minlength=V)
+    assert chi_square(following, probabilities(logits[likely], sampling)) < 4
+
+
+def test_repetition_penalty_sees_the_own_path_only() -> None:
+    tree = build([-1, -1, 0], [1, 2, 3])
+    seen = torch.tensor([[True, False, False, False]])
+    assert seen_tokens(tree, seen)[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+
+
+def test_typical_acceptance_by_hand() -> None:
+    """p(x) > min(ε, δ·exp(-H)): at uniform p over 4, exp(-H) = 1/4, so δ = 0.3 asks for 0.075."""
+    flat = torch.full((V,), 0.25)
+    sharp = torch.tensor([0.97, 0.01, 0.01, 0.01])
+    # root flat → 1 (accepted, 0.25 > 0.075), 2 (accepted); 1 → 3 under sharp (0.01 < 0.09: refused); 2 → 0 (0.97)
+    tree = build([-1, -1, 0, 1], [1, 2, 3, 0])
+    p = torch.stack([flat, sharp, sharp, flat, flat])[None]
+    verdict = typical(tree, p, torch.tensor([[0, 0, 0, 0, 3]]), 0.09, 0.3)
+    assert verdict.path_BK.tolist() == [[1, 3]]
+    assert verdict.next_B.tolist() == [3]
+
+
+def test_typical_ties_go_to_the_likelier_path() -> None:
+    p = torch.tensor([[[0.3, 0.6, 0.05, 0.05], [0.25] * 4, [0.25] * 4]])
+    verdict = typical(build([-1, -1], [0, 1]), p, torch.tensor([[0, 2, 3]]), 0.09, 0.3)
+    assert verdict.path_BK.tolist() == [[1]]
+    assert verdict.next_B.tolist() == [3]
+
+
+def test_typical_is_called_lossy() -> None:
+    assert Sampling(temperature=1.0, typical=(0.09, 0.3)).lossy
+    assert not Sampling(temperature=0.0, typical=(0.09, 0.3)).lossy
+    assert not Sampling(temperature=1.0).lossy

@@ -1,0 +1,345 @@
+"""Parity gate: heads drafting in a real engine (vLLM, on the CPU) against Headstart's own loop, both in float32.
+
+    bash scripts/parity_vllm.sh [--data FILE.jsonl] [--heads DIR] [--limit N] …
+
+The shell script makes the engine's environment and calls `python -m headstart.parity_vllm`. This file runs in two
+environments: `compare` in Headstart's, `engine` in vLLM's, where nothing of Headstart is installed (so the top of the
+file imports the standard library only).
+
+Both sides decode the same prompts greedily, one at a time, with a chain of the same length. The engine's target
+forwards are seen one by one (delta outputs), so acceptance is computed from both sides' cycles by one definition
+(methods §0); vLLM's own counters are kept beside it. They differ in one way only: vLLM counts drafts that were accepted
+beyond a stop token or the length limit, in a request's last forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("medusa", "eagle", "eagle3")
+#: largest relative difference of acceptance that passes (issue: 1 %)
+TOLERANCE = 0.01
+#: what the CPU build needs, and what keeps it offline and quiet
+ENGINE_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+
+
+# in vLLM's environment
+
+
+def engine(job_path: str, out_path: str) -> None:
+    """Decode the job's prompts in vLLM and write `{version, answers: [{tokens, committed, counters}]}`.
+
+    `committed`: tokens of every target forward after prefill, cut at stop tokens and the length limit.
+    """
+    from vllm import LLM, SamplingParams, __version__
+    from vllm.sampling_params import RequestOutputKind
+
+    job = json.loads(Path(job_path).read_text())
+    llm = LLM(
+        model=job["target"],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=job["max_model_len"],
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config=job["speculative"],
+    )
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=job["max_new_tokens"],
+        stop_token_ids=job["stop_token_ids"],
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    answers = []
+    for number, prompt in enumerate(job["prompts"]):
+        before = counters(llm)
+        llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        steps: list[list[int]] = []
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                if output.outputs[0].token_ids:
+                    steps.append(list(output.outputs[0].token_ids))
+        after = counters(llm)
+        answers.append(
+            {
+                "tokens": [token for step in steps for token in step],
+                "committed": [len(step) for step in steps[1:]],
+                "counters": {name: subtract(after[name], before[name]) for name in after},
+            }
+        )
+    Path(out_path).write_text(json.dumps({"version": __version__, "answers": answers}))
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """vLLM's cumulative speculation counters."""
+    found: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
+        if name in found:
+            found[name] = list(metric.values) if hasattr(metric, "values") else metric.value
+    return found
+
+
+def subtract(after: Any, before: Any) -> Any:
+    if isinstance(after, list):
+        return [a - b for a, b in zip(after, before or [0] * len(after), strict=True)]
+    return after - before
+
+
+# in Headstart's environment
+
+
+def engine_cycles(answer: dict[str, Any], depth: int) -> list[Any]:
+    """Cycles of an engine's answer, as Headstart's loop would have booked them.
+
+    Every forward drafts `depth` tokens and, save the last, commits its accepted drafts and one more token. What the last
+    one accepted before it was cut follows from the engine's counter.
+    """
+    from headstart.eval.decode import Cycle
+
+    committed = answer["committed"]
+    cycles = [Cycle(depth, kept - 1, kept) for kept in committed[:-1]]
+    if committed:
+        whole = answer["counters"]["num_accepted_tokens"] - sum(cycle.accepted for cycle in cycles)
+        cycles.append(Cycle(depth, int(min(whole, committed[-1])), committed[-1]))
+    return cycles
+
+
+def counter_rates(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """vLLM's own numbers: mean acceptance length 1 + accepted / drafts, unconditional per-position rates."""
+    drafts = sum(answer["counters"]["num_drafts"] for answer in answers)
+    accepted = sum(answer["counters"]["num_accepted_tokens"] for answer in answers)
+    per_position = [answer["counters"]["num_accepted_tokens_per_pos"] or [] for answer in answers]
+    totals = [sum(column) for column in zip(*per_position, strict=True)]
+    return {
+        "drafts": drafts,
+        "tau": 1 + accepted / drafts if drafts else 1.0,
+        "per_position": [total / drafts for total in totals] if drafts else [],
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="parity_vllm.sh", description="Compare heads in vLLM with Headstart's own loop.")
+    found.add_argument("--target", default="smollm2-135m-instruct", help="registered name or directory")
+    found.add_argument("--data", type=Path, default=None, help="JSONL of prompts (default: tau_check.jsonl, else bundled)")
+    found.add_argument("--heads", type=Path, default=None, help="DIR/FAMILY holds a head; default: train here")
+    found.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    found.add_argument("--recipe", default="quickstart", help="recipe whose data and sizes train the heads")
+    found.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of that recipe")
+    found.add_argument("--depth", type=int, default=3, help="length of the chain")
+    found.add_argument("--limit", type=int, default=None, help="first prompts only")
+    found.add_argument("--max-new-tokens", type=int, default=96)
+    found.add_argument("--vllm-python", default=os.environ.get("PARITY_VLLM_PYTHON"), help="python with vllm-cpu")
+    found.add_argument("--work", type=Path, default=Path("runs/parity_vllm"), help="heads, exports and logs")
+    found.add_argument("--out", type=Path, default=None, help="results file (default: WORK/parity_vllm.json)")
+    return found
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Returns 0 when every family passes, 1 otherwise."""
+    import headstart.heads.errors as errors
+    from headstart.heads.target import Target, TargetConfig
+
+    if not arguments.vllm_python or not Path(arguments.vllm_python).exists():
+        raise errors.ConfigError(
+            f"--vllm-python: found {arguments.vllm_python!r}, expected the python of an environment with vllm-cpu; "
+            "bash scripts/parity_vllm.sh makes one"
+        )
+    target = Target.load(TargetConfig(name=arguments.target, dtype="float32", device="cpu"))
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    prompts = read_prompts(arguments, target)
+    place = save_target(target, arguments.work / "target")
+    rows = []
+    for family in arguments.families:
+        directory = head_directory(family, arguments)
+        rows.append(compare_family(family, directory, target, place, prompts, arguments))
+        say(f"{family}: {json.dumps({k: v for k, v in rows[-1].items() if k not in ('command', 'note')})}")
+    from headstart.heads.files import write_json
+
+    out = arguments.out or arguments.work / "parity_vllm.json"
+    write_json(out, rows)
+    say(f"results: {out}")
+    return 0 if all(row["passed"] for row in rows) else 1
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def read_prompts(arguments: argparse.Namespace, target: Any) -> list[list[int]]:
+    from headstart.eval.prompts import load_prompts, render
+
+    root = Path(__file__).resolve().parents[1]
+    usual = (root.parent / "shared/data/tau_check.jsonl", root / "tests/fixtures/parity_prompts.jsonl")
+    path = arguments.data or next((candidate for candidate in usual if candidate.is_file()), usual[-1])
+    say(f"prompts: {path}")
+    found = []
+    for prompt in load_prompts(path, arguments.limit):
+        asked = [*prompt.messages, {"role": "user", "content": prompt.turns[0]}] if prompt.turns else []
+        found.append(prompt.prompt_token_ids or render(asked, target.tokenizer))
+    return found
+
+
+def save_target(target: Any, directory: Path) -> Path:
+    """The target as the engine loads it: exactly the weights that Headstart runs."""
+    if not (directory / "config.json").is_file():
+        target.model.save_pretrained(directory)
+        target.tokenizer.save_pretrained(directory)
+    return directory
+
+
+def head_directory(family: str, arguments: argparse.Namespace) -> Path:
+    """A given head, or one trained here on the recipe's data at its sizes."""
+    if arguments.heads is not None:
+        given = arguments.heads / family
+        return given / "head" if (given / "head").is_dir() else given
+    from headstart.pipeline import Run
+    from headstart.recipes.load import load_recipe
+    from headstart.talk import Talk
+
+    # a Medusa head may share the target's lm_head: parity needs real drafts, not good ones
+    own = {
+        "medusa": ["head.type=medusa", f"head.depth={arguments.depth}", "head.lm_head=shared", "train.lr=1.0e-3"],
+        "eagle": ["head.type=eagle", "head.depth=1", "train.lr=4.0e-4"],
+        "eagle3": [],
+    }[family]
+    where = [f"name=parity-{family}", f"run_dir={arguments.work / family}", f"target.name={arguments.target}"]
+    run = Run(load_recipe(arguments.recipe, [*own, *where, "target.dtype=float32", *arguments.set]), Talk())
+    with run.steps.lock():
+        run.save_recipe()
+        run.distill()
+        run.train()
+    return run.head_dir
+
+
+def compare_family(
+    family: str, directory: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    import torch
+
+    from headstart.eval.metrics import acceptance
+    from headstart.heads.formats import ExportConfig, export_head, load_head
+    from headstart.heads.provenance import git_revision
+
+    head = load_head(directory, target.dims)
+    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    exported = arguments.work / "exports" / family
+    export_head(head, exported, ExportConfig(["portable"], "float32"), {"target": target.fingerprint()})
+    theirs = run_engine(family, exported, target, place, prompts, arguments)
+    # the head that the engine read, read back: what is compared is the export, not the training checkpoint
+    head = load_head(exported, target.dims).to(torch.float32)
+    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    ours = run_ours(head, target, prompts, arguments)
+    equal = [a.tokens == b["tokens"] for a, b in zip(ours, theirs["answers"], strict=True)]
+    here = acceptance(cycle for answer in ours for cycle in answer.cycles)
+    there = acceptance(c for answer in theirs["answers"] for c in engine_cycles(answer, arguments.depth))
+    raw = counter_rates(theirs["answers"])
+    worst = max(
+        (abs(a - b) / max(abs(a), 1e-9) for a, b in pairs(here, there) if max(a, b) > 0),
+        default=0.0,
+    )
+    return {
+        "head": family,
+        "prompts": len(prompts),
+        "tokens": sum(len(answer.tokens) for answer in ours),
+        "outputs_equal": all(equal),
+        "identical_sequences": sum(equal),
+        "chain": arguments.depth,
+        "tau_ours": here.tau,
+        "tau_engine": there.tau,
+        "per_position_ours": here.per_position,
+        "per_position_engine": there.per_position,
+        "worst_relative_difference": worst,
+        "engine_counters": raw,
+        "note": "engine_counters are vLLM's own; they count drafts accepted beyond a stop token or the length limit",
+        "passed": all(equal) and worst <= TOLERANCE,
+        "dtype": "float32",
+        "engine_version": f"vllm-cpu {theirs['version']}",
+        "command": "bash scripts/parity_vllm.sh " + " ".join(sys.argv[1:]),
+        "git_revision": git_revision(),
+    }
+
+
+def pairs(here: Any, there: Any) -> list[tuple[float, float]]:
+    return [(here.tau, there.tau), *zip(here.per_position, there.per_position, strict=True)]
+
+
+def run_ours(head: Any, target: Any, prompts: list[list[int]], arguments: argparse.Namespace) -> list[Any]:
+    from headstart.eval.benchmark import Decoder
+    from headstart.eval.config import EvalConfig, TreeConfig
+    from headstart.eval.drafters import build_drafter
+
+    config = EvalConfig(tree=TreeConfig(kind="chain", depth=arguments.depth))
+    drafter, decoder = build_drafter(head.eval(), config), Decoder(target, config)
+    began = time.monotonic()
+    answers = [decoder.run([prompt], drafter, arguments.max_new_tokens, 0).answers[0] for prompt in prompts]
+    say(f"Headstart's loop: {time.monotonic() - began:.0f} s")
+    return answers
+
+
+def run_engine(
+    family: str, exported: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    from headstart.heads.errors import HeadstartError
+
+    longest = max(map(len, prompts)) + arguments.max_new_tokens + 2 * (arguments.depth + 1)
+    speculative = {"method": family, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth}
+    job = {
+        "target": str(place.resolve()),
+        "prompts": prompts,
+        "stop_token_ids": list(target.stop_token_ids),
+        "max_new_tokens": arguments.max_new_tokens,
+        "max_model_len": -(-longest // 64) * 64,
+        "speculative": speculative,
+    }
+    paths = {name: arguments.work / f"{family}.{name}" for name in ("job.json", "out.json", "log")}
+    paths["job.json"].write_text(json.dumps(job))
+    paths["out.json"].unlink(missing_ok=True)
+    began = time.monotonic()
+    command = [arguments.vllm_python, "-P", str(Path(__file__).resolve()), "engine"]
+    # PYTHONPATH would show Headstart's packages to the engine's interpreter
+    environment = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **ENGINE_ENVIRONMENT}
+    with open(paths["log"], "w") as log:
+        status = subprocess.run(
+            [*command, str(paths["job.json"]), str(paths["out.json"])], env=environment, stdout=log, stderr=log
+        ).returncode
+    if not paths["out.json"].is_file():
+        tail = "\n".join(paths["log"].read_text(errors="replace").splitlines()[-15:])
+        raise HeadstartError(f"vLLM ended with status {status} and no answers; see {paths['log']}:\n{tail}")
+    say(f"vLLM: {time.monotonic() - began:.0f} s")
+    return json.loads(paths["out.json"].read_text())
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["engine"]:
+        engine(sys.argv[2], sys.argv[3])
+        return 0
+    from headstart.heads.errors import HeadstartError
+
+    try:
+        return compare(parser().parse_args())
+    except HeadstartError as error:
+        say(f"error: {error}")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -63,19 +63,23 @@ class Talk:
             with _bar(self._console, label, unit) as advance:
                 yield advance
             return
-        state = {"last": 0.0, "done": -1}
+        yield self._lines(label, unit)
+
+    def _lines(self, label: str, unit: str) -> Advance:
+        """Progress where there is no terminal: messages as they come, a count every QUIET_S seconds and at the end."""
+        last, before = 0.0, -1
 
         def advance(done: int, total: int, message: str = "") -> None:
+            nonlocal last, before
             now = time.monotonic()
-            finished = done >= total and done != state["done"]
             if message and message != "done":
                 self.say(f"{label}: {message}")
-            if finished or now - state["last"] >= QUIET_S:
-                state["last"] = now
+            if (done >= total and done != before) or now - last >= QUIET_S:
+                last = now
                 self.say(f"{label}: {done} of {total} {unit}".rstrip())
-            state["done"] = done
+            before = done
 
-        yield advance
+        return advance
 
 
 @contextmanager

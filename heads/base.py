@@ -245,6 +245,20 @@ class HeadLoss:
     total_K: Tensor
     prefix_K: Tensor
 
+    @classmethod
+    def of(cls, loss_K: Tensor, weight: list[Tensor], hit: list[Tensor], active: list[Tensor]) -> HeadLoss:
+        """Sum what each depth's rows say: loss weights, hits (False where inactive) and which rows are active."""
+        prefix = hit[0]
+        prefixes = []
+        for hits in hit:
+            prefix = prefix[: hits.shape[0]] & hits
+            prefixes.append(prefix)
+
+        def total(rows: list[Tensor]) -> Tensor:
+            return torch.stack([r.sum(dtype=loss_K.dtype) for r in rows])
+
+        return cls(loss_K, total(weight), total(hit), total(active), total(prefixes))
+
 
 class Head(nn.Module, ABC):
     """A draft head. Subclasses live one per file and are registered in `HEADS`."""
@@ -278,8 +292,13 @@ class Head(nn.Module, ABC):
         """count_K of `loss` without running the head: float32 [K] (for the global normalisation)."""
 
     @abstractmethod
-    def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
-        """Per-depth loss sums over one pack. Gradients flow to trainable parameters only."""
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
+        """Per-depth loss sums over one pack. Gradients flow to trainable parameters only.
+
+        Args:
+            scale_K: float32 [K]. The caller's promise that what it differentiates is a multiple of
+                `(loss_K * scale_K).sum()`: a head may form gradients with it. None = any combination of depths.
+        """
 
 
 def build_head(config: HeadConfig, dims: HeadDims) -> Head:

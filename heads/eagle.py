@@ -79,7 +79,7 @@ class EagleHead(AutoregressiveHead):
         scale_R = self.config.feature_noise * 512.0 / length_R
         return hidden_RD + (torch.rand_like(hidden_RD) * 2 - 1) * scale_R[:, None].to(hidden_RD.dtype)
 
-    def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
         row_A = batch.anchors.row_A
         attention = self.layer.self_attn
         x_RH = self.mix(self.embed(self.next_tokens(batch)), self.noisy(batch))
@@ -93,9 +93,8 @@ class EagleHead(AutoregressiveHead):
         feature_loss = (distance_A * active_A).sum()
         logit_loss, argmax_A = self._logit_loss(g_AH, feature_AD, active_A.float(), teacher)
         loss = self.config.hidden_loss_weight * feature_loss + self.config.logit_loss_weight * logit_loss
-        hits = ((argmax_A == batch.teacher_argmax_A) & active_A).sum().float()
-        count = self.depth_counts(batch)
-        return HeadLoss(loss[None], count, hits[None], count, hits[None])
+        hit_A = (argmax_A == batch.teacher_argmax_A) & active_A
+        return HeadLoss.of(loss[None], [active_A.float()], [hit_A], [active_A])
 
     def _logit_loss(
         self, g_AH: Tensor, feature_AD: Tensor, weight_A: Tensor, teacher: Teacher

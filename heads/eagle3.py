@@ -147,42 +147,55 @@ class Eagle3Head(AutoregressiveHead):
             ]
         )
 
-    def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
-        """Training-time test over one pack; only supervised rows run anything but fc, norms and step-1 keys/values."""
+    def rollout(self, batch: FeatureBatch) -> list[Tensor]:
+        """Training-time test: the normed outputs [count_K[d-1], H] of every depth's anchors, ground truth fed.
+
+        Only supervised rows run anything but fc, the input norms and step-1 keys and values.
+        """
         anchors, tokens_R = batch.anchors, batch.tokens_R
         attention = self.midlayer.self_attn
         attend = TrainAttention(batch).attend
-        with torch.no_grad():
-            inside_A = self.in_vocab(batch)
-            teacher_AU = teacher.logits(batch.teacher_hidden(), self.draft_ids_U)
-            teacher_AU = teacher_AU.to(compute_dtype(self.fc.weight))
-
         g_RH = self.fuse(batch.hidden_RD, batch.streams_RkD)
         x_RI = self.mix(self.embed(self.next_tokens(batch)), g_RH)
-        cos, sin = self.rope(batch.position_R)
-        k_RgD, v_RgD = attention.keys_values(x_RI, cos, sin)
+        k_RgD, v_RgD = attention.keys_values(x_RI, *self.rope(batch.position_R))
         g, x = g_RH[anchors.row_A], x_RI[anchors.row_A]
         position_A, last = batch.position_R[anchors.row_A], tokens_R.shape[0] - 1
         own_k: list[Tensor] = []
         own_v: list[Tensor] = []
-        prefix = torch.ones_like(inside_A)
-        sums: list[tuple[Tensor, ...]] = []
+        outputs: list[Tensor] = []
         for step, count in enumerate(anchors.count_K):
-            row = anchors.row_A[:count]
             cos, sin = self.rope(position_A[:count] + step)
             if step:
                 g = g[:count]
-                x = self.mix(self.embed(tokens_R[(row + step + 1).clamp(max=last)]), g)
+                token_A = tokens_R[(anchors.row_A[:count] + step + 1).clamp(max=last)]
+                x = self.mix(self.embed(token_A), g)
                 k, v = attention.keys_values(x, cos, sin)
                 own_k.append(k)
                 own_v.append(v)
             q = attention.queries(x, cos, sin)
             g = self.midlayer.finish(attend(q, k_RgD, v_RgD, own_k, own_v), g)
-            teacher_row = anchors.teacher_AK[:count, step]
-            active = anchors.depths_A[:count] > step
-            weight = (inside_A[teacher_row] & active).float()
-            loss, argmax = fused.soft_ce(self.norm(g), self.lm_head.weight, teacher_AU, teacher_row, weight)
-            hit = (self.target_ids(argmax) == batch.teacher_argmax_A[teacher_row]) & active
-            prefix = prefix[:count] & hit
-            sums.append((loss, weight.sum(), hit.sum(), active.sum(), prefix.sum()))
-        return HeadLoss(*(torch.stack([s.to(sums[0][0].dtype) for s in column]) for column in zip(*sums, strict=True)))
+            outputs.append(self.norm(g))
+        return outputs
+
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
+        anchors = batch.anchors
+        with torch.no_grad():
+            inside_A = self.in_vocab(batch)
+            teacher_AU = teacher.logits(batch.teacher_hidden(), self.draft_ids_U).to(compute_dtype(self.fc.weight))
+        active = [anchors.depths_A[:count] > d for d, count in enumerate(anchors.count_K)]
+        teacher_row = [anchors.teacher_AK[:count, d] for d, count in enumerate(anchors.count_K)]
+        weight = [(inside_A[row] & on).float() for row, on in zip(teacher_row, active, strict=True)]
+        outputs, matrix = self.rollout(batch), self.lm_head.weight
+        if scale_K is None:
+            pairs = [
+                fused.soft_ce(h, matrix, teacher_AU, row, w)
+                for h, row, w in zip(outputs, teacher_row, weight, strict=True)
+            ]
+            loss_K, argmax = torch.stack([loss for loss, _ in pairs]), [best for _, best in pairs]
+        else:
+            loss_K, argmax = fused.soft_ce_depths(outputs, matrix, teacher_AU, teacher_row, weight, scale_K)
+        hits = [
+            (self.target_ids(best) == batch.teacher_argmax_A[row]) & on
+            for best, row, on in zip(argmax, teacher_row, active, strict=True)
+        ]
+        return HeadLoss.of(loss_K, weight, hits, active)

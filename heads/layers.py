@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.heads.base import HeadDims
+from headstart.heads.elementwise import rotate, swiglu
 from headstart.heads.errors import ConfigError
 
 #: (q [B, h, N, d], k [B, g, N, d], v [B, g, N, d]) → context [B, h, N, d]; k and q are already rotated
@@ -77,16 +78,6 @@ class Rope(nn.Module):
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first `cos.shape[-1]` channels of x (half-split layout); cos and sin broadcast against x."""
-    width = cos.shape[-1]
-    turned, kept = x[..., :width], x[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
-
-
 class Projections(nn.Module):
     """q/k/v/o projections without bias. `in_size` is H, or 2H for EAGLE-3."""
 
@@ -101,13 +92,13 @@ class Projections(nn.Module):
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[..., in] → rotated queries [..., h, d]; cos, sin [..., rotary]."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        return rotate(q, cos.unsqueeze(-2), sin.unsqueeze(-2))
+        return rotate(q, cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[..., in] → rotated keys and values [..., g, d]."""
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        return rotate(k, cos.unsqueeze(-2), sin.unsqueeze(-2)), v
+        return rotate(k, cos, sin), v
 
 
 class MLP(nn.Module):
@@ -118,10 +109,11 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.act = ACT2FN[activation]
+        self.act = None if activation in ("silu", "swish") else ACT2FN[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up) if self.act is None else self.act(gate) * up)
 
 
 class DraftLayer(nn.Module):

@@ -81,13 +81,18 @@ class MedusaHead(Head):
         if self.config.lm_head == "own":
             with torch.no_grad():
                 for lm_head in self.lm_heads:
-                    lm_head.weight.copy_(teacher.weight_VD[: self.dims.vocab_size])
+                    lm_head.weight.copy_(self.target_weight())
+
+    def target_weight(self) -> Tensor:
+        """The target's output matrix [V, D] with the factor it puts on its logits folded in."""
+        weight_VD = self.teacher.weight_VD[: self.dims.vocab_size]
+        return weight_VD if self.teacher.scale == 1.0 else weight_VD * self.teacher.scale
 
     def output_weight(self, d: int) -> Tensor:
         """Output matrix of head d (0-based) [V, D]; `lowrank` is materialised, which is also how it is exported."""
         if self.config.lm_head == "own":
             return self.lm_heads[d].weight
-        weight_VD = self.teacher.weight_VD[: self.dims.vocab_size]
+        weight_VD = self.target_weight()
         if self.config.lm_head == "shared":
             return weight_VD
         return weight_VD + (self.up[d].weight @ self.down[d].weight).to(weight_VD.dtype)
@@ -104,7 +109,7 @@ class MedusaHead(Head):
     def depth_counts(self, batch: FeatureBatch) -> Tensor:
         return batch.anchors.active_counts()
 
-    def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
         anchors = batch.anchors
         hidden_RD = batch.hidden_RD.to(compute_dtype(self.blocks[0].layers[0].weight))
         hidden_AD = hidden_RD[anchors.row_A]
@@ -113,8 +118,7 @@ class MedusaHead(Head):
             with torch.no_grad():
                 teacher_AV = teacher.logits(batch.teacher_hidden())[:, : self.dims.vocab_size].to(hidden_AD.dtype)
                 entropy_A = eager.entropy(teacher_AV)
-        prefix = torch.ones(len(anchors), dtype=torch.bool, device=hidden_AD.device)
-        sums: list[tuple[Tensor, ...]] = []
+        losses, weights, hits, actives = [], [], [], []
         for d, count in enumerate(anchors.count_K):
             out = self.blocks[d](hidden_AD[:count])
             teacher_row = anchors.teacher_AK[:count, d]
@@ -126,7 +130,8 @@ class MedusaHead(Head):
             else:
                 label = batch.tokens_R[(anchors.row_A[:count] + d + 2).clamp(max=batch.tokens_R.shape[0] - 1)]
                 loss, argmax = fused.hard_ce(out, self.output_weight(d), label, weight)
-            hit = (argmax == batch.teacher_argmax_A[teacher_row]) & active
-            prefix = prefix[:count] & hit
-            sums.append((loss, weight.sum(), hit.sum(), weight.sum(), prefix.sum()))
-        return HeadLoss(*(torch.stack([s.to(sums[0][0].dtype) for s in column]) for column in zip(*sums, strict=True)))
+            losses.append(loss)
+            weights.append(weight)
+            hits.append((argmax == batch.teacher_argmax_A[teacher_row]) & active)
+            actives.append(active)
+        return HeadLoss.of(torch.stack(losses), weights, hits, actives)

@@ -311,7 +311,7 @@ def _backward_of(module: LossModule, batch: FeatureBatch, depth: int) -> tuple[C
         return captured.backward, 1
 
     def eager(batch: FeatureBatch, scale_K: Tensor, between: Callable[[], None]) -> None:
-        sums = module(batch)
+        sums = module(batch, scale_K)
         between()
         (sums[0] * scale_K).sum().backward()
 

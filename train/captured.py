@@ -67,7 +67,7 @@ class CapturedBackward:
     """`backward(batch, scale_K)` adds the gradient of Σ_d scale_d · S_d to `.grad` and returns the loss sums.
 
     Args:
-        module: maps a FeatureBatch to (loss_K, count_K, correct_K, total_K, prefix_K); its parameters need gradients.
+        module: maps (FeatureBatch, scale_K) to (loss_K, count_K, correct_K, total_K, prefix_K); its parameters need gradients.
         example: any batch with features, on the GPU, that fits `shape`.
         shape: what every later batch is padded to.
         pool: memory pool of another capture that never runs at the same time, or None.
@@ -105,7 +105,7 @@ class CapturedBackward:
         return self._forward_graph.pool()
 
     def _forward(self, module: nn.Module) -> tuple[Tensor, ...]:
-        sums: tuple[Tensor, ...] = module(self._batch)
+        sums: tuple[Tensor, ...] = module(self._batch, self._scale_K)
         return sums
 
     def _backward(self, sums: tuple[Tensor, ...]) -> None:

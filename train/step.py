@@ -30,10 +30,13 @@ class LossModule(nn.Module):
         self.head, self._autocast = head, autocast
         self._teacher = teacher
 
-    def forward(self, batch: FeatureBatch | None, touch: bool = False) -> tuple[Tensor, ...]:
+    def forward(
+        self, batch: FeatureBatch | None, scale_K: Tensor | None = None, touch: bool = False
+    ) -> tuple[Tensor, ...]:
         """(loss_K, count_K, correct_K, total_K, prefix_K), float32.
 
         Args:
+            scale_K: see Head.loss.
             touch: connect every trainable parameter to the loss with gradient zero (a depth without positions leaves
                 some out, and ranks must agree on which gradients exist).
         """
@@ -42,7 +45,7 @@ class LossModule(nn.Module):
             parts = tuple(torch.zeros(self.head.depth, device=device) for _ in range(5))
         else:
             with self.autocast():
-                loss: HeadLoss = self.head.loss(batch, self._teacher)
+                loss: HeadLoss = self.head.loss(batch, self._teacher, scale_K)
             parts = (loss.loss_K, loss.count_K, loss.correct_K, loss.total_K, loss.prefix_K)
             parts = tuple(wide(part) for part in parts)
         if touch or (torch.is_grad_enabled() and not parts[0].requires_grad):  # the latter: a pack without anchors
@@ -120,7 +123,7 @@ def accumulate_window(
             loss = (loss_K * scale_K).sum()
         else:
             with nullcontext() if last else no_sync():
-                loss_K, _, correct_K, total_K, prefix_K = module(batch, touch=last and size > 1)
+                loss_K, _, correct_K, total_K, prefix_K = module(batch, scale_K, touch=last and size > 1)
                 loss = (loss_K * scale_K).sum()
                 backward(loss * size)
         sums.loss = sums.loss + loss.detach()

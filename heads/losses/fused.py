@@ -22,10 +22,33 @@ except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
 #: logits held at once (elements of a row chunk)
-CHUNK_ELEMENTS = 1 << 28
+CHUNK_ELEMENTS = 1 << 29
 
 #: (logits_CU, rows of this chunk) → (loss_C float32, argmax_C int64, gradient_CU in the dtype of logits)
 RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]
+
+
+def _linear_loss(
+    hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Chunk by chunk: (loss of each row, argmax of each row, gradient of hidden, gradient of weight)."""
+    rows, tokens = hidden_AH.shape[0], weight_UH.shape[0]
+    chunk = max(1, min(rows, CHUNK_ELEMENTS // tokens))
+    loss_A = hidden_AH.new_empty(rows, dtype=torch.promote_types(hidden_AH.dtype, torch.float32))
+    argmax_A = torch.empty(rows, dtype=torch.int64, device=hidden_AH.device)
+    grad_hidden = torch.empty_like(hidden_AH) if wants_hidden else None
+    grad_weight = torch.zeros_like(weight_UH) if wants_weight and rows == 0 else None
+    for start in range(0, rows, chunk):
+        part = slice(start, min(start + chunk, rows))
+        logits_CU = F.linear(hidden_AH[part], weight_UH)
+        loss_A[part], argmax_A[part], grad_CU = row_loss(logits_CU, part)
+        if grad_hidden is not None:
+            torch.mm(grad_CU, weight_UH, out=grad_hidden[part])
+        if wants_weight:
+            update = grad_CU.t() @ hidden_AH[part]
+            # one chunk keeps the product's dtype; several are summed in float32
+            grad_weight = update if rows <= chunk else wide(update).add_(0 if grad_weight is None else grad_weight)
+    return loss_A, argmax_A, grad_hidden, grad_weight
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -33,61 +56,117 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss):
-        rows, tokens = hidden_AH.shape[0], weight_UH.shape[0]
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        chunk = max(1, min(rows, CHUNK_ELEMENTS // tokens))
-        total = hidden_AH.new_zeros((), dtype=torch.promote_types(hidden_AH.dtype, torch.float32))
-        argmax_A = torch.empty(rows, dtype=torch.int64, device=hidden_AH.device)
-        grad_hidden = torch.empty_like(hidden_AH) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight_UH) if wants_weight and rows == 0 else None
-        for start in range(0, rows, chunk):
-            part = slice(start, min(start + chunk, rows))
-            logits_CU = F.linear(hidden_AH[part], weight_UH)
-            loss_C, argmax_A[part], grad_CU = row_loss(logits_CU, part)
-            total += loss_C.sum()
-            if grad_hidden is not None:
-                torch.mm(grad_CU, weight_UH, out=grad_hidden[part])
-            if wants_weight:
-                update = grad_CU.t() @ hidden_AH[part]
-                # one chunk keeps the product's dtype; several are summed in float32
-                grad_weight = update if rows <= chunk else wide(update).add_(0 if grad_weight is None else grad_weight)
+        loss_A, argmax_A, grad_hidden, grad_weight = _linear_loss(
+            hidden_AH, weight_UH, row_loss, *ctx.needs_input_grad[:2]
+        )
         ctx.weight_dtype = weight_UH.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(argmax_A)
-        return total, argmax_A
+        return loss_A.sum(), argmax_A
 
     @staticmethod
     def backward(ctx, grad_total: Tensor, _grad_argmax):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        hidden = None if grad_hidden is None else grad_hidden * grad_total.to(grad_hidden.dtype)
-        weight = None if grad_weight is None else (grad_weight * grad_total.to(grad_weight.dtype)).to(ctx.weight_dtype)
-        return hidden, weight, None
+        return (*_scaled(*ctx.saved_tensors, grad_total, ctx.weight_dtype), None)
+
+
+class _LinearLossDepths(torch.autograd.Function):
+    """The same for K depths at once (rows laid end to end), for a caller whose loss is a multiple of Σ_d scale_d · S_d.
+
+    Knowing the scale beforehand, one weight gradient serves all depths.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_MH: Tensor, weight_UH: Tensor, row_loss: RowLoss, row_weight_M, depth_M, scale_K):
+        loss_M, argmax_M, grad_hidden, grad_weight = _linear_loss(
+            hidden_MH, weight_UH, row_loss, *ctx.needs_input_grad[:2]
+        )
+        loss_K = loss_M.new_zeros(scale_K.shape[0]).index_add_(0, depth_M, loss_M * row_weight_M)
+        ctx.weight_dtype = weight_UH.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight, scale_K)
+        ctx.mark_non_differentiable(argmax_M)
+        return loss_K, argmax_M
+
+    @staticmethod
+    def backward(ctx, grad_K: Tensor, _grad_argmax):
+        grad_hidden, grad_weight, scale_K = ctx.saved_tensors
+        multiple = (grad_K * scale_K).sum() / scale_K.square().sum().clamp(min=torch.finfo(scale_K.dtype).tiny)
+        return (*_scaled(grad_hidden, grad_weight, multiple, ctx.weight_dtype), None, None, None, None)
+
+
+def _scaled(
+    grad_hidden: Tensor | None, grad_weight: Tensor | None, by: Tensor, weight_dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    hidden = None if grad_hidden is None else grad_hidden * by.to(grad_hidden.dtype)
+    weight = None if grad_weight is None else (grad_weight * by.to(grad_weight.dtype)).to(weight_dtype)
+    return hidden, weight
+
+
+def _compute_dtype(weight_UH: Tensor) -> torch.dtype:
+    kind = weight_UH.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_UH.dtype
 
 
 def _apply(hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss) -> tuple[Tensor, Tensor]:
-    kind = hidden_AH.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_UH.dtype
-    with torch.autocast(kind, enabled=False):
+    dtype = _compute_dtype(weight_UH)
+    with torch.autocast(hidden_AH.device.type, enabled=False):
         return _LinearLoss.apply(hidden_AH.to(dtype), weight_UH.to(dtype), row_loss)
+
+
+def _soft_ce_rows(teacher_TU: Tensor, teacher_row_A: Tensor, grad_weight_A: Tensor) -> RowLoss:
+    """Unweighted losses; gradients weighted by `grad_weight_A`."""
+
+    def row_loss(logits_CU: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        teacher_row_C, weight_C = teacher_row_A[part], grad_weight_A[part]
+        if logits_CU.is_cuda and triton is not None:
+            return _soft_ce_triton(logits_CU, teacher_TU, teacher_row_C, weight_C)
+        logits = wide(logits_CU)
+        target_CU = wide(teacher_TU[teacher_row_C]).softmax(-1)
+        lse_C = logits.logsumexp(-1)
+        loss_C = lse_C - (target_CU * logits).sum(-1)
+        grad_CU = ((logits - lse_C[:, None]).exp() - target_CU) * weight_C[:, None]
+        return loss_C, logits.argmax(-1), grad_CU.to(logits_CU.dtype)
+
+    return row_loss
 
 
 def soft_ce(
     hidden_AH: Tensor, weight_UH: Tensor, teacher_TU: Tensor, teacher_row_A: Tensor, row_weight_A: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As eager.soft_ce."""
+    rows = _soft_ce_rows(teacher_TU, teacher_row_A, row_weight_A)
 
     def row_loss(logits_CU: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        teacher_row_C, weight_C = teacher_row_A[part], row_weight_A[part]
-        if logits_CU.is_cuda and triton is not None:
-            return _soft_ce_triton(logits_CU, teacher_TU, teacher_row_C, weight_C)
-        logits = wide(logits_CU)
-        target_CU = wide(teacher_TU[teacher_row_C]).softmax(-1)
-        lse_C = logits.logsumexp(-1)
-        loss_C = (lse_C - (target_CU * logits).sum(-1)) * weight_C
-        grad_CU = ((logits - lse_C[:, None]).exp() - target_CU) * weight_C[:, None]
-        return loss_C, logits.argmax(-1), grad_CU.to(logits_CU.dtype)
+        loss_C, argmax_C, grad_CU = rows(logits_CU, part)
+        return loss_C * row_weight_A[part], argmax_C, grad_CU
 
     return _apply(hidden_AH, weight_UH, row_loss)
+
+
+def soft_ce_depths(
+    hidden: list[Tensor],
+    weight_UH: Tensor,
+    teacher_TU: Tensor,
+    teacher_row: list[Tensor],
+    row_weight: list[Tensor],
+    scale_K: Tensor,
+) -> tuple[Tensor, list[Tensor]]:
+    """`soft_ce` of K depths that share the output matrix, for a caller that minimises a multiple of Σ_d scale_d · S_d.
+
+    Args: one entry per depth, as soft_ce's; scale_K: float32 [K]. The upstream gradient of the result *must* be a
+        multiple of scale_K, because the weight gradient is formed with it here.
+    Returns: (S_d, float32 [K]; argmax of each depth's rows).
+    """
+    counts = [len(rows) for rows in row_weight]
+    scale_K = scale_K.detach()
+    row_weight_M, teacher_row_M = torch.cat(row_weight), torch.cat(teacher_row)
+    depth_M = torch.cat([torch.full_like(rows, d) for d, rows in enumerate(teacher_row)])
+    row_loss = _soft_ce_rows(teacher_TU, teacher_row_M, row_weight_M * scale_K[depth_M])
+    dtype = _compute_dtype(weight_UH)
+    with torch.autocast(weight_UH.device.type, enabled=False):
+        loss_K, argmax_M = _LinearLossDepths.apply(
+            torch.cat(hidden).to(dtype), weight_UH.to(dtype), row_loss, row_weight_M, depth_M, scale_K
+        )
+    return loss_K, list(argmax_M.split(counts))
 
 
 def hard_ce(hidden_AH: Tensor, weight_UH: Tensor, label_A: Tensor, row_weight_A: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +220,7 @@ if triton is not None:
             expected += tl.sum(p * z, 0)
             grad = (tl.exp(z - z_lse) - p) * weight
             tl.store(logits + start + column, grad.to(logits.dtype.element_ty), mask=inside)
-        tl.store(loss + row, (z_lse - expected) * weight)
+        tl.store(loss + row, z_lse - expected)
         tl.store(argmax + row, best.to(tl.int64))
 
 

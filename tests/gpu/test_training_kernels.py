@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from headstart.heads import HEADS
+from headstart.heads import HEADS, elementwise
 from headstart.heads.attention import TrainAttention
 from headstart.heads.base import FeatureBatch, build_head
 from headstart.heads.losses import eager, fused
@@ -72,6 +72,23 @@ def test_fused_loss_matches_eager(rows, width, tokens):
     assert torch.equal(results[0][1], results[1][1])
     for index in (0, 2, 3):
         torch.testing.assert_close(results[1][index], results[0][index], rtol=1e-4, atol=1e-4)
+
+
+def test_elementwise_kernels_match_their_twins():
+    for width, rotary in ((64, 64), (96, 32), (8, 8)):
+        x = torch.randn(37, 5, width, device="cuda", requires_grad=True)
+        angle = torch.randn(37, rotary // 2, device="cuda").repeat(1, 2)
+        expected, found = (f(x, angle.cos(), angle.sin()) for f in (elementwise.rotate_eager, elementwise.rotate))
+        upstream = torch.randn_like(expected)
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(out, x, upstream)[0] for out in (expected, found)]
+        torch.testing.assert_close(grads[1], grads[0])
+    gate, up = (torch.randn(33, 77, device="cuda", requires_grad=True) for _ in range(2))
+    expected, found = elementwise.swiglu_eager(gate, up), elementwise.swiglu(gate, up)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(out, (gate, up), upstream) for out in (expected, found)), strict=True):
+        torch.testing.assert_close(b, a)
 
 
 @pytest.mark.parametrize("family", sorted(HEADS))

@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from headstart.heads.base import HeadDims
-from headstart.heads.layers import Rope, rotate
+from headstart.heads.elementwise import rotate
+from headstart.heads.layers import Rope
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 500000.0},
@@ -25,6 +26,7 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 256,
     },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
     "yarn": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -64,7 +66,8 @@ def test_rotation_is_the_formula(kind: str):
     shape = Shape(4, 2, 8, rope=ROPES[kind])
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     position = torch.tensor([0, 1, 5, 31, 200])
-    turned = rotate(x, *Rope(dims)(position))
+    # rotate takes [..., heads, width]: one head here
+    turned = rotate(x[:, None], *Rope(dims)(position))[:, 0]
     naive = torch.stack([naive_rotate(x[i].double(), int(position[i]), shape) for i in range(5)])
     # the angle itself is a float32 product: 200 rad carries 200 · 6e-8 of error
     assert_near(turned, naive, kind, tolerance=4e-5)
@@ -87,7 +90,7 @@ def test_partial_rotation_leaves_the_other_channels_alone():
     torch.testing.assert_close(cos, theirs_cos, rtol=0, atol=1e-6)
     torch.testing.assert_close(sin, theirs_sin, rtol=0, atol=1e-6)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, cos[0], sin[0])
+    turned = rotate(x[:, None], cos[0], sin[0])[:, 0]
     assert torch.equal(turned[:, 4:], x[:, 4:])
     shape = Shape(4, 4, 8, rope=rope)
     naive = torch.stack([naive_rotate(x[i].double(), int(position[0, i]), shape) for i in range(4)])
@@ -100,4 +103,5 @@ def test_rotation_is_transformers_half_split():
     cos, sin = Rope(HeadDims.from_hf_config(config))(position)
     q = torch.randn(1, 4, 12, 16, generator=torch.Generator().manual_seed(1))
     theirs, _ = apply_rotary_pos_emb(q, q, cos, sin)
-    torch.testing.assert_close(rotate(q, cos[:, None], sin[:, None]), theirs, rtol=0, atol=1e-6)
+    ours = rotate(q.transpose(1, 2), cos, sin).transpose(1, 2)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)

@@ -33,7 +33,7 @@ class FakeHead(Head):
     def depth_counts(self, batch: FeatureBatch) -> Tensor:
         return torch.tensor(batch.anchors.count_K, dtype=torch.float32)
 
-    def loss(self, batch: FeatureBatch, teacher: Teacher) -> HeadLoss:
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
         hidden_RD = batch.hidden_RD
         if self.noise and self.training:
             hidden_RD = hidden_RD + self.noise * torch.rand_like(hidden_RD)

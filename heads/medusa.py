@@ -23,6 +23,7 @@ class MedusaConfig(HeadConfig):
     type: str = "medusa"
     #: number of heads (K)
     depth: int = 4
+    #: λ; head d weighs λ^d
     depth_decay: float = 0.8
     #: residual blocks per head
     num_layers: int = 1
@@ -71,6 +72,10 @@ class MedusaHead(Head):
             self.up = nn.ModuleList(nn.Linear(config.rank, vocab, bias=False) for _ in range(config.depth))
             for up in self.up:
                 nn.init.zeros_(up.weight)
+
+    def depth_weights(self) -> Tensor:
+        """λ^d, counted from the first head (Medusa, §2.2.1): float32 [K]."""
+        return self.config.depth_decay ** torch.arange(1, self.depth + 1, dtype=torch.float32)
 
     def bind(self, embed_VD: Tensor, teacher: Teacher) -> None:
         """Attach the target's frozen output head; weights stay as they are."""

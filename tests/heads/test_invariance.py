@@ -48,10 +48,10 @@ def build(name: str) -> tuple[Head, Ends, list[Document]]:
 
 
 def normalised(head: Head, teacher: Teacher, packs: list[FeatureBatch]) -> Tensor:
-    """L = Σ_d λ_d · S_d / N_d with N_d over all packs of the window."""
+    """L = Σ_d λ_d · S_d / N_d with N_d over all packs of the window, as the training loop scales it."""
     count_K = sum(head.depth_counts(pack) for pack in packs)
-    loss_K = sum(head.loss(pack, teacher).loss_K for pack in packs)
-    return (head.depth_weights().double() * loss_K / count_K.clamp(min=1)).sum()
+    scale_K = head.depth_weights() / count_K.clamp(min=1)
+    return sum((head.loss(pack, teacher, scale_K).loss_K * scale_K).sum() for pack in packs)
 
 
 def check_same(name: str, layout: Callable[[Head, Ends, list[Document]], list[FeatureBatch]]) -> None:

@@ -142,7 +142,18 @@ def check_against(
     lambdas = [float(w) for w in head.depth_weights()]
     loss_K = head.loss(batch, teacher).loss_K
     total = sum(w * s / n for w, s, n in zip(lambdas, loss_K, expected.count, strict=True) if n > 0)
-    check_gradients(head, total, expected.normalised(lambdas), weights, "normalised loss", tolerance)
+    wanted = expected.normalised(lambdas)
+    check_gradients(head, total, wanted, weights, "normalised loss", tolerance)
+
+    # the training loop's promise: what is differentiated is a multiple of (loss_K * scale_K).sum(), here three times it
+    scale_K = torch.tensor([w / n if n > 0 else 0.0 for w, n in zip(lambdas, expected.count, strict=True)])
+    scaled = head.loss(batch, teacher, scale_K)
+    for field in ("count", "correct", "total", "prefix"):
+        assert getattr(scaled, f"{field}_K").tolist() == getattr(expected, field), f"{field}, scaled"
+    assert_near(scaled.loss_K, torch.stack(expected.loss), "loss_K, scaled", tolerance)
+    # float32 scales round at 6e-8
+    total = 3 * (scaled.loss_K * scale_K).sum()
+    check_gradients(head, total, 3 * wanted, weights, "normalised loss, scaled", max(tolerance, 1e-6))
 
 
 def check_counts(head: Head, batch: FeatureBatch, teacher: Teacher, expected: Sums) -> None:

@@ -110,8 +110,8 @@ def subtract(after: Any, before: Any) -> Any:
 def engine_cycles(answer: dict[str, Any], depth: int) -> list[Any]:
     """Cycles of an engine's answer, as Headstart's loop would have booked them.
 
-    Every forward drafts `depth` tokens and, save the last, commits its accepted drafts and one more token. What the last
-    one accepted before it was cut follows from the engine's counter.
+    Every forward drafts `depth` tokens and, save the last, commits its accepted drafts and one more token. What the
+    last one accepted before it was cut follows from the engine's counter.
     """
     from headstart.eval.decode import Cycle
 
@@ -137,9 +137,13 @@ def counter_rates(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="parity_vllm.sh", description="Compare heads in vLLM with Headstart's own loop.")
+    found = argparse.ArgumentParser(
+        prog="parity_vllm.sh", description="Compare heads in vLLM with Headstart's own loop."
+    )
     found.add_argument("--target", default="smollm2-135m-instruct", help="registered name or directory")
-    found.add_argument("--data", type=Path, default=None, help="JSONL of prompts (default: tau_check.jsonl, else bundled)")
+    found.add_argument(
+        "--data", type=Path, default=None, help="JSONL of prompts (default: tau_check.jsonl, else bundled)"
+    )
     found.add_argument("--heads", type=Path, default=None, help="DIR/FAMILY holds a head; default: train here")
     found.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     found.add_argument("--recipe", default="quickstart", help="recipe whose data and sizes train the heads")
@@ -169,7 +173,7 @@ def compare(arguments: argparse.Namespace) -> int:
     place = save_target(target, arguments.work / "target")
     rows = []
     for family in arguments.families:
-        directory = head_directory(family, arguments)
+        directory = head_directory(family, target, arguments)
         rows.append(compare_family(family, directory, target, place, prompts, arguments))
         say(f"{family}: {json.dumps({k: v for k, v in rows[-1].items() if k not in ('command', 'note')})}")
     from headstart.heads.files import write_json
@@ -206,7 +210,7 @@ def save_target(target: Any, directory: Path) -> Path:
     return directory
 
 
-def head_directory(family: str, arguments: argparse.Namespace) -> Path:
+def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> Path:
     """A given head, or one trained here on the recipe's data at its sizes."""
     if arguments.heads is not None:
         given = arguments.heads / family
@@ -222,7 +226,7 @@ def head_directory(family: str, arguments: argparse.Namespace) -> Path:
         "eagle3": [],
     }[family]
     where = [f"name=parity-{family}", f"run_dir={arguments.work / family}", f"target.name={arguments.target}"]
-    run = Run(load_recipe(arguments.recipe, [*own, *where, "target.dtype=float32", *arguments.set]), Talk())
+    run = Run(load_recipe(arguments.recipe, [*own, *where, "target.dtype=float32", *arguments.set]), Talk(), target)
     with run.steps.lock():
         run.save_recipe()
         run.distill()

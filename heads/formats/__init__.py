@@ -6,6 +6,7 @@ from headstart.heads.formats.check import CheckReport, check_directory, check_em
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.export import export_head
 from headstart.heads.formats.findings import EngineVerdict, Verdict
+from headstart.heads.formats.hub import fetch_head, push_export
 from headstart.heads.formats.portable import load_head, save_head
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "check_directory",
     "check_embeddings",
     "export_head",
+    "fetch_head",
     "load_head",
+    "push_export",
     "save_head",
 ]

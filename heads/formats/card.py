@@ -1,0 +1,150 @@
+"""The model card of a published head: written from report.json and headstart.json, nothing typed by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from headstart.heads.formats.portable import FACTS
+
+PAPERS = {
+    "medusa": ("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774"),
+    "eagle": ("EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", "2401.15077"),
+    "eagle3": (
+        "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+        "2503.01840",
+    ),
+}
+NAMES = {"medusa": "Medusa-1", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
+
+
+def render_card(
+    repo_id: str, side: dict[str, Any], report: dict[str, Any] | None, engines: list[str], license_id: str | None = None
+) -> str:
+    """README.md of the repository.
+
+    Args:
+        side: headstart.json of the exported head.
+        report: report.json of its evaluation, or None (the card then says that nothing was measured).
+        engines: keys of the engines that the validators say load it.
+        license_id: licence of the target as the Hub names it; None points to the target's own.
+    """
+    family = side["type"]
+    target = side.get("target") or {}
+    parts = [_front_matter(family, target, license_id), f"# {repo_id.split('/')[-1]}", _summary(family, target, side)]
+    parts += [_results(report), _launch(repo_id, family, target, engines, side), _provenance(side), _licence(target)]
+    title, arxiv = PAPERS[family]
+    parts.append(
+        f"## Citation\n\nMethod: *{title}*, arXiv [{arxiv}](https://arxiv.org/abs/{arxiv}). Trained with Headstart."
+    )
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _hub_name(target: dict[str, Any]) -> str | None:
+    """The target's Hub id where its name is one."""
+    name = str(target.get("hub_id") or target.get("name") or "")
+    return name if name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
+
+
+def _front_matter(family: str, target: dict[str, Any], license_id: str | None) -> str:
+    lines = ["---"]
+    base = _hub_name(target)
+    if base:  # the Hub lists the head on its base model's page by this field
+        lines += ["base_model:", f"- {json.dumps(base)}"]
+    lines += [f"license: {license_id}"] if license_id else ["license: other", "license_name: as-the-base-model"]
+    if not license_id and base:
+        lines.append(f"license_link: https://huggingface.co/{base}")
+    lines += ["library_name: headstart", "pipeline_tag: text-generation", "tags:"]
+    lines += [f"- {tag}" for tag in ("speculative-decoding", "draft-model", family, "headstart")]
+    return "\n".join([*lines, "---"])
+
+
+def _summary(family: str, target: dict[str, Any], side: dict[str, Any]) -> str:
+    facts = "; ".join(f"{key}: {value}" for key, value in FACTS[family].items() if key != "method")
+    revision = f" (revision `{target['revision']}`)" if target.get("revision") else ""
+    layers = side.get("feature_layers")
+    more = f" It reads `hidden_states` {layers}." if layers else ""
+    return (
+        f"A {NAMES[family]} draft head for **{target.get('name', 'an unnamed target')}**{revision}. It proposes "
+        "tokens that the "
+        "target verifies: with greedy or lossless sampled verification the output is the target's "
+        f"own.{more}\n\n{facts}."
+    )
+
+
+def _results(report: dict[str, Any] | None) -> str:
+    if report is None:
+        return "## Results\n\nNot measured. Run `headstart eval` on your own prompts before you deploy it."
+    rows = [("all", report), *sorted((report.get("tasks") or {}).items())]
+    lines = [
+        "| task | prompts | τ | acceptance by position | tokens/s plain | tokens/s drafted | speed-up |",
+        "|" + "---|" * 7,
+    ]
+    for name, row in rows:
+        rates = " ".join(f"{rate:.3f}" for rate in row["per_position_acceptance"])
+        speeds = (row["baseline_tokens_per_s"], row["tokens_per_s"], row["speedup"])
+        cells = [
+            name,
+            str(row["prompts"]),
+            f"{row['tau']:.3f}",
+            rates,
+            *("–" if v is None else f"{v:.2f}" for v in speeds),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    identity = report.get("greedy_identity")
+    said = (
+        f" Identical to plain decoding: {identity['identical']} of {identity['sequences']} sequences."
+        if identity
+        else ""
+    )
+    tree = report["tree"]["label"] if isinstance(report["tree"], dict) else report["tree"]
+    where = f"{report['dtype']}, batch {report['batch_size']}, {report['device']}"
+    note = (
+        f"τ = tokens committed per target forward (plain decoding = 1). {tree}, temperature {report['temperature']:g}"
+    )
+    return "## Results\n\n" + "\n".join(lines) + f"\n\n{note}, {where}.{said}"
+
+
+def _launch(repo_id: str, family: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
+    base = _hub_name(target) or "TARGET"
+    tokens = min(int(side["config"].get("depth") or 3), 4) if family != "eagle" else 3
+    shown = []
+    if "vllm" in engines:
+        spec = json.dumps({"method": family, "model": repo_id, "num_speculative_tokens": tokens})
+        shown.append(f"vLLM:\n\n```bash\nvllm serve {base} --speculative-config '{spec}'\n```")
+    if "sglang" in engines:
+        algorithm = "EAGLE3" if family == "eagle3" else "EAGLE"
+        shown.append(
+            f"SGLang:\n\n```bash\npython -m sglang.launch_server --model-path {base} --speculative-algorithm "
+            f"{algorithm} "
+            f"--speculative-draft-model-path {repo_id} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {tokens + 1}\n```"
+        )
+    if "tgi" in engines:
+        shown.append(f"TGI:\n\n```bash\ntext-generation-launcher --model-id {repo_id}\n```")
+    shown.append(
+        f"Measure it on your own prompts:\n\n```bash\nheadstart eval --head {repo_id} --target {base} --data "
+        "prompts.jsonl\n```"
+    )
+    return "## Use\n\n" + "\n\n".join(shown)
+
+
+def _provenance(side: dict[str, Any]) -> str:
+    rest = side.get("provenance") or {}
+    kept = {key: rest[key] for key in ("git_revision", "versions", "device", "training", "data") if key in rest}
+    blocks = []
+    if side.get("recipe"):
+        recipe = json.dumps(side["recipe"], indent=1, ensure_ascii=False)
+        blocks.append(f"<details><summary>Recipe</summary>\n\n```json\n{recipe}\n```\n\n</details>")
+    if kept:
+        origin = json.dumps(kept, indent=1, ensure_ascii=False)
+        blocks.append(f"<details><summary>Provenance</summary>\n\n```json\n{origin}\n```\n\n</details>")
+    return "## Training\n\n" + "\n\n".join(blocks) if blocks else ""
+
+
+def _licence(target: dict[str, Any]) -> str:
+    return (
+        f"## Licence\n\nThe head was trained on outputs and hidden states of {target.get('name', 'its target')} "
+        "and may hold rows of "
+        "its output matrix: the target's licence applies to it as well."
+    )

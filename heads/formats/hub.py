@@ -1,0 +1,171 @@
+"""Publish an exported head on the Hugging Face Hub, and fetch published ones.
+
+Uploads go through huggingface_hub: files that arrived before a failure are recognised by their hash and not sent again,
+so running the same command continues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headstart.heads.errors import ConfigError, FormatError, StorageError
+from headstart.heads.files import read_json, write_text
+from headstart.heads.formats.card import render_card
+from headstart.heads.formats.check import check_directory
+from headstart.heads.formats.config import ExportConfig
+from headstart.heads.formats.portable import SIDECAR
+
+T = TypeVar("T")
+#: files of a head that are fetched; nothing else in a repository is touched
+HEAD_FILES = [
+    "config.json",
+    SIDECAR,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model.bin",
+    "medusa_lm_head.pt",
+]
+#: seconds before each new attempt
+WAITS = (1.0, 4.0, 15.0)
+
+
+def push_export(
+    directory: Path,
+    config: ExportConfig,
+    report: dict[str, Any] | None = None,
+    api: Any = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """Write the model card into an exported directory, create the repository and upload.
+
+    Args:
+        report: report.json of the head's evaluation, for the card.
+        api: a `huggingface_hub.HfApi`; None takes the logged-in user's.
+    Returns: the repository's address.
+    Raises: ConfigError without a token or with a bad name; FormatError for a directory without our sidecar;
+        StorageError when the Hub stays out of reach.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    name = config.push_to_hub or ""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"export.push_to_hub: found {name!r}, expected user/name ({error})") from error
+    if name.count("/") != 1:
+        raise ConfigError(f"export.push_to_hub: found {name!r}, expected user/name")
+    api = api or HfApi()
+    if not (api.token or get_token()):
+        raise ConfigError(
+            "export.push_to_hub: no Hugging Face token found. Run `hf auth login`, or set HF_TOKEN to a token "
+            "with write "
+            f"access, then run the same command again. The export is complete in {directory}."
+        )
+    directory = Path(directory)
+    side = _sidecar(directory)
+    checked = check_directory(directory)
+    loads = [engine for engine in checked.engines if checked.loads(engine)]
+    card = render_card(name, side, report, loads, _licence(api, side))
+    write_text(directory / "README.md", card)
+    message = config.commit_message or f"{side['type']} head for {(side.get('target') or {}).get('name', 'its target')}"
+
+    def upload() -> str:
+        url = api.create_repo(name, private=config.private, repo_type="model", exist_ok=True)
+        api.upload_folder(
+            repo_id=name,
+            folder_path=directory,
+            commit_message=message,
+            allow_patterns=[*HEAD_FILES, "README.md", "report.json", "report.md"],
+        )
+        return str(url)
+
+    return _patiently(upload, directory, name, sleep)
+
+
+def _sidecar(directory: Path) -> dict[str, Any]:
+    if not (directory / SIDECAR).is_file():
+        raise FormatError(f"{directory}: no {SIDECAR}; push a directory that `headstart export` wrote")
+    return read_json(directory / SIDECAR)
+
+
+def _licence(api: Any, side: dict[str, Any]) -> str | None:
+    """The target's licence as the Hub states it; None where it cannot be asked."""
+    target = side.get("target") or {}
+    name = str(target.get("hub_id") or target.get("name") or "")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    try:
+        found = api.model_info(name).card_data
+    except Exception:  # noqa: BLE001 - the card then points to the target's own page
+        return None
+    licence = getattr(found, "license", None)
+    return licence if isinstance(licence, str) and licence != "other" else None
+
+
+def _patiently(work: Callable[[], T], directory: Path, name: str, sleep: Callable[[float], None]) -> T:
+    """Try again after passing failures; explain the lasting ones."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    for wait in (*WAITS, None):
+        try:
+            return work()
+        except HfHubHTTPError as error:
+            status = error.response.status_code if error.response is not None else 0
+            if status in (401, 403):
+                raise ConfigError(
+                    f"export.push_to_hub: the Hub refuses {name!r} ({status}): the token may not write there. "
+                    "Check the name, "
+                    "or set HF_TOKEN to a token with write access."
+                ) from error
+            if status < 500 and status not in (408, 409, 429):
+                raise StorageError(f"export.push_to_hub: the Hub refuses the upload of {name!r}: {error}") from error
+            problem: Exception = error
+        except Exception as error:
+            if not _is_passing(error):
+                raise
+            problem = error
+        if wait is None:
+            raise StorageError(
+                f"export.push_to_hub: the Hub stays out of reach ({type(problem).__name__}: {problem}). The "
+                "export is complete in "
+                f"{directory}; run the same command again: files that arrived are not sent twice."
+            ) from problem
+        sleep(wait)
+    raise AssertionError("unreachable")
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether a failure, or what caused it, is the network's; the HTTP client's classes moved between releases."""
+    found: BaseException | None = error
+    while found is not None:
+        named = any(kind.__name__ == "TransportError" for kind in type(found).__mro__)
+        if named or isinstance(found, ConnectionError | TimeoutError):
+            return True
+        found = found.__cause__
+    return False
+
+
+def fetch_head(name: str, revision: str | None = None, cache_dir: Path | None = None) -> Path:
+    """A local directory for `user/name` on the Hub (optionally `user/name@revision`), head files only.
+
+    Raises: ConfigError when the repository, revision or the Hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    repo, _, tag = name.partition("@")
+    try:
+        return Path(
+            snapshot_download(repo, revision=revision or tag or None, allow_patterns=HEAD_FILES, cache_dir=cache_dir)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"head {name!r}: neither a directory here nor a repository on the Hub that can be read "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the name and revision, or give a "
+            "local directory."
+        ) from error

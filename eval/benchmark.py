@@ -17,9 +17,11 @@ from headstart.eval.metrics import acceptance, bootstrap_tau
 from headstart.eval.prompts import EvalPrompt, load_prompts, render
 from headstart.eval.report import Report, Section
 from headstart.eval.sampling import Sampling
+from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import sha256_file
+from headstart.heads.medusa import MedusaHead
 from headstart.heads.provenance import device_name, git_revision, versions
 from headstart.heads.target import Target
 
@@ -99,7 +101,7 @@ def evaluate(
     """Evaluate on `config.data`.
 
     Args:
-        head: bound to the target (`head.bind`), or None for `eval.drafter` ngram / none.
+        head: on the target's device, or None for `eval.drafter` ngram / none.
         drafter: overrides what `eval.drafter` and the head ask for.
         recipe: resolved recipe, kept in the report.
         head_info: more about the head for the report (path, provenance).
@@ -113,7 +115,9 @@ def evaluate(
         )
     if config.data is None:
         raise ConfigError("eval.data is not set: give a JSONL file of prompts, e.g. eval.data=prompts.jsonl")
-    prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns)
+    prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+    if head is not None:
+        _attach(head, target)
     drafter = drafter or build_drafter(head, config)
     training = head.training if head is not None else False
     try:
@@ -124,6 +128,19 @@ def evaluate(
         if head is not None:
             head.train(training)
     return _report(target, head, drafter, config, dtype, len(prompts), tallies, recipe, head_info)
+
+
+def _attach(head: Head, target: Target) -> None:
+    """Give a loaded head the target's frozen ends. Raises ConfigError when it was made for another target."""
+    for name in ("hidden_size", "vocab_size", "num_layers"):
+        found, expected = getattr(head.dims, name), getattr(target.dims, name)
+        if found != expected:
+            raise ConfigError(
+                f"the head was made for a target with {name} {found}, {target.config.name} has {expected}: "
+                "evaluate it with the target it was trained on"
+            )
+    if isinstance(head, AutoregressiveHead | MedusaHead):
+        head.bind(target.embed_VD, target.teacher)
 
 
 def _measure(

@@ -63,6 +63,8 @@ class EvalConfig:
     limit: int | None = None
     #: first prompts of each task, or null for all
     limit_per_task: int | None = None
+    #: field that names a record's task in the report; auto = `task`, else `category`
+    task_field: str = "auto"
     #: turns of a multi-turn prompt to decode, or null for all
     max_turns: int | None = None
     #: also decode plainly in the same loop: speed-up and identity need it

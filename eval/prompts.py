@@ -17,7 +17,7 @@ class EvalPrompt:
     """One record of an evaluation file.
 
     Attributes:
-        id, task: names for the report (`task` or `category`, else "all").
+        id, task: names for the report (the task is "all" where the record names none).
         prompt_token_ids: taken verbatim when the file has them.
         messages: conversation before the first decoded turn.
         turns: user turns to decode one after another; each answer goes into the context of the next.
@@ -31,7 +31,11 @@ class EvalPrompt:
 
 
 def load_prompts(
-    path: Path | str, limit: int | None = None, limit_per_task: int | None = None, max_turns: int | None = None
+    path: Path | str,
+    limit: int | None = None,
+    limit_per_task: int | None = None,
+    max_turns: int | None = None,
+    task_field: str = "auto",
 ) -> list[EvalPrompt]:
     """Read a JSONL file of prompts. Raises DataError naming file, line and field."""
     path = Path(path)
@@ -52,7 +56,7 @@ def load_prompts(
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}:{number}: not valid JSON ({error.msg})") from error
-        prompt = parse_prompt(record, f"{path}:{number}", number)
+        prompt = parse_prompt(record, f"{path}:{number}", number, task_field)
         per_task[prompt.task] = per_task.get(prompt.task, 0) + 1
         if limit_per_task is None or per_task[prompt.task] <= limit_per_task:
             prompt.turns = prompt.turns[:max_turns]
@@ -62,12 +66,13 @@ def load_prompts(
     return prompts
 
 
-def parse_prompt(record: Any, where: str, number: int) -> EvalPrompt:
+def parse_prompt(record: Any, where: str, number: int, task_field: str = "auto") -> EvalPrompt:
     """Recognise one record by its fields. Raises DataError naming what was found and what is understood."""
     if not isinstance(record, dict):
         raise DataError(f"{where}: found {type(record).__name__}, expected a JSON object")
     name = record.get("id", record.get("question_id", number))
-    prompt = EvalPrompt(str(name), str(record.get("task") or record.get("category") or "all"))
+    task = record.get(task_field) if task_field != "auto" else record.get("task") or record.get("category")
+    prompt = EvalPrompt(str(name), str(task or "all"))
     if record.get("prompt_token_ids"):
         ids = record["prompt_token_ids"]
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):

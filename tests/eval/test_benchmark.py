@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,7 @@ def test_prompt_formats(tmp_path: Path) -> None:
     assert [prompt.task for prompt in prompts] == ["all", "t", "all", "all", "all"]
     assert [prompt.id for prompt in prompts] == ["1", "2", "3", "4", "5"]
     assert len(load_prompts(tmp_path / "p.jsonl", limit=2)) == 2
+    assert [prompt.task for prompt in load_prompts(tmp_path / "p.jsonl", task_field="id")][:2] == ["1", "all"]
     assert [prompt.id for prompt in load_prompts(tmp_path / "p.jsonl", limit_per_task=1)] == ["1", "2"]
 
 
@@ -249,7 +251,9 @@ def test_bad_config(changes: dict[str, Any], message: str) -> None:
         check_config(EvalConfig(**changes))
 
 
-def test_evaluate_refuses_what_cannot_work(target: Target, medusa: Trained, eagle3: Trained, tmp_path: Path) -> None:
+def test_evaluate_refuses_what_cannot_work(
+    target: Target, medusa: Trained, eagle3: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="eval.data is not set"):
         evaluate(target, None, EvalConfig())
     data = write(tmp_path / "x.jsonl", [{"prompt": "w1"}])
@@ -257,6 +261,10 @@ def test_evaluate_refuses_what_cannot_work(target: Target, medusa: Trained, eagl
         evaluate(target, None, config_of(data))
     with pytest.raises(ConfigError, match="loaded in float32; set target.dtype=bfloat16"):
         evaluate(target, None, config_of(data, dtype="bfloat16"))
+    monkeypatch.setattr(medusa.head, "dims", replace(medusa.head.dims, num_layers=9))
+    with pytest.raises(ConfigError, match="num_layers 9, LlamaForCausalLM has 4"):
+        evaluate(target, medusa.head, config_of(data))
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="medusa drafts a chain or a static tree, found 'dynamic'"):
         evaluate(target, medusa.head, config_of(data, tree=TreeConfig("dynamic")))
     with pytest.raises(ConfigError, match="eagle3 drafts a chain or a dynamic tree, found 'static'"):

@@ -20,6 +20,7 @@ from headstart import identity
 from headstart.data.config import SourceConfig
 from headstart.data.distill import distill
 from headstart.data.features import OnlineFeatures, StoredFeatures, build_store
+from headstart.data.memory import MemoryFeatures
 from headstart.data.packing import plan_packs
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.samples import Sample, token_counts
@@ -245,7 +246,10 @@ class Run:
         head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
         return head
 
-    def _source(self, samples: list[Sample], name: str, head: Head) -> OnlineFeatures | StoredFeatures:
+    def _source(self, samples: list[Sample], name: str, head: Head) -> OnlineFeatures | StoredFeatures | MemoryFeatures:
+        if self.recipe.data.features == "memory":
+            with self.talk.progress(f"features ({name})", "tokens") as advance:
+                return MemoryFeatures(self.target, samples, head.spec, head.depth, progress=advance)
         if self.recipe.data.features != "stored":
             return OnlineFeatures(self.target, samples, head.spec, head.depth)
         device, fingerprint = self.target.device, self.target.fingerprint()

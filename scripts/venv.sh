@@ -33,7 +33,8 @@ PROBE
     then
         index=(--extra-index-url https://download.pytorch.org/whl/cpu)
     fi
-    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check ${index[@]+"${index[@]}"} \
+    # byte code is compiled as modules are first imported: a third of them ever are
+    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile ${index[@]+"${index[@]}"} \
         -c "$constraints" -e ".${extras:+[$extras]}"
     printf '%s' "$wanted" >"$stamp"
 }

@@ -53,9 +53,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # a copy, so that setuptools' build folder does not land in the working tree
     source = tmp_path_factory.mktemp("source")
     files = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
-    names = [n for n in files.stdout.split("\0") if n] or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file()]
+    names = [n for n in files.stdout.split("\0") if n] or [
+        str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file()
+    ]
     for name in names:
         path = ROOT / name
         if path.is_file() and not name.startswith(("tests/", "docs/")):

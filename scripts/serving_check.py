@@ -1,0 +1,141 @@
+"""τ promised = τ measured only if serving sees the features that training saw. This compares them token by token.
+
+Training captures features in one causal pass over whole documents; the decode loop gets them from chunked prefill,
+tree verification and KV compaction. `compare_features` runs both over the same tokens: the first part of each sequence
+as prompt, the rest verified as the accepted path of trees that also hold rejected siblings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.eval.engine import Engine, Rows
+from headstart.eval.tree import Tree
+from headstart.heads.base import FeatureBatch, FeatureSpec
+from headstart.heads.errors import TargetError
+from headstart.heads.target import Target
+
+#: largest error of a row, relative to the size of that row, that rounding explains
+TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
+
+
+@dataclass(frozen=True)
+class FeatureParity:
+    """Result of a comparison.
+
+    Attributes:
+        rows: tokens compared.
+        worst: largest relative error of a row over all features (hidden and streams).
+        median: median over rows of the larger of its errors: bf16 rounds some rows badly, a fault shifts all.
+        where: "sequence s, token t, feature" of the worst row.
+    """
+
+    rows: int
+    worst: float
+    median: float
+    tolerance: float
+    where: str
+
+    @property
+    def passed(self) -> bool:
+        return self.worst <= self.tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.passed}
+
+
+def compare_features(target: Target, spec: FeatureSpec, sequences: list[list[int]], levels: int = 3) -> FeatureParity:
+    """Capture the features of `sequences` both ways.
+
+    Args:
+        spec: the head's (`head.spec`).
+        sequences: token ids, each of at least 4.
+        levels: depth of the verified trees.
+    """
+    errors: list[tuple[float, str]] = []
+    per_row: list[float] = []
+    for number, tokens in enumerate(sequences):
+        trained = _training_features(target, spec, tokens)
+        served = _serving_features(target, spec, tokens, levels)
+        found = {name: _row_errors(trained[name][: len(served[name])], served[name]) for name in trained}
+        for name, error_T in found.items():
+            place = int(error_T.argmax())
+            errors.append((float(error_T[place]), f"sequence {number}, token {place}, {name}"))
+        per_row += torch.stack(list(found.values())).amax(0).tolist()
+    worst, where = max(errors)
+    return FeatureParity(
+        len(per_row), worst, float(torch.tensor(per_row).median()), TOLERANCES.get(target.dtype, 2e-3), where
+    )
+
+
+def require_parity(found: FeatureParity, force: bool = False) -> None:
+    """Raises: TargetError when the features differ and `force` is off."""
+    if not found.passed and not force:
+        raise TargetError(
+            f"the decode loop's features differ from those the head was trained on: relative {found.worst:.3g} at "
+            f"{found.where}, rounding explains {found.tolerance:g}. Its acceptance would fall short of training's; "
+            "check the target's attention implementation and dtype, or set export.force=true to export all the same."
+        )
+
+
+def _names(spec: FeatureSpec) -> list[str]:
+    return ["hidden", *(f"hidden_states[{k}]" for k in spec.layer_ids)]
+
+
+def _named(spec: FeatureSpec, hidden_TD: Tensor, streams_TkD: Tensor | None) -> dict[str, Tensor]:
+    parts = [hidden_TD, *(streams_TkD.unbind(1) if streams_TkD is not None else ())]
+    return dict(zip(_names(spec), parts, strict=True))
+
+
+def _training_features(target: Target, spec: FeatureSpec, tokens: list[int]) -> dict[str, Tensor]:
+    ids = torch.tensor(tokens)
+    batch = target.extract(FeatureBatch.pack([(ids, torch.zeros_like(ids))], 1), spec)
+    if batch.hidden_RD is None:
+        raise TargetError("the target gave no hidden states")
+    return _named(spec, batch.hidden_RD, batch.streams_RkD)
+
+
+@torch.inference_mode()
+def _serving_features(target: Target, spec: FeatureSpec, tokens: list[int], levels: int) -> dict[str, Tensor]:
+    """Every token but the last few that fill no whole tree."""
+    engine = Engine(target.model, 1, len(tokens) + 4 * (levels + 1), spec, prefill_chunk=max(len(tokens) // 3, 1))
+    start = max(len(tokens) // 2, 1)
+    _, rows = engine.prefill([tokens[:start]])
+    parts = [_valid(spec, rows)]
+    active_B = torch.ones(1, dtype=torch.bool, device=target.device)
+    path_BK = 2 * torch.arange(levels, device=target.device)[None] + 1
+    while start + levels < len(tokens):
+        root_B = torch.tensor([tokens[start]], device=target.device)
+        tree = _accepted_path(tokens[start + 1 : start + 1 + levels], target)
+        step = engine.verify(root_B, tree)
+        parts.append(_valid(spec, engine.commit(root_B, tree, step, path_BK, active_B)))
+        start += levels + 1
+        engine.longest = start
+    return {name: torch.cat([part[name] for part in parts]) for name in _names(spec)}
+
+
+def _valid(spec: FeatureSpec, rows: Rows) -> dict[str, Tensor]:
+    count = int(rows.count_B[0])
+    if rows.hidden_BJD is None:
+        raise TargetError("the engine gave no hidden states")
+    return _named(spec, rows.hidden_BJD[0, :count], None if rows.streams_BJkD is None else rows.streams_BJkD[0, :count])
+
+
+def _accepted_path(path: list[int], target: Target) -> Tree:
+    """A tree whose odd nodes are the path and whose even ones are siblings that get rejected."""
+    levels = len(path)
+    wrong = [(token + 1) % target.dims.vocab_size for token in path]
+    nodes = [token for pair in zip(wrong, path, strict=True) for token in pair]
+    parents = [-1 if n < 2 else 2 * (n // 2) - 1 for n in range(2 * levels)]
+    depths = [n // 2 + 1 for n in range(2 * levels)]
+    tokens_BN, parent_BN, depth_BN = (torch.tensor([v], device=target.device) for v in (nodes, parents, depths))
+    return Tree(tokens_BN, parent_BN, depth_BN, torch.ones_like(tokens_BN, dtype=torch.bool), levels)
+
+
+def _row_errors(expected_TD: Tensor, found_TD: Tensor) -> Tensor:
+    expected, found = expected_TD.float(), found_TD.float()
+    return (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)

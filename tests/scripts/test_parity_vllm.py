@@ -1,0 +1,68 @@
+"""Parity gate: how an engine's answers become cycles, and what the gate asks for before it starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import parity_vllm
+from headstart.eval.decode import Cycle
+from headstart.eval.metrics import acceptance
+
+
+def answer(committed: list[int], accepted: int, per_position: list[int] | None = None) -> dict[str, Any]:
+    counters = {
+        "num_drafts": len(committed),
+        "num_draft_tokens": 3 * len(committed),
+        "num_accepted_tokens": accepted,
+        "num_accepted_tokens_per_pos": per_position or [],
+    }
+    return {"tokens": [0] * (1 + sum(committed)), "committed": committed, "counters": counters}
+
+
+def test_every_forward_commits_its_accepted_drafts_and_one_more() -> None:
+    found = parity_vllm.engine_cycles(answer([1, 4, 2], 0 + 3 + 1), 3)
+    assert found == [Cycle(3, 0, 1), Cycle(3, 3, 4), Cycle(3, 1, 2)]
+
+
+def test_a_last_forward_that_was_cut_keeps_what_was_kept() -> None:
+    # the last forward accepted 3 drafts, of which the limit let 2 through
+    assert parity_vllm.engine_cycles(answer([2, 2], 1 + 3), 3)[-1] == Cycle(3, 2, 2)
+    # the same length without a cut: one draft and the target's own token
+    assert parity_vllm.engine_cycles(answer([2, 2], 1 + 1), 3)[-1] == Cycle(3, 1, 2)
+
+
+def test_an_answer_of_one_token_has_no_cycles() -> None:
+    assert parity_vllm.engine_cycles(answer([], 0), 3) == []
+
+
+def test_acceptance_of_cycles_and_of_counters() -> None:
+    answers = [answer([1, 4], 3, [1, 1, 1]), answer([2, 2], 1 + 3, [2, 1, 1])]
+    ours = acceptance(cycle for a in answers for cycle in parity_vllm.engine_cycles(a, 3))
+    assert ours.tau == 9 / 4 and ours.per_position == [3 / 4, 2 / 4, 1 / 4]
+    raw = parity_vllm.counter_rates(answers)
+    assert raw == {"drafts": 4, "tau": 1 + 7 / 4, "per_position": [3 / 4, 2 / 4, 2 / 4]}
+
+
+def test_counter_deltas_start_from_nothing() -> None:
+    assert parity_vllm.subtract([3, 1], 0) == [3, 1] and parity_vllm.subtract([3, 1], [1, 1]) == [2, 0]
+    assert parity_vllm.subtract(5, 2) == 3
+
+
+def test_the_engine_side_needs_nothing_but_the_standard_library_to_be_imported() -> None:
+    import ast
+
+    tree = ast.parse(Path(parity_vllm.__file__).read_text())
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+
+
+def test_without_an_engine_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["parity", "--vllm-python", "/nowhere/python"])
+    assert parity_vllm.main() == 2
+    assert "bash scripts/parity_vllm.sh makes one" in capsys.readouterr().err

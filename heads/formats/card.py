@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headstart.heads.formats.portable import FACTS
+from headstart.heads.formats.sidecar import FACTS
 
 PAPERS = {
     "medusa": ("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774"),

@@ -13,7 +13,7 @@ from headstart.heads.base import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
 from headstart.heads.formats.findings import EngineVerdict, Verdict, view
-from headstart.heads.formats.portable import check_shapes, plan_load
+from headstart.heads.formats.loading import check_shapes, plan_load
 from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint
 
 #: engine key (as in export.engines) → validator module

@@ -193,6 +193,12 @@ def eagle_rows(missing: Verdict) -> list[Row]:
     return [Row("fc.weight", ("H", "2H"), missing), *layer_rows("layers.0.", "H", missing)]
 
 
+def eagle_config_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The nested `eagle_config`, empty where it is missing or no object."""
+    nested = config.get("eagle_config")
+    return nested if isinstance(nested, dict) else {}
+
+
 def draft_map_problem(seen: View, size: int, vocab: int) -> str | None:
     """What is wrong with the values of d2t and t2d, or None."""
     if "d2t" not in seen.names:

@@ -16,7 +16,7 @@ from headstart.heads.files import read_json, write_text
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.config import ExportConfig
-from headstart.heads.formats.portable import SIDECAR
+from headstart.heads.formats.sidecar import SIDECAR
 
 T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched

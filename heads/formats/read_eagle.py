@@ -191,7 +191,7 @@ def _draft_ids(
 ) -> tuple[Tensor | None, dict[str, str]]:
     if size > vocab:
         raise FormatError(f"{where}: draft_vocab_size {size} exceeds vocab_size {vocab}")
-    unused = {name: "turned into the draft ids" for name in ("d2t", "t2d") if name in names}
+    unused: dict[str, str] = {name: "turned into the draft ids" for name in ("d2t", "t2d") if name in names}
     if "d2t" not in names:
         if size < vocab:
             raise FormatError(

@@ -20,6 +20,7 @@ from headstart.heads.formats.findings import (
     View,
     draft_map_problem,
     eagle3_rows,
+    eagle_config_of,
     eagle_rows,
     guarded,
     llama_sizes,
@@ -90,7 +91,7 @@ def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
         found.add(WRONG, "norm_before_residual is true: SGLang's residual is always the un-normed one")
     if config.get("attention_bias"):
         found.add(WRONG, "attention_bias is true: SGLang drops the biases in silence")
-    nested = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    nested = eagle_config_of(config)
     for name in ("norm_before_fc", "fc_norm", "norm_output"):
         if config.get(name) or nested.get(name):
             found.add(WRONG, f"{name} is true: SGLang reads it differently")

@@ -20,6 +20,7 @@ from headstart.heads.formats.findings import (
     View,
     draft_map_problem,
     eagle3_rows,
+    eagle_config_of,
     guarded,
     llama_sizes,
     match_rows,
@@ -46,13 +47,13 @@ def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
     config = seen.config
     sizes = llama_sizes(config, "config.json")
     match_rows(found, seen, eagle3_rows(REFUSES), sizes)
-    nested = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    nested = eagle_config_of(config)
     if config.get("norm_before_residual"):
         found.add(WRONG, "norm_before_residual is true: the residual is always the un-normed one")
     if config.get("norm_before_fc") and not nested.get("norm_before_fc"):
         found.add(WRONG, "norm_before_fc is read inside eagle_config only")
-    for problem in rope_problems(config, "config.json", target):
-        found.add(WRONG, problem)
+    for reason in rope_problems(config, "config.json", target):
+        found.add(WRONG, reason)
     if sizes["layers"] != 1:
         found.add(WRONG, f"num_hidden_layers is {sizes['layers']} and the file holds one layer")
     size, vocab = sizes["U"], sizes["V"]

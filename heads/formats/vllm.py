@@ -22,6 +22,7 @@ from headstart.heads.formats.findings import (
     View,
     draft_map_problem,
     eagle3_rows,
+    eagle_config_of,
     eagle_rows,
     guarded,
     llama_sizes,
@@ -132,7 +133,7 @@ def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
         found.add(LOADS, "draft_vocab_size is missing and taken for vocab_size")
     match_rows(found, seen, eagle3_rows(WRONG), sizes)
     _draft_vocabulary(found, seen, sizes)
-    nested = config.get("eagle_config") if isinstance(config.get("eagle_config"), dict) else {}
+    nested = eagle_config_of(config)
     if nested.get("use_aux_hidden_state", True) is not True:
         found.add(WRONG, "eagle_config.use_aux_hidden_state is false: fc is left out and the last hidden state goes in")
     top, inner = config.get("eagle_aux_hidden_state_layer_ids"), nested.get("eagle_aux_hidden_state_layer_ids")

@@ -33,8 +33,8 @@ from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import FormatError, HeadstartError
 from headstart.heads.formats import check_directory, load_head, save_head
-from headstart.heads.formats.portable import seal
 from headstart.heads.formats.raw import open_checkpoint, read_header
+from headstart.heads.formats.sidecar import seal
 from headstart.heads.medusa import MedusaConfig
 
 

@@ -1,0 +1,108 @@
+"""headstart.json: what a head directory remembers beside what engines read, sealed so that damage is recognised."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.errors import FormatError
+from headstart.heads.files import sha256_file
+from headstart.heads.formats.raw import RawCheckpoint
+
+SCHEMA = 1
+SIDECAR = "headstart.json"
+FACTS = {
+    "medusa": {
+        "feature": "last hidden state after the final norm",
+        "block": "h + SiLU(W h + b)",
+        "method": "methods.md §1, arXiv 2401.10774",
+    },
+    "eagle": {
+        "feature": "last hidden state after the final norm",
+        "input": "fc(cat(embedding, feature)), embedding first, no bias, no input_layernorm, no final norm",
+        "method": "methods.md §3, arXiv 2401.15077",
+    },
+    "eagle3": {
+        "feature": "hidden_states[k] at feature_layers (inputs of decoder layers k, before any norm)",
+        "residual": "un-normed g (norm_before_residual = false)",
+        "recycled": "pre-norm output",
+        "method": "methods.md §4, arXiv 2503.01840",
+    },
+}
+
+
+def sidecar(
+    head: Head, settings: HeadConfig, layout: str, provenance: dict[str, Any], digests: dict[str, str]
+) -> dict[str, Any]:
+    rest = dict(provenance)
+    return {
+        "schema": SCHEMA,
+        "type": head.family,
+        "layout": layout,
+        "config": asdict(settings),
+        "dims": asdict(head.dims),
+        "feature_layers": list(head.spec.layer_ids),
+        "facts": FACTS.get(head.family, {}),
+        "target": rest.pop("target", None),
+        "recipe": rest.pop("recipe", None),
+        "provenance": rest,
+        "sha256": digests,
+    }
+
+
+def seal(value: dict[str, Any]) -> dict[str, Any]:
+    """Add a digest over the sidecar itself, so that a damaged one is recognised."""
+    value = json.loads(json.dumps(value, default=str))
+    return {**value, "digest": _digest(value)}
+
+
+def _digest(value: dict[str, Any]) -> str:
+    body = {key: item for key, item in value.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+def verify_seal(raw: RawCheckpoint, where: str, side: dict[str, Any]) -> None:
+    if side.get("schema") != SCHEMA:
+        raise FormatError(f"{where}: schema {side.get('schema')!r}, this Headstart reads {SCHEMA}: update Headstart")
+    if side.get("digest") != _digest(side):
+        raise FormatError(
+            f"{where}: was changed after it was written. Restore it, or delete it to have the directory read as a "
+            "foreign checkpoint"
+        )
+    digests = side.get("sha256")
+    files = {"config.json", *raw.readers}
+    if not isinstance(digests, dict) or set(digests) != files:
+        raise FormatError(
+            f"{where}: seals {sorted(digests or {})} and the directory holds {sorted(files)}; copy it again"
+        )
+    for name in sorted(files):
+        if sha256_file(raw.directory / name) != digests[name]:
+            raise FormatError(
+                f"{raw.directory / name}: was changed or damaged after the head was saved (sha256 differs from "
+                f"{SIDECAR}). Copy it "
+                f"again, or, if the change is meant, delete {SIDECAR} to have the directory read as a foreign "
+                "checkpoint"
+            )
+
+
+def family_config(family: Any, values: Any, where: str) -> HeadConfig:
+    from headstart.heads import HEADS
+
+    if not isinstance(family, str) or family not in HEADS:
+        raise FormatError(f"{where}: type is {family!r}, expected one of {sorted(HEADS)}")
+    if not isinstance(values, dict) or "${" in json.dumps(values):
+        raise FormatError(f"{where}: config is not a plain object of head settings")
+    try:
+        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(HEADS[family].config), values))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise FormatError(f"{where}: config does not fit {family}: {str(error).splitlines()[0]}") from error
+    for name in ("depth", "num_layers"):
+        if not 1 <= getattr(merged, name, 1) <= 64:
+            raise FormatError(f"{where}: config.{name} is {getattr(merged, name)}, expected 1 … 64")
+    return cast(HeadConfig, merged)

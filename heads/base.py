@@ -212,12 +212,14 @@ class Teacher:
         bias_V: lm_head bias, or None.
         softcap: Gemma-style final logit soft-cap, or None.
         scale: multiplier applied to the logits (Cohere/Granite style), 1 elsewhere.
+        norm_D: what the target's final RMSNorm multiplies by, or None; heads with a norm of their own start from it.
     """
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    norm_D: Tensor | None = None
 
     def logits(self, hidden_AD: Tensor, ids_U: Tensor | None = None) -> Tensor:
         """float32 [A, V] (or [A, U], the columns of ids_U)."""

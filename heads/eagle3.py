@@ -96,7 +96,7 @@ class Eagle3Head(AutoregressiveHead):
         return self.lm_head.out_features
 
     def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
-        """Take the draft vocabulary and start lm_head from the target's rows of it.
+        """Take the draft vocabulary; start lm_head from the target's rows of it and norm from the target's final norm.
 
         Raises: ConfigError when the draft vocabulary's size is not the configured one.
         """
@@ -107,9 +107,11 @@ class Eagle3Head(AutoregressiveHead):
                 raise ConfigError(f"draft vocabulary: found {found} ids, expected head.draft_vocab_size = {self.draft_vocab_size}")
             self.draft_ids_U.copy_(draft_ids_U)
         if self.lm_head.in_features == teacher.weight_VD.shape[1]:
-            rows_UD = teacher.weight_VD[: self.dims.vocab_size] if self.draft_ids_U is None else self._teacher_rows(teacher)
+            rows_UD = teacher.weight_VD if self.draft_ids_U is None else self._teacher_rows(teacher)
             with torch.no_grad():
                 self.lm_head.weight.copy_(rows_UD)
+                if teacher.norm_D is not None:
+                    self.norm.weight.copy_(teacher.norm_D)
 
     def _teacher_rows(self, teacher: Teacher) -> Tensor:
         return teacher.weight_VD[self.draft_ids_U.to(teacher.weight_VD.device)]

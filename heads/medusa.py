@@ -78,7 +78,15 @@ class MedusaHead(Head):
         return self.config.depth_decay ** torch.arange(1, self.depth + 1, dtype=torch.float32)
 
     def bind(self, embed_VD: Tensor, teacher: Teacher) -> None:
-        """Attach the target's frozen output head; weights stay as they are."""
+        """Attach the target's frozen output head; weights stay as they are.
+
+        Raises: ConfigError for a target whose head a matrix alone cannot copy (a bias, a soft-cap).
+        """
+        if teacher.bias_V is not None or teacher.softcap is not None:
+            what = "a bias" if teacher.bias_V is not None else f"a soft-cap of {teacher.softcap}"
+            raise ConfigError(
+                f"head.type: medusa needs a target whose lm_head is a plain matrix, this one has {what}; use head.type=eagle3"
+            )
         self.teacher = teacher
 
     def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
@@ -90,7 +98,7 @@ class MedusaHead(Head):
 
     def target_weight(self) -> Tensor:
         """The target's output matrix [V, D] with the factor it puts on its logits folded in."""
-        weight_VD = self.teacher.weight_VD[: self.dims.vocab_size]
+        weight_VD = self.teacher.weight_VD
         return weight_VD if self.teacher.scale == 1.0 else weight_VD * self.teacher.scale
 
     def output_weight(self, d: int) -> Tensor:
@@ -121,7 +129,7 @@ class MedusaHead(Head):
         entropy_A = teacher_AV = None
         if self.config.loss == "kl":
             with torch.no_grad():
-                teacher_AV = teacher.logits(batch.teacher_hidden())[:, : self.dims.vocab_size].to(hidden_AD.dtype)
+                teacher_AV = teacher.logits(batch.teacher_hidden()).to(hidden_AD.dtype)
                 entropy_A = eager.entropy(teacher_AV)
         losses, weights, hits, actives = [], [], [], []
         for d, count in enumerate(anchors.count_K):

@@ -70,6 +70,17 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     raise TargetError(f"{type(model).__name__}: no list of {count} decoder layers found; this architecture cannot give features")
 
 
+@torch.no_grad()
+def final_norm(model: nn.Module) -> Tensor | None:
+    """The factor of the target's final RMSNorm [D] (Gemma's 1 + weight included), or None where there is no RMSNorm."""
+    norm = getattr(model.get_decoder(), "norm", None)
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None or getattr(norm, "bias", None) is not None:
+        return None
+    factor = norm(torch.ones_like(weight))  # a vector of ones has RMS 1
+    return factor if bool((factor != 0).any()) and bool(torch.isfinite(factor).all()) else None
+
+
 @contextmanager
 def record_layer_inputs(model: nn.Module, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
     """While open, the inputs of decoder layers `layer_ids` (= HF `hidden_states[k]`) appear in the yielded dict.
@@ -139,12 +150,17 @@ class Target:
             scale = float(text.logit_scale)
         elif getattr(text, "logits_scaling", None):
             scale = 1.0 / float(text.logits_scaling)
-        self.teacher = Teacher(output.weight, getattr(output, "bias", None), getattr(text, "final_logit_softcapping", None), scale)
-        self.embed_VD: Tensor = model.get_input_embeddings().weight
-        if self.teacher.weight_VD.shape[0] < self.dims.vocab_size:
+        bias, vocab = getattr(output, "bias", None), self.dims.vocab_size
+        if output.weight.shape[0] < vocab:
             raise TargetError(
-                f"{config.name}: lm_head has {self.teacher.weight_VD.shape[0]} rows, config.vocab_size says {self.dims.vocab_size}"
+                f"{config.name}: lm_head has {output.weight.shape[0]} rows, expected config.vocab_size = {vocab}"
             )
+        # rows past the vocabulary are padding of the matrix, not tokens
+        self.teacher = Teacher(
+            output.weight[:vocab], None if bias is None else bias[:vocab],
+            getattr(text, "final_logit_softcapping", None), scale, final_norm(model),
+        )  # fmt: skip
+        self.embed_VD: Tensor = model.get_input_embeddings().weight
         self.stop_token_ids = self._stop_token_ids()
         self._weight_hash: str | None = None
 

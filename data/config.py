@@ -110,8 +110,8 @@ class DataConfig:
     features: str = "online"
     #: dtype of stored hidden states: auto (the target's) | float32 | bfloat16 | float16
     features_dtype: str = "auto"
-    #: rows per shard of the feature store
-    shard_tokens: int = 65536
+    #: rows per shard of the feature store: what a killed build has to do again at most
+    shard_tokens: int = 8192
 
     def validate(self, where: str = "data") -> None:
         """Raise ConfigError naming the first field that cannot work."""

@@ -10,7 +10,7 @@ whole documents end to end, and a manifest that says what the states are and of 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -137,7 +137,7 @@ def build_store(
     spec: FeatureSpec,
     directory: Path,
     dtype: str = "auto",
-    shard_tokens: int = 65536,
+    shard_tokens: int = 8192,
     pack_tokens: int = 4096,
     progress: Progress = lambda done, total, message: None,
 ) -> Path:
@@ -173,11 +173,14 @@ def build_store(
         if shard.complete:
             continue
         path = directory / shard.file
-        write_safetensors(path, _extract(target, samples[shard.first : shard.last + 1], spec, stored, pack_tokens))
+        parts = []
+        for batch in _extract(target, samples[shard.first : shard.last + 1], spec, stored, pack_tokens):
+            parts.append(batch)
+            done += batch.tokens_R.shape[0]
+            progress(done, total, "")
+        write_safetensors(path, _shard_tensors(parts))
         shard.bytes, shard.sha256 = path.stat().st_size, sha256_file(path)
         manifest.write(directory)
-        done += shard.rows
-        progress(done, total, "")
     return directory
 
 
@@ -237,25 +240,28 @@ def check_samples(found: list[list[Any]], expected: list[list[Any]], where: Path
 
 def _extract(
     target: Target, samples: Sequence[Sample], spec: FeatureSpec, dtype: torch.dtype, pack_tokens: int
-) -> dict[str, Tensor]:
-    """Tensors of one shard. The anchors of K = 1 have every teacher row of every K (positions.Anchors)."""
-    parts: list[FeatureBatch] = []
+) -> Iterator[FeatureBatch]:
+    """Packs of consecutive samples with features (CPU). K = 1 has every teacher row of every K (positions.Anchors)."""
     group: list[Sample] = []
     for number, sample in enumerate(samples):
         group.append(sample)
         following = len(samples[number + 1]) if number + 1 < len(samples) else pack_tokens
         if sum(map(len, group)) + following > pack_tokens:
             batch = FeatureBatch.pack([s.tensors() for s in group], 1, sample_ids=tuple(s.id for s in group))
-            parts.append(_to_store(target.extract(batch, spec), dtype))
+            yield _to_store(target.extract(batch, spec), dtype)
             group = []
+
+
+def _shard_tensors(parts: Sequence[FeatureBatch]) -> dict[str, Tensor]:
     tensors = {
         "tokens_R": torch.cat([b.tokens_R for b in parts]).int(),
         "turn_R": torch.cat([b.turn_R for b in parts]).int(),
         "argmax_R": torch.cat([_argmax_rows(b) for b in parts]).int(),
         "hidden_RD": torch.cat([b.hidden_RD for b in parts if b.hidden_RD is not None]),
     }
-    if spec.layer_ids:
-        tensors["streams_RkD"] = torch.cat([b.streams_RkD for b in parts if b.streams_RkD is not None])
+    streams = [b.streams_RkD for b in parts if b.streams_RkD is not None]
+    if streams:
+        tensors["streams_RkD"] = torch.cat(streams)
     return tensors
 
 

@@ -140,6 +140,9 @@ def test_killed_build_continues_after_its_last_complete_shard(target, samples, s
     done = []
     build_store(target, samples, SPEC, other, shard_tokens=50, pack_tokens=40, progress=lambda *a: done.append(a[0]))
     assert len(calls) == 5 and done[0] == 49 + 43, "two shards were there, two were made"
+    assert done == sorted(done) and len(done) == len(set(done)) > 3 and done[-1] == sum(LENGTHS), (
+        "progress within shards"
+    )
     for shard in sorted(store.glob("*.safetensors")):
         assert (other / shard.name).read_bytes() == shard.read_bytes()
     calls.clear()

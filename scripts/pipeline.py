@@ -187,8 +187,9 @@ class Run:
 
     def _skeleton(self) -> Head:
         """The head without memory: for what it reads and what it is made of."""
+        dims = self.target.dims  # loads the target, which must not happen on the meta device (a resumed run gets here first)
         with torch.device("meta"):
-            return build_head(self.recipe.head, self.target.dims)
+            return build_head(self.recipe.head, dims)
 
     def train(self) -> dict[str, Any]:
         """Train the head and save it in the portable format. Ends early, resumably, at the first Ctrl-C."""

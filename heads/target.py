@@ -75,7 +75,7 @@ def final_norm(model: nn.Module) -> Tensor | None:
     """The factor of the target's final RMSNorm [D] (Gemma's 1 + weight included), or None where there is no RMSNorm."""
     norm = getattr(model.get_decoder(), "norm", None)
     weight = getattr(norm, "weight", None)
-    if norm is None or weight is None or getattr(norm, "bias", None) is not None:
+    if norm is None or weight is None or weight.is_meta or getattr(norm, "bias", None) is not None:
         return None
     factor = norm(torch.ones_like(weight))  # a vector of ones has RMS 1
     return factor if bool((factor != 0).any()) and bool(torch.isfinite(factor).all()) else None

@@ -31,7 +31,7 @@ from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats import load_head, save_head
 from headstart.heads.provenance import provenance
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.target import Target
 from headstart.recipes.load import to_dict, to_yaml
 from headstart.recipes.schema import Recipe
 from headstart.steps import Steps
@@ -39,6 +39,8 @@ from headstart.talk import Talk
 
 #: settings that change how training is watched, not what it makes
 WATCHING = ("tracker", "project", "log_every", "prefetch", "resume", "save_every", "keep")
+#: tokens of each of two samples whose features are compared between training and serving before an export
+PARITY_TOKENS = 96
 #: settings of the export node that say where it is uploaded
 PUBLISHING = ("push_to_hub", "private", "commit_message")
 #: settings of the data node that change how features are stored, not what they are
@@ -187,7 +189,8 @@ class Run:
 
     def _skeleton(self) -> Head:
         """The head without memory: for what it reads and what it is made of."""
-        dims = self.target.dims  # loads the target, which must not happen on the meta device (a resumed run gets here first)
+        # loads the target, which must not happen on the meta device (a resumed run gets here first)
+        dims = self.target.dims
         with torch.device("meta"):
             return build_head(self.recipe.head, dims)
 
@@ -339,10 +342,19 @@ class Run:
 
     def _export(self) -> dict[str, Any]:
         from headstart.heads.formats import export_head
+        from headstart.serving_check import compare_features, require_parity
 
         head = bound_head(self.head_dir, self.target, torch.float32)
         origin = {**read_json(self.head_dir / "headstart.json").get("provenance", {}), **provenance(self.target.device)}
         origin |= {"recipe": to_dict(self.recipe), "target": self.target.fingerprint()}
+        data = self.prepare()
+        samples = [sample for sample in [*data.held_out, *data.train] if len(sample) >= 4][:2]
+        parity = compare_features(
+            self.target, head.spec, [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
+        )
+        require_parity(parity, self.recipe.export.force)
+        self.talk.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
+        origin["serving_parity"] = parity.to_json()
         place = self.dir / "export"
         reports = export_head(head, place, self.recipe.export, origin)
         for report in reports.values():
@@ -378,36 +390,3 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
         "greedy_identity",
     )
     return {name: report[name] for name in names} | {"tree": report["tree"]["label"], "notes": report["notes"]}
-
-
-def light_target(config: TargetConfig) -> Target:
-    """The target without weights: tokenizer, dimensions and stop tokens, in seconds whatever its size.
-
-    Raises: TargetError naming the target and the remedy.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    from headstart.heads.errors import TargetError
-    from headstart.heads.fetch import locate_target
-
-    place, hub_refusal = locate_target(config.name)
-    local = hub_refusal is not None
-    shared = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, "local_files_only": local}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **shared)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place, **shared))
-    except (OSError, ValueError) as error:
-        raise TargetError(f"target {config.name!r} cannot be read: {hub_refusal or error}") from error
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(
-            place, revision=config.revision, local_files_only=local
-        )
-    except OSError:
-        pass  # a model without one stops at its tokenizer's and config's end tokens
-    if config.chat_template is not None:
-        template = Path(config.chat_template)
-        if not template.is_file():
-            raise ConfigError(f"target.chat_template: {template} does not exist; expected a Jinja file")
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
-    return Target.from_model(model, tokenizer, config)

@@ -83,7 +83,7 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
     from headstart import identity
     from headstart.data.chat import ChatFormat
     from headstart.heads.base import build_head
-    from headstart.pipeline import light_target
+    from headstart.light import light_target
     from headstart.recipes.load import load_recipe
 
     settings = load_recipe(recipe, overrides)

@@ -21,7 +21,8 @@ def command(
         from rich.text import Text
 
         from headstart.data.inspection import render_sample, render_tokens, summarise
-        from headstart.pipeline import Run, light_target
+        from headstart.light import light_target
+        from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe
 
         settings = load_recipe(recipe, overrides or [])

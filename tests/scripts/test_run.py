@@ -40,6 +40,9 @@ def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, reci
     resolved = yaml.safe_load((run / "recipe.yaml").read_text())
     assert resolved["train"]["epochs"] == 2 and resolved["name"] == "tiny"
 
+    sidecar = json.loads((run / "export/headstart.json").read_text())
+    assert sidecar["provenance"]["serving_parity"]["passed"] and sidecar["recipe"]["name"] == "tiny"
+
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
     second = headstart("run", recipe, "--json")
     assert second.code == 0
@@ -77,6 +80,19 @@ def test_stored_features_train_the_same_head(headstart: Callable, recipe: Path, 
     online, offline = (load_file(tmp_path / run / "head/model.safetensors") for run in ("run", "stored"))
     for name, value in online.items():
         assert (value.float() - offline[name].float()).abs().max() < 1e-4, name
+
+
+def test_a_run_stopped_after_storing_features_continues_with_them(
+    headstart: Callable, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.train.loop.train", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+        stopped = headstart("run", recipe, "data.features=stored")
+    assert stopped.code == 130 and "the same command continues" in stopped.err
+    again = headstart("run", recipe, "data.features=stored")
+    assert again.code == 0, again.err
+    for message in ("distill: finished before", "features: finished before", "train: continues"):
+        assert message in again.err
 
 
 @pytest.mark.slow

@@ -153,7 +153,8 @@ def _measure(
     conversations = {id(prompt): list(prompt.messages) for prompt in prompts}
     warm = config.warmup_tokens < 1
     for number, (task, turn, batch) in enumerate(_batches(prompts, config.batch_size)):
-        contexts = [_context(prompt, turn, conversations[id(prompt)], target) for prompt in batch]
+        given = dict(config.template_kwargs)
+        contexts = [_context(prompt, turn, conversations[id(prompt)], target, given) for prompt in batch]
         if not warm:
             for way in [None] * plain + [drafter] * (drafter is not None):
                 decoder.run(contexts, way, config.warmup_tokens, config.seed)
@@ -187,11 +188,13 @@ def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, l
                 yield task, turn, batch
 
 
-def _context(prompt: EvalPrompt, turn: int, conversation: list[dict[str, str]], target: Target) -> list[int]:
+def _context(
+    prompt: EvalPrompt, turn: int, conversation: list[dict[str, str]], target: Target, template_kwargs: dict[str, Any]
+) -> list[int]:
     if prompt.prompt_token_ids is not None:
         return prompt.prompt_token_ids
     conversation.append({"role": "user", "content": prompt.turns[turn]})
-    return render(conversation, target.tokenizer)
+    return render(conversation, target.tokenizer, template_kwargs)
 
 
 def _book(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from headstart.heads.errors import ConfigError
 
@@ -33,6 +34,8 @@ class EvalConfig:
 
     #: JSONL of prompts: `prompt_token_ids`, `messages`, `turns` (Spec-Bench), `conversations` (ShareGPT) or `prompt`
     data: str | None = None
+    #: variables passed to the chat template, e.g. {enable_thinking: false}; a recipe's default is data.template_kwargs
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     #: auto = the head's own drafter, or plain decoding without a head | ngram = prompt lookup | none = plain decoding
     drafter: str = "auto"
     #: tree or chain to draft

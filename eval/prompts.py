@@ -113,11 +113,16 @@ def _messages(found: Any, where: str) -> list[dict[str, str]]:
     return messages
 
 
-def render(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
+def render(
+    messages: list[dict[str, str]], tokenizer: Any, template_kwargs: dict[str, Any] | None = None
+) -> list[int]:
     """Token ids of a conversation that waits for the assistant, by the target's own chat template."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
             "the target's tokenizer has no chat template; set target.chat_template, "
             "or give prompt_token_ids in the data"
         )
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    given = template_kwargs or {}
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False, **given)
+    )

@@ -180,7 +180,7 @@ def load_evaluation(
         path = find_recipe(recipe)
         loaded = build_recipe([*read_chain(path), read_overrides(overrides), given], name=path.stem)
         return Evaluation(loaded.seed, loaded.target, loaded.eval)
-    basics = Layer("defaults", {"eval": DEFAULTS["eval"]})
+    basics = Layer("defaults", {"eval": {"seed": DEFAULTS["eval"]["seed"]}})
     settings = typing.cast(Evaluation, merge([basics, read_overrides(overrides), given], Evaluation))
     check_eval(settings.eval)
     return settings

@@ -48,7 +48,11 @@ class Evaluation:
 
 
 #: the least specific layer: what depends on other keys
-DEFAULTS: dict[str, Any] = {"train": {"seed": "${seed}"}, "eval": {"seed": "${seed}"}}
+DEFAULTS: dict[str, Any] = {
+    "train": {"seed": "${seed}"},
+    # measured as trained: a thinking template served without its switch would hide what the head learned
+    "eval": {"seed": "${seed}", "template_kwargs": "${data.template_kwargs}"},
+}
 
 
 @functools.cache

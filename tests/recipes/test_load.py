@@ -49,6 +49,14 @@ def test_defaults(base: Path) -> None:
     assert load_recipe(base, ["seed=5", "train.seed=6"]).train.seed == 6
 
 
+def test_evaluation_uses_the_template_as_training_does(base: Path) -> None:
+    recipe = load_recipe(base, ["data.template_kwargs={enable_thinking: false}"])
+    assert recipe.eval.template_kwargs == {"enable_thinking": False}
+    assert load_recipe("qwen3-8b-eagle3").eval.template_kwargs == {"enable_thinking": False}
+    assert load_recipe(base, ["eval.template_kwargs={a: 1}"]).eval.template_kwargs == {"a": 1}
+    assert load_recipe(base).eval.template_kwargs == {}
+
+
 def test_several_parents_later_ones_win(base: Path, tmp_path: Path) -> None:
     write(tmp_path, "fast.yaml", "train: {lr: 1e-2}\n")
     child = write(tmp_path, "child.yaml", "inherit: [base.yaml, fast.yaml]\n")

@@ -93,3 +93,30 @@ def test_target_list(headstart: Callable, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     rows = headstart("target", "list", "--json").json
     assert rows[0]["name"] == "smollm2-135m-instruct" and not rows[0]["cached"]
+
+
+def test_eval_passes_template_variables(
+    headstart: Callable, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.eval import benchmark
+
+    template = tmp_path / "shout.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '!' if shout else '?' }}{% endif %}"
+    )
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "One"}\n')
+    asked: list[str] = []
+    real = benchmark.render
+
+    def render(messages, tokenizer, template_kwargs=None):
+        ids = real(messages, tokenizer, template_kwargs)
+        asked.append(tokenizer.decode(ids))
+        return ids
+
+    monkeypatch.setattr(benchmark, "render", render)
+    options = ("--target", tiny_target, "--data", prompts, f"target.chat_template={template}", "eval.max_new_tokens=2")
+    for more in ((), ("eval.template_kwargs={shout: true}",)):
+        assert headstart("eval", *options, "eval.drafter=none", *more).code == 0
+    assert asked == ["One?", "One!"]

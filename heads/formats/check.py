@@ -14,6 +14,7 @@ from headstart.heads.errors import FormatError
 from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
 from headstart.heads.formats.findings import EngineVerdict, Verdict, view
 from headstart.heads.formats.loading import check_shapes, plan_load
+from headstart.heads.formats.plan import Plan
 from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint
 
 #: engine key (as in export.engines) → validator module
@@ -61,17 +62,20 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
     """Run every validator over a directory; faults become verdicts, not exceptions.
 
     Args:
-        target_dims: the target's dimensions; without them rope, layer ids and widths have nothing to be compared with.
+        target_dims: the target's dimensions; without them our sidecar's are taken, and the rope, layer ids and
+            widths of a foreign directory have nothing to be compared with.
     Raises: FormatError only when the directory itself, its config or its weight files cannot be opened.
     """
     raw = open_checkpoint(Path(path))
     seen = view(raw)
-    ours, layout = _headstart(raw, target_dims)
+    ours, plan = _headstart(raw, target_dims)
+    if target_dims is None and plan is not None and raw.sidecar is not None:
+        target_dims = plan.dims
     engines = {"headstart": ours, **{key: module.check(seen, target_dims) for key, module in ENGINES.items()}}
-    return CheckReport(str(path), seen.family, layout, engines)
+    return CheckReport(str(path), seen.family, plan.layout if plan is not None else None, engines)
 
 
-def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, str | None]:
+def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, Plan | None]:
     found = EngineVerdict("Headstart")
     try:
         plan, config = plan_load(raw, target)
@@ -84,7 +88,7 @@ def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdi
     for name, reason in plan.unused.items():
         if not reason.startswith("turned into"):
             found.add(Verdict.LOADS, f"{name} is not kept: {reason}")
-    return found, plan.layout
+    return found, plan
 
 
 def check_embeddings(path: Path, embed_VD: Tensor) -> None:

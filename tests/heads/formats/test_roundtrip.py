@@ -13,9 +13,11 @@ from headstart.heads.base import HeadConfig, HeadDims, build_head
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import FormatError
+from headstart.heads.files import sha256_file
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.portable import portable_config, portable_tensors
 from headstart.heads.formats.raw import read_header
+from headstart.heads.formats.sidecar import seal
 from headstart.heads.medusa import MedusaConfig
 
 CONFIGS = {
@@ -239,3 +241,17 @@ def test_a_shared_lm_head_needs_its_target_to_be_exported(tmp_path: Path) -> Non
 def test_export_names_engines_that_do_not_serve_the_family(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="SGLang does not serve medusa"):
         export_head(our_head(CONFIGS["medusa"]), tmp_path, ExportConfig(["sglang"]), {})
+
+
+def test_a_sealed_directory_brings_the_targets_facts_to_its_own_check(tmp_path: Path) -> None:
+    save_head(our_head(Eagle3Config(draft_vocab_size=U, feature_layers=[1, 3, 6])), tmp_path, {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert check_directory(tmp_path).loads("sglang")
+    # SGLang would fall back to its default layers, which only the target's depth tells from the head's
+    side = json.loads((tmp_path / "headstart.json").read_text())
+    del config["eagle_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    side["sha256"]["config.json"] = sha256_file(tmp_path / "config.json")
+    (tmp_path / "headstart.json").write_text(json.dumps(seal(side)))
+    report = check_directory(tmp_path)
+    assert report.wrong["sglang"] and "[2, 4, 5]" in report.wrong["sglang"][0]

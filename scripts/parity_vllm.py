@@ -240,18 +240,16 @@ def compare_family(
     import torch
 
     from headstart.eval.metrics import acceptance
-    from headstart.heads.formats import ExportConfig, export_head, load_head
+    from headstart.heads.formats import ExportConfig, export_head
     from headstart.heads.provenance import git_revision
+    from headstart.pipeline import bound_head
 
-    head = load_head(directory, target.dims)
-    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    head = bound_head(directory, target, torch.float32)
     exported = arguments.work / "exports" / family
     export_head(head, exported, ExportConfig(["portable"], "float32"), {"target": target.fingerprint()})
     theirs = run_engine(family, exported, target, place, prompts, arguments)
     # the head that the engine read, read back: what is compared is the export, not the training checkpoint
-    head = load_head(exported, target.dims).to(torch.float32)
-    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
-    ours = run_ours(head, target, prompts, arguments)
+    ours = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
     equal = [a.tokens == b["tokens"] for a, b in zip(ours, theirs["answers"], strict=True)]
     here = acceptance(cycle for answer in ours for cycle in answer.cycles)
     there = acceptance(c for answer in theirs["answers"] for c in engine_cycles(answer, arguments.depth))

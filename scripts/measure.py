@@ -10,7 +10,7 @@ from headstart.eval.config import EvalConfig
 from headstart.eval.report import Report
 from headstart.heads.base import Head
 from headstart.heads.target import Target
-from headstart.talk import Talk
+from headstart.talk import Advance, Talk
 
 
 def measure(
@@ -28,16 +28,21 @@ def measure(
         shorter_chains: also time every shorter chain against the same baseline; a note names the fastest.
     """
     with talk.progress("eval", "prompts") as advance:
-        report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=advance)
+        report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=_counting(advance))
     if not (shorter_chains and config.tree.kind == "chain" and config.tree.depth > 1 and report.baseline_tokens_per_s):
         return report
     rates = {config.tree.depth: report.tokens_per_s or 0.0}
     for depth in range(config.tree.depth - 1, 0, -1):
         shorter = replace(config, tree=replace(config.tree, depth=depth), baseline=False)
         with talk.progress(f"eval (chain of {depth})", "prompts") as advance:
-            rates[depth] = evaluate(target, head, shorter, progress=advance).tokens_per_s or 0.0
+            rates[depth] = evaluate(target, head, shorter, progress=_counting(advance)).tokens_per_s or 0.0
     best = max(rates, key=lambda depth: rates[depth])
     listed = ", ".join(f"{depth}: {rate / report.baseline_tokens_per_s:.2f}×" for depth, rate in sorted(rates.items()))
     verdict = f"a chain of {best}" if rates[best] > report.baseline_tokens_per_s else "plain decoding"
     report.notes.append(f"speed-up by chain length here: {listed}; fastest: {verdict}")
     return report
+
+
+def _counting(advance: Advance) -> Advance:
+    """Without the task that `evaluate` names at every prompt: a count is enough."""
+    return lambda done, total, _task: advance(done, total, "")

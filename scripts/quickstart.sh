@@ -8,4 +8,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 make_venv "${VENV:-.venv}"
 export TOKENIZERS_PARALLELISM=false
+# threads that wait by spinning slow each other tenfold where the cores are shared
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-3000}"
 exec "$VENV_PYTHON" -m headstart run recipes/quickstart.yaml "$@"

@@ -48,6 +48,7 @@ class MemoryFeatures:
         self._streams_RkD: Tensor | None = None
         if spec.layer_ids:
             self._streams_RkD = self._hidden_RD.new_empty(rows, len(spec.layer_ids), width)
+        self._documents = [sample.tensors() for sample in samples]
         self._argmax_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
         first = 0
         while first < len(samples):
@@ -59,8 +60,7 @@ class MemoryFeatures:
             progress(self._starts[first], rows, "")
 
     def _extract(self, target: Target, first: int, last: int) -> None:
-        documents = [sample.tensors() for sample in self.samples[first:last]]
-        batch = target.extract(FeatureBatch.pack(documents, 1), self.spec)
+        batch = target.extract(FeatureBatch.pack(self._documents[first:last], 1), self.spec)
         start, stop = self._starts[first], self._starts[last]
         assert batch.hidden_RD is not None and batch.teacher_argmax_A is not None
         self._hidden_RD[start:stop] = batch.hidden_RD
@@ -70,8 +70,9 @@ class MemoryFeatures:
 
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         ids = tuple(self.sample_ids[i] for i in pack)
-        batch = FeatureBatch.pack([self.samples[i].tensors() for i in pack], self.max_depth, sample_ids=ids)
-        row_R = torch.cat([torch.arange(self._starts[i], self._starts[i + 1]) for i in pack])
+        batch = FeatureBatch.pack([self._documents[i] for i in pack], self.max_depth, sample_ids=ids)
+        first_R = torch.tensor([self._starts[i] for i in pack])[batch.doc_R]
+        row_R = first_R + batch.position_R
         batch, row_R = batch.to(self.device, non_blocking=True), row_R.to(self.device, non_blocking=True)
         return replace(
             batch,

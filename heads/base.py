@@ -140,16 +140,16 @@ class FeatureBatch:
         """Lay `(tokens_T, turn_T)` documents end to end and find the anchors (CPU)."""
         lengths = tuple(int(tokens.shape[0]) for tokens, _ in documents)
         rows = max(sum(lengths), pad_to)
-        tokens_R = torch.zeros(rows, dtype=torch.int64)
-        turn_R = torch.full((rows,), -1, dtype=torch.int64)
-        doc_R = torch.full((rows,), -1, dtype=torch.int64)
+        padding = rows - sum(lengths)
+        length_E = torch.tensor(lengths, dtype=torch.int64)
+        start_E = length_E.cumsum(0) - length_E
+        # few operations whatever the number of documents: this runs on the host at every step
+        tokens_R = torch.cat([*(tokens for tokens, _ in documents), torch.zeros(padding, dtype=torch.int64)])
+        turn_R = torch.cat([*(turn for _, turn in documents), torch.full((padding,), -1)])
+        inside_R = torch.repeat_interleave(torch.arange(len(lengths)), length_E)
+        doc_R = torch.cat((inside_R, torch.full((padding,), -1)))
         position_R = torch.zeros(rows, dtype=torch.int64)
-        start = 0
-        for index, (tokens, turn) in enumerate(documents):
-            stop = start + lengths[index]
-            tokens_R[start:stop], turn_R[start:stop], doc_R[start:stop] = tokens, turn, index
-            position_R[start:stop] = torch.arange(lengths[index])
-            start = stop
+        position_R[: len(inside_R)] = torch.arange(len(inside_R)) - start_E[inside_R]
         anchors = find_anchors(turn_R, doc_R, max_depth)
         stretches = lengths if sum(lengths) == rows else (*lengths, rows - sum(lengths))
         edges_E = torch.tensor([0, *accumulate(stretches)], dtype=torch.int32)

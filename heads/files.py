@@ -44,6 +44,7 @@ def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
             write(temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
+            temporary.chmod(0o644)  # some writers leave files private; a server under another user reads these
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Attention of training-time test (methods §4): step-1 keys of rows ≤ p of the same document, plus the row's own later keys.
+"""Attention of training-time test (methods §4): step-1 keys of the document's rows ≤ p, and the row's own later keys.
 
 Two backends compute the same function:
     eager  a loop over documents with explicit scores; any device and dtype; the twin that tests compare with.

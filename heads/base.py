@@ -166,9 +166,16 @@ class FeatureBatch:
         """
         have = self.tokens_R.shape[0]
         used = sum(self.doc_lengths)
-        if used >= rows or have > rows or len(self.anchors) > anchors or len(self.doc_lengths) > documents or self.longest > longest:
+        if (
+            used >= rows
+            or have > rows
+            or len(self.anchors) > anchors
+            or len(self.doc_lengths) > documents
+            or self.longest > longest
+        ):
             raise ValueError(
-                f"batch of {used} rows, {len(self.anchors)} anchors, {len(self.doc_lengths)} documents, longest {self.longest} "
+                f"batch of {used} rows, {len(self.anchors)} anchors, {len(self.doc_lengths)} documents, "
+                f"longest {self.longest} "
                 f"does not fit {rows - 1} rows, {anchors} anchors, {documents} documents, longest {longest}"
             )
 

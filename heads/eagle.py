@@ -46,7 +46,9 @@ class EagleHead(AutoregressiveHead):
         super().__init__(config, dims)
         hidden = dims.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([DraftLayer(hidden, hidden, config.intermediate_size or dims.intermediate_size, dims)])
+        self.layers = nn.ModuleList(
+            [DraftLayer(hidden, hidden, config.intermediate_size or dims.intermediate_size, dims)]
+        )
 
     @property
     def layer(self) -> DraftLayer:

@@ -104,7 +104,9 @@ class Eagle3Head(AutoregressiveHead):
         if self.draft_ids_U is not None:
             found = 0 if draft_ids_U is None else draft_ids_U.shape[0]
             if draft_ids_U is None or found != self.draft_vocab_size:
-                raise ConfigError(f"draft vocabulary: found {found} ids, expected head.draft_vocab_size = {self.draft_vocab_size}")
+                raise ConfigError(
+                    f"draft vocabulary: found {found} ids, expected head.draft_vocab_size = {self.draft_vocab_size}"
+                )
             self.draft_ids_U.copy_(draft_ids_U)
         if self.lm_head.in_features == teacher.weight_VD.shape[1]:
             rows_UD = teacher.weight_VD if self.draft_ids_U is None else self._teacher_rows(teacher)

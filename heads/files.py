@@ -30,7 +30,9 @@ def explain_disk(path: Path) -> Iterator[None]:
                 "elsewhere with run_dir=…, then run the same command again: it continues."
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StorageError(f"{path}: cannot be written ({error.strerror}). Choose another place with run_dir=…") from error
+            raise StorageError(
+                f"{path}: cannot be written ({error.strerror}). Choose another place with run_dir=…"
+            ) from error
         raise
 
 

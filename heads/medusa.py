@@ -36,7 +36,7 @@ class MedusaConfig(HeadConfig):
 
 
 class ResidualBlocks(nn.Module):
-    """`num_layers` independent blocks h + SiLU(W h + b), W and b zero: the head starts as an exact copy of the target's."""
+    """`num_layers` independent blocks h + SiLU(W h + b), W and b zero: heads start as copies of the target's."""
 
     def __init__(self, size: int, num_layers: int):
         super().__init__()
@@ -85,7 +85,8 @@ class MedusaHead(Head):
         if teacher.bias_V is not None or teacher.softcap is not None:
             what = "a bias" if teacher.bias_V is not None else f"a soft-cap of {teacher.softcap}"
             raise ConfigError(
-                f"head.type: medusa needs a target whose lm_head is a plain matrix, this one has {what}; use head.type=eagle3"
+                f"head.type: medusa needs a target whose lm_head is a plain matrix, this one has {what}; "
+                "use head.type=eagle3"
             )
         self.teacher = teacher
 

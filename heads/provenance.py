@@ -18,7 +18,9 @@ def git_revision() -> str:
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
         revision = git("rev-parse", "--short=12", "HEAD")

@@ -67,7 +67,9 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     for name, found in lists:
         if name.rsplit(".", 1)[-1] in ("layers", "h", "blocks"):
             return found
-    raise TargetError(f"{type(model).__name__}: no list of {count} decoder layers found; this architecture cannot give features")
+    raise TargetError(
+        f"{type(model).__name__}: no list of {count} decoder layers found; this architecture cannot give features"
+    )
 
 
 @torch.no_grad()
@@ -175,7 +177,9 @@ class Target:
         from headstart.heads.fetch import TARGETS, locate_target
 
         if config.name == "???":
-            raise ConfigError("target.name is not set: give a name, a directory or a Hub id, e.g. target.name=smollm2-135m-instruct")
+            raise ConfigError(
+                "target.name is not set: give a name, a directory or a Hub id, e.g. target.name=smollm2-135m-instruct"
+            )
         place, hub_refusal = locate_target(config.name)
         device = resolve_device(config.device)
         shared = {
@@ -186,7 +190,10 @@ class Target:
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, **shared)
             model = AutoModelForCausalLM.from_pretrained(
-                place, dtype=resolve_dtype(config.dtype, device), attn_implementation=config.attn_implementation, **shared
+                place,
+                dtype=resolve_dtype(config.dtype, device),
+                attn_implementation=config.attn_implementation,
+                **shared,
             )
         except (OSError, ValueError) as error:
             raise TargetError(
@@ -226,10 +233,8 @@ class Target:
         return tuple(sorted(found))
 
     @torch.no_grad()
-    def forward_documents(
-        self, tokens_BT: Tensor, layer_ids: tuple[int, ...]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Right-padded documents → (last hidden [B, T, D] after the final norm, {layer id: its pre-norm input [B, T, D]}).
+    def forward_documents(self, tokens_BT: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Right-padded documents → (last hidden [B, T, D], post-norm; {layer id: its pre-norm input [B, T, D]}).
 
         No attention mask is needed: attention is causal, and what stands after a document cannot reach it.
         """
@@ -282,7 +287,7 @@ class Target:
             )
 
     def weight_hash(self) -> str:
-        """sha256 over names, shapes and 4,096 sampled values of every weight: the same in every dtype that holds them exactly."""
+        """sha256 over names, shapes and 4,096 sampled values of every weight; dtypes that hold them agree."""
         if self._weight_hash is None:
             digest = hashlib.sha256()
             for name, weight in sorted(self.model.state_dict().items()):
@@ -298,7 +303,9 @@ class Target:
         tokenizer_hash = template_hash = None
         if self.tokenizer is not None:
             backend = getattr(self.tokenizer, "backend_tokenizer", None)
-            vocabulary = backend.to_str() if backend is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+            vocabulary = (
+                backend.to_str() if backend is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+            )
             tokenizer_hash = sha256_text(vocabulary)
             if self.tokenizer.chat_template is not None:
                 template_hash = sha256_text(json.dumps(self.tokenizer.chat_template, sort_keys=True))

@@ -111,7 +111,7 @@ class Record:
 
 
 def real_lengths(tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """A pack of document lengths drawn as chat data has them: log-normal around 250 tokens (σ 0.55), whole documents."""
+    """A pack of document lengths drawn as chat data has them: log-normal around 250 tokens, σ 0.55."""
     generator = np.random.default_rng(seed)
     lengths: list[int] = []
     while True:

@@ -100,7 +100,8 @@ def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
     )
     if config.capture == "on" and not possible:
         raise ConfigError(
-            f"train.capture: found on, with {accelerator.distributed_type.value} on {accelerator.device.type}; graphs need "
+            f"train.capture: found on, with {accelerator.distributed_type.value} on {accelerator.device.type}; "
+            "graphs need "
             "GPUs that each hold the whole head: set train.capture=auto"
         )
     return possible and config.capture != "off"
@@ -296,7 +297,9 @@ class _Trainer:
         if not skipped:
             self.optimizer.step()
             self.meters.add(sums, norm)
-        self.optimizer.zero_grad(set_to_none=self.captured is None)  # graphs add to the gradients they were captured with
+        self.optimizer.zero_grad(
+            set_to_none=self.captured is None
+        )  # graphs add to the gradients they were captured with
         state.step += 1
         state.packs += len(packs)
         rows = sum(int(self.stream.lengths[i]) for pack in packs for i in pack.samples)

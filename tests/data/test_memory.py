@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from headstart.data import memory
 from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
@@ -12,14 +14,18 @@ from headstart.data.samples import Sample
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.target import Target
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
     )
     return Target.from_model(LlamaForCausalLM(config))
 

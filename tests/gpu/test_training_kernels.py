@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from headstart.heads import HEADS, elementwise
 from headstart.heads.attention import TrainAttention
 from headstart.heads.base import FeatureBatch, build_head
@@ -11,7 +13,6 @@ from headstart.heads.losses import eager, fused
 from headstart.heads.target import Target
 from headstart.train.captured import CapturedPacks
 from headstart.train.step import LossModule
-from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +46,9 @@ def test_flash_attention_matches_float32_eager(own, heads, groups, width):
     """bf16 operands: each output and gradient within 1e-2 of float32 (the eager bf16 twin has 2e-3 itself)."""
     batch = batch_of([130, 7, 257, 64], 7).to("cuda")
     rows, anchors = batch.tokens_R.shape[0], len(batch.anchors)
-    shapes = [(anchors, heads, width), (rows, groups, width), (rows, groups, width)] + [(anchors, groups, width)] * (2 * own)
+    shapes = [(anchors, heads, width), (rows, groups, width), (rows, groups, width)] + [(anchors, groups, width)] * (
+        2 * own
+    )
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     upstream = torch.randn(anchors, heads, width, device="cuda", dtype=torch.bfloat16)
     results = []

@@ -202,7 +202,7 @@ class FeatureBatch:
         return self.hidden_RD[(self.anchors.row_A + 1).clamp(max=self.tokens_R.shape[0] - 1)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> FeatureBatch:
-        moved = {
+        moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=non_blocking)
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor | Anchors)

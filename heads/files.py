@@ -53,7 +53,10 @@ def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    atomic_write(path, lambda p: p.write_text(text, encoding="utf-8") and None)
+    def write(place: Path) -> None:
+        place.write_text(text, encoding="utf-8")
+
+    atomic_write(path, write)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -85,7 +85,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, head: nn.Module, tensors: d
 def rng_state() -> dict[str, Any]:
     """This process's generators: torch (uint8 tensors), python and numpy (JSON values)."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: Any = np.random.get_state()
+    kind, keys, position, has_gauss, cached = state
     found: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
         "python": [version, list(words), gauss],

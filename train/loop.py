@@ -422,4 +422,9 @@ class _Trainer:
         self._settle()
         self.state.elapsed = self._elapsed()
         checkpoint = capture(self)
-        return on_main(lambda: self.store.save(checkpoint))
+
+        def save() -> Path:
+            assert checkpoint is not None  # on_main runs this on rank 0, where there is one
+            return self.store.save(checkpoint)
+
+        return on_main(save)

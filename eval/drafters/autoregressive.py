@@ -165,8 +165,8 @@ class AutoregressiveDrafter:
             under_Bk = level.parent_BM.gather(1, level.frontier_Bk)
             parent_g_BkH = _at(g_BkH, under_Bk[:, :, None])
             ancestors_Bkn = ancestors_Bkn.gather(1, under_Bk[:, :, None].expand(-1, -1, depth * k))
-        stored = (torch.cat(part, 1) for part in (scores, parents, depths, tokens))
-        tree = select(*stored, nodes=self.max_nodes, levels=depth)
+        score_BS, parent_BS, depth_BS, token_BS = (torch.cat(part, 1) for part in (scores, parents, depths, tokens))
+        tree = select(score_BS, parent_BS, depth_BS, token_BS, nodes=self.max_nodes, levels=depth)
         mapped = self.head.target_ids(tree.tokens_BN)
         return Tree(mapped, tree.parent_BN, tree.depth_BN, tree.valid_BN, tree.levels)
 

@@ -66,7 +66,8 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total: Tensor, _grad_argmax):
-        return (*_scaled(*ctx.saved_tensors, grad_total, ctx.weight_dtype), None)
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (*_scaled(grad_hidden, grad_weight, grad_total, ctx.weight_dtype), None)
 
 
 class _LinearLossDepths(torch.autograd.Function):
@@ -221,7 +222,7 @@ if triton is not None:
             grad = (tl.exp(z - z_lse) - p) * weight
             tl.store(logits + start + column, grad.to(logits.dtype.element_ty), mask=inside)
         tl.store(loss + row, z_lse - expected)
-        tl.store(argmax + row, best.to(tl.int64))
+        tl.store(argmax + row, best)
 
 
 def _soft_ce_triton(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -43,6 +44,26 @@ def test_every_subpackage_is_declared() -> None:
 def test_ruff_bans_bare_imports_of_every_folder() -> None:
     banned = set(SETTINGS["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"])
     assert banned == set(FOLDERS.values()) - {"scripts"}
+
+
+def test_continuous_integration_runs_the_documented_command() -> None:
+    command = "bash scripts/test.sh"
+    assert f"{command} " in (ROOT / "README.md").read_text()
+    assert command in (ROOT / ".ci/run").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", [".ci/run", "scripts/quickstart.sh", "scripts/test.sh", "scripts/venv.sh"])
+def test_shell_scripts_parse(name: str) -> None:
+    assert subprocess.run(["bash", "-n", str(ROOT / name)]).returncode == 0
+
+
+def test_constraints_pin_every_dependency() -> None:
+    pinned = {
+        line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    needed = {re.split(r"[<>=~ ]", text)[0].lower() for text in SETTINGS["project"]["dependencies"]}
+    assert needed - {name.replace("_", "-") for name in pinned} - pinned == set()
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")

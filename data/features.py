@@ -256,7 +256,7 @@ def _shard_tensors(parts: Sequence[FeatureBatch]) -> dict[str, Tensor]:
     tensors = {
         "tokens_R": torch.cat([b.tokens_R for b in parts]).int(),
         "turn_R": torch.cat([b.turn_R for b in parts]).int(),
-        "argmax_R": torch.cat([_argmax_rows(b) for b in parts]).int(),
+        "argmax_R": torch.cat([argmax_rows(b) for b in parts]).int(),
         "hidden_RD": torch.cat([b.hidden_RD for b in parts if b.hidden_RD is not None]),
     }
     streams = [b.streams_RkD for b in parts if b.streams_RkD is not None]
@@ -282,7 +282,7 @@ def _to_store(batch: FeatureBatch, dtype: torch.dtype) -> FeatureBatch:
     return batch
 
 
-def _argmax_rows(batch: FeatureBatch) -> Tensor:
+def argmax_rows(batch: FeatureBatch) -> Tensor:
     """int64 [R]: the target's greedy next token at the rows that any teacher needs, -1 elsewhere."""
     argmax_R = torch.full_like(batch.tokens_R, -1)
     if batch.teacher_argmax_A is not None:

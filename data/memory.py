@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from headstart.data.features import Progress, store_bytes
+from headstart.data.features import Progress, argmax_rows, store_bytes
 from headstart.data.samples import Sample
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
@@ -38,7 +38,7 @@ class MemoryFeatures:
         forward_tokens: int = 32768,
         progress: Progress = lambda done, total, message: None,
     ):
-        self.samples, self.spec, self.max_depth, self.device = samples, spec, max_depth, target.device
+        self.spec, self.max_depth, self.device = spec, max_depth, target.device
         self.lengths = [len(sample) for sample in samples]
         self.sample_ids = [sample.id for sample in samples]
         self._starts = [0, *accumulate(self.lengths)]
@@ -49,7 +49,7 @@ class MemoryFeatures:
         if spec.layer_ids:
             self._streams_RkD = self._hidden_RD.new_empty(rows, len(spec.layer_ids), width)
         self._documents = [sample.tensors() for sample in samples]
-        self._argmax_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self._argmax_R = torch.empty(rows, dtype=torch.int32, device=self.device)
         first = 0
         while first < len(samples):
             last = first + 1
@@ -62,11 +62,11 @@ class MemoryFeatures:
     def _extract(self, target: Target, first: int, last: int) -> None:
         batch = target.extract(FeatureBatch.pack(self._documents[first:last], 1), self.spec)
         start, stop = self._starts[first], self._starts[last]
-        assert batch.hidden_RD is not None and batch.teacher_argmax_A is not None
+        assert batch.hidden_RD is not None
         self._hidden_RD[start:stop] = batch.hidden_RD
         if self._streams_RkD is not None:
             self._streams_RkD[start:stop] = batch.streams_RkD
-        self._argmax_R[start + batch.anchors.row_A + 1] = batch.teacher_argmax_A.int()
+        self._argmax_R[start:stop] = argmax_rows(batch)
 
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         ids = tuple(self.sample_ids[i] for i in pack)

@@ -157,26 +157,20 @@ class FeatureBatch:
             tokens_R, turn_R, doc_R, position_R, lengths, edges_E, max(stretches, default=0), anchors, sample_ids
         )
 
-    def padded(self, rows: int, anchors: int, documents: int, longest: int) -> FeatureBatch:
+    def padded(self, rows: int, anchors: int, documents: int) -> FeatureBatch:
         """The same batch in fixed shapes (for captured graphs): R = `rows`, A = `anchors`, E = `documents` + 2.
 
         Padding anchors point at the last row, which must be padding, and have no supervised depth; every depth's
-        count becomes A and `depths_A` says which rows are active.
+        count becomes A and `depths_A` says which rows are active. `longest` becomes R, the one bound that no later
+        batch of these shapes can pass.
         Raises: ValueError when the batch does not fit, padding row included.
         """
         have = self.tokens_R.shape[0]
         used = sum(self.doc_lengths)
-        if (
-            used >= rows
-            or have > rows
-            or len(self.anchors) > anchors
-            or len(self.doc_lengths) > documents
-            or self.longest > longest
-        ):
+        if used >= rows or have > rows or len(self.anchors) > anchors or len(self.doc_lengths) > documents:
             raise ValueError(
-                f"batch of {used} rows, {len(self.anchors)} anchors, {len(self.doc_lengths)} documents, "
-                f"longest {self.longest} "
-                f"does not fit {rows - 1} rows, {anchors} anchors, {documents} documents, longest {longest}"
+                f"batch of {used} rows, {len(self.anchors)} anchors, {len(self.doc_lengths)} documents "
+                f"does not fit {rows - 1} rows, {anchors} anchors, {documents} documents"
             )
 
         def grow(x: Tensor | None, size: int, value: int) -> Tensor | None:
@@ -190,7 +184,7 @@ class FeatureBatch:
             doc_R=grow(self.doc_R, rows, -1),
             position_R=grow(self.position_R, rows, 0),
             edges_E=grow(edges, documents + 2, rows),
-            longest=max(longest, rows - used),
+            longest=rows,
             anchors=self.anchors.padded(anchors, rows - 1),
             hidden_RD=grow(self.hidden_RD, rows, 0),
             streams_RkD=grow(self.streams_RkD, rows, 0),

@@ -196,11 +196,18 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Train the head and save it in the portable format. Ends early, resumably, at the first Ctrl-C."""
-        outputs = [self.head_dir, self.held_out_path]
-        leftovers = [self.dir / "checkpoints", self.dir / "metrics.jsonl"]
-        if not self.steps.is_done("train", self.train_inputs, outputs):
+        if not self.is_trained():
             self.features()
-        return self.steps.run("train", self.train_inputs, outputs, lambda: self.train_head(None), leftovers)
+        return self.train_once(None)
+
+    def is_trained(self) -> bool:
+        return self.steps.is_done("train", self.train_inputs, [self.head_dir, self.held_out_path])
+
+    def train_once(self, accelerator: Any) -> dict[str, Any]:
+        """`train_head` as a step: skipped when it is done, its leftovers moved away when its inputs changed."""
+        leftovers = [self.dir / "checkpoints", self.dir / "metrics.jsonl"]
+        outputs = [self.head_dir, self.held_out_path]
+        return self.steps.run("train", self.train_inputs, outputs, lambda: self.train_head(accelerator), leftovers)
 
     def train_head(self, accelerator: Any) -> dict[str, Any]:
         """Train on the ranks of `accelerator` (None: this process alone); rank 0 writes."""

@@ -45,13 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train_ranks(run: Run, accelerator: Accelerator) -> None:
     """The pipeline's train step on every rank of this launch; rank 0 prepares, marks and writes."""
-    outputs = [run.head_dir, run.held_out_path]
-    leftovers = [run.dir / "checkpoints", run.dir / "metrics.jsonl"]
 
     def prepare() -> bool:
         run.save_recipe()
         run.distill()
-        done = run.steps.is_done("train", run.train_inputs, outputs)
+        done = run.is_trained()
         if not done:
             run.features()
         return done
@@ -61,7 +59,7 @@ def train_ranks(run: Run, accelerator: Accelerator) -> None:
         if on_main(prepare):
             return
         if main:
-            run.steps.run("train", run.train_inputs, outputs, lambda: run.train_head(accelerator), leftovers)
+            run.train_once(accelerator)
         else:
             run.train_head(accelerator)
 

@@ -21,7 +21,6 @@ class PackShape:
     rows: int
     anchors: int
     documents: int
-    longest: int
 
     @classmethod
     def covering(cls, batches: list[FeatureBatch], multiple: int = 128) -> PackShape:
@@ -34,12 +33,14 @@ class PackShape:
             rows=up(max(sum(b.doc_lengths) for b in batches) + 1),
             anchors=up(max(len(b.anchors) for b in batches)),
             documents=1 << (max(len(b.doc_lengths) for b in batches) - 1).bit_length(),
-            longest=up(max(b.longest for b in batches)),
         )
+
+    def pad(self, batch: FeatureBatch) -> FeatureBatch:
+        return batch.padded(self.rows, self.anchors, self.documents)
 
     def holds(self, other: PackShape) -> bool:
         """Anchors aside, which CapturedPacks keeps in steps of its own."""
-        return self.rows >= other.rows and self.documents >= other.documents and self.longest >= other.longest
+        return self.rows >= other.rows and self.documents >= other.documents
 
     def union(self, other: PackShape) -> PackShape:
         return PackShape(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
@@ -54,13 +55,6 @@ def tensors_of(batch: FeatureBatch) -> list[Tensor]:
             if isinstance(value, Tensor):
                 found.append(value)
     return found
-
-
-def pinned_lengths(batch: FeatureBatch, shape: PackShape) -> FeatureBatch:
-    """`batch` padded to `shape`, with `longest` the same for every pack (kernels bake it into the graph)."""
-    padded = batch.padded(shape.rows, shape.anchors, shape.documents, shape.longest)
-    padded.longest = max(shape.longest, shape.rows)
-    return padded
 
 
 class CapturedBackward:
@@ -83,7 +77,7 @@ class CapturedBackward:
         pool: tuple[int, int] | None = None,
     ):
         self.shape = shape
-        self._batch = pinned_lengths(example, shape)
+        self._batch = shape.pad(example)
         self._scale_K = torch.zeros(depth, device=example.tokens_R.device)
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.grad is None:
@@ -116,7 +110,7 @@ class CapturedBackward:
         self, batch: FeatureBatch, scale_K: Tensor, between: Callable[[], None] = lambda: None
     ) -> tuple[Tensor, ...]:
         """Replay on `batch` (padded here); `between` runs after the forward. The returned tensors are fresh copies."""
-        for into, source in zip(tensors_of(self._batch), tensors_of(pinned_lengths(batch, self.shape)), strict=True):
+        for into, source in zip(tensors_of(self._batch), tensors_of(self.shape.pad(batch)), strict=True):
             into.copy_(source, non_blocking=True)
         self._scale_K.copy_(scale_K, non_blocking=True)
         self._forward_graph.replay()
@@ -136,7 +130,7 @@ class CapturedPacks:
     def __init__(self, module: nn.Module, depth: int):
         self._module, self._depth = module, depth
         self._graphs: dict[int, CapturedBackward] = {}
-        self._shape = PackShape(0, 0, 0, 0)
+        self._shape = PackShape(0, 0, 0)
         self.captures = 0
 
     def backward(self, batch: FeatureBatch, scale_K: Tensor) -> tuple[Tensor, ...]:

@@ -77,7 +77,7 @@ def test_eager_in_fixed_shapes():
     batch = pack(3, pad_to=0)
     x = tensors(batch, 1)
     expected = naive(batch, *split(x))
-    fixed = replace(batch).padded(rows=60, anchors=40, documents=9, longest=50)
+    fixed = replace(batch).padded(rows=60, anchors=40, documents=9)
     grow = lambda t, n: torch.cat((t.detach(), torch.full((n - t.shape[0], *t.shape[1:]), 7.0, dtype=t.dtype)))  # noqa: E731
     found = TrainAttention(fixed, "eager").attend(grow(x[0], 40), grow(x[1], 60), grow(x[2], 60))
     assert found.shape[0] == 40

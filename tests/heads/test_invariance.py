@@ -90,7 +90,7 @@ def test_splitting_into_packs_changes_nothing(name: str):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fixed_shapes_change_nothing(name: str):
     def layout(head: Head, ends: Ends, docs: list[Document]) -> list[FeatureBatch]:
-        return [feature_batch(docs, ends, head.depth).padded(rows=90, anchors=70, documents=12, longest=64)]
+        return [feature_batch(docs, ends, head.depth).padded(rows=90, anchors=70, documents=12)]
 
     check_same(name, layout)
 
@@ -100,7 +100,7 @@ def test_metrics_do_not_depend_on_the_layout(name: str):
     head, ends, documents = build(name)
     teacher = teacher_of(ends)
     whole = head.loss(feature_batch(documents, ends, head.depth, 90), teacher)
-    fixed = head.loss(feature_batch(documents, ends, head.depth).padded(90, 70, 12, 64), teacher)
+    fixed = head.loss(feature_batch(documents, ends, head.depth).padded(90, 70, 12), teacher)
     pieces = [head.loss(feature_batch([d], ends, head.depth), teacher) for d in documents]
     for field in ("count_K", "correct_K", "total_K", "prefix_K"):
         expected = getattr(whole, field).tolist()
@@ -149,7 +149,7 @@ def test_pack_without_positions_gives_zero_and_no_nan(name: str, patterns: list[
     documents = [double_document(random_document(p, VOCAB, 32, 3, i)) for i, p in enumerate(patterns)]
     for batch in (
         feature_batch(documents, ends, head.depth, 12),
-        feature_batch(documents, ends, head.depth).padded(12, 5, 4, 12),
+        feature_batch(documents, ends, head.depth).padded(12, 5, 4),
     ):
         loss = head.loss(batch, teacher_of(ends))
         for field in ("loss_K", "count_K", "correct_K", "total_K", "prefix_K"):

@@ -49,8 +49,8 @@ class TrainConfig:
     accumulation: int = 1
     #: auto (bf16 on a GPU that has it, else no) | bf16 (autocast, float32 master weights) | no (float32)
     mixed_precision: str = "auto"
-    #: auto | on | off: capture each pack's loss and backward as a CUDA graph (auto: on GPUs that each hold
-    #: the whole head)
+    #: auto | on | off: capture each pack's loss and backward as a CUDA graph (auto: in bf16 on GPUs
+    #: that each hold the whole head)
     capture: str = "auto"
     #: seeds the order of data and, per pack, whatever the head draws at random
     seed: int = 0

@@ -94,15 +94,15 @@ def make_accelerator(device: torch.device | str) -> Accelerator:
 
 def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
     """Whether steps run as CUDA graphs. Raises ConfigError where `train.capture=on` cannot be."""
-    possible = accelerator.device.type == "cuda" and accelerator.distributed_type in (
-        DistributedType.NO,
-        DistributedType.MULTI_GPU,
-    )
+    whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+    # in float32, attention loops over documents on the host, which no graph can hold
+    half = autocast_dtype(config.mixed_precision, accelerator.device) is not None
+    possible = accelerator.device.type == "cuda" and whole and half
     if config.capture == "on" and not possible:
         raise ConfigError(
-            f"train.capture: found on, with {accelerator.distributed_type.value} on {accelerator.device.type}; "
-            "graphs need "
-            "GPUs that each hold the whole head: set train.capture=auto"
+            f"train.capture: found on, with {accelerator.distributed_type.value} on {accelerator.device.type} and "
+            f"train.mixed_precision={config.mixed_precision}; graphs need bf16 on GPUs that each hold the whole head: "
+            "set train.capture=auto"
         )
     return possible and config.capture != "off"
 

@@ -1,0 +1,56 @@
+"""Shapes of captured steps, and when steps are captured at all (the graphs themselves: tests/gpu)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from headstart.heads.base import FeatureBatch
+from headstart.heads.errors import ConfigError
+from headstart.train.captured import PackShape, tensors_of
+from headstart.train.config import TrainConfig
+from headstart.train.loop import captures
+
+
+def batch_of(*lengths: int) -> FeatureBatch:
+    documents = [(torch.arange(n), torch.tensor([-1] * 2 + [0] * (n - 2))) for n in lengths]
+    return FeatureBatch.pack(documents, 3)
+
+
+def test_a_shape_covers_what_it_was_made_for_and_every_pack_gets_equal_shapes():
+    small, large = batch_of(5, 9), batch_of(100, 60, 7)
+    shape = PackShape.covering([small]).union(PackShape.covering([large]))
+    assert shape == PackShape(rows=256, anchors=256, documents=4)
+    assert shape.holds(PackShape.covering([large])) and not PackShape.covering([small]).holds(shape)
+    first, second = tensors_of(shape.pad(small)), tensors_of(shape.pad(large))
+    assert [x.shape for x in first] == [x.shape for x in second]
+    assert shape.pad(small).longest == shape.pad(large).longest == 256
+
+
+def test_a_full_pack_still_gets_its_padding_row():
+    assert PackShape.covering([batch_of(64, 64)]).rows == 256
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "precision", "possible"),
+    [
+        ("cuda", DistributedType.NO, "bf16", True),
+        ("cuda", DistributedType.MULTI_GPU, "bf16", True),
+        ("cuda", DistributedType.FSDP, "bf16", False),
+        ("cuda", DistributedType.NO, "no", False),  # float32 attention loops over documents on the host
+        ("cpu", DistributedType.NO, "bf16", False),
+    ],
+)
+def test_steps_are_captured_only_where_graphs_can_be(device, kind, precision, possible):
+    accelerator = SimpleNamespace(device=torch.device(device), distributed_type=kind)
+    assert captures(TrainConfig(steps=1, mixed_precision=precision), accelerator) is possible
+    assert captures(TrainConfig(steps=1, mixed_precision=precision, capture="off"), accelerator) is False
+    on = TrainConfig(steps=1, mixed_precision=precision, capture="on")
+    if possible:
+        assert captures(on, accelerator) is True
+    else:
+        with pytest.raises(ConfigError, match="train.capture: found on"):
+            captures(on, accelerator)

@@ -14,6 +14,7 @@ from headstart.data.samples import Sample
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.target import Target
+from headstart.heads.transfer import to_device
 
 #: part of the free device memory that features may take; the rest is the head's, its optimiser's and activations'
 MEMORY_SHARE = 0.6
@@ -73,7 +74,7 @@ class MemoryFeatures:
         batch = FeatureBatch.pack([self._documents[i] for i in pack], self.max_depth, sample_ids=ids)
         first_R = torch.tensor([self._starts[i] for i in pack])[batch.doc_R]
         row_R = first_R + batch.position_R
-        batch, row_R = batch.to(self.device, non_blocking=True), row_R.to(self.device, non_blocking=True)
+        batch, row_R = batch.to(self.device, non_blocking=True), to_device(row_R, self.device, non_blocking=True)
         return replace(
             batch,
             hidden_RD=self._hidden_RD[row_R],

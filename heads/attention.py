@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from headstart.heads import own_rows
 from headstart.heads.base import FeatureBatch
 from headstart.heads.numerics import wide
+from headstart.heads.rows import put_rows
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ def own_scores(q_AhD: Tensor, own_k: Sequence[Tensor], scale: float) -> Tensor:
 
 
 class TrainAttention:
-    """The attention of one pack, shared by all steps: `attend(q, k, v, own_k, own_v)`.
+    """The attention of one pack, shared by all steps.
 
-    Args of `attend`: q [n, h, d] of the first n anchors (deepest first, Anchors); k, v [R, g, d] of every row at
-        step 1; own_k, own_v: lists of [≥ n, g, d], the anchors' keys and values of steps 2 … i.
+    Args of `attend` and `forward`: q [n, h, d] of the first n anchors (deepest first, Anchors); k, v [R, g, d] of every
+        row at step 1; own_k, own_v: [J, n, g, d], the anchors' keys and values of steps 2 … i (J may be 0; the last
+        three axes are contiguous), or lists of [≥ n, g, d].
     Returns: context [n, h, d].
     """
 
@@ -54,11 +57,50 @@ class TrainAttention:
     def attend(
         self, q_AhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k: Sequence[Tensor] = (), own_v: Sequence[Tensor] = ()
     ) -> Tensor:
+        """Differentiable in all arguments."""
         count = q_AhD.shape[0]
-        own_k, own_v = [k[:count] for k in own_k], [v[:count] for v in own_v]
-        if self.backend == "flash" and q_AhD.dtype in (torch.bfloat16, torch.float16):
-            return self._flash(q_AhD, k_RgD, v_RgD, own_k, own_v)
-        return self._eager(q_AhD, k_RgD, v_RgD, own_k, own_v)
+        if not own_k:
+            none = k_RgD.new_empty(0, count, *k_RgD.shape[1:])
+            return _Attend.apply(self, q_AhD, k_RgD, v_RgD, none, none)
+        own_k_JAgD, own_v_JAgD = (torch.stack([x[:count] for x in own]) for own in (own_k, own_v))
+        return _Attend.apply(self, q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD)
+
+    def forward(
+        self, q_AhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k_JAgD: Tensor, own_v_JAgD: Tensor
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """(context [n, h, d], what `backward` needs besides the arguments); records no autograd."""
+        if self._fused(q_AhD):
+            return self._flash(q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD)
+        return self._eager(q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD), ()
+
+    def backward(
+        self,
+        grad_AhD: Tensor,
+        q_AhD: Tensor,
+        k_RgD: Tensor,
+        v_RgD: Tensor,
+        own_k_JAgD: Tensor,
+        own_v_JAgD: Tensor,
+        saved: tuple[Any, ...],
+        d_own_k_JAgD: Tensor,
+        d_own_v_JAgD: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of (q, k, v); those of the own keys and values are *added* to d_own (at least float32)."""
+        if self._fused(q_AhD):
+            return self._flash_backward(
+                grad_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD, saved, d_own_k_JAgD, d_own_v_JAgD
+            )
+        with torch.enable_grad():
+            leaves = [x.detach().clone().requires_grad_() for x in (q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD)]
+            dq, dk, dv, d_own_k, d_own_v = torch.autograd.grad(
+                self._eager(*leaves), leaves, grad_AhD, materialize_grads=True
+            )
+        d_own_k_JAgD += d_own_k
+        d_own_v_JAgD += d_own_v
+        return dq, dk, dv
+
+    def _fused(self, q_AhD: Tensor) -> bool:
+        return self.backend == "flash" and q_AhD.dtype in (torch.bfloat16, torch.float16)
 
     # --- eager -------------------------------------------------------------------------------------------------
 
@@ -75,9 +117,10 @@ class TrainAttention:
                 start += length
         return self._documents
 
-    def _eager(self, q_AhD, k_RgD, v_RgD, own_k, own_v) -> Tensor:
+    def _eager(self, q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD) -> Tensor:
         count, heads, width = q_AhD.shape
         scale, repeat = width**-0.5, heads // k_RgD.shape[1]
+        own_k, own_v = own_k_JAgD.unbind(0), own_v_JAgD.unbind(0)
         pieces, order = [], []
         for document in self.documents():
             # anchors are deepest first: those of this step are the document's anchors with an index below `count`
@@ -102,72 +145,66 @@ class TrainAttention:
             pieces.append(context.transpose(0, 1))
             order.append(anchor)
         if not pieces:
-            return torch.zeros_like(q_AhD)
+            return q_AhD * 0  # no anchor: empty, but part of the graph
         context = torch.cat(pieces)
         return context.new_zeros(q_AhD.shape).index_copy(0, torch.cat(order), context).to(q_AhD.dtype)
 
     # --- flash -------------------------------------------------------------------------------------------------
+    #
+    # softmax over [step-1 keys ; own keys] from the fused kernel's output and log-sum-exp: with L the log-sum-exp over
+    # both parts and O the joint output, the flash backward applied to (O, L) gives the exact gradients of the step-1
+    # part, since it recomputes exp(s - L) and uses Δ = rowsum(dO · O). The own part is per row.
 
-    def _flash(self, q_AhD, k_RgD, v_RgD, own_k, own_v) -> Tensor:
-        row_A = self.batch.anchors.row_A[: q_AhD.shape[0]]
-        # The kernel's causal mask wants a query at every row; rows without an anchor get zeros and are dropped.
-        q_RhD = q_AhD.new_zeros(k_RgD.shape[0], *q_AhD.shape[1:]).index_copy(0, row_A, q_AhD)
-        own_k_JAgD, own_v_JAgD = (torch.stack(own_k), torch.stack(own_v)) if own_k else (None, None)
-        return _FlashJoined.apply(
-            q_RhD, k_RgD, v_RgD, self.batch.edges_E, self.batch.longest, row_A, own_k_JAgD, own_v_JAgD
-        )
-
-
-class _FlashJoined(torch.autograd.Function):
-    """softmax over [step-1 keys ; own keys] from the fused kernel's output and log-sum-exp.
-
-    With L the log-sum-exp over both parts and O the joint output, the flash backward applied to (O, L) gives the exact
-    gradients of the step-1 part: it recomputes exp(s - L) and uses Δ = rowsum(dO · O). The own part is per row.
-    """
-
-    @staticmethod
-    def forward(ctx, q_RhD, k_RgD, v_RgD, edges, longest, row_A, own_k_JAgD, own_v_JAgD):
-        scale = q_RhD.shape[-1] ** -0.5
+    def _flash(self, q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD) -> tuple[Tensor, tuple[Any, ...]]:
+        row_A, edges, longest = self._layout(q_AhD)
+        # the kernel's causal mask wants a query at every row; rows without an anchor get zeros and are dropped
+        q_RhD = q_AhD.new_zeros(k_RgD.shape[0], *q_AhD.shape[1:])
+        put_rows(q_RhD, row_A, q_AhD)
+        scale = q_AhD.shape[-1] ** -0.5
         out_RhD, lse_hR, seed, offset, _ = torch.ops.aten._flash_attention_forward(
             q_RhD, k_RgD, v_RgD, edges, edges, longest, longest, 0.0, True, False, scale=scale
         )
-        out_AhD = out_RhD[row_A]
-        if own_k_JAgD is not None:
-            lse_Ah = lse_hR[:, row_A].t().contiguous()
-            out_AhD, lse_Ah = own_rows.join(q_RhD[row_A], own_k_JAgD, own_v_JAgD, out_AhD, lse_Ah, scale)
-            out_RhD = out_RhD.index_copy(0, row_A, out_AhD)
-            lse_hR = lse_hR.index_copy(1, row_A, lse_Ah.t())
-        ctx.save_for_backward(q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, own_k_JAgD, own_v_JAgD)
-        ctx.longest, ctx.scale = longest, scale
+        if len(own_k_JAgD):
+            own_rows.join_(q_RhD, own_k_JAgD, own_v_JAgD, out_RhD, lse_hR, row_A, scale)
+        return out_RhD[row_A], (q_RhD, out_RhD, lse_hR, seed, offset)
+
+    def _flash_backward(self, grad_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD, saved, d_own_k_JAgD, d_own_v_JAgD):
+        q_RhD, out_RhD, lse_hR, seed, offset = saved
+        row_A, edges, longest = self._layout(grad_AhD)
+        scale = q_RhD.shape[-1] ** -0.5
+        grad_RhD = torch.zeros_like(out_RhD)
+        put_rows(grad_RhD, row_A, grad_AhD.to(out_RhD.dtype).contiguous())
+        dq_RhD, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD, lse_hR, edges, edges, longest, longest, 0.0, True, seed, offset,
+            scale=scale,
+        )  # fmt: skip
+        if len(own_k_JAgD):
+            own_rows.join_backward_(
+                q_RhD, own_k_JAgD, own_v_JAgD, out_RhD, lse_hR, grad_RhD, row_A, scale, dq_RhD, d_own_k_JAgD,
+                d_own_v_JAgD,
+            )  # fmt: skip
+        return dq_RhD[row_A], dk, dv
+
+    def _layout(self, anchors_first: Tensor) -> tuple[Tensor, Tensor, int]:
+        return self.batch.anchors.row_A[: anchors_first.shape[0]], self.batch.edges_E, self.batch.longest
+
+
+class _Attend(torch.autograd.Function):
+    """TrainAttention.forward and backward as one differentiable operation."""
+
+    @staticmethod
+    def forward(ctx, attention: TrainAttention, q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD):
+        q_AhD, k_RgD, v_RgD = (x.contiguous() for x in (q_AhD, k_RgD, v_RgD))
+        out_AhD, saved = attention.forward(q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD)
+        ctx.attention = attention
+        ctx.save_for_backward(q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD, *saved)
         return out_AhD
 
     @staticmethod
     def backward(ctx, grad_AhD):
-        q_RhD, k_RgD, v_RgD, edges, row_A, out_RhD, lse_hR, seed, offset, own_k_JAgD, own_v_JAgD = ctx.saved_tensors
-        grad_AhD = grad_AhD.to(out_RhD.dtype).contiguous()
-        grad_RhD = torch.zeros_like(out_RhD).index_copy(0, row_A, grad_AhD)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad_RhD,
-            q_RhD,
-            k_RgD,
-            v_RgD,
-            out_RhD,
-            lse_hR,
-            edges,
-            edges,
-            ctx.longest,
-            ctx.longest,
-            0.0,
-            True,
-            seed,
-            offset,
-            scale=ctx.scale,
+        *inputs, own_k_JAgD, own_v_JAgD = ctx.saved_tensors[:5]
+        d_own = [torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in (own_k_JAgD, own_v_JAgD)]
+        dq, dk, dv = ctx.attention.backward(
+            grad_AhD, *inputs, own_k_JAgD, own_v_JAgD, ctx.saved_tensors[5:], d_own[0], d_own[1]
         )
-        d_own_k = d_own_v = None
-        if own_k_JAgD is not None:
-            lse_Ah = lse_hR[:, row_A].t().contiguous()
-            own_dq, d_own_k, d_own_v = own_rows.join_backward(
-                q_RhD[row_A], own_k_JAgD, own_v_JAgD, out_RhD[row_A], lse_Ah, grad_AhD, ctx.scale
-            )
-            dq = dq.index_add(0, row_A, own_dq)
-        return dq, dk, dv, None, None, None, d_own_k, d_own_v
+        return None, dq, dk, dv, d_own[0].to(own_k_JAgD.dtype), d_own[1].to(own_v_JAgD.dtype)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headstart.heads.errors import ConfigError
 from headstart.heads.numerics import wide
 from headstart.heads.positions import Anchors, find_anchors
+from headstart.heads.transfer import to_device
 
 
 @dataclass
@@ -196,11 +197,10 @@ class FeatureBatch:
         return self.hidden_RD[(self.anchors.row_A + 1).clamp(max=self.tokens_R.shape[0] - 1)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> FeatureBatch:
-        moved: dict[str, Any] = {
-            f.name: value.to(device, non_blocking=non_blocking)
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor | Anchors)
-        }
+        moved: dict[str, Any] = {"anchors": self.anchors.to(device, non_blocking)}
+        for f in fields(self):
+            if isinstance(value := getattr(self, f.name), Tensor):
+                moved[f.name] = to_device(value, device, non_blocking)
         return replace(self, **moved)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.attention import TrainAttention
+from headstart.heads import ttt
 from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadConfig, HeadDims, HeadLoss, Teacher
 from headstart.heads.errors import ConfigError
@@ -151,35 +151,14 @@ class Eagle3Head(AutoregressiveHead):
             ]
         )
 
-    def rollout(self, batch: FeatureBatch) -> list[Tensor]:
-        """Training-time test: the normed outputs [count_K[d-1], H] of every depth's anchors, ground truth fed.
+    def rollout(self, batch: FeatureBatch) -> Tensor:
+        """Training-time test: the normed outputs [Σ count_K, H] of every depth's anchors end to end, ground truth fed.
 
         Only supervised rows run anything but fc, the input norms and step-1 keys and values.
         """
-        anchors, tokens_R = batch.anchors, batch.tokens_R
-        attention = self.midlayer.self_attn
-        attend = TrainAttention(batch).attend
         g_RH = self.fuse(batch.hidden_RD, batch.streams_RkD)
-        x_RI = self.mix(self.embed(self.next_tokens(batch)), g_RH)
-        k_RgD, v_RgD = attention.keys_values(x_RI, *self.rope(batch.position_R))
-        g, x = g_RH[anchors.row_A], x_RI[anchors.row_A]
-        position_A, last = batch.position_R[anchors.row_A], tokens_R.shape[0] - 1
-        own_k: list[Tensor] = []
-        own_v: list[Tensor] = []
-        outputs: list[Tensor] = []
-        for step, count in enumerate(anchors.count_K):
-            cos, sin = self.rope(position_A[:count] + step)
-            if step:
-                g = g[:count]
-                token_A = tokens_R[(anchors.row_A[:count] + step + 1).clamp(max=last)]
-                x = self.mix(self.embed(token_A), g)
-                k, v = attention.keys_values(x, cos, sin)
-                own_k.append(k)
-                own_v.append(v)
-            q = attention.queries(x, cos, sin)
-            g = self.midlayer.finish(attend(q, k_RgD, v_RgD, own_k, own_v), g)
-            outputs.append(self.norm(g))
-        return outputs
+        e_RH = self.midlayer.input_layernorm(self.embed(self.next_tokens(batch)))
+        return self.norm(ttt.rollout(batch, self.midlayer, self.midlayer.hidden_norm, self.rope, e_RH, g_RH))
 
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
         anchors = batch.anchors
@@ -189,7 +168,7 @@ class Eagle3Head(AutoregressiveHead):
         active = [anchors.depths_A[:count] > d for d, count in enumerate(anchors.count_K)]
         teacher_row = [anchors.teacher_AK[:count, d] for d, count in enumerate(anchors.count_K)]
         weight = [(inside_A[row] & on).float() for row, on in zip(teacher_row, active, strict=True)]
-        outputs, matrix = self.rollout(batch), self.lm_head.weight
+        outputs, matrix = list(self.rollout(batch).split(anchors.count_K)), self.lm_head.weight
         if scale_K is None:
             pairs = [
                 fused.soft_ce(h, matrix, teacher_AU, row, w)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.heads.transfer import to_device
+
 
 def supervised_depths(turn_R: Tensor, doc_R: Tensor, max_depth: int) -> Tensor:
     """Number of depths (0 … max_depth) at which each row is supervised (methods §0).
@@ -79,8 +81,10 @@ class Anchors:
         return (self.depths_A[:, None] >= depth_K).sum(0, dtype=torch.float32)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Anchors:
-        move = lambda x: x.to(device, non_blocking=non_blocking)  # noqa: E731
-        return Anchors(move(self.row_A), move(self.depths_A), move(self.teacher_AK), self.count_K)
+        row_A, depths_A, teacher_AK = (
+            to_device(x, device, non_blocking) for x in (self.row_A, self.depths_A, self.teacher_AK)
+        )
+        return Anchors(row_A, depths_A, teacher_AK, self.count_K)
 
     def padded(self, size: int, row: int) -> Anchors:
         """Fixed size: padding anchors sit at `row` with no supervised depth, and every depth keeps all `size` rows."""

@@ -27,6 +27,7 @@ from headstart.heads.base import Head, Teacher
 from headstart.heads.errors import ConfigError, TrainingError
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance as make_provenance
+from headstart.heads.transfer import to_device
 from headstart.train.captured import CapturedPacks
 from headstart.train.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
@@ -272,14 +273,16 @@ class _Trainer:
         mine = [packs[place] for place in places]
         waited = time.perf_counter()
         batches = [self.fetcher.get(pack).to(self.device, non_blocking=True) for pack in mine]
-        waited = time.perf_counter() - waited
+        # fetching costs nothing while the device still works on the step before
+        waited = time.perf_counter() - waited if self.meters.device_idle() else 0.0
         for ahead in range(1, config.prefetch + 1):
             later, later_places = self._share(state.packs + ahead * config.accumulation)
             self.fetcher.prefetch([later[place] for place in later_places])
 
         # elapsed is the clock that all ranks act on, stop asks every rank to end: both ride with the counts
         clock = self._elapsed() if self.rank == 0 else 0.0
-        control = torch.tensor([clock, float(self.signal.received is not None)], device=self.device)
+        control = torch.tensor([clock, float(self.signal.received is not None)])
+        control = to_device(control, self.device, non_blocking=True)
         counts_K = window_counts(self.head, batches, self.device)
         counts_K = self.agreement.exchange(torch.cat([counts_K, control, self.flags]))[: self.head.depth]
         self.meters.rate = config.lr * lr_factor(config, self.budget, state.step, self.agreed_elapsed)

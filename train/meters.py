@@ -24,6 +24,7 @@ class Meters:
         self._depth, self._device = depth, device
         self.rate = 0.0
         self._since = time.perf_counter()
+        self._step_end: torch.cuda.Event | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -42,9 +43,16 @@ class Meters:
         self.steps += 1
 
     def add_host(self, rows: int, waited: float) -> None:
-        """`rows` trained on by all ranks, seconds this rank `waited` for features."""
+        """End of a step: `rows` trained on by all ranks, seconds the device `waited` for features."""
         self._rows += rows
         self._waited += waited
+        if self._device.type == "cuda":
+            self._step_end = torch.cuda.Event()
+            self._step_end.record()
+
+    def device_idle(self) -> bool:
+        """Whether the device has done all of the step before (always so on a CPU)."""
+        return self._step_end is None or self._step_end.query()
 
     def read(self) -> tuple[dict[str, float], int]:
         """(values of the record, positions supervised at depth 1), over all ranks; the sums start again."""

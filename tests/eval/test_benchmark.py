@@ -76,9 +76,7 @@ def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, 
     report = evaluate(
         target, eagle3.head, config, recipe={"seed": 7}, head_info={"path": "x"}, progress=lambda *p: seen.append(p)
     )
-    expected = teacher_forced_tau(
-        target, eagle3.head, [(c, a.tokens) for c, a in zip(CONTEXTS, plain, strict=True)], 3
-    )
+    expected = teacher_forced_tau(target, eagle3.head, [(c, a.tokens) for c, a in zip(CONTEXTS, plain, strict=True)], 3)
     assert report.tau == expected.tau
     assert report.per_position_acceptance == expected.per_position
     assert report.per_position_conditional == expected.per_position_conditional

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import HEADS, elementwise
+from headstart.heads import HEADS, elementwise, rows
 from headstart.heads.attention import TrainAttention
 from headstart.heads.base import FeatureBatch, build_head
 from headstart.heads.losses import eager, fused
@@ -94,6 +94,43 @@ def test_elementwise_kernels_match_their_twins():
         torch.testing.assert_close(b, a)
 
 
+def test_row_kernels_match_their_twins():
+    """Float32 on the device (kernels) against float64 on the device (plain tensor operations)."""
+
+    def both(work, *tensors: torch.Tensor) -> None:
+        wide = [x.double() if x.is_floating_point() else x.clone() for x in tensors]
+        narrow = [x.clone() for x in tensors]
+        results = [work(*x) for x in (wide, narrow)]
+        for expected, found in zip((*wide, *results[0]), (*narrow, *results[1]), strict=True):
+            torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-4)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    for n, size in ((1500, 576), (3, 4096), (0, 24)):
+        x, grad, weight, before, extra = (
+            random(n, size),
+            random(n, size),
+            random(size),
+            random(n, size),
+            random(n, size),
+        )
+        both(lambda *t: [rows.rms_norm_backward(t[0], t[1], t[2], 1e-5, t[3])], grad, x, weight, before)
+        both(
+            lambda *t: [rows.rms_norm_backward(t[0], t[1], t[2], 1e-5, t[3], t[4], accumulate=True)],
+            grad, x, weight, before, extra,
+        )  # fmt: skip
+        both(lambda *t: [rows.rms_norm(t[0], t[1], 1e-5, t[2])], x, weight, before)
+        both(lambda *t: [rows.gated(t[0], t[1], None)] * 0, random(n, 2 * size), before)
+        both(lambda *t: [rows.gated_backward(t[0], t[1], None)] * 0, random(n, 2 * size), grad)
+    angle = random(37, 12).repeat(1, 2)
+    both(lambda *t: [rows.rotate_heads(*t, 3, 32)], random(37, 160), angle.cos(), angle.sin())
+    row = torch.randperm(500, device="cuda")[:300]
+    both(lambda *t: [rows.collect_steps(t[0], row, (300, 120, 7), 507, first=1)], random(427, 96))
+    both(lambda *t: [rows.add_rows(t[0], row, t[1])] * 0, random(500, 96), random(300, 96))
+    both(lambda *t: [rows.put_rows(t[0], row, t[1])] * 0, random(500, 96), random(300, 96))
+
+
 @pytest.mark.parametrize("family", sorted(HEADS))
 def test_captured_step_equals_eager_step(family):
     """A replayed graph on a padded pack gives the eager gradient, pack after pack, and accumulates."""
@@ -115,8 +152,11 @@ def test_captured_step_equals_eager_step(family):
     captured = CapturedPacks(module, head.depth)
     for batch in batches:
         scale_K = head.depth_weights().cuda() / head.depth_counts(batch).clamp(min=1)
-        expected = module(batch)
-        gradients = torch.autograd.grad((expected[0] * scale_K).sum(), list(head.parameters()), allow_unused=True)
+        sums = module(batch)
+        gradients = torch.autograd.grad((sums[0] * scale_K).sum(), list(head.parameters()), allow_unused=True)
+        # an eager graph that is still alive ties the parameters to the default stream, which no capture may touch
+        expected = tuple(part.detach() for part in sums)
+        del sums
         for parameter in head.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
         for _ in range(2):

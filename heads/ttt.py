@@ -1,0 +1,238 @@
+"""Training-time test of one decoder layer, forward and backward written out (methods §4; arXiv 2503.01840, §3).
+
+    step 1  every row p of the pack: keys and values; every anchor: the whole layer
+    step s  every anchor at p: reads the embedding of x_{p+s}, its own previous output g and the step-1 keys of rows ≤ p
+            besides its own keys of steps 2 … s
+
+Why not autograd over K calls of a layer:
+- The attention input is cat(norm(embedding), norm(g)). The embedding an anchor reads at step s is the one row p + s - 1
+  reads at step 1, so W · embedding is one product over the rows of the pack instead of one per step, and so is its
+  gradient. The steps' own products take the g half alone.
+- A weight is used K times. What its gradient needs is kept end to end for all steps, so each weight gradient is one
+  product over Σ count_d rows, accumulated in the matrix unit in float32, instead of K products and K - 1 sums.
+- Gradients of activations are formed in place over what they are the gradient of.
+
+Shape legend: R rows, A anchors, M = Σ_d count_d, H hidden, I MLP width, W = (h + 2 g) · d packed projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.heads.attention import TrainAttention
+from headstart.heads.base import FeatureBatch
+from headstart.heads.layers import DraftLayer, RMSNorm, Rope
+from headstart.heads.numerics import wide
+from headstart.heads.rows import (
+    add_rows,
+    collect_steps,
+    gated,
+    gated_backward,
+    rms_norm,
+    rms_norm_backward,
+    rotate_heads,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rollout is over, weights aside."""
+
+    batch: FeatureBatch
+    attention: TrainAttention
+    rope: Rope
+    heads: int
+    groups: int
+    width: int
+    eps: float
+    act: Callable[[Tensor], Tensor] | None
+
+
+def rollout(batch: FeatureBatch, layer: DraftLayer, hidden_norm: RMSNorm, rope: Rope, e_RH: Tensor, g_RH: Tensor):
+    """All steps' outputs.
+
+    Args:
+        layer: its attention input is cat(e, hidden_norm(g)), 2H wide; its residual stream starts from g.
+        e_RH: normed embeddings that each row reads at step 1 (of its next token), in the compute dtype.
+        g_RH: features of each row at step 1, in the compute dtype.
+    Returns: [M, H], the outputs of every depth's anchors laid end to end (`anchors.count_K` rows each).
+    """
+    attention = layer.self_attn
+    plan = Plan(
+        batch, TrainAttention(batch), rope, attention.heads, attention.kv_heads, attention.head_dim, hidden_norm.eps,
+        layer.mlp.act,
+    )  # fmt: skip
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    weights = [linear.weight for linear in (*projections, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)]
+    with torch.autocast(g_RH.device.type, enabled=False):
+        return _Rollout.apply(plan, e_RH, g_RH, hidden_norm.weight, layer.post_attention_layernorm.weight, *weights)
+
+
+def _packed(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """[Σ out, in] in the compute dtype."""
+    if len(weights) == 1:
+        return weights[0].to(dtype)
+    packed = torch.empty(sum(w.shape[0] for w in weights), weights[0].shape[1], dtype=dtype, device=weights[0].device)
+    for into, weight in zip(packed.split([w.shape[0] for w in weights]), weights, strict=True):
+        into.copy_(weight)
+    return packed
+
+
+def _weight_grad(grad_nO: Tensor, x_nI: Tensor, like: Tensor) -> Tensor:
+    """gradᵀ x in the dtype of the parameter, accumulated there in one product."""
+    if grad_nO.is_cuda and grad_nO.dtype != like.dtype == torch.float32:
+        return torch.mm(grad_nO.t(), x_nI, out_dtype=torch.float32)
+    return (grad_nO.t() @ x_nI).to(like.dtype)
+
+
+class _Rollout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan: Plan, e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down):
+        dtype, hidden = g_RH.dtype, g_RH.shape[1]
+        anchors, rows = plan.batch.anchors, g_RH.shape[0]
+        counts, row_A = anchors.count_K, anchors.row_A
+        queries = plan.heads * plan.width
+        w_qkv, w_out = _packed((wq, wk, wv), dtype), wo.to(dtype)
+        w_gated, w_back = _packed((w_gate, w_up), dtype), w_down.to(dtype)
+        norm_1, norm_2 = hidden_weight.to(dtype), post_weight.to(dtype)
+        w_e, w_g = w_qkv[:, :hidden], w_qkv[:, hidden:]
+        e_RW = e_RH @ w_e.t()
+
+        def make(count: int, width: int) -> Tensor:
+            return g_RH.new_empty(count, width)
+
+        total, most = sum(counts), counts[0]
+        n1_RH = rms_norm(g_RH, norm_1, plan.eps)
+        n1_MH, x_MH, n2_MH, g_MH = (make(total, hidden) for _ in range(4))
+        context_MC, packed_MI, act_MI = (
+            make(total, queries),
+            make(total, w_gated.shape[0]),
+            make(total, w_back.shape[1]),
+        )
+        later = max(len(counts) - 1, 0)
+        own_k, own_v = (g_RH.new_empty(later, most, plan.groups, plan.width) for _ in range(2))
+
+        cos_R, sin_R = plan.rope(plan.batch.position_R)
+        kv_RW = torch.addmm(e_RW[:, queries:], n1_RH, w_g[queries:].t())
+        kv_RW = rotate_heads(kv_RW, cos_R, sin_R, plan.groups, plan.width)
+        k_RgD, v_RgD = (x.unflatten(1, (plan.groups, plan.width)).contiguous() for x in kv_RW.chunk(2, dim=1))
+        position_A = plan.batch.position_R[row_A]
+        g_AH, attended, start = g_RH[row_A], [], 0
+        for step, count in enumerate(counts):
+            part = slice(start, start + count)
+            start += count
+            cos, sin = plan.rope(position_A[:count] + step)
+            n1 = n1_MH[part]
+            if step == 0:
+                torch.index_select(n1_RH, 0, row_A, out=n1)
+                q_AW = e_RW[row_A, :queries].addmm_(n1, w_g[:queries].t())
+                q = rotate_heads(q_AW, cos, sin, plan.heads, plan.width).unflatten(1, (plan.heads, plan.width))
+            else:
+                g_AH = g_AH[:count]
+                rms_norm(g_AH, norm_1, plan.eps, n1)
+                qkv_AW = e_RW[_ahead(row_A[:count], step, rows)].addmm_(n1, w_g.t())
+                turned = rotate_heads(qkv_AW, cos, sin, plan.heads + plan.groups, plan.width)
+                q, k, v = turned.unflatten(1, (-1, plan.width)).split((plan.heads, plan.groups, plan.groups), dim=1)
+                own_k[step - 1, :count], own_v[step - 1, :count] = k, v
+            context, saved = plan.attention.forward(q, k_RgD, v_RgD, own_k[:step, :count], own_v[:step, :count])
+            # the fused backward has the queries at their rows already
+            attended.append((None if saved else q, saved))
+            context_MC[part] = context.flatten(1)
+            x = torch.addmm(g_AH, context_MC[part], w_out.t(), out=x_MH[part])
+            torch.mm(rms_norm(x, norm_2, plan.eps, n2_MH[part]), w_gated.t(), out=packed_MI[part])
+            gated(packed_MI[part], act_MI[part], plan.act)
+            g_AH = torch.addmm(x, act_MI[part], w_back.t(), out=g_MH[part])
+        ctx.plan, ctx.attended = plan, attended
+        ctx.save_for_backward(
+            e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down, w_qkv, w_out, w_gated, w_back,
+            n1_RH, n1_MH, x_MH, n2_MH, g_MH, context_MC, packed_MI, act_MI, k_RgD, v_RgD, own_k, own_v,
+        )  # fmt: skip
+        return g_MH
+
+    @staticmethod
+    def backward(ctx, grad_MH):
+        plan, attended = ctx.plan, ctx.attended
+        (
+            e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down, w_qkv, w_out, w_gated, w_back,
+            n1_RH, n1_MH, x_MH, n2_MH, g_MH, context_MC, packed_MI, act_MI, k_RgD, v_RgD, own_k, own_v,
+        ) = ctx.saved_tensors  # fmt: skip
+        dtype, hidden = g_RH.dtype, g_RH.shape[1]
+        anchors, rows = plan.batch.anchors, g_RH.shape[0]
+        counts, row_A = anchors.count_K, anchors.row_A
+        queries, heads, groups, width = plan.heads * plan.width, plan.heads, plan.groups, plan.width
+        w_g = w_qkv[:, hidden:]
+        norm_1, norm_2 = hidden_weight.to(dtype), post_weight.to(dtype)
+        dg_MH = grad_MH.clone(memory_format=torch.contiguous_format)
+        dx_MH = torch.empty_like(x_MH)
+        dqkv_MW = grad_MH.new_empty(sum(counts[1:]), w_qkv.shape[0])
+        d_own_k, d_own_v = (torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in (own_k, own_v))
+        dk_RgD, dv_RgD = (torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in (k_RgD, v_RgD))
+        d_norm_1, d_norm_2 = (torch.zeros_like(hidden_weight, dtype=wide(g_RH[:0]).dtype) for _ in range(2))
+        position_A = plan.batch.position_R[row_A]
+        starts = [sum(counts[:step]) for step in range(len(counts) + 1)]
+        for step in reversed(range(len(counts))):
+            count, part = counts[step], slice(starts[step], starts[step + 1])
+            dg = dg_MH[part]
+            d_act = dg @ w_back
+            gated_backward(packed_MI[part], d_act, plan.act)
+            dx = dx_MH[part]
+            d_norm_2 += rms_norm_backward(packed_MI[part] @ w_gated, x_MH[part], norm_2, plan.eps, dx, dg)
+            d_context = (dx @ w_out).unflatten(1, (heads, width))
+            q, saved = attended[step]
+            own = (own_k[:step, :count], own_v[:step, :count])
+            dq, dk, dv = plan.attention.backward(
+                d_context, d_context if q is None else q, k_RgD, v_RgD, *own, saved, d_own_k[:step, :count],
+                d_own_v[:step, :count],
+            )  # fmt: skip
+            attended[step] = None
+            dk_RgD += dk
+            dv_RgD += dv
+            cos, sin = plan.rope(position_A[:count] + step)
+            if step == 0:
+                dq_AW = rotate_heads(dq.flatten(1), cos, -sin, heads, width)
+                break
+            dqkv = dqkv_MW[starts[step] - counts[0] : starts[step + 1] - counts[0]]
+            dq_part, dk_part, dv_part = dqkv.split((queries, groups * width, groups * width), dim=1)
+            rotate_heads(dq.flatten(1), cos, -sin, heads, width, dq_part)
+            rotate_heads(d_own_k[step - 1, :count].flatten(1), cos, -sin, groups, width, dk_part)
+            dv_part.copy_(d_own_v[step - 1, :count].flatten(1))
+            before = slice(starts[step - 1], starts[step - 1] + count)
+            d_norm_1 += rms_norm_backward(
+                dqkv @ w_g, g_MH[before], norm_1, plan.eps, dg_MH[before], dx, accumulate=True
+            )
+
+        cos_R, sin_R = plan.rope(plan.batch.position_R)
+        dkv_RW = torch.cat((dk_RgD, dv_RgD), dim=1).to(dtype).flatten(1)
+        dkv_RW = rotate_heads(dkv_RW, cos_R, -sin_R, groups, width)
+        dn_RH = dkv_RW @ w_g[queries:]
+        add_rows(dn_RH, row_A, dq_AW @ w_g[:queries])
+        dg_RH = torch.empty_like(g_RH)
+        d_norm_1 += rms_norm_backward(dn_RH, g_RH, norm_1, plan.eps, dg_RH)
+        add_rows(dg_RH, row_A, dx_MH[: counts[0]])
+
+        de_RW = collect_steps(dqkv_MW, row_A, counts[1:], rows, first=1)
+        de_RW[:, queries:] += dkv_RW
+        add_rows(de_RW[:, :queries], row_A, dq_AW)
+        de_RH = de_RW @ w_qkv[:, :hidden]
+        d_qkv = torch.empty(w_qkv.shape, dtype=wq.dtype, device=wq.device)
+        d_qkv[:, :hidden] = _weight_grad(de_RW, e_RH, wq)
+        d_qkv[:, hidden:] = _weight_grad(dqkv_MW, n1_MH[counts[0] :], wq)
+        d_qkv[:queries, hidden:] += _weight_grad(dq_AW, n1_MH[: counts[0]], wq)
+        d_qkv[queries:, hidden:] += _weight_grad(dkv_RW, n1_RH, wq)
+        d_out = _weight_grad(dx_MH, context_MC, wo)
+        d_gated = _weight_grad(packed_MI, n2_MH, w_gate)
+        d_down = _weight_grad(dg_MH, act_MI, w_down)
+        return (
+            None, de_RH, dg_RH, d_norm_1.to(hidden_weight.dtype), d_norm_2.to(post_weight.dtype),
+            *d_qkv.split((wq.shape[0], wk.shape[0], wv.shape[0])), d_out,
+            *d_gated.split((w_gate.shape[0], w_up.shape[0])), d_down,
+        )  # fmt: skip
+
+
+def _ahead(row_A: Tensor, step: int, rows: int) -> Tensor:
+    """The row whose step-1 embedding each anchor reads at `step` (0-based); past the end only where nothing counts."""
+    return (row_A + step).clamp(max=rows - 1)

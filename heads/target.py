@@ -34,6 +34,8 @@ class TargetConfig:
     device: str = "auto"
     #: attention implementation of transformers used for features and distillation
     attn_implementation: str = "sdpa"
+    #: compile the decoder layers for feature extraction with torch.compile: one graph for all layers and lengths
+    compile: bool = False
     #: Jinja file that replaces the tokenizer's chat template
     chat_template: str | None = None
     #: run code that the model repository ships: only if you trust it
@@ -206,7 +208,18 @@ class Target:
                 raise ConfigError(f"target.chat_template: {template} does not exist; expected a Jinja file")
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         revision = getattr(model.config, "_commit_hash", None) or config.revision
-        return cls(model.to(device), tokenizer, config, revision)
+        target = cls(model.to(device), tokenizer, config, revision)
+        if config.compile:
+            target.compile()
+        return target
+
+    def compile(self) -> None:
+        """Compile the decoder layers for feature extraction; they share one graph, which the first forward makes.
+
+        Hooks stay outside it, so features are read as before.
+        """
+        for layer in decoder_layers(self.model):
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
     @classmethod
     def from_model(cls, model: nn.Module, tokenizer: Any = None, config: TargetConfig | None = None) -> Target:

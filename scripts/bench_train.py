@@ -1,10 +1,14 @@
 """How fast a head trains, and where the time goes.
 
-    python -m headstart.bench_train --preset llama-3.1-8b --cases fixed_all fixed_40 --out results.json
+    python -m headstart.bench_train --preset llama-3.1-8b --cases fixed_all fixed_40 long_32k --out results.json
+    python -m headstart.bench_train --preset llama-3.1-8b --cases real_lengths --data answers.jsonl --target NAME
+    python -m headstart.bench_train --preset smollm2 --cases smollm2_real --data answers.jsonl
+    python -m headstart.bench_train --supervised-fraction 0.3 --lengths real --online --data answers.jsonl --target NAME
 
-Weights are random (shapes decide the speed); one record per case with tokens/s, supervised tokens/s, MFU against a
-matrix product measured in the same run, peak memory, captures, and the split of a step. Results at other sizes,
-supervised fractions and lengths: `--tokens`, `--supervised-fraction`, `--length`.
+Weights are random (shapes decide the speed), except in `smollm2_real`, which is the training loop itself on the real
+target and data. One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same
+run, peak memory, what was compiled or captured and how long that took, and the split of a step. Document lengths
+of the `real` cases are those of the conversations in --data under the tokenizer of --target.
 """
 
 from __future__ import annotations
@@ -13,20 +17,25 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
+from headstart.data.config import DataConfig, SourceConfig
+from headstart.data.packing import plan_packs
+from headstart.data.prepare import prepare
+from headstart.data.samples import Sample
 from headstart.heads import HEADS
 from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher, build_head
 from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target, TargetConfig
@@ -71,6 +80,9 @@ PRESETS: dict[str, tuple[PretrainedConfig, int]] = {
 }  # fmt: skip
 
 
+CASES = ("fixed_all", "fixed_40", "online_all", "real_lengths", "long_32k", "smollm2_real", "custom")
+
+
 @dataclass(frozen=True)
 class Case:
     """What one step trains on.
@@ -110,28 +122,39 @@ class Record:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def real_lengths(tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """A pack of document lengths drawn as chat data has them: log-normal around 250 tokens, σ 0.55."""
-    generator = np.random.default_rng(seed)
-    lengths: list[int] = []
-    while True:
-        length = int(np.clip(generator.lognormal(np.log(250), 0.55), 20, 2048))
-        if sum(lengths) + length > tokens:
-            return tuple(lengths)
-        lengths.append(length)
+def real_samples(data: Path, target: str) -> list[Sample]:
+    """The conversations of a file as training samples of the target (tokenizer only)."""
+    from transformers import AutoTokenizer
+
+    from headstart.heads.fetch import locate_target
+
+    tokenizer = AutoTokenizer.from_pretrained(locate_target(target)[0], local_files_only=True)
+    config = DataConfig(sources=[SourceConfig(path=str(data))])
+    return prepare(config, tokenizer, (tokenizer.eos_token_id,), [], 0).train
 
 
-def cases(names: list[str], tokens: int, length: int, supervised: float) -> list[Case]:
-    fixed = (length,) * (tokens // length)
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """The named cases; `custom` is what --lengths, --supervised-fraction and --online ask for."""
+    tokens, fixed = arguments.tokens, (arguments.length,) * (arguments.tokens // arguments.length)
+    names = arguments.cases
+    real: tuple[int, ...] = ()
+    if "real_lengths" in names or ("custom" in names and arguments.lengths == "real"):
+        if arguments.data is None:
+            raise ConfigError("--data: not given; real lengths are those of a file of conversations")
+        lengths = [len(sample) for sample in real_samples(arguments.data, arguments.target)]
+        packs = plan_packs(lengths, tokens, 0, 0)
+        real = tuple(lengths[i] for i in packs[0])
     known = {
         "fixed_all": Case("fixed_all", fixed),
         "fixed_40": Case("fixed_40", fixed, 0.4),
         "online_all": Case("online_all", fixed, 1.0, True),
-        "real_lengths": Case("real_lengths", real_lengths(tokens)),
+        "real_lengths": Case("real_lengths", real),
         "long_32k": Case("long_32k", (32768,)),
-        "custom": Case("custom", fixed, supervised),
+        "custom": Case(
+            "custom", real if arguments.lengths == "real" else fixed, arguments.supervised_fraction, arguments.online
+        ),
     }
-    return [known[name] for name in names]
+    return [known[name] for name in names if name != "smollm2_real"]
 
 
 def turns(length: int, supervised: float) -> Tensor:
@@ -179,11 +202,12 @@ def multiply_adds(head: Head, batch: FeatureBatch) -> float:
     if not isinstance(head, Eagle3Head):
         return sum(p.numel() for p in head.parameters()) * rows
     attention, mlp = head.midlayer.self_attn, head.midlayer.mlp
-    shared = head.fc.weight.numel() * rows
+    packed = sum(linear.weight.numel() for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
     key_value = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
-    per_row = attention.q_proj.weight.numel() + attention.o_proj.weight.numel() + head.lm_head.weight.numel()
-    per_row += sum(p.numel() for p in mlp.parameters())
-    return shared + key_value * (rows + sum(counts[1:])) + per_row * sum(counts)
+    per_row = attention.o_proj.weight.numel() + head.lm_head.weight.numel() + sum(p.numel() for p in mlp.parameters())
+    # every row: fc, the embedding half of the projections, the feature half of keys and values; see heads/ttt.py
+    shared = (head.fc.weight.numel() + packed / 2 + key_value / 2) * rows
+    return shared + (packed - key_value) / 2 * counts[0] + packed / 2 * sum(counts[1:]) + per_row * sum(counts)
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
@@ -318,71 +342,127 @@ def _backward_of(module: LossModule, batch: FeatureBatch, depth: int) -> tuple[C
     return eager, 0
 
 
-def bench(
-    preset: str,
-    names: list[str],
-    tokens: int,
-    length: int,
-    supervised: float,
-    steps: int,
-    depth: int,
-    profile: bool = False,
-) -> list[Record]:
-    """Run the named cases; a case that fails is reported and does not stop the others."""
+def bench_real(arguments: argparse.Namespace, matmul: float) -> Record:
+    """`smollm2_real`: the training loop on the real target and data; rates of its second half, captures behind it."""
+    from headstart.pipeline import Run
+    from headstart.recipes.load import load_recipe
+    from headstart.talk import Talk
+    from headstart.train.loop import captures, make_accelerator
+
+    if arguments.data is None:
+        raise ConfigError("--data: not given; smollm2_real trains on a file of answered conversations")
+    with tempfile.TemporaryDirectory() as place:
+        overrides = [
+            f"run_dir={place}", f"target.name={arguments.target}", "data.distill.prompts=[]",
+            f"data.sources=[{{path: {arguments.data}}}]", "train.epochs=null", f"train.max_seconds={arguments.seconds}",
+            "train.save_every=0", "train.log_every=20", "train.tau_prompts=0",
+        ]  # fmt: skip
+        run = Run(load_recipe("smollm2-eagle3", overrides), Talk(silent=True))
+        data, target = run.prepare(), run.target
+        run.train_head(None)
+        records = [json.loads(line) for line in (Path(place) / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if "tokens_per_s" in record]
+    if len(records) < 4:
+        raise ConfigError(
+            f"--seconds: {arguments.seconds:g} s gave {len(records)} records of 20 steps, expected 4 or more"
+        )
+    first, last = records[len(records) // 2], records[-1]
+    seconds = last["seconds"] - first["seconds"]
+    supervised = (last["supervised_tokens"] - first["supervised_tokens"]) / seconds
+    rate = statistics.median(record["tokens_per_s"] for record in records[len(records) // 2 :])
+    head = run.fresh_head(data)
+    flops = [
+        6 * multiply_adds(head, FeatureBatch.pack([data.train[i].tensors() for i in pack], head.depth))
+        for pack in plan_packs([len(sample) for sample in data.train], run.recipe.data.pack_tokens, 0, 0)
+    ]
+    tokens = sum(len(sample) for sample in data.train)
+    step_ms = (last["seconds"] - first["seconds"]) / max(last["step"] - first["step"], 1) * 1e3
+    steady = records[0]["step"] * step_ms / 1e3
+    origin = provenance(target.device)
+    graphs = int(captures(run.recipe.train, make_accelerator(target.device)))
+    return Record(
+        "smollm2_real", "smollm2", rate, supervised, sum(flops) / tokens * rate / matmul, last.get("memory_gib", 0.0),
+        max(records[0]["seconds"] - steady, 0.0), graphs, step_ms, {"data_wait": last["data_wait"] * step_ms},
+        tokens, last["supervised_tokens"], len(data.train), last["step"], matmul / 1e12, origin["device"],
+        "python -m headstart.bench_train " + " ".join(sys.argv[1:]), origin["git_revision"], origin["versions"],
+    )  # fmt: skip
+
+
+def bench(arguments: argparse.Namespace) -> list[Record]:
+    """Run the named cases; a case that runs out of memory is reported and does not stop the others."""
+    preset = arguments.preset
     config, vocab = PRESETS[preset]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dims = HeadDims.from_hf_config(config)
     matmul = measure_matmul(device, dtype)
     torch.manual_seed(0)
-    wanted = cases(names, tokens, length, supervised)
-    target = random_target(config, device, dtype) if any(case.online for case in wanted) else None
-    if target is not None:
-        teacher, embed_VD = target.teacher, target.embed_VD
-    else:
-        teacher = Teacher(torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype) * 0.02)
-        embed_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype)
-    head_config: Any = HEADS["eagle3"].config(depth=depth, draft_vocab_size=vocab)  # type: ignore[call-arg]
     records = []
-    for case in wanted:
+    for case in cases(arguments):
+        target = None
+        if case.online:
+            target = random_target(config, device, dtype)
+            if arguments.compile_target:
+                target.compile()
+            teacher, embed_VD = target.teacher, target.embed_VD
+        else:
+            teacher = Teacher(torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype) * 0.02)
+            embed_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype)
+        head_config: Any = HEADS["eagle3"].config(depth=arguments.depth, draft_vocab_size=vocab)  # type: ignore[call-arg]
         head = build_head(head_config, dims).to(device).train()
         head.init_from_target(embed_VD, teacher, torch.arange(vocab, device=device))
         try:
-            record = bench_case(case, preset, head, target if case.online else None, teacher, steps, matmul, profile)
+            records.append(bench_case(case, preset, head, target, teacher, arguments.steps, matmul, arguments.profile))
         except torch.cuda.OutOfMemoryError as error:
             print(f"{preset} {case.name}: out of memory: {error}", file=sys.stderr)
-            continue
-        finally:
-            del head
-        records.append(record)
-        print(
-            f"{preset:13s} {case.name:13s} {record.tokens_per_s:9.0f} tokens/s  {record.supervised_tokens_per_s:9.0f} "
-            f"supervised/s  MFU {record.mfu:.2f}  {record.peak_gib:5.1f} GiB  {record.step_ms:7.1f} ms  "
-            + "  ".join(f"{name} {ms:.1f}" for name, ms in record.split_ms.items()),
-            flush=True,
-        )
+        else:
+            print_record(records[-1])
+        del head, target, teacher, embed_VD
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if "smollm2_real" in arguments.cases:
+        records.append(bench_real(arguments, matmul))
+        print_record(records[-1])
     return records
+
+
+def print_record(record: Record) -> None:
+    print(
+        f"{record.preset:13s} {record.case:13s} {record.tokens_per_s:9.0f} tokens/s  "
+        f"{record.supervised_tokens_per_s:9.0f} supervised/s  MFU {record.mfu:.2f}  {record.peak_gib:5.1f} GiB  "
+        f"{record.step_ms:7.1f} ms  " + "  ".join(f"{name} {ms:.1f}" for name, ms in record.split_ms.items()),
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="llama-3.1-8b")
-    parser.add_argument("--cases", nargs="+", default=["fixed_all", "fixed_40"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="default: custom")
     parser.add_argument("--tokens", type=int, default=8192, help="rows of the pack")
     parser.add_argument("--length", type=int, default=2048, help="rows per document of the fixed cases")
     parser.add_argument("--supervised-fraction", type=float, default=1.0, help="for the case `custom`")
+    parser.add_argument("--lengths", choices=("fixed", "real"), default="fixed", help="for the case `custom`")
+    parser.add_argument("--online", action=argparse.BooleanOptionalAction, default=False, help="for the case `custom`")
+    parser.add_argument("--offline", action="store_false", dest="online", help="features preloaded (the default)")
+    parser.add_argument("--compile-target", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--data", type=Path, help="conversations, for the `real` cases")
+    parser.add_argument("--target", default="smollm2-135m-instruct", help="tokenizer of --data, target of smollm2_real")
     parser.add_argument("--depth", type=int, default=7, help="TTT steps")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=60, help="training time of smollm2_real")
     parser.add_argument("--profile", action="store_true", help="print device time by kernel")
-    parser.add_argument("--out", type=Path, help="append the records to this JSON list")
+    parser.add_argument("--out", type=Path, help="JSON list to write: rows of the same case and preset are replaced")
     arguments = parser.parse_args()
-    records = bench(
-        arguments.preset, arguments.cases, arguments.tokens, arguments.length, arguments.supervised_fraction,
-        arguments.steps, arguments.depth, arguments.profile,
-    )  # fmt: skip
+    arguments.cases = arguments.cases or ["custom"]
+    try:
+        records = [asdict(record) for record in bench(arguments)]
+    except HeadstartError as error:
+        parser.exit(2, f"error: {error}\n")
     if arguments.out is not None:
+        new = {(record["case"], record["preset"]) for record in records}
         earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
-        write_json(arguments.out, earlier + [asdict(record) for record in records])
+        write_json(arguments.out, [r for r in earlier if (r["case"], r["preset"]) not in new] + records)
 
 
 if __name__ == "__main__":

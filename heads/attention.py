@@ -3,7 +3,8 @@
 Two backends compute the same function:
     eager  a loop over documents with explicit scores; any device and dtype; the twin that tests compare with.
     flash  the fused kernel over all documents at once, joined with the own-row part through the log-sum-exp;
-           CUDA, bf16/fp16; nothing of size rows × rows is ever held and nothing is compiled per length.
+           CUDA, bf16/fp16; nothing of size rows × rows is ever held and nothing is compiled per length. A pack of one
+           document (long conversations) takes cuDNN's kernel, which has no document edges and is faster.
 """
 
 from __future__ import annotations
@@ -156,28 +157,44 @@ class TrainAttention:
     # part, since it recomputes exp(s - L) and uses Δ = rowsum(dO · O). The own part is per row.
 
     def _flash(self, q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD) -> tuple[Tensor, tuple[Any, ...]]:
-        row_A, edges, longest = self._layout(q_AhD)
+        row_A = self.batch.anchors.row_A[: q_AhD.shape[0]]
         # the kernel's causal mask wants a query at every row; rows without an anchor get zeros and are dropped
         q_RhD = q_AhD.new_zeros(k_RgD.shape[0], *q_AhD.shape[1:])
         put_rows(q_RhD, row_A, q_AhD)
         scale = q_AhD.shape[-1] ** -0.5
-        out_RhD, lse_hR, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q_RhD, k_RgD, v_RgD, edges, edges, longest, longest, 0.0, True, False, scale=scale
-        )
+        if self._single(q_RhD):
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                *map(_heads_first, (q_RhD, k_RgD, v_RgD)), None, True, 0.0, True, False, scale=scale
+            )
+            out_RhD, lse_hR, state = _rows_first(found[0]), found[1].view(q_RhD.shape[1], -1), found[6:8]
+        else:
+            edges, longest = self.batch.edges_E, self.batch.longest
+            out_RhD, lse_hR, *state = torch.ops.aten._flash_attention_forward(
+                q_RhD, k_RgD, v_RgD, edges, edges, longest, longest, 0.0, True, False, scale=scale
+            )[:4]
         if len(own_k_JAgD):
             own_rows.join_(q_RhD, own_k_JAgD, own_v_JAgD, out_RhD, lse_hR, row_A, scale)
-        return out_RhD[row_A], (q_RhD, out_RhD, lse_hR, seed, offset)
+        return out_RhD[row_A], (q_RhD, out_RhD, lse_hR, *state)
 
     def _flash_backward(self, grad_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD, saved, d_own_k_JAgD, d_own_v_JAgD):
-        q_RhD, out_RhD, lse_hR, seed, offset = saved
-        row_A, edges, longest = self._layout(grad_AhD)
+        q_RhD, out_RhD, lse_hR, *state = saved
+        row_A = self.batch.anchors.row_A[: grad_AhD.shape[0]]
         scale = q_RhD.shape[-1] ** -0.5
         grad_RhD = torch.zeros_like(out_RhD)
         put_rows(grad_RhD, row_A, grad_AhD.to(out_RhD.dtype).contiguous())
-        dq_RhD, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD, lse_hR, edges, edges, longest, longest, 0.0, True, seed, offset,
-            scale=scale,
-        )  # fmt: skip
+        if self._single(q_RhD):
+            inputs = [_heads_first(x) for x in (grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD)]
+            rows = q_RhD.shape[0]
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                *inputs, lse_hR[None, :, :, None], *state, None, None, None, rows, rows, 0.0, True, scale=scale
+            )
+            dq_RhD, dk, dv = map(_rows_first, found)
+        else:
+            edges, longest = self.batch.edges_E, self.batch.longest
+            dq_RhD, dk, dv = torch.ops.aten._flash_attention_backward(
+                grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD, lse_hR, edges, edges, longest, longest, 0.0, True, *state,
+                scale=scale,
+            )  # fmt: skip
         if len(own_k_JAgD):
             own_rows.join_backward_(
                 q_RhD, own_k_JAgD, own_v_JAgD, out_RhD, lse_hR, grad_RhD, row_A, scale, dq_RhD, d_own_k_JAgD,
@@ -185,8 +202,18 @@ class TrainAttention:
             )  # fmt: skip
         return dq_RhD[row_A], dk, dv
 
-    def _layout(self, anchors_first: Tensor) -> tuple[Tensor, Tensor, int]:
-        return self.batch.anchors.row_A[: anchors_first.shape[0]], self.batch.edges_E, self.batch.longest
+    def _single(self, q_RhD: Tensor) -> bool:
+        """One causal sequence: a lone document, whatever padding follows it."""
+        fits = q_RhD.shape[-1] <= 128 and q_RhD.shape[-1] % 8 == 0
+        return len(self.batch.doc_lengths) == 1 and fits and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def _heads_first(x_RhD: Tensor) -> Tensor:
+    return x_RhD[None].transpose(1, 2)
+
+
+def _rows_first(x_BhRD: Tensor) -> Tensor:
+    return x_BhRD.transpose(1, 2)[0].contiguous()
 
 
 class _Attend(torch.autograd.Function):

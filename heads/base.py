@@ -222,12 +222,16 @@ class Teacher:
     scale: float = 1.0
     norm_D: Tensor | None = None
 
-    def logits(self, hidden_AD: Tensor, ids_U: Tensor | None = None) -> Tensor:
-        """float32 [A, V] (or [A, U], the columns of ids_U)."""
+    def logits(self, hidden_AD: Tensor, ids_U: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """[A, V] (or [A, U], the columns of ids_U), float32 or `dtype`."""
         weight = self.weight_VD if ids_U is None else self.weight_VD[ids_U]
         bias = self.bias_V if self.bias_V is None or ids_U is None else self.bias_V[ids_U]
-        logits = wide(nn.functional.linear(hidden_AD.to(weight.dtype), weight, bias)) * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        logits = nn.functional.linear(hidden_AD.to(weight.dtype), weight, bias)
+        if self.scale == 1.0 and self.softcap is None:
+            return wide(logits) if dtype is None else logits.to(dtype)
+        logits = wide(logits) * self.scale
+        logits = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return logits if dtype is None else logits.to(dtype)
 
 
 @dataclass

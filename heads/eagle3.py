@@ -164,7 +164,7 @@ class Eagle3Head(AutoregressiveHead):
         anchors = batch.anchors
         with torch.no_grad():
             inside_A = self.in_vocab(batch)
-            teacher_AU = teacher.logits(batch.teacher_hidden(), self.draft_ids_U).to(compute_dtype(self.fc.weight))
+            teacher_AU = teacher.logits(batch.teacher_hidden(), self.draft_ids_U, compute_dtype(self.fc.weight))
         active = [anchors.depths_A[:count] > d for d, count in enumerate(anchors.count_K)]
         teacher_row = [anchors.teacher_AK[:count, d] for d, count in enumerate(anchors.count_K)]
         weight = [(inside_A[row] & on).float() for row, on in zip(teacher_row, active, strict=True)]

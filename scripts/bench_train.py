@@ -217,21 +217,19 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, size: int = 8192) -
     timer = Timer(device)
     for _ in range(3):
         a @ b
-    times = []
     for _ in range(10):
         timer.start()
         a @ b
         timer.mark("matmul")
-        times.append(timer.read()["matmul"])
-    return 2 * size**3 / (statistics.median(times) / 1e3)
+    return 2 * size**3 / (statistics.median(run["matmul"] for run in timer.read()) / 1e3)
 
 
 class Timer:
-    """Marks on the device's clock (events) or the host's."""
+    """Marks on the device's clock (events) or the host's; reading them waits for the device, marking does not."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
+        self._runs: list[list[tuple[str, Any]]] = []
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -241,18 +239,26 @@ class Timer:
         return event
 
     def start(self) -> None:
-        self._marks = [("", self._now())]
+        self._runs.append([("", self._now())])
 
     def mark(self, name: str) -> None:
-        self._marks.append((name, self._now()))
+        self._runs[-1].append((name, self._now()))
 
-    def read(self) -> dict[str, float]:
-        """Milliseconds between successive marks."""
+    def read(self) -> list[dict[str, float]]:
+        """Per run, milliseconds between successive marks; the last part of a run reaches to the next run's start."""
         if self._cuda:
             torch.cuda.synchronize()
-        found: dict[str, float] = {}
-        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
-            found[name] = before.elapsed_time(after) if self._cuda else (after - before) * 1e3
+        found: list[dict[str, float]] = []
+        for number, run in enumerate(self._runs):
+            ends = run[1:]
+            if number + 1 < len(self._runs):
+                ends[-1] = (ends[-1][0], self._runs[number + 1][0][1])
+            found.append(
+                {
+                    name: before.elapsed_time(after) if self._cuda else (after - before) * 1e3
+                    for (_, before), (name, after) in zip(run, ends, strict=False)
+                }
+            )
         return found
 
 
@@ -279,8 +285,7 @@ def bench_case(
     backward, captures = _backward_of(module, batch, head.depth)
     compile_s = time.perf_counter() - started
     timer = Timer(device)
-    splits: list[dict[str, float]] = []
-    for _ in range(steps + 3):
+    for _ in range(steps + 4):
         timer.start()
         if case.online:
             assert target is not None
@@ -294,8 +299,7 @@ def bench_case(
             if parameter.grad is not None:
                 parameter.grad.zero_()
         timer.mark("optimiser")
-        splits.append(timer.read())
-    splits = splits[3:]
+    splits = timer.read()[3:-1]  # the first warm up, the last has no successor
     if profile and device.type == "cuda":
         print_kernels(lambda: backward(batch, scale_K, lambda: None))
     split = {name: statistics.median(s[name] for s in splits) for name in splits[0]}

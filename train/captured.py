@@ -129,7 +129,7 @@ class CapturedPacks:
 
     def __init__(self, module: nn.Module, depth: int):
         self._module, self._depth = module, depth
-        self._graphs: dict[int, CapturedBackward] = {}
+        self._graphs: dict[tuple[int, bool], CapturedBackward] = {}
         self._shape = PackShape(0, 0, 0)
         self.captures = 0
 
@@ -141,9 +141,11 @@ class CapturedPacks:
             self._shape = self._shape.union(needed)
         step = max(128, -(-self._shape.rows // 16 // 128) * 128)
         anchors = max(step, -(-needed.anchors // step) * step)
-        if anchors not in self._graphs:
+        # a lone document is attended to by another kernel (attention.py)
+        key = (anchors, len(batch.doc_lengths) == 1)
+        if key not in self._graphs:
             shape = replace(self._shape, anchors=anchors)
             pool = next(iter(self._graphs.values())).pool if self._graphs else None
-            self._graphs[anchors] = CapturedBackward(self._module, batch, shape, self._depth, pool)
+            self._graphs[key] = CapturedBackward(self._module, batch, shape, self._depth, pool)
             self.captures += 1
-        return self._graphs[anchors].backward(batch, scale_K)
+        return self._graphs[key].backward(batch, scale_K)

@@ -1,0 +1,275 @@
+"""Attention of a few new tokens over a long context and each other's ancestors: split-KV, one pass over the KV buffers.
+
+On CUDA a Triton kernel splits the context over the card (flash decoding) and a second one merges the parts; the eager
+twin builds the whole mask. Lengths are read on the device, so that one captured graph serves every context length.
+Shape legend: B batch, M tokens of a forward, R = B · M, h query heads, g kv heads, d head dim, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.eval.pointwise import launch_options, wants_kernel
+
+try:
+    import triton
+    import triton.language as tl
+
+    from headstart.eval.pointwise import await_previous
+except ImportError:  # CPU builds of torch come without Triton
+    triton = None
+
+#: query rows of a tile (tokens × heads that share a kv head), slots per step of the loop
+BLOCK_ROWS = 64
+BLOCK_SLOTS = 64
+#: programs that fill a card when its number of multiprocessors is unknown
+PROGRAMS = 128
+MAX_SPLITS = 32
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Where the tokens of a forward stand and what they see.
+
+    Attributes:
+        position_BM: int64, rope position; negative = padding, which sees nothing.
+        write_BM: int64, slot each token's key and value go to.
+        base_B: int64, committed slots of each row; used with `tree_BMM` only.
+        tree_BMM: bool, entry (m, n): token m sees token n, which stands at slot base + n. None: a token sees every slot
+            up to its own position (chains, prompts).
+    """
+
+    position_BM: Tensor
+    write_BM: Tensor
+    base_B: Tensor
+    tree_BMM: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttendShape:
+    """A layer's attention: query scale, window in positions (None = full), logit soft-cap, sink logits [h]."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks_h: Tensor | None = None
+
+
+def visible_slots(visibility: Visibility, window: int | None, slots: int) -> Tensor:
+    """bool [B, M, S]: the mask that the kernel never builds."""
+    position_BM = visibility.position_BM
+    slot_S = torch.arange(slots, device=position_BM.device)
+    distance_BMS = position_BM[:, :, None] - slot_S
+    if visibility.tree_BMM is None:
+        seen = distance_BMS >= 0
+    else:
+        batch, count = position_BM.shape
+        seen = (slot_S < visibility.base_B[:, None])[:, None, :].expand(batch, count, slots)
+        place_BM = visibility.base_B[:, None] + torch.arange(count, device=position_BM.device)
+        seen = seen.scatter(2, place_BM[:, None, :].expand(batch, count, count), visibility.tree_BMM)
+        at_BS = slot_S.expand(batch, slots).scatter(1, place_BM, position_BM)
+        distance_BMS = position_BM[:, :, None] - at_BS[:, None, :]
+    seen = seen & (position_BM >= 0)[:, :, None]
+    return seen if window is None else seen & (distance_BMS < window)
+
+
+def attend_eager(q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, shape: AttendShape) -> Tensor:
+    """Queries [R, h, d] against buffers [B, g, S, d] → context [R, h, d]. Softmax in float32 (float64 stays)."""
+    batch, count = visibility.position_BM.shape
+    kv_heads, slots, d = keys.shape[1:]
+    wide = torch.promote_types(q_Rhd.dtype, torch.float32)
+    q = q_Rhd.view(batch, count, kv_heads, -1, d).permute(0, 2, 3, 1, 4).to(wide)
+    scores = torch.einsum("bgamd,bgsd->bgams", q, keys.to(wide)) * shape.scale
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    seen = visible_slots(visibility, shape.window, slots)[:, None, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    peak = scores.amax(-1, keepdim=True)
+    if shape.sinks_h is not None:
+        sinks = shape.sinks_h.to(wide).view(1, kv_heads, -1, 1, 1)
+        peak = torch.maximum(peak, sinks)
+    peak = peak.clamp(min=torch.finfo(wide).min)
+    weights = (scores - peak).exp()
+    total = weights.sum(-1, keepdim=True)
+    if shape.sinks_h is not None:
+        total = total + (sinks - peak).exp()
+    context = torch.einsum("bgams,bgsd->bgamd", weights, values.to(wide)) / total.clamp(min=1e-30)
+    return context.permute(0, 3, 1, 2, 4).reshape(q_Rhd.shape).to(q_Rhd.dtype)
+
+
+def attend(q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, shape: AttendShape) -> Tensor:
+    """As attend_eager."""
+    run = attend_kernel if wants_kernel(q_Rhd) else attend_eager
+    return run(q_Rhd, keys, values, visibility, shape)
+
+
+def attend_kernel(
+    q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, shape: AttendShape, splits: int | None = None
+) -> Tensor:
+    """Split-KV attention. Args: splits: parts of the context; None fills the card."""
+    batch, count = visibility.position_BM.shape
+    rows, heads, d = q_Rhd.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    block_rows = min(BLOCK_ROWS, max(16, triton.next_power_of_2(count * group)))
+    if d > 128:
+        block_rows = min(block_rows, 32)
+    tiles = triton.cdiv(count * group, block_rows)
+    if splits is None:
+        parts = triton.cdiv(keys.shape[2], BLOCK_SLOTS)
+        splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles), parts))
+    out = torch.empty_like(q_Rhd)
+    partial = stats = out
+    if splits > 1:
+        partial = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=out.device)
+        stats = torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=out.device)
+    tree = visibility.tree_BMM
+    sinks = shape.sinks_h
+    _attend_kernel[(splits, batch * kv_heads, tiles)](
+        q_Rhd, keys, values, visibility.position_BM, visibility.base_B,
+        visibility.base_B if tree is None else tree.view(torch.uint8), out if sinks is None else sinks,
+        partial, stats, out, count, rows, splits, shape.scale, shape.softcap or 0.0, shape.window or 0,
+        keys.stride(0), keys.stride(1), keys.stride(2),
+        H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=BLOCK_SLOTS,
+        TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
+        SINKS=sinks is not None, SPLIT=splits > 1,
+        num_warps=8 if block_rows > 32 or d > 128 else 4, num_stages=2, **launch_options(out.device),
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(rows, heads)](
+            partial, stats, out if sinks is None else sinks, out, rows, splits,
+            H=heads, D=d, BD=triton.next_power_of_2(d), BP=triton.next_power_of_2(splits), SINKS=sinks is not None,
+            num_warps=1, **launch_options(out.device),
+        )  # fmt: skip
+    return out
+
+
+if triton is not None:
+
+    @triton.jit
+    def _attend_kernel(
+        q, keys, values, position, base, tree, sinks, partial, stats, out,
+        tokens, rows, splits, scale, softcap, window, stride_b, stride_g, stride_s,
+        H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
+        TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+        OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One part of the context for one tile of (tokens × heads that share a kv head)."""
+        await_previous(OVERLAP)
+        split = tl.program_id(0)
+        batch = (tl.program_id(1) // G).to(tl.int64)
+        kv_head = tl.program_id(1) % G
+        A: tl.constexpr = H // G
+        tile_row = tl.program_id(2) * BR + tl.arange(0, BR)
+        token = tile_row // A
+        head = kv_head * A + tile_row % A
+        real = token < tokens
+        row = batch * tokens + token
+        channel = tl.arange(0, BD)
+        at = tl.load(position + row, mask=real, other=-1).to(tl.int32)
+        query = tl.load(
+            q + (row * H + head)[:, None] * D + channel[None, :],
+            mask=real[:, None] & (channel < D)[None, :], other=0.0,
+        )  # fmt: skip
+        if TREE:
+            committed = tl.load(base + batch).to(tl.int32)
+            end = committed + tokens
+        else:
+            end = tl.max(at, 0) + 1
+        low = end * 0
+        if WINDOW:
+            low = tl.maximum(tl.min(tl.where(at >= 0, at, end), 0) - window + 1, 0)
+        part = tl.cdiv(tl.cdiv(end - low, splits), BS) * BS
+        start = low + split * part
+        stop = tl.minimum(start + part, end)
+        peak = tl.full((BR,), float("-inf"), tl.float32)
+        total = tl.zeros((BR,), tl.float32)
+        context = tl.zeros((BR, BD), tl.float32)
+        key_base = keys + batch * stride_b + kv_head * stride_g
+        value_base = values + batch * stride_b + kv_head * stride_g
+        for first in range(start, stop, BS):
+            slot = first + tl.arange(0, BS)
+            there = slot < stop
+            key = tl.load(
+                key_base + slot[None, :] * stride_s + channel[:, None],
+                mask=there[None, :] & (channel < D)[:, None], other=0.0,
+            )  # fmt: skip
+            score = tl.dot(query, key, input_precision="ieee") * scale
+            if SOFTCAP:
+                score = (2 * tl.sigmoid(2 * score / softcap) - 1) * softcap
+            if TREE:
+                node = slot - committed
+                new = node >= 0
+                linked = tl.load(
+                    tree + batch * tokens * tokens + (token * tokens)[:, None] + node[None, :],
+                    mask=real[:, None] & (new & there)[None, :], other=0,
+                )  # fmt: skip
+                seen = tl.where(new[None, :], linked != 0, there[None, :] & real[:, None])
+                if WINDOW:
+                    where = tl.load(position + batch * tokens + node, mask=new & there, other=0).to(tl.int32)
+                    seen = seen & (at[:, None] - tl.where(new, where, slot)[None, :] < window)
+            else:
+                seen = (slot[None, :] <= at[:, None]) & there[None, :]
+                if WINDOW:
+                    seen = seen & (at[:, None] - slot[None, :] < window)
+            score = tl.where(seen & (at >= 0)[:, None], score, float("-inf"))
+            higher = tl.maximum(peak, tl.max(score, 1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp(score - safe[:, None])
+            shrink = tl.exp(peak - safe)
+            total = total * shrink + tl.sum(weight, 1)
+            value = tl.load(
+                value_base + slot[:, None] * stride_s + channel[None, :],
+                mask=there[:, None] & (channel < D)[None, :], other=0.0,
+            )  # fmt: skip
+            context = context * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+            peak = higher
+        place = (row * H + head)[:, None] * D + channel[None, :]
+        stored = real[:, None] & (channel < D)[None, :]
+        if SPLIT:
+            ahead = split.to(tl.int64) * rows * H
+            tl.store(partial + ahead * D + place, context, mask=stored)
+            tl.store(stats + (ahead + row * H + head) * 2, peak, mask=real)
+            tl.store(stats + (ahead + row * H + head) * 2 + 1, total, mask=real)
+        else:
+            if SINKS:
+                sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
+                higher = tl.maximum(peak, sink)
+                shrink = tl.exp(peak - higher)
+                total = total * shrink + tl.exp(sink - higher)
+                context = context * shrink[:, None]
+            context = context / tl.maximum(total, 1e-30)[:, None]
+            tl.store(out + place, context.to(out.dtype.element_ty), mask=stored)
+
+    @triton.jit
+    def _merge_kernel(
+        partial, stats, sinks, out, rows, splits,
+        H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SINKS: tl.constexpr,
+        OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """Weigh the parts of one row and head by their shares of the softmax."""
+        await_previous(OVERLAP)
+        place = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
+        channel = tl.arange(0, BD)
+        part = tl.arange(0, BP)
+        there = part < splits
+        spot = part.to(tl.int64) * rows * H + place
+        peak = tl.load(stats + spot * 2, mask=there, other=float("-inf"))
+        total = tl.load(stats + spot * 2 + 1, mask=there, other=0.0)
+        context = tl.load(
+            partial + spot[:, None] * D + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0
+        )
+        highest = tl.max(peak, 0)
+        if SINKS:
+            sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)
+            highest = tl.maximum(highest, sink)
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        share = tl.exp(peak - safe)
+        whole = tl.sum(total * share, 0)
+        if SINKS:
+            whole += tl.exp(sink - safe)
+        merged = tl.sum(context * share[:, None], 0) / tl.maximum(whole, 1e-30)
+        tl.store(out + place * D + channel, merged.to(out.dtype.element_ty), mask=channel < D)

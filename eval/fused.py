@@ -1,0 +1,343 @@
+"""A transformers causal LM whose decoder layers run fused kernels on the engine's own KV buffers.
+
+Nothing of a model's code is copied: layers are recognised by the modules they hold (q/k/v/o projections, RMSNorms, a
+gated MLP or any other), embeddings, rotary tables, output head, soft-caps and scales stay transformers' own, and a
+model counts as fused only after its hidden states and logits have been compared with the original's on random tokens.
+The fused model shares every parameter with the original: q, k, v and gate, up become views of one matrix each.
+Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, h query heads, g kv heads, d head dim,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.eval.attention import AttendShape, Visibility, attend
+from headstart.eval.linear import Linear, tune
+from headstart.eval.pointwise import NormWeights, RopeStore, rms_norm, rope_store
+from headstart.heads.target import decoder_layers, record_layer_inputs
+
+#: largest relative distance (L2) between fused and original hidden states that passes as rounding
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class Unfusable(Exception):
+    """The model has a structure that the fused layers do not cover; the message names it."""
+
+
+class Buffers:
+    """Key and value buffers of all layers, [B, g, S + 1, d] each; slot S is the bin that padding is written to."""
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor]):
+        self.keys, self.values = keys, values
+
+
+@dataclass
+class Pass:
+    """What the layers of one forward share: where its tokens stand, and the buffers."""
+
+    visibility: Visibility
+    buffers: Buffers
+
+
+class _Slot:
+    """Holds the Pass of the forward that is running: transformers' top-level code knows nothing of it."""
+
+    current: Pass | None = None
+    #: rotary tables hold each angle once (gpt-oss) instead of twice; found at the first forward
+    half_tables: bool | None = None
+
+
+def norm_weights(norm: nn.Module) -> NormWeights:
+    """Factor and eps of an RMSNorm module, found by what it does to vectors of known RMS.
+
+    Raises: Unfusable when the module is something else.
+    """
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if weight is None or eps is None or getattr(norm, "bias", None) is not None:
+        raise Unfusable(f"{type(norm).__name__} is no RMSNorm")
+    with torch.no_grad():
+        # the weight itself, or 1 + weight: whichever the module's output shows
+        shown = norm(torch.ones_like(weight)).float()
+        plain, shifted = weight.float(), weight.float() + 1
+        factor = min((plain, shifted), key=lambda guess: float((guess - shown).abs().max()))
+        if not torch.allclose(factor, shown, rtol=1e-2, atol=1e-2):
+            raise Unfusable(f"{type(norm).__name__} multiplies by neither its weight nor 1 + its weight")
+    return NormWeights(factor.contiguous(), float(eps))
+
+
+def _merged(projections: list[nn.Module]) -> tuple[Tensor, Tensor | None]:
+    """One matrix (and bias) holding several projections' rows; the projections' weights become views of it."""
+    for projection in projections:
+        if type(projection) is not nn.Linear:
+            raise Unfusable(f"a projection is {type(projection).__name__}, expected nn.Linear")
+    with_bias = [projection for projection in projections if projection.bias is not None]
+    if with_bias and len(with_bias) != len(projections):
+        raise Unfusable("some projections of a group have a bias and others none")
+
+    def merge(parameters: list[nn.Parameter]) -> Tensor:
+        sizes = [parameter.shape[0] for parameter in parameters]
+        whole = _as_one(parameters)
+        for parameter, part in zip(parameters, whole.split(sizes), strict=True):
+            parameter.data = part
+        return whole
+
+    weight = merge([projection.weight for projection in projections])
+    return weight, merge([projection.bias for projection in projections]) if with_bias else None
+
+
+def _as_one(parameters: list[nn.Parameter]) -> Tensor:
+    """The parameters end to end; without a copy when they are consecutive views already (an earlier fusion)."""
+    first = parameters[0].data
+    expected = first.data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != expected or not parameter.is_contiguous():
+            return torch.cat([parameter.data for parameter in parameters])
+        expected += parameter.numel() * parameter.element_size()
+    if len(parameters) == 1:
+        return first
+    rows = sum(parameter.shape[0] for parameter in parameters)
+    inside = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
+    if inside < rows * (first.numel() // first.shape[0]):
+        return torch.cat([parameter.data for parameter in parameters])
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _activation(module: nn.Module) -> str | None:
+    """Name of an MLP's activation if the kernels know it, by what it does."""
+    act = getattr(module, "act_fn", None)
+    if act is None:
+        return None
+    probe = torch.linspace(-4, 4, 33)
+    with torch.no_grad():
+        shown = act(probe)
+    for name, expected in (
+        ("silu", nn.functional.silu(probe)),
+        ("gelu_tanh", nn.functional.gelu(probe, approximate="tanh")),
+    ):
+        if torch.allclose(shown, expected, atol=1e-6):
+            return name
+    return None
+
+
+class FusedMLP(nn.Module):
+    """down(act(gate(x)) · up(x)) with the residual added in the last product."""
+
+    def __init__(self, mlp: nn.Module, activation: str):
+        super().__init__()
+        gate_up, bias = _merged([mlp.gate_proj, mlp.up_proj])
+        self.gate_up = Linear(gate_up, bias, activation)
+        self.down = Linear(*_merged([mlp.down_proj]))
+
+    def forward(self, x_RD: Tensor, residual_RD: Tensor | None) -> Tensor:
+        return self.down(self.gate_up(x_RD), residual_RD)
+
+
+class FusedLayer(nn.Module):
+    """A pre-norm decoder layer: attention on the engine's buffers, an MLP, two or four RMSNorms."""
+
+    def __init__(self, layer: nn.Module, index: int, slot: _Slot, window: int | None):
+        super().__init__()
+        self.index, self.slot = index, slot
+        attention = getattr(layer, "self_attn", None)
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
+        missing = [name for name in names if not hasattr(attention, name)]
+        if attention is None or missing:
+            raise Unfusable(f"attention of {type(layer).__name__} lacks {missing}")
+        self.qkv = Linear(*_merged([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self.out = Linear(*_merged([attention.o_proj]))
+        d = attention.head_dim
+        self.rope = RopeStore(
+            attention.q_proj.out_features // d, attention.k_proj.out_features // d, d,
+            *(norm_weights(attention.get_submodule(n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")),
+        )  # fmt: skip
+        self.shape = AttendShape(
+            float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None),
+            getattr(attention, "sinks", None),
+        )  # fmt: skip
+        self.input_norm = norm_weights(layer.input_layernorm)
+        four = hasattr(layer, "pre_feedforward_layernorm")
+        self.mlp_norm = norm_weights(layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm)
+        self.after_attention = norm_weights(layer.post_attention_layernorm) if four else None
+        self.after_mlp = norm_weights(layer.post_feedforward_layernorm) if four else None
+        mlp = layer.mlp
+        gated = all(type(getattr(mlp, name, None)) is nn.Linear for name in ("gate_proj", "up_proj", "down_proj"))
+        activation = _activation(mlp) if gated else None
+        self.mlp = FusedMLP(mlp, activation) if activation is not None else mlp
+
+    def linears(self) -> list[Linear]:
+        own = [self.qkv, self.out]
+        return [*own, self.mlp.gate_up, self.mlp.down] if isinstance(self.mlp, FusedMLP) else own
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
+    ) -> Tensor:
+        run = self.slot.current
+        if run is None:
+            raise RuntimeError("a fused layer runs only inside FusedModel.forward")
+        batch, count, width = hidden_states.shape
+        x_RD = hidden_states.reshape(-1, width)
+        if self.slot.half_tables is None:
+            first, second = position_embeddings[1].chunk(2, -1)
+            self.slot.half_tables = not torch.equal(first, second)
+        cos_RW, sin_RW = (self._table(table, batch, count) for table in position_embeddings)
+        keys, values = run.buffers.keys[self.index], run.buffers.values[self.index]
+        qkv_RC = self.qkv(rms_norm(x_RD, self.input_norm))
+        q_Rhd = rope_store(qkv_RC, cos_RW, sin_RW, self.rope, keys, values, run.visibility.write_BM)
+        context_RC = attend(q_Rhd, keys, values, run.visibility, self.shape).flatten(1)
+        x_RD = self._add(x_RD, lambda residual: self.out(context_RC, residual), self.after_attention)
+        normed_RD = rms_norm(x_RD, self.mlp_norm)
+        x_RD = self._add(x_RD, lambda residual: self._mlp(normed_RD, residual, batch), self.after_mlp)
+        return x_RD.view(batch, count, width)
+
+    def _table(self, table: Tensor, batch: int, count: int) -> Tensor:
+        table_RW = table.expand(batch, count, -1).reshape(batch * count, -1)
+        return torch.cat((table_RW, table_RW), -1) if self.slot.half_tables else table_RW
+
+    @staticmethod
+    def _add(x_RD: Tensor, branch: Any, norm: NormWeights | None) -> Tensor:
+        return branch(x_RD) if norm is None else x_RD + rms_norm(branch(None), norm)
+
+    def _mlp(self, x_RD: Tensor, residual_RD: Tensor | None, batch: int) -> Tensor:
+        if isinstance(self.mlp, FusedMLP):
+            return self.mlp(x_RD, residual_RD)
+        # mixtures of experts return their router's scores as well
+        result = self.mlp(x_RD.view(batch, -1, x_RD.shape[-1]))
+        y_RD = (result[0] if isinstance(result, tuple) else result).reshape(x_RD.shape)
+        return y_RD if residual_RD is None else residual_RD + y_RD
+
+
+class FusedNorm(nn.Module):
+    """The final norm; keeps its last output, which features are made of."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm, self.last = norm_weights(norm), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = rms_norm(x, self.norm)
+        return self.last
+
+
+class FusedHead(nn.Module):
+    """The output matrix."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.linear = Linear(*_merged([head]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """New module objects down the tree over the same parameters and buffers, without hooks."""
+    twin = copy.copy(module)
+    for name in [name for name in module.__dict__ if name.startswith("_forward") and "hooks" in name]:
+        twin.__dict__[name] = type(module.__dict__[name])()
+    twin.__dict__["_modules"] = {
+        name: None if child is None else shallow_copy(child) for name, child in module._modules.items()
+    }
+    return twin
+
+
+class FusedModel:
+    """A causal LM for decoding on explicit KV buffers.
+
+    Args:
+        model: transformers causal LM in eval mode.
+        windows: attention kind → window, as engine.attention_windows gives.
+    Raises: Unfusable when a layer's structure is not covered or the outputs differ.
+    """
+
+    def __init__(self, model: nn.Module, windows: dict[str, int | None]):
+        self.windows, self._slot = windows, _Slot()
+        config = model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
+        self.view = shallow_copy(model)
+        decoder = self.view.get_decoder()
+        layers = decoder_layers(self.view)
+        self.layers = [FusedLayer(layer, n, self._slot, windows[kinds[n]]) for n, layer in enumerate(layers)]
+        for n, layer in enumerate(self.layers):
+            layers[n] = layer
+        self.norm = decoder.norm = FusedNorm(decoder.norm)
+        self.head = FusedHead(self.view.get_output_embeddings())
+        self.view.set_output_embeddings(self.head)
+        self.device, self.dtype = model.device, model.dtype
+        # any 4-D mask is passed through unread by the fused layers and spares building one
+        none = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+        self._mask = {kind: none for kind in windows} if len(windows) > 1 else none
+        self._check(model)
+
+    def linears(self) -> list[Linear]:
+        return [self.head.linear, *(linear for layer in self.layers for linear in layer.linears())]
+
+    def tune(self, rows: int) -> dict[str, float]:
+        """Choose how products of `rows` rows run, by measurement (CUDA only)."""
+        return tune(self.linears(), rows)
+
+    def buffers(self, batch: int, capacity: int) -> Buffers:
+        """Zeroed buffers: a masked slot has weight 0, and 0 × garbage must not be NaN."""
+        made = []
+        for _ in range(2):
+            made.append(
+                [
+                    torch.zeros(
+                        (batch, layer.rope.kv_heads, capacity + 1, layer.rope.head_dim),
+                        dtype=self.dtype, device=self.device,
+                    )
+                    for layer in self.layers
+                ]
+            )  # fmt: skip
+        return Buffers(*made)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens_BM: Tensor,
+        visibility: Visibility,
+        buffers: Buffers,
+        layer_ids: tuple[int, ...] = (),
+        last_only: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One pass: writes keys and values, returns (logits [B, M or 1, V], hidden [B, M, D] post-norm,
+        streams [B, M, k, D] or None)."""
+        self._slot.current = Pass(visibility, buffers)
+        try:
+            with record_layer_inputs(self.view, layer_ids) as captured:
+                output = self.view(
+                    input_ids=tokens_BM,
+                    position_ids=visibility.position_BM.clamp(min=0),
+                    attention_mask=self._mask,
+                    use_cache=False,
+                    logits_to_keep=1 if last_only else 0,
+                )
+        finally:
+            self._slot.current = None
+        streams = torch.stack([captured[k] for k in layer_ids], 2) if layer_ids else None
+        return output.logits, self.norm.last, streams
+
+    @torch.no_grad()
+    def _check(self, model: nn.Module, length: int = 12) -> None:
+        """Raises Unfusable unless hidden states and logits equal the original model's on random tokens."""
+        noise = torch.Generator().manual_seed(0)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        tokens_BT = torch.randint(0, vocabulary, (2, length), generator=noise).to(self.device)
+        position_BT = torch.arange(length, device=self.device).expand(2, length)
+        before = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
+        logits, hidden, _ = self.forward(
+            tokens_BT, Visibility(position_BT, position_BT, position_BT[:, 0]), self.buffers(2, length)
+        )
+        pairs = {"hidden states": (hidden, before.hidden_states[-1]), "logits": (logits, before.logits)}
+        for name, (mine, theirs) in pairs.items():
+            distance = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+            if not distance <= TOLERANCE[self.dtype]:
+                raise Unfusable(
+                    f"fused {name} of {type(model).__name__} differ from the model's by {distance:.2e} (relative), "
+                    f"expected at most {TOLERANCE[self.dtype]:.0e}"
+                )

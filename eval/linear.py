@@ -1,0 +1,331 @@
+"""Matrix products for a handful of rows, near memory bandwidth: y = x · Wᵀ with what stands before and after it fused.
+
+With 1 to 64 rows a product only streams its weights, so what counts is the bytes in flight. The kernel keeps several
+weight tiles in flight per multiprocessor and turns the product over (weights as the tall operand), so that Hopper's
+matrix units take few rows without waste. Which tile sizes, or whether cuBLAS, is decided by `tune`: a measurement.
+Shape legend: R rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headstart.eval.pointwise import launch_options, wants_kernel
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without Triton
+    triton = None
+
+#: rows beyond which products go to cuBLAS
+MAX_ROWS = 64
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernel cuts a product: outputs and inputs per tile, warps, tiles in flight.
+
+    Attributes: vector: a single row on the ordinary arithmetic units instead of the matrix units.
+    """
+
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+    vector: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.outputs}×{self.inputs} w{self.warps} s{self.stages}{' vector' * self.vector}"
+
+
+#: what `tune` tries, best guesses first
+CANDIDATES = (
+    Tiles(64, 128, 4, 4), Tiles(32, 256, 4, 4), Tiles(64, 256, 4, 3), Tiles(128, 64, 4, 5), Tiles(32, 128, 4, 6),
+    Tiles(64, 64, 4, 6),
+)  # fmt: skip
+#: and for a single row
+VECTOR_CANDIDATES = (
+    Tiles(8, 512, 4, 1, True), Tiles(4, 1024, 4, 1, True), Tiles(16, 512, 8, 1, True), Tiles(16, 256, 4, 1, True),
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Linear:
+    """One product with its surroundings: out = act(x · W_gateᵀ) · (x · W_upᵀ), or x · Wᵀ + bias + residual.
+
+    Attributes:
+        weight_NK: the matrix; with `activation` the rows of gate, then those of up (N twice the outputs).
+        bias_N: or None.
+        activation: None, or a key of ACTIVATIONS.
+        tiles: rows (1, or the bucket 16, 32, 64) → Tiles, or None = cuBLAS; a missing bucket takes the first candidate.
+    """
+
+    weight_NK: Tensor
+    bias_N: Tensor | None = None
+    activation: str | None = None
+    tiles: dict[int, Tiles | None] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> int:
+        return self.weight_NK.shape[0] // (2 if self.activation is not None else 1)
+
+    def __call__(self, x_RK: Tensor, residual_RN: Tensor | None = None) -> Tensor:
+        rows = x_RK.shape[0]
+        if rows > MAX_ROWS or not wants_kernel(x_RK):
+            return linear_eager(x_RK, self, residual_RN)
+        tiles = self.tiles.get(1 if rows == 1 else row_bucket(rows), CANDIDATES[0])
+        if tiles is None:
+            return linear_eager(x_RK, self, residual_RN)
+        return linear_kernel(x_RK, self, residual_RN, tiles)
+
+
+def row_bucket(rows: int) -> int:
+    """Rows that a tile of the matrix units is padded to: 16, 32 or 64."""
+    return next(size for size in (16, 32, 64) if rows <= size)
+
+
+def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None) -> Tensor:
+    """The product through the library, its surroundings as tensor operations."""
+    y_RN = F.linear(x_RK, linear.weight_NK, linear.bias_N)
+    if linear.activation is not None:
+        gate, up = y_RN.chunk(2, -1)
+        y_RN = ACTIVATIONS[linear.activation](gate) * up
+    return y_RN if residual_RN is None else residual_RN + y_RN
+
+
+def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tiles: Tiles) -> Tensor:
+    """As linear_eager with accumulation in float32 and one rounding at the end."""
+    x_RK = x_RK.contiguous()
+    rows, inputs = x_RK.shape
+    outputs, weight_NK, bias_N = linear.outputs, linear.weight_NK, linear.bias_N
+    out_RN = x_RK.new_empty((rows, outputs))
+    paired = linear.activation is not None
+    bias, residual = (out_RN if extra is None else extra for extra in (bias_N, residual_RN))
+    flags = {
+        "PAIRED": paired,
+        "SILU": linear.activation == "silu",
+        "BIAS": bias_N is not None,
+        "RESIDUAL": residual_RN is not None,
+        "EVEN": inputs % tiles.inputs == 0,
+        **launch_options(x_RK.device),
+    }
+    if tiles.vector:
+        _vector_kernel[(triton.cdiv(outputs, tiles.outputs),)](
+            x_RK, weight_NK, bias, residual, out_RN, outputs, inputs,
+            BN=tiles.outputs, BK=tiles.inputs, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
+        )  # fmt: skip
+        return out_RN
+    tile_outputs = max(16, tiles.outputs // 2) if paired else tiles.outputs
+    _linear_kernel[(triton.cdiv(outputs, tile_outputs),)](
+        x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
+        BR=row_bucket(rows), BN=tile_outputs, BK=tiles.inputs, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
+    )  # fmt: skip
+    return out_RN
+
+
+def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]:
+    """Choose tiles or cuBLAS for `rows` by measurement, per shape of product; sets `tiles` of every linear.
+
+    Args: linears: all products of a model; those of one shape are run in turn, so that no weight stays in the cache.
+    Returns: "N×K[ activation] rows" → microseconds of the chosen way, per product.
+    """
+    chosen: dict[str, float] = {}
+    if rows > MAX_ROWS or not linears or not wants_kernel(linears[0].weight_NK):
+        return chosen
+    groups: dict[tuple[Any, ...], list[Linear]] = {}
+    for linear in linears:
+        key = (tuple(linear.weight_NK.shape), linear.activation, linear.bias_N is not None)
+        groups.setdefault(key, []).append(linear)
+    for (shape, activation, _), members in groups.items():
+        times = measure(members[:8], rows, replays)
+        best = min(times, key=lambda tiles: times[tiles])
+        for linear in members:
+            linear.tiles[row_bucket(rows)] = best
+        chosen[f"{shape[0]}×{shape[1]}{' ' + activation if activation else ''} {rows}"] = times[best]
+    return chosen
+
+
+def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
+    """Microseconds per product of every candidate (None = cuBLAS) on products of one shape."""
+    weight_NK = members[0].weight_NK
+    x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
+    times: dict[Tiles | None, float] = {}
+    for tiles in (None, *CANDIDATES, *(VECTOR_CANDIDATES if rows == 1 else ())):
+
+        def run(tiles: Tiles | None = tiles) -> None:
+            for linear in members:
+                if tiles is None:
+                    linear_eager(x_RK, linear)
+                else:
+                    linear_kernel(x_RK, linear, None, tiles)
+
+        try:
+            times[tiles] = graph_time(run, replays) / len(members) * 1e3
+        except triton.runtime.errors.OutOfResources:
+            # tiles that this card's shared memory cannot hold
+            continue
+    return times
+
+
+def graph_time(run: Callable[[], object], replays: int = 5, warmup: int = 2) -> float:
+    """Milliseconds of one replay of `run` captured as a CUDA graph (median)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(warmup):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))[replays // 2]
+
+
+if triton is not None:
+
+    @triton.jit
+    def _prefetch(at):
+        """Ask for the cache lines at the given addresses, without waiting for them."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def _gate(x, SILU: tl.constexpr):
+        """SiLU, or GELU in its tanh form."""
+        if SILU:
+            return x * tl.sigmoid(x)
+        return x * tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+
+    @triton.jit
+    def _linear_kernel(
+        x, weight, bias, residual, out, rows, outputs, inputs,
+        PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+        BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """BN outputs of all rows. PAIRED: output n comes from weight rows n (gate) and `outputs` + n (up)."""
+        output = tl.program_id(0) * BN + tl.arange(0, BN)
+        inside = output < outputs
+        # a clamped index keeps loads free of masks; what it computes is not stored
+        weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
+        row = tl.arange(0, BR)
+        real = row < rows
+        channel = tl.arange(0, BK)
+        weight_at = weight + weight_row[:, None] * inputs + channel[None, :]
+        up_at = weight_at
+        if PAIRED:
+            up_at = weight_at + tl.cast(outputs, tl.int64) * inputs
+        if OVERLAP:
+            # weights do not depend on the previous kernel: fetch the first tiles while it drains
+            line = tl.minimum(tl.arange(0, BK // 16) * 64, inputs - 1)
+            _prefetch(weight + weight_row[:, None] * inputs + line[None, :])
+            if PAIRED:
+                _prefetch(weight + (outputs + weight_row)[:, None] * inputs + line[None, :])
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        x_at = x + row[None, :] * inputs + channel[:, None]
+        sums = tl.zeros((BN, BR), tl.float32)
+        ups = tl.zeros((BN, BR), tl.float32)
+        for first in range(0, inputs, BK):
+            if EVEN:
+                part = tl.load(x_at + first, mask=real[None, :], other=0.0)
+                tile = tl.load(weight_at + first, eviction_policy="evict_first")
+            else:
+                here = channel < inputs - first
+                part = tl.load(x_at + first, mask=real[None, :] & here[:, None], other=0.0)
+                tile = tl.load(weight_at + first, mask=here[None, :], other=0.0)
+            sums = tl.dot(tile, part, sums, input_precision="ieee")
+            if PAIRED:
+                if EVEN:
+                    tile = tl.load(up_at + first, eviction_policy="evict_first")
+                else:
+                    tile = tl.load(up_at + first, mask=(channel < inputs - first)[None, :], other=0.0)
+                ups = tl.dot(tile, part, ups, input_precision="ieee")
+        if BIAS:
+            sums += tl.load(bias + weight_row).to(tl.float32)[:, None]
+            if PAIRED:
+                ups += tl.load(bias + outputs + weight_row).to(tl.float32)[:, None]
+        if PAIRED:
+            sums = _gate(sums, SILU) * ups
+        place = row[None, :] * outputs + output[:, None]
+        kept = inside[:, None] & real[None, :]
+        if RESIDUAL:
+            # the product is rounded before the sum, as a separate addition would find it
+            sums = sums.to(out.dtype.element_ty).to(tl.float32)
+            sums += tl.load(residual + place, mask=kept, other=0.0).to(tl.float32)
+        tl.store(out + place, sums.to(out.dtype.element_ty), mask=kept)
+
+    @triton.jit
+    def _vector_kernel(
+        x, weight, bias, residual, out, outputs, inputs,
+        PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+        BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One row: sums are kept per input channel of a tile and added up once at the end."""
+        output = tl.program_id(0) * BN + tl.arange(0, BN)
+        weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
+        channel = tl.arange(0, BK)
+        weight_at = weight + weight_row[:, None] * inputs + channel[None, :]
+        up_at = weight_at
+        if PAIRED:
+            up_at = weight_at + tl.cast(outputs, tl.int64) * inputs
+        here = channel < inputs
+        tile = tl.load(weight_at, mask=here[None, :], other=0.0)
+        up_tile = tile
+        if PAIRED:
+            up_tile = tl.load(up_at, mask=here[None, :], other=0.0)
+        if OVERLAP:
+            # the first tiles are on their way before the previous kernel's results are needed
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        part = tl.load(x + channel, mask=here, other=0.0).to(tl.float32)[None, :]
+        sums = tile.to(tl.float32) * part
+        ups = sums
+        if PAIRED:
+            ups = up_tile.to(tl.float32) * part
+        for first in range(BK, inputs, BK):
+            if EVEN:
+                part = tl.load(x + first + channel).to(tl.float32)[None, :]
+                tile = tl.load(weight_at + first)
+            else:
+                here = channel < inputs - first
+                part = tl.load(x + first + channel, mask=here, other=0.0).to(tl.float32)[None, :]
+                tile = tl.load(weight_at + first, mask=here[None, :], other=0.0)
+            sums += tile.to(tl.float32) * part
+            if PAIRED:
+                if EVEN:
+                    up_tile = tl.load(up_at + first)
+                else:
+                    up_tile = tl.load(up_at + first, mask=(channel < inputs - first)[None, :], other=0.0)
+                ups += up_tile.to(tl.float32) * part
+        result = tl.sum(sums, 1)
+        if BIAS:
+            result += tl.load(bias + weight_row).to(tl.float32)
+        if PAIRED:
+            up = tl.sum(ups, 1)
+            if BIAS:
+                up += tl.load(bias + outputs + weight_row).to(tl.float32)
+            result = _gate(result, SILU) * up
+        kept = output < outputs
+        if RESIDUAL:
+            result = result.to(out.dtype.element_ty).to(tl.float32)
+            result += tl.load(residual + output, mask=kept, other=0.0).to(tl.float32)
+        tl.store(out + output, result.to(out.dtype.element_ty), mask=kept)

@@ -1,0 +1,75 @@
+"""Fused models: every family's tree and chain logits equal plain transformers forwards; what does not fuse says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_engine import MODELS, PARENT, VOCAB, close, full_forward, random_tree, tiny
+from torch import nn
+
+from headstart.eval.attention import Visibility
+from headstart.eval.engine import attention_windows
+from headstart.eval.fused import FusedModel, Unfusable
+from headstart.eval.tree import with_root
+
+
+def fused(model: nn.Module) -> FusedModel:
+    return FusedModel(model, attention_windows(model.config))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tree_after_a_prompt(name: str) -> None:
+    model = tiny(name)
+    twin = fused(model)
+    noise = torch.Generator().manual_seed(1)
+    contexts = torch.randint(1, VOCAB, (2, 9), generator=noise)
+    buffers = twin.buffers(2, 32)
+    position = torch.arange(9).expand(2, 9)
+    logits, hidden, streams = twin.forward(contexts, Visibility(position, position, position[:, 0]), buffers, (1, 2))
+    for b in range(2):
+        for t in (0, 8):
+            expected = full_forward(model, contexts[b, : t + 1].tolist())
+            for found, wanted in zip((logits, hidden, streams), expected, strict=True):
+                close(found[b, t], wanted)
+    # row 1 keeps six tokens only: its tree overwrites what follows
+    length, tree = torch.tensor([9, 6]), random_tree(2)
+    tokens = torch.cat([torch.tensor([[7], [8]]), tree.tokens_BN], 1)
+    depth = torch.cat([torch.zeros(2, 1, dtype=torch.int64), tree.depth_BN], 1)
+    slots = length[:, None] + torch.arange(7)
+    visibility = Visibility(length[:, None] + depth, slots, length, with_root(tree.mask_BNN))
+    logits, hidden, streams = twin.forward(tokens, visibility, buffers, (1, 2))
+    for b in range(2):
+        for n in range(-1, 6):
+            path, node = [], n
+            while node >= 0:
+                path.insert(0, int(tree.tokens_BN[b, node]))
+                node = PARENT[node]
+            expected = full_forward(model, [*contexts[b, : length[b]].tolist(), int(tokens[b, 0]), *path])
+            for found, wanted in zip((logits, hidden, streams), expected, strict=True):
+                close(found[b, n + 1], wanted)
+
+
+def test_parameters_are_shared_and_the_model_is_unchanged() -> None:
+    model = tiny("llama")
+    tokens = torch.randint(1, VOCAB, (1, 7))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    logits = model(tokens).logits
+    first, second = fused(model), fused(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert torch.equal(model(tokens).logits, logits)
+    projection = model.model.layers[0].self_attn.k_proj.weight
+    for twin in (first, second):
+        merged = twin.layers[0].qkv.weight_NK
+        assert projection.untyped_storage().data_ptr() == merged.untyped_storage().data_ptr()
+
+
+def test_other_structures_are_refused() -> None:
+    model = tiny("llama")
+    model.model.layers[1].self_attn.q_proj = nn.Sequential(model.model.layers[1].self_attn.q_proj)
+    with pytest.raises(Unfusable, match="out_features|Sequential"):
+        fused(model)
+    model = tiny("llama")
+    model.model.layers[0].forward = model.model.layers[1].forward
+    with pytest.raises(Unfusable, match="hidden states of LlamaForCausalLM differ"):
+        fused(model)

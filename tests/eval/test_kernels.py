@@ -1,0 +1,128 @@
+"""Decoding kernels against their eager twins: on a GPU, or through Triton's interpreter (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from headstart.eval.attention import AttendShape, Visibility, attend_eager, attend_kernel
+from headstart.eval.linear import Linear, Tiles, linear_eager, linear_kernel
+from headstart.eval.pointwise import (
+    NormWeights,
+    RopeStore,
+    rms_norm_eager,
+    rms_norm_kernel,
+    rope_store_eager,
+    rope_store_kernel,
+)
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
+)
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+PARENT = [-1, 0, 0, 1, 1, 3, 2]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-2
+    distance = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert torch.isfinite(actual).all() and float(distance) < tolerance
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=noise).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(dtype: torch.dtype) -> None:
+    x, norm = random(5, 72, dtype=dtype), NormWeights(random(72, seed=1), 1e-5)
+    close(rms_norm_kernel(x, norm), rms_norm_eager(x, norm))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "rotary", "norm"), [(16, 16, False), (24, 8, True), (64, 64, True)])
+def test_rope_store(width: int, rotary: int, norm: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, slots, write = 4, 2, 9, torch.tensor([[0, 3, 8], [1, 2, 5]], device=DEVICE)
+    norms = [NormWeights(random(width, seed=n).abs() + 0.5, 1e-5) if norm else None for n in (1, 2)]
+    shape = RopeStore(heads, kv_heads, width, *norms)
+    qkv = random(6, (heads + 2 * kv_heads) * width, dtype=dtype)
+    cos, sin = (torch.cat([random(6, rotary // 2, dtype=dtype, seed=n)] * 2, 1) for n in (3, 4))
+    found = [torch.zeros(2, kv_heads, slots, width, dtype=dtype, device=DEVICE) for _ in range(2)]
+    expected = [torch.zeros_like(part) for part in found]
+    close(
+        rope_store_kernel(qkv, cos, sin, shape, *found, write), rope_store_eager(qkv, cos, sin, shape, *expected, write)
+    )
+    close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def tree_visibility(base: list[int]) -> Visibility:
+    """Row b: a tree of seven tokens after base[b] committed slots."""
+    count = len(PARENT)
+    mask, depth = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int64)
+    for node, parent in enumerate(PARENT):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+            depth[node] = depth[parent] + 1
+    base_B = torch.tensor(base)
+    tree = mask.expand(len(base), count, count).contiguous()
+    slots = base_B[:, None] + torch.arange(count)
+    return Visibility(*(x.to(DEVICE) for x in (base_B[:, None] + depth, slots, base_B, tree)))
+
+
+def causal_visibility(base: list[int]) -> Visibility:
+    """A chain; the last row starts with two tokens of padding."""
+    base_B = torch.tensor(base)
+    position = base_B[:, None] + torch.arange(len(PARENT))
+    position[-1, :2] = -1
+    return Visibility(position.to(DEVICE), position.to(DEVICE), base_B.to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3, None])
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (6, None, True), (3, 5.0, False)])
+@pytest.mark.parametrize("tree", [False, True])
+def test_attention(tree: bool, window: int, softcap: float, sinks: bool, splits: int, dtype: torch.dtype) -> None:
+    visibility = (tree_visibility if tree else causal_visibility)([150, 3])
+    heads, kv_heads, width, slots = 4, 2, 24, 200
+    q = random(2 * len(PARENT), heads, width, dtype=dtype)
+    keys, values = (random(2, kv_heads, slots, width, dtype=dtype, seed=n) for n in (1, 2))
+    shape = AttendShape(0.3, window, softcap, random(heads, seed=3) if sinks else None)
+    expected = attend_eager(q, keys, values, visibility, shape)
+    close(attend_kernel(q, keys, values, visibility, shape, splits), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_attention_at_real_sizes(tokens: int, width: int) -> None:
+    base = torch.tensor([700, 1900], device=DEVICE)
+    position = base[:, None] + torch.arange(tokens, device=DEVICE)
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=DEVICE).tril()
+    q = random(2 * tokens, 32, width, dtype=torch.bfloat16)
+    keys, values = (random(2, 8, 2048, width, dtype=torch.bfloat16, seed=n) for n in (1, 2))
+    for tree in (None, mask.expand(2, -1, -1).contiguous()):
+        visibility, shape = Visibility(position, position, base, tree), AttendShape(width**-0.5)
+        close(attend_kernel(q, keys, values, visibility, shape), attend_eager(q, keys, values, visibility, shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 20, 64])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(rows: int, activation: str, bias: bool, dtype: torch.dtype) -> None:
+    inputs, outputs = 72, 50
+    weight = random(outputs * (2 if activation else 1), inputs, dtype=dtype) / inputs**0.5
+    linear = Linear(weight, random(weight.shape[0], dtype=dtype, seed=1) if bias else None, activation)
+    x, residual = random(rows, inputs, dtype=dtype, seed=2), random(rows, outputs, dtype=dtype, seed=3)
+    for added in (None, residual):
+        expected = linear_eager(x, linear, added)
+        close(linear_kernel(x, linear, added, Tiles(32, 32, 4, 2)), expected)
+        if rows == 1:
+            close(linear_kernel(x, linear, added, Tiles(8, 32, 4, 1, vector=True)), expected)

@@ -152,10 +152,9 @@ class FusedLayer(nn.Module):
         self.qkv = Linear(*_merged([attention.q_proj, attention.k_proj, attention.v_proj]))
         self.out = Linear(*_merged([attention.o_proj]))
         d = attention.head_dim
-        self.rope = RopeStore(
-            attention.q_proj.out_features // d, attention.k_proj.out_features // d, d,
-            *(norm_weights(attention.get_submodule(n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")),
-        )  # fmt: skip
+        heads, kv_heads = attention.q_proj.out_features // d, attention.k_proj.out_features // d
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.rope = RopeStore(heads, kv_heads, d, *(None if norm is None else norm_weights(norm) for norm in norms))
         self.shape = AttendShape(
             float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None),
             getattr(attention, "sinks", None),

@@ -101,6 +101,10 @@ class DataConfig:
     min_supervised: int = 2
     #: all | last: which assistant turns are supervised
     turns: str = "all"
+    #: answers | all: `all` trains on prompts and template text as well. The teacher is the target's own distribution,
+    #: which exists at every position: twice the rows from the same conversations helps where data is scarce. Validation
+    #: and the draft vocabulary keep to the answers, which are what is drafted.
+    supervise: str = "answers"
     #: variables passed to the chat template, e.g. {enable_thinking: false}
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     #: token budget of one pack (whole documents; a longer document gets a pack of its own)
@@ -124,6 +128,7 @@ class DataConfig:
         choices = {
             "too_long": ("truncate", "drop"),
             "turns": ("all", "last"),
+            "supervise": ("answers", "all"),
             "features": ("online", "stored", "memory"),
             "features_dtype": ("auto", "float32", "bfloat16", "float16"),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,11 @@ class Sample:
         """Hash of tokens and turns: equal digests train equally."""
         content = self.token_ids.astype("<i4").tobytes() + b"|" + self.turn_ids.astype("<i4").tobytes()
         return hashlib.sha256(content).hexdigest()[:16]
+
+
+def supervise_everything(sample: Sample) -> Sample:
+    """The sample with all its tokens in one supervised turn (`data.supervise=all`)."""
+    return replace(sample, turn_ids=np.zeros_like(sample.turn_ids))
 
 
 def token_counts(samples: Sequence[Sample], vocab_size: int) -> Tensor:

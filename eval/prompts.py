@@ -113,9 +113,7 @@ def _messages(found: Any, where: str) -> list[dict[str, str]]:
     return messages
 
 
-def render(
-    messages: list[dict[str, str]], tokenizer: Any, template_kwargs: dict[str, Any] | None = None
-) -> list[int]:
+def render(messages: list[dict[str, str]], tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> list[int]:
     """Token ids of a conversation that waits for the assistant, by the target's own chat template."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise TemplateError(

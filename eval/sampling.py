@@ -25,9 +25,7 @@ class Sampling:
     @classmethod
     def from_config(cls, config: EvalConfig) -> Sampling:
         typical = (config.typical_epsilon, config.typical_delta) if config.acceptance == "typical" else None
-        return cls(
-            config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty, typical
-        )
+        return cls(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty, typical)
 
     @property
     def greedy(self) -> bool:

@@ -252,4 +252,3 @@ def select(score_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, tokens_BM: Ten
     tokens_BN, depth_BN = tokens_BM.gather(1, kept_BN), depth_BM.gather(1, kept_BN)
     valid_BN = torch.isfinite(score_BM.gather(1, kept_BN))
     return Tree(tokens_BN, parent_BN, depth_BN, valid_BN, levels)
-

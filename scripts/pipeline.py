@@ -23,7 +23,7 @@ from headstart.data.features import OnlineFeatures, StoredFeatures, build_store
 from headstart.data.memory import MemoryFeatures
 from headstart.data.packing import plan_packs
 from headstart.data.prepare import PreparedData, prepare
-from headstart.data.samples import Sample, token_counts
+from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import read_prompts
 from headstart.heads import vocab
 from headstart.heads.base import Head, build_head
@@ -154,6 +154,12 @@ class Run:
             self.talk.say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
         return self._prepared
 
+    def trained_samples(self, data: PreparedData) -> list[Sample]:
+        """What the loop trains on: the training samples under `data.supervise`."""
+        if self.recipe.data.supervise == "answers":
+            return data.train
+        return [supervise_everything(sample) for sample in data.train]
+
     def save_data_report(self, data: PreparedData) -> None:
         held = data.held_out_report
         report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
@@ -176,7 +182,7 @@ class Run:
     def _features(self) -> dict[str, Any]:
         data, config = self.prepare(), self.recipe.data
         spec, store = self._skeleton().spec, self.dir / "features"
-        for name, samples in (("train", data.train), ("held_out", data.held_out)):
+        for name, samples in (("train", self.trained_samples(data)), ("held_out", data.held_out)):
             if not samples:
                 continue
             with self.talk.progress(f"features ({name})", "tokens") as advance:
@@ -218,7 +224,7 @@ class Run:
         if main:
             self.save_data_report(data)
         head = self.fresh_head(data)
-        source = self._source(data.train, "train", head)
+        source = self._source(self.trained_samples(data), "train", head)
         origin = {**provenance(target.device), "recipe": to_dict(recipe), "target": target.fingerprint()}
         result = train(
             head,

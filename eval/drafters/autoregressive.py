@@ -65,9 +65,9 @@ class AutoregressiveDrafter:
             context.tokens_BJ.gather(1, known_B[:, None]),
             torch.ones_like(known_B),
             _at(context.hidden_BJD, last_B11),
-            None if context.streams_BJkD is None else _at(context.streams_BJkD.flatten(2), last_B11).unflatten(
-                2, context.streams_BJkD.shape[2:]
-            ),
+            None
+            if context.streams_BJkD is None
+            else _at(context.streams_BJkD.flatten(2), last_B11).unflatten(2, context.streams_BJkD.shape[2:]),
         )
         self._pend(last)
         self.longest = context.longest

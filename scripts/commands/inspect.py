@@ -37,8 +37,9 @@ def command(
             talk.say(f"not distilled yet, showing data.sources alone ({run.distilled_path} is missing)")
             settings.data.distill.prompts = []
         data = run.prepare()
-        counts = summarise(data.train)
-        chosen = data.train[:samples]
+        trained = run.trained_samples(data)
+        counts = summarise(trained)
+        chosen = trained[:samples]
         tokenizer = run.target.tokenizer
         shown: list[dict[str, Any]] = [
             {"id": s.id, "pieces": [{"text": text, "supervised": mark} for text, mark in render_sample(s, tokenizer)]}

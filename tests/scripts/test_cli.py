@@ -50,6 +50,18 @@ def test_inspect_marks_exactly_the_assistants_tokens(headstart: Callable, recipe
     assert "⟦0 0 ok<|im_end|>⟧" in shown.out and "24 conversations → 24 samples" in shown.err
 
 
+def test_inspect_shows_all_tokens_supervised(headstart: Callable, recipe: Path) -> None:
+    """data.supervise=all: every token of the same samples trains, prompt and template included."""
+    settings = ("data.distill.prompts=[]", "data.held_out_fraction=0", "--json", "-n", "2")
+    answers = headstart("inspect", recipe, *settings).json
+    everything = headstart("inspect", recipe, *settings, "data.supervise=all").json
+    assert answers["counts"]["supervised_tokens"] < answers["counts"]["tokens"] == everything["counts"]["tokens"]
+    assert everything["counts"]["supervised_tokens"] == everything["counts"]["tokens"]
+    assert all(piece["supervised"] for sample in everything["samples"] for piece in sample["pieces"])
+    wrong = headstart("inspect", recipe, "data.supervise=prompts")
+    assert wrong.code == 2 and "data.supervise" in wrong.err and "answers, all" in wrong.err
+
+
 def test_inspect_counts_truncations(headstart: Callable, recipe: Path) -> None:
     settings = ("data.distill.prompts=[]", "data.held_out_fraction=0", "data.max_length=40")
     result = headstart("inspect", recipe, *settings, "--json")

@@ -3,8 +3,8 @@
 Two backends compute the same function:
     eager  a loop over documents with explicit scores; any device and dtype; the twin that tests compare with.
     flash  the fused kernel over all documents at once, joined with the own-row part through the log-sum-exp;
-           CUDA, bf16/fp16; nothing of size rows × rows is ever held and nothing is compiled per length. A pack of one
-           document (long conversations) takes cuDNN's kernel, which has no document edges and is faster.
+           CUDA, bf16/fp16; nothing of size rows × rows is ever held and nothing is compiled per length. A lone document
+           (long conversations) and documents of one length take cuDNN's kernel: without document edges, but faster.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from headstart.heads import own_rows
 from headstart.heads.base import FeatureBatch
@@ -162,11 +163,14 @@ class TrainAttention:
         q_RhD = q_AhD.new_zeros(k_RgD.shape[0], *q_AhD.shape[1:])
         put_rows(q_RhD, row_A, q_AhD)
         scale = q_AhD.shape[-1] ** -0.5
-        if self._single(q_RhD):
+        shape = self._rectangle(q_RhD)
+        if shape is not None:
             found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-                *map(_heads_first, (q_RhD, k_RgD, v_RgD)), None, True, 0.0, True, False, scale=scale
+                *(_heads_first(x, shape) for x in (q_RhD, k_RgD, v_RgD)), None, True, 0.0, True, False, scale=scale
             )
-            out_RhD, lse_hR, state = _rows_first(found[0]), found[1].view(q_RhD.shape[1], -1), found[6:8]
+            out_RhD = _rows_first(found[0], len(q_RhD))
+            lse_hR = F.pad(found[1].squeeze(3).transpose(0, 1).flatten(1), (0, len(q_RhD) - shape[0] * shape[1]))
+            state = found[6:8]
         else:
             edges, longest = self.batch.edges_E, self.batch.longest
             out_RhD, lse_hR, *state = torch.ops.aten._flash_attention_forward(
@@ -182,13 +186,15 @@ class TrainAttention:
         scale = q_RhD.shape[-1] ** -0.5
         grad_RhD = torch.zeros_like(out_RhD)
         put_rows(grad_RhD, row_A, grad_AhD.to(out_RhD.dtype).contiguous())
-        if self._single(q_RhD):
-            inputs = [_heads_first(x) for x in (grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD)]
-            rows = q_RhD.shape[0]
+        shape = self._rectangle(q_RhD)
+        if shape is not None:
+            docs, length = shape
+            inputs = [_heads_first(x, shape) for x in (grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD)]
+            lse_BhT = lse_hR[:, : docs * length].unflatten(1, shape).transpose(0, 1).contiguous()
             found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                *inputs, lse_hR[None, :, :, None], *state, None, None, None, rows, rows, 0.0, True, scale=scale
+                *inputs, lse_BhT[..., None], *state, None, None, None, length, length, 0.0, True, scale=scale
             )
-            dq_RhD, dk, dv = map(_rows_first, found)
+            dq_RhD, dk, dv = (_rows_first(x, len(q_RhD)) for x in found)
         else:
             edges, longest = self.batch.edges_E, self.batch.longest
             dq_RhD, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -202,18 +208,37 @@ class TrainAttention:
             )  # fmt: skip
         return dq_RhD[row_A], dk, dv
 
-    def _single(self, q_RhD: Tensor) -> bool:
-        """One causal sequence: a lone document, whatever padding follows it."""
-        fits = q_RhD.shape[-1] <= 128 and q_RhD.shape[-1] % 8 == 0
-        return len(self.batch.doc_lengths) == 1 and fits and torch.backends.cuda.cudnn_sdp_enabled()
+    def _rectangle(self, q_RhD: Tensor) -> tuple[int, int] | None:
+        """(documents, rows of each) where the pack is that many causal sequences of one length; see `same_length`."""
+        fits = q_RhD.shape[-1] <= 128 and q_RhD.shape[-1] % 8 == 0 and torch.backends.cuda.cudnn_sdp_enabled()
+        length = same_length(self.batch)
+        if not fits or length is None:
+            return None
+        # what follows a lone document is padding: no row of the document attends to it
+        docs = len(self.batch.doc_lengths)
+        return (docs, length) if docs > 1 else (1, len(q_RhD))
 
 
-def _heads_first(x_RhD: Tensor) -> Tensor:
-    return x_RhD[None].transpose(1, 2)
+def same_length(batch: FeatureBatch) -> int | None:
+    """The documents' common number of rows (0 for a lone document, of whatever length), or None where they differ.
+
+    Fixed shapes may be captured for packs that agree in it. Short documents are left to the kernel with edges.
+    """
+    lengths = batch.doc_lengths
+    if len(lengths) == 1:
+        return 0
+    return lengths[0] if lengths and min(lengths) == max(lengths) >= 1024 else None
 
 
-def _rows_first(x_BhRD: Tensor) -> Tensor:
-    return x_BhRD.transpose(1, 2)[0].contiguous()
+def _heads_first(x_RhD: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[B · T rows first, h, D] → [B, h, T, D]."""
+    return x_RhD[: shape[0] * shape[1]].unflatten(0, shape).transpose(1, 2)
+
+
+def _rows_first(x_BhTD: Tensor, rows: int) -> Tensor:
+    """[B, h, T, D] → [rows, h, D], padded with zeros."""
+    flat = x_BhTD.transpose(1, 2).flatten(0, 1)
+    return flat.contiguous() if len(flat) == rows else F.pad(flat, (0, 0, 0, 0, 0, rows - len(flat)))
 
 
 class _Attend(torch.autograd.Function):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
+from headstart.heads.attention import same_length
 from headstart.heads.base import FeatureBatch
 
 
@@ -129,7 +130,7 @@ class CapturedPacks:
 
     def __init__(self, module: nn.Module, depth: int):
         self._module, self._depth = module, depth
-        self._graphs: dict[tuple[int, bool], CapturedBackward] = {}
+        self._graphs: dict[tuple[int, int, int | None], CapturedBackward] = {}
         self._shape = PackShape(0, 0, 0)
         self.captures = 0
 
@@ -141,8 +142,9 @@ class CapturedPacks:
             self._shape = self._shape.union(needed)
         step = max(128, -(-self._shape.rows // 16 // 128) * 128)
         anchors = max(step, -(-needed.anchors // step) * step)
-        # a lone document is attended to by another kernel (attention.py)
-        key = (anchors, len(batch.doc_lengths) == 1)
+        # documents of one length are attended to by a kernel that is told it (attention.py)
+        length = same_length(batch)
+        key = (anchors, 0 if length is None else len(batch.doc_lengths), length)
         if key not in self._graphs:
             shape = replace(self._shape, anchors=anchors)
             pool = next(iter(self._graphs.values())).pool if self._graphs else None

@@ -115,11 +115,14 @@ def _apply(hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss) -> tuple[Ten
 
 def _soft_ce_rows(teacher_TU: Tensor, teacher_row_A: Tensor, grad_weight_A: Tensor) -> RowLoss:
     """Unweighted losses; gradients weighted by `grad_weight_A`."""
+    kernels = teacher_TU.is_cuda and triton is not None
+    # a teacher row serves every depth that looks at it: its log-sum-exp is taken once
+    teacher_lse_T = _lse_triton(teacher_TU) if kernels else None
 
     def row_loss(logits_CU: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         teacher_row_C, weight_C = teacher_row_A[part], grad_weight_A[part]
-        if logits_CU.is_cuda and triton is not None:
-            return _soft_ce_triton(logits_CU, teacher_TU, teacher_row_C, weight_C)
+        if teacher_lse_T is not None:
+            return _soft_ce_triton(logits_CU, teacher_TU, teacher_lse_T, teacher_row_C, weight_C)
         logits = wide(logits_CU)
         target_CU = wide(teacher_TU[teacher_row_C]).softmax(-1)
         lse_C = logits.logsumexp(-1)
@@ -188,30 +191,41 @@ def hard_ce(hidden_AH: Tensor, weight_UH: Tensor, label_A: Tensor, row_weight_A:
 if triton is not None:
 
     @triton.jit
+    def _lse_kernel(x, out, tokens, stride, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        top, total = float("-inf"), 0.0
+        for start in range(0, tokens, BLOCK):
+            value = tl.load(x + row * stride + start + column, mask=start + column < tokens, other=float("-inf"))
+            value = value.to(tl.float32)
+            new_top = tl.maximum(top, tl.max(value, 0))
+            total = total * tl.exp(top - new_top) + tl.sum(tl.exp(value - new_top), 0)
+            top = new_top
+        tl.store(out + row, top + tl.log(total))
+
+    @triton.jit
     def _soft_ce_kernel(
-        logits, teacher, teacher_row, row_weight, loss, argmax, tokens, stride, teacher_stride, BLOCK: tl.constexpr
-    ):
-        """One program per row: log-sum-exp of both rows, then loss and gradient, the gradient over the logits."""
+        logits, teacher, teacher_lse, teacher_row, row_weight, loss, argmax, tokens, stride, teacher_stride,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """One program per row: the log-sum-exp, then loss and gradient, the gradient over the logits."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
-        teacher += tl.load(teacher_row + row) * teacher_stride
+        source = tl.load(teacher_row + row)
+        teacher += source * teacher_stride
+        t_lse = tl.load(teacher_lse + source)
         weight = tl.load(row_weight + row)
         column = tl.arange(0, BLOCK)
-        z_max, t_max = float("-inf"), float("-inf")
-        z_sum, t_sum, best = 0.0, 0.0, 0
+        z_max, z_sum, best = float("-inf"), 0.0, 0
         for start in range(0, tokens, BLOCK):
             inside = start + column < tokens
             z = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-            t = tl.load(teacher + start + column, mask=inside, other=float("-inf")).to(tl.float32)
             block_max = tl.max(z, 0)
             best = tl.where(block_max > z_max, start + tl.argmax(z, 0), best)
             new_max = tl.maximum(z_max, block_max)
             z_sum = z_sum * tl.exp(z_max - new_max) + tl.sum(tl.exp(z - new_max), 0)
             z_max = new_max
-            new_max = tl.maximum(t_max, tl.max(t, 0))
-            t_sum = t_sum * tl.exp(t_max - new_max) + tl.sum(tl.exp(t - new_max), 0)
-            t_max = new_max
-        z_lse, t_lse = z_max + tl.log(z_sum), t_max + tl.log(t_sum)
+        z_lse = z_max + tl.log(z_sum)
         expected = 0.0
         for start in range(0, tokens, BLOCK):
             inside = start + column < tokens
@@ -225,8 +239,17 @@ if triton is not None:
         tl.store(argmax + row, best)
 
 
+def _lse_triton(x_TU: Tensor) -> Tensor:
+    rows, tokens = x_TU.shape
+    lse_T = torch.empty(rows, dtype=torch.float32, device=x_TU.device)
+    if rows:
+        block = min(4096, triton.next_power_of_2(tokens))
+        _lse_kernel[(rows,)](x_TU, lse_T, tokens, x_TU.stride(0), BLOCK=block, num_warps=8)
+    return lse_T
+
+
 def _soft_ce_triton(
-    logits_CU: Tensor, teacher_TU: Tensor, teacher_row_C: Tensor, weight_C: Tensor
+    logits_CU: Tensor, teacher_TU: Tensor, teacher_lse_T: Tensor, teacher_row_C: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, tokens = logits_CU.shape
     loss_C = torch.empty(rows, dtype=torch.float32, device=logits_CU.device)
@@ -234,7 +257,7 @@ def _soft_ce_triton(
     if rows:
         block = min(4096, triton.next_power_of_2(tokens))
         _soft_ce_kernel[(rows,)](
-            logits_CU, teacher_TU, teacher_row_C.contiguous(), weight_C.float().contiguous(), loss_C, argmax_C,
-            tokens, logits_CU.stride(0), teacher_TU.stride(0), BLOCK=block, num_warps=8,
+            logits_CU, teacher_TU, teacher_lse_T, teacher_row_C.contiguous(), weight_C.float().contiguous(), loss_C,
+            argmax_C, tokens, logits_CU.stride(0), teacher_TU.stride(0), BLOCK=block, num_warps=8,
         )  # fmt: skip
     return loss_C, argmax_C, logits_CU

@@ -42,7 +42,7 @@ def batch_of(lengths: list[int], depth: int, vocab: int = 512) -> FeatureBatch:
 
 @pytest.mark.parametrize("own", [0, 1, 4])
 @pytest.mark.parametrize(("heads", "groups", "width"), [(9, 3, 64), (8, 8, 128), (4, 1, 32)])
-@pytest.mark.parametrize("lengths", [[130, 7, 257, 64], [333]])
+@pytest.mark.parametrize("lengths", [[130, 7, 257, 64], [333], [1024, 1024]])
 def test_flash_attention_matches_float32_eager(own, heads, groups, width, lengths):
     """bf16 operands: each output and gradient within 1e-2 of float32 (the eager bf16 twin has 2e-3 itself)."""
     batch = batch_of(lengths, 7).to("cuda")

@@ -72,6 +72,8 @@ class Report:
     versions: dict[str, str]
     git_revision: str
     notes: list[str] = field(default_factory=list)
+    #: the running server that was measured (name, version, url, model), or None for Headstart's own loop
+    engine: dict[str, Any] | None = None
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -83,6 +85,7 @@ class Report:
         if value.get("schema") != SCHEMA:
             raise DataError(f"{where}: schema: found {value.get('schema')!r}, expected {SCHEMA}")
         known = {f.name for f in fields(cls)}
+        value = {"engine": None, **value}  # reports of the first release do not say
         missing = sorted(known - set(value))
         if missing:
             raise DataError(f"{where}: fields missing: {missing}")

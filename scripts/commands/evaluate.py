@@ -1,10 +1,12 @@
 """headstart eval RECIPE, or any head on your own prompts:
 
 headstart eval --head DIR --target T --data FILE.jsonl [eval.tree.depth=3 …]
+headstart eval --engine vllm --url http://localhost:8000 --data FILE.jsonl [eval.max_new_tokens=128 …]
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +30,22 @@ def command(
     ] = None,
     data: Annotated[str | None, typer.Option("--data", help="JSONL of prompts to measure on.")] = None,
     out: Annotated[str | None, typer.Option("--out", help="Directory for the report (without a recipe).")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", help="Measure a running server from its metrics instead: vllm or sglang."),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Address of that server; OPENAI_API_KEY is sent where it is set.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of the model that it serves, where there are several.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Measure acceptance and speed: the recipe's trained head, or --head on --data.
+    """Measure acceptance and speed: the recipe's trained head, --head on --data, or what a running server drafts.
 
     Without --head, `--target T --data FILE eval.drafter=ngram` measures the drafter that needs no training.
+    With --engine and --url, the prompts go to a server at temperature 0 and τ comes from its counters.
     """
     with speaking(json) as talk:
         from headstart.eval.report import Report, render_table
@@ -40,11 +53,15 @@ def command(
 
         words = list(arguments or [])
         recipe = words.pop(0) if words and "=" not in words[0] else None
-        if recipe is None and (target is None or data is None):
+        if engine is not None or url is not None:
+            directory = _of_server(recipe, words, (engine, url, model or target), head, data, out, talk)
+        elif model is not None:
+            raise ConfigError("--model names a model of a running server: give --engine and --url as well")
+        elif recipe is None and (target is None or data is None):
             raise ConfigError(
                 "eval: give a RECIPE, or --target T --data FILE.jsonl with --head DIR; see headstart eval --help"
             )
-        if recipe is not None and head is None and target is None and out is None:
+        elif recipe is not None and head is None and target is None and out is None:
             directory = _of_recipe(recipe, words, data, talk)
         else:
             directory = _of_head(recipe, words, head, target, data, out, talk)
@@ -94,6 +111,42 @@ def _of_head(
     report = measure(loaded, drafted, settings.eval, talk, head_info=info)
     label = head.rstrip("/").split("/")[-1] if head is not None else settings.eval.drafter
     place = Path(out) if out else Path("runs") / "eval" / f"{label}-{Path(settings.eval.data).stem}"
+    report.write(place)
+    return place
+
+
+def _of_server(
+    recipe: str | None,
+    overrides: list[str],
+    server: tuple[str | None, str | None, str | None],
+    head: str | None,
+    data: str | None,
+    out: str | None,
+    talk: Talk,
+) -> Path:
+    from headstart.eval.served import evaluate_server
+    from headstart.heads.errors import ConfigError
+    from headstart.recipes.load import load_evaluation
+
+    engine, url, model = server
+    if engine is None or url is None:
+        raise ConfigError("eval: a server needs both --engine (vllm or sglang) and --url http://HOST:PORT")
+    # the target is the server's business; the schema wants its name all the same
+    named = {"target.name": model or "served"} if recipe is None else {}
+    settings = load_evaluation(recipe, overrides, {**named, "eval.data": data})
+    info = {"path": head} if head is not None else None
+    with talk.progress("eval", "prompts") as advance:
+        report = evaluate_server(
+            engine,
+            url,
+            settings.eval,
+            model,
+            os.environ.get("OPENAI_API_KEY"),
+            info,
+            lambda done, total, _task: advance(done, total, ""),
+        )
+    label = f"{engine}-{report.target['name'].rstrip('/').split('/')[-1]}"
+    place = Path(out) if out else Path("runs") / "eval" / f"{label}-{Path(str(settings.eval.data)).stem}"
     report.write(place)
     return place
 

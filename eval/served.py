@@ -1,0 +1,245 @@
+"""Measure a running vLLM or SGLang server: τ and acceptance from its own counters, by the definition of methods §0.
+
+    headstart eval --engine vllm --url http://localhost:8000 --data prompts.jsonl
+
+Prompts go through the OpenAI-compatible API at temperature 0, `eval.batch_size` at a time; the server's metrics are
+read before and after every batch. Nothing else may use the server meanwhile: its requests would be counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headstart.eval.api_client import Client, Served, served_model
+from headstart.eval.benchmark import Progress
+from headstart.eval.config import EvalConfig
+from headstart.eval.decode import Cycle
+from headstart.eval.metrics import acceptance, bootstrap_tau
+from headstart.eval.probes import ENGINES, Reading, Sglang, Vllm
+from headstart.eval.prompts import EvalPrompt, load_prompts
+from headstart.eval.report import Report, Section
+from headstart.eval.sampling import Sampling
+from headstart.heads.errors import ConfigError, ServerError
+from headstart.heads.files import sha256_file
+from headstart.heads.provenance import git_revision, versions
+
+#: seconds until a server's counters hold the requests it has answered
+SETTLE = 10.0
+
+
+def evaluate_server(
+    engine: str,
+    url: str,
+    config: EvalConfig,
+    model: str | None = None,
+    key: str | None = None,
+    head_info: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Evaluate the speculation of a running server on `config.data`.
+
+    Args:
+        engine: vllm or sglang.
+        model: served name (or the path it was loaded from); None where the server has one model only.
+        key: API key of the server.
+        head_info: about the head that it drafts with, for the report.
+    Raises: ConfigError for settings, DataError for the prompts, ServerError for everything about the server.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine: found {engine!r}, expected one of {sorted(ENGINES)}")
+    if config.temperature != 0:
+        raise ConfigError(
+            f"eval.temperature: found {config.temperature:g}; a server is measured at temperature 0: its counters do "
+            "not tell what sampling accepts by position in a way that compares"
+        )
+    if config.data is None:
+        raise ConfigError("eval.data is not set: give --data FILE.jsonl")
+    prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+    client = Client(url, key)
+    name = served_model(client, model)
+    probe = ENGINES[engine](client, name)
+    measured = _Measurement(client, probe, name, config)
+    measured.run(prompts, progress)
+    return _report(engine, probe, client.url, name, config, measured, len(prompts), head_info)
+
+
+@dataclass
+class _Tally:
+    """What a task has gathered: cycles by prompt (by batch where several were answered at once), and seconds."""
+
+    prompts: set[int] = field(default_factory=set)
+    cycles: dict[int, list[Cycle]] = field(default_factory=dict)
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    committed: int = 0
+
+
+class _Measurement:
+    def __init__(self, client: Client, probe: Vllm | Sglang, model: str, config: EvalConfig):
+        self.client, self.probe, self.model, self.config = client, probe, model, config
+        self.tallies: dict[str, _Tally] = {}
+
+    def run(self, prompts: list[EvalPrompt], progress: Progress | None) -> None:
+        conversations = {id(prompt): list(prompt.messages) for prompt in prompts}
+        total, done = sum(max(len(prompt.turns), 1) for prompt in prompts), 0
+        if self.config.warmup_tokens > 0:
+            self._warm_up(prompts[0])
+        with ThreadPoolExecutor(self.config.batch_size) as pool:
+            for number, (task, turn, batch) in enumerate(_batches(prompts, self.config.batch_size)):
+                if progress is not None:
+                    progress(done, total, task)
+                for prompt in batch:
+                    if prompt.prompt_token_ids is None:
+                        conversations[id(prompt)].append({"role": "user", "content": prompt.turns[turn]})
+                requests = [self._request(prompt, conversations[id(prompt)]) for prompt in batch]
+                before = self.probe.read()
+                answers = list(pool.map(lambda request: self.client.generate(*request), requests))
+                after = self._settle(before, answers)
+                self._book(task, batch, number, before, after, answers)
+                for prompt, answer in zip(batch, answers, strict=True):
+                    conversations[id(prompt)].append({"role": "assistant", "content": answer.text})
+                done += len(batch)
+        if progress is not None:
+            progress(total, total, "done")
+
+    def _request(
+        self, prompt: EvalPrompt, messages: list[dict[str, str]], tokens: int | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        limit = self.config.max_new_tokens if tokens is None else tokens
+        body = {"model": self.model, "temperature": 0.0, "max_tokens": limit, **self.probe.extra}
+        if prompt.prompt_token_ids is not None:
+            return "/v1/completions", {**body, "prompt": prompt.prompt_token_ids}
+        given = {"chat_template_kwargs": dict(self.config.template_kwargs)} if self.config.template_kwargs else {}
+        return "/v1/chat/completions", {**body, "messages": list(messages), **given}
+
+    def _warm_up(self, prompt: EvalPrompt) -> None:
+        before = self.probe.read()
+        asked = [*prompt.messages, *({"role": "user", "content": turn} for turn in prompt.turns[:1])]
+        self._settle(before, [self.client.generate(*self._request(prompt, asked, self.config.warmup_tokens))])
+
+    def _settle(self, before: Reading, answers: list[Served]) -> Reading:
+        """The counters once they hold all of `answers`: a server books a step after it has sent its tokens."""
+        give_up = time.monotonic() + SETTLE
+        after = self.probe.read()
+        while not self.probe.settled(before, after, answers):
+            if time.monotonic() > give_up:
+                raise ServerError(
+                    f"{self.client.url}/metrics: counted {after.finished - before.finished} finished requests "
+                    f"{SETTLE:g} s after {len(answers)} were answered; is a proxy or a second server in between?"
+                )
+            time.sleep(0.02)
+            after = self.probe.read()
+        if self.probe.counts(answers) and after.finished - before.finished > len(answers):
+            raise ServerError(
+                f"{self.client.url}: finished {after.finished - before.finished} requests while {len(answers)} were "
+                "sent: somebody else uses the server, and their acceptance would be counted. Measure when it is idle."
+            )
+        return after
+
+    def _book(
+        self, task: str, batch: list[EvalPrompt], number: int, before: Reading, after: Reading, answers: list[Served]
+    ) -> None:
+        tally = self.tallies.setdefault(task, _Tally())
+        try:
+            cycles = self.probe.cycles(before, after, answers)
+        except ValueError as error:
+            raise ServerError(f"{self.client.url}: {error}; does somebody else use the server?") from error
+        unit = id(batch[0]) if self.config.batch_size == 1 else number
+        tally.cycles.setdefault(unit, []).extend(cycles)
+        tally.prompts |= {id(prompt) for prompt in batch}
+        tally.committed += sum(answer.committed for answer in answers)
+        began = min(answer.first for answer in answers)
+        tally.prefill_s += began - min(answer.sent for answer in answers)
+        tally.decode_s += max(answer.last for answer in answers) - began
+
+
+def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, list[EvalPrompt]]]:
+    """(task, turn, prompts): batches never mix tasks; the turns of a conversation run in order."""
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        members = [prompt for prompt in prompts if prompt.task == task]
+        for start in range(0, len(members), size):
+            group = members[start : start + size]
+            for turn in range(max(max(len(prompt.turns), 1) for prompt in group)):
+                yield task, turn, [prompt for prompt in group if turn < max(len(prompt.turns), 1)]
+
+
+def _section(tallies: list[_Tally], config: EvalConfig) -> Section:
+    units = [cycles for tally in tallies for cycles in tally.cycles.values()]
+    found = acceptance(cycle for cycles in units for cycle in cycles)
+    interval = bootstrap_tau(units, config.bootstrap, config.seed)
+    committed, decode_s = sum(tally.committed for tally in tallies), sum(tally.decode_s for tally in tallies)
+    return Section(
+        prompts=sum(len(tally.prompts) for tally in tallies),
+        forwards=found.forwards,
+        tokens=found.tokens,
+        tau=found.tau,
+        tau_ci95=None if interval is None else list(interval),
+        per_position_acceptance=found.per_position,
+        per_position_conditional=found.per_position_conditional,
+        tokens_per_s=committed / decode_s if committed and decode_s else None,
+        baseline_tokens_per_s=None,
+        speedup=None,
+    )
+
+
+def _report(
+    engine: str,
+    probe: Vllm | Sglang,
+    url: str,
+    model: str,
+    config: EvalConfig,
+    measured: _Measurement,
+    prompts: int,
+    head_info: dict[str, Any] | None,
+) -> Report:
+    tallies = measured.tallies
+    total = _section(list(tallies.values()), config)
+    notes = [
+        f"measured on a running server, {url}: tokens/s are the client's, without prefill; no speed-up without a "
+        "second server that does not speculate",
+        *probe.notes(),
+    ]
+    if config.batch_size > 1:
+        notes.append("several requests at once: acceptance by position includes what lies beyond a request's limit")
+    return Report(
+        target={"name": model},
+        head=head_info,
+        drafter=probe.drafter,
+        data={"path": str(config.data), "sha256": sha256_file(Path(str(config.data)))},
+        dtype="the server's dtype",
+        device=url,
+        temperature=0.0,
+        lossless=True,
+        tree=dict(probe.tree),
+        batch_size=config.batch_size,
+        max_new_tokens=config.max_new_tokens,
+        prompts=prompts,
+        forwards=total.forwards,
+        tokens=total.tokens,
+        tau=total.tau,
+        tau_ci95=total.tau_ci95,
+        per_position_acceptance=total.per_position_acceptance,
+        per_position_conditional=total.per_position_conditional,
+        baseline_tokens_per_s=None,
+        tokens_per_s=total.tokens_per_s,
+        speedup=None,
+        tasks={task: _section([tally], config) for task, tally in tallies.items()},
+        greedy_identity=None,
+        timing={
+            "prefill_s": sum(tally.prefill_s for tally in tallies.values()),
+            "decode_s": sum(tally.decode_s for tally in tallies.values()),
+            "baseline_prefill_s": None,
+            "baseline_decode_s": None,
+        },
+        sampling={**asdict(Sampling.from_config(config)), "acceptance": config.acceptance, "seed": config.seed},
+        recipe={},
+        versions={**versions(), engine: probe.version},
+        git_revision=git_revision(),
+        notes=notes,
+        engine={"name": engine, "version": probe.version, "url": url, "model": model},
+    )

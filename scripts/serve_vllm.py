@@ -1,0 +1,76 @@
+"""A vLLM server on this machine for the time of a measurement: what the parity gate measures through its metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.errors import ServerError
+
+#: seconds until the server must answer
+START = 600.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def vllm_server(
+    python: str, target: Path, speculative: dict[str, Any], log: Path, environment: dict[str, str], *arguments: str
+) -> Iterator[str]:
+    """Start a server and yield its address; it is stopped at the end.
+
+    Args:
+        python: interpreter of an environment with vLLM.
+        target: directory of the model.
+        speculative: `--speculative-config`.
+        log: file for what the server says.
+        environment: variables beside this process's own.
+        arguments: further arguments of `vllm serve`.
+    Raises: ServerError with the end of the log when it stops or does not answer in time.
+    """
+    port = free_port()
+    command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(target.resolve())]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--speculative-config", json.dumps(speculative), *arguments]
+    # PYTHONPATH would show Headstart's packages to the engine's interpreter
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    url = f"http://127.0.0.1:{port}"
+    with open(log, "w") as out:
+        process = subprocess.Popen(command, env={**kept, **environment}, stdout=out, stderr=out)
+        try:
+            _wait(process, url, log)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    give_up = time.monotonic() + START
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except (OSError, urllib.error.URLError):
+            status = process.poll()
+            if status is not None or time.monotonic() > give_up:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+                said = f"ended with status {status}" if status is not None else f"does not answer after {START:g} s"
+                raise ServerError(f"vLLM {said}; see {log}:\n{tail}") from None
+            time.sleep(0.5)

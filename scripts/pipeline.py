@@ -30,6 +30,7 @@ from headstart.heads.base import Head, build_head
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats import load_head, save_head
+from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target
 from headstart.recipes.load import to_dict, to_yaml
@@ -245,7 +246,7 @@ class Run:
         if main:
             origin["training"] = values
             origin["data"] = identity.without(data.report.as_dict(), "dropped", "truncated")
-            save_head(head, self.head_dir, origin)
+            save_head(head, self.head_dir, origin, max_shard_bytes=shard_bytes(recipe.export.max_shard_size))
         return {**values, "head": str(self.head_dir)}
 
     def fresh_head(self, data: PreparedData) -> Head:

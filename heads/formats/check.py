@@ -19,6 +19,13 @@ from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint
 
 #: engine key (as in export.engines) → validator module
 ENGINES = {"vllm": vllm, "sglang": sglang, "tgi": tgi, "tensorrt_llm": tensorrt_llm}
+#: family → engines that read weights in shards: vLLM and SGLang take the files that the index names, TensorRT-LLM's
+#: PyTorch backend every *.safetensors; TGI and the Medusa converter open one file by its name
+SHARDED = {
+    "medusa": ("headstart", "vllm"),
+    "eagle": ("headstart", "vllm", "sglang"),
+    "eagle3": ("headstart", "vllm", "sglang", "tensorrt_llm"),
+}
 
 
 @dataclass
@@ -72,6 +79,9 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
     if target_dims is None and plan is not None and raw.sidecar is not None:
         target_dims = plan.dims
     engines = {"headstart": ours, **{key: module.check(seen, target_dims) for key, module in ENGINES.items()}}
+    if len(raw.readers) > 1:
+        for key in SHARDED.get(seen.family or "", ()):
+            engines[key].add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
     return CheckReport(str(path), seen.family, plan.layout if plan is not None else None, engines)
 
 

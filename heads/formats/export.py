@@ -11,6 +11,7 @@ from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
 from headstart.heads.formats.check import CheckReport, check_directory
 from headstart.heads.formats.config import ENGINES, ExportConfig
 from headstart.heads.formats.portable import DTYPES
+from headstart.heads.formats.shards import shard_bytes
 
 WRITERS = {"vllm": vllm.write, "sglang": sglang.write, "tgi": tgi.write, "tensorrt_llm": tensorrt_llm.write}
 #: engines that must load the portable directory of a family
@@ -25,18 +26,19 @@ def export_head(
     Args:
         provenance: as for `save_head`.
     Returns: engine → report of the directory written for it.
-    Raises: ConfigError for an unknown engine or dtype; FormatError when a validator finds that an engine it was written
-        for would not load it rightly and `config.force` is off.
+    Raises: ConfigError for an unknown engine, dtype or size; FormatError when a validator finds that an engine it was
+        written for would not load it rightly and `config.force` is off.
     """
     unknown = [name for name in config.engines if name not in ENGINES]
     if unknown or not config.engines:
         raise ConfigError(f"export.engines: found {list(config.engines)}, expected some of {list(ENGINES)}")
     if config.dtype not in DTYPES:
         raise ConfigError(f"export.dtype: found {config.dtype!r}, expected one of {sorted(DTYPES)}")
+    limit = shard_bytes(config.max_shard_size)
     reports = {}
     for index, name in enumerate(config.engines):
         place = Path(directory) if index == 0 else Path(directory) / name
-        WRITERS["vllm" if name == "portable" else name](head, place, provenance, DTYPES[config.dtype])
+        WRITERS["vllm" if name == "portable" else name](head, place, provenance, DTYPES[config.dtype], limit)
         reports[name] = check_directory(place, head.dims)
         _require_right(reports[name], name, head.family, config.force)
     return reports

@@ -4,6 +4,7 @@
 |---|---|---|
 | config.json | engines | llama fields of the draft layer, rope in both spellings, feature layers in both countings |
 | model.safetensors | engines | the head's own tensors under vLLM's names, d2t, t2d; nothing shared with the target |
+|  | | or model-00001-of-0000N.safetensors … and model.safetensors.index.json, where a size limit asks for it |
 | headstart.json | Headstart | head config, target's dimensions and fingerprint, recipe, provenance, sha256 of both |
 
 A Medusa head that shares the target's lm_head (or updates it by low rank) is *saved* compactly, under an
@@ -21,26 +22,36 @@ from torch import Tensor
 from headstart.heads import vocab
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.errors import FormatError
-from headstart.heads.files import require_disk, sha256_file, write_json, write_safetensors
+from headstart.heads.files import require_disk, sha256_file, write_json
 from headstart.heads.formats.geometry import legacy_rope, rope_parameters
+from headstart.heads.formats.shards import earlier_files, plan_files, write_files
 from headstart.heads.formats.sidecar import SIDECAR, seal, sidecar
 
+WEIGHTS = "model.safetensors"
 COMPACT_ARCHITECTURE = "HeadstartMedusaModel"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def save_head(head: Head, directory: Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+def save_head(
+    head: Head,
+    directory: Path,
+    provenance: dict[str, Any],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+) -> None:
     """Write the portable directory (a compact one for Medusa heads without own output matrices).
 
     Args:
         provenance: where the head comes from; the keys `target` (fingerprint) and `recipe` get their own place.
         dtype: of the stored weights; None keeps the parameters' own.
+        max_shard_bytes: larger weights go into several files of at most this size, with an index; None: one file.
     Raises: FormatError when the directory holds other weights; StorageError when the disk cannot take the file.
     """
     compact = head.family == "medusa" and head.config.lm_head != "own"  # type: ignore[attr-defined]
     tensors = native_tensors(head) if compact else portable_tensors(head)
     config = compact_config(head) if compact else portable_config(head)
-    write_directory(head, Path(directory), "compact" if compact else "portable", config, tensors, provenance, dtype)
+    layout = "compact" if compact else "portable"
+    write_directory(head, Path(directory), layout, config, tensors, provenance, dtype, max_shard_bytes=max_shard_bytes)
 
 
 def write_directory(
@@ -51,34 +62,42 @@ def write_directory(
     tensors: dict[str, Tensor],
     provenance: dict[str, Any],
     dtype: torch.dtype | None,
-    weights: str = "model.safetensors",
+    weights: str = WEIGHTS,
     settings: HeadConfig | None = None,
+    max_shard_bytes: int | None = None,
 ) -> None:
     """Weights, then config, then the sidecar that seals both: an interrupted write is recognised when read.
 
     Args:
         settings: the head config that the file stands for, where merging made it another than the head's own.
+        max_shard_bytes: as for `save_head`.
     """
-    others = [
-        path.name
-        for path in directory.glob("*")
-        if path.suffix in (".safetensors", ".bin", ".pt") and path.name != weights
-    ]
-    if others:
-        raise FormatError(
-            f"{directory}: already holds {', '.join(others)}, which engines would load too; choose an empty directory"
-        )
     if dtype is not None:
         tensors = {name: t.to(dtype) if t.dtype.is_floating_point else t for name, t in tensors.items()}
     for name, tensor in tensors.items():
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             raise FormatError(f"{directory}: {name} holds NaN or infinite values; take an earlier checkpoint")
+    files, earlier = plan_files(directory, weights, tensors, max_shard_bytes), earlier_files(directory, SIDECAR)
+    if len(files) > 1 and weights != WEIGHTS:
+        raise FormatError(
+            f"export.max_shard_size: {directory / weights} would be larger, and its readers open no second file (TGI, "
+            "TensorRT-LLM's Medusa converter). Raise the size, set it to null, or leave that engine out"
+        )
+    others = [
+        path.name
+        for path in directory.glob("*")
+        if path.suffix in (".safetensors", ".bin", ".pt") and path.name not in {*files, *earlier}
+    ]
+    if others:
+        raise FormatError(
+            f"{directory}: already holds {', '.join(others)}, which engines would load too; choose an empty directory"
+        )
     require_disk(directory, sum(t.numel() * t.element_size() for t in tensors.values()) + (1 << 20), "the head")
     kinds = {str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.dtype.is_floating_point}
     config = {**config, "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
-    write_safetensors(directory / weights, tensors)
+    write_files(directory, weights, files, earlier)
     write_json(directory / "config.json", config)
-    digests = {name: sha256_file(directory / name) for name in (weights, "config.json")}
+    digests = {name: sha256_file(directory / name) for name in (*files, "config.json")}
     write_json(directory / SIDECAR, seal(sidecar(head, settings or head.config, layout, provenance, digests)))
 
 

@@ -151,17 +151,25 @@ def _feature_layers(found: EngineVerdict, top: Any, nested: dict[str, Any], targ
         )
 
 
-def write(head: Head, directory: Path, provenance: dict[str, Any], dtype: torch.dtype | None) -> None:
+def write(
+    head: Head,
+    directory: Path,
+    provenance: dict[str, Any],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int | None = None,
+) -> None:
     """EAGLE-3: the portable directory. EAGLE-1: with SGLang's architecture name and a zero `fc.bias`.
 
     Raises: FormatError for families SGLang does not serve.
     """
     if head.family == "eagle3":
-        portable.save_head(head, directory, provenance, dtype)
+        portable.save_head(head, directory, provenance, dtype, max_shard_bytes)
         return
     if head.family != "eagle":
         raise FormatError(f"export.engines: SGLang does not serve {head.family}; expected eagle or eagle3")
     config = {**portable.portable_config(head), "architectures": [EAGLE_ARCHITECTURE]}
     tensors = portable.portable_tensors(head)
     tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
-    portable.write_directory(head, directory, "sglang", config, tensors, provenance, dtype)
+    portable.write_directory(
+        head, directory, "sglang", config, tensors, provenance, dtype, max_shard_bytes=max_shard_bytes
+    )

@@ -96,11 +96,17 @@ def _medusa(found: EngineVerdict, seen: View) -> None:
     found.add(LOADS, "through the legacy converter (convert_checkpoint.py --medusa_model_dir)")
 
 
-def write(head: Head, directory: Path, provenance: dict[str, Any], dtype: torch.dtype | None) -> None:
+def write(
+    head: Head,
+    directory: Path,
+    provenance: dict[str, Any],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int | None = None,
+) -> None:
     """EAGLE-3: the portable directory; Medusa: TGI's v1 file. Raises: FormatError for EAGLE-1."""
     if head.family == "eagle3":
-        portable.save_head(head, directory, provenance, dtype)
+        portable.save_head(head, directory, provenance, dtype, max_shard_bytes)
     elif head.family == "medusa":
-        tgi.write(head, directory, provenance, dtype, v1=True)
+        tgi.write(head, directory, provenance, dtype, max_shard_bytes, v1=True)
     else:
         raise FormatError(f"export.engines: TensorRT-LLM serves eagle3 and medusa, found {head.family}")

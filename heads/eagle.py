@@ -22,6 +22,7 @@ class EagleConfig(HeadConfig):
     """Recipe node `head` for EAGLE-1."""
 
     type: str = "eagle"
+    #: passes of harmonised training (HASS, arXiv 2408.15766): 1 is EAGLE-1 as published, 3 is HASS
     depth: int = 1
     #: weight of SmoothL1(g_t, f_{t+1}), mean over D
     hidden_loss_weight: float = 1.0
@@ -41,8 +42,10 @@ class EagleHead(AutoregressiveHead):
     draft_ids_U = None
 
     def __init__(self, config: EagleConfig, dims: HeadDims):
-        if config.depth != 1:
-            raise ConfigError(f"head.depth: EAGLE-1 trains depth 1, found {config.depth}; set head.depth=1")
+        if config.depth < 1:
+            raise ConfigError(
+                f"head.depth: found {config.depth}, expected 1 (EAGLE-1) or more passes of harmonised training"
+            )
         super().__init__(config, dims)
         hidden = dims.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
@@ -81,33 +84,62 @@ class EagleHead(AutoregressiveHead):
         scale_R = self.config.feature_noise * 512.0 / length_R
         return hidden_RD + (torch.rand_like(hidden_RD) * 2 - 1) * scale_R[:, None].to(hidden_RD.dtype)
 
+    def rollout(self, batch: FeatureBatch) -> list[Tensor]:
+        """Outputs of every pass: [count_K[d], D] each, the predictions of f_{t+d+1}.
+
+        Pass d + 1 (0-based d) of the anchor at t reads x_{t+d+1} and, instead of the target's f_{t+d}, what pass d
+        predicted for it, detached: the features that decoding recycles. It attends to the keys that the target's own
+        features give rows ≤ t and to its own keys of passes 2 … d + 1 (HASS, arXiv 2408.15766, §3.2).
+        """
+        anchors, attention = batch.anchors, self.layer.self_attn
+        tokens_R, attend = self.next_tokens(batch), TrainAttention(batch).attend
+        x_RH = self.mix(self.embed(tokens_R), self.noisy(batch))
+        k_RgD, v_RgD = attention.keys_values(x_RH, *self.rope(batch.position_R))
+        position_A = batch.position_R[anchors.row_A]
+        outputs: list[Tensor] = []
+        own_k: list[Tensor] = []
+        own_v: list[Tensor] = []
+        for step, count in enumerate(anchors.count_K):
+            row_A = anchors.row_A[:count]
+            cos, sin = self.rope(position_A[:count] + step)
+            if step == 0:
+                x_AH = x_RH.index_select(0, row_A)
+            else:
+                # past the end only where the pass is not supervised
+                token_A = tokens_R[(row_A + step).clamp(max=tokens_R.shape[0] - 1)]
+                x_AH = self.mix(self.embed(token_A), outputs[-1][:count].detach())
+                k_AgD, v_AgD = attention.keys_values(x_AH, cos, sin)
+                own_k.append(k_AgD)
+                own_v.append(v_AgD)
+            q_AhD = attention.queries(x_AH, cos, sin)
+            own = ([k[:count] for k in own_k], [v[:count] for v in own_v])
+            outputs.append(self.layer.finish(attend(q_AhD, k_RgD, v_RgD, *own), x_AH))
+        return outputs
+
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
-        row_A = batch.anchors.row_A
-        attention = self.layer.self_attn
-        x_RH = self.mix(self.embed(self.next_tokens(batch)), self.noisy(batch))
-        cos, sin = self.rope(batch.position_R)
-        k_RgD, v_RgD = attention.keys_values(x_RH, cos, sin)
-        q = attention.queries(x_RH[row_A], cos[row_A], sin[row_A])
-        g_AH = self.layer.finish(TrainAttention(batch).attend(q, k_RgD, v_RgD), x_RH[row_A])
+        anchors, config = batch.anchors, self.config
         feature_AD = batch.teacher_hidden()
-        active_A = batch.anchors.depths_A > 0
-        distance_A = F.smooth_l1_loss(wide(g_AH), wide(feature_AD), reduction="none").mean(-1)
-        feature_loss = (distance_A * active_A).sum()
-        logit_loss, argmax_A = self._logit_loss(g_AH, feature_AD, active_A.float(), teacher)
-        loss = self.config.hidden_loss_weight * feature_loss + self.config.logit_loss_weight * logit_loss
-        hit_A = (argmax_A == batch.teacher_argmax_A) & active_A
-        return HeadLoss.of(loss[None], [active_A.float()], [hit_A], [active_A])
+        with torch.no_grad():
+            teacher_AV = teacher.logits(feature_AD, dtype=compute_dtype(self.fc.weight))
+        losses, hits, actives = [], [], []
+        for d, g_AH in enumerate(self.rollout(batch)):
+            count = anchors.count_K[d]
+            row_A = anchors.teacher_AK[:count, d]
+            active_A = anchors.depths_A[:count] > d
+            distance_A = F.smooth_l1_loss(wide(g_AH), wide(feature_AD[row_A]), reduction="none").mean(-1)
+            logit_loss, argmax_A = self._logit_loss(g_AH, teacher_AV, row_A, active_A.float(), teacher)
+            feature_loss = (distance_A * active_A).sum()
+            losses.append(config.hidden_loss_weight * feature_loss + config.logit_loss_weight * logit_loss)
+            hits.append((argmax_A == batch.teacher_argmax_A[row_A]) & active_A)
+            actives.append(active_A)
+        return HeadLoss.of(torch.stack(losses), [active.float() for active in actives], hits, actives)
 
     def _logit_loss(
-        self, g_AH: Tensor, feature_AD: Tensor, weight_A: Tensor, teacher: Teacher
+        self, g_AH: Tensor, teacher_AV: Tensor, row_A: Tensor, weight_A: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor]:
-        """Σ softCE(lm_head(g_t), lm_head(f_{t+1})) and the argmax, through the frozen head."""
-        with torch.no_grad():
-            teacher_AV = teacher.logits(feature_AD)
+        """Σ softCE(lm_head(g), teacher_AV[row_A]) and the argmax, through the frozen head."""
         if teacher.bias_V is None and teacher.softcap is None and teacher.scale == 1.0:
-            row_A = torch.arange(g_AH.shape[0], device=g_AH.device)
-            teacher_AV = teacher_AV.to(g_AH.dtype)
             return fused.soft_ce(g_AH, teacher.weight_VD, teacher_AV, row_A, weight_A)
         logits_AV = teacher.logits(g_AH)
-        loss_A = -(teacher_AV.softmax(-1) * logits_AV.log_softmax(-1)).sum(-1)
+        loss_A = -(wide(teacher_AV[row_A]).softmax(-1) * logits_AV.log_softmax(-1)).sum(-1)
         return (loss_A * weight_A).sum(), logits_AV.detach().argmax(-1)

@@ -132,8 +132,8 @@ def test_row_kernels_match_their_twins():
     both(lambda *t: [rows.put_rows(t[0], row, t[1])] * 0, random(500, 96), random(300, 96))
 
 
-@pytest.mark.parametrize("family", sorted(HEADS))
-def test_captured_step_equals_eager_step(family):
+@pytest.mark.parametrize(("family", "fields"), [*((family, {}) for family in sorted(HEADS)), ("eagle", {"depth": 3})])
+def test_captured_step_equals_eager_step(family, fields):
     """A replayed graph on a padded pack gives the eager gradient, pack after pack, and accumulates."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -141,7 +141,7 @@ def test_captured_step_equals_eager_step(family):
         num_key_value_heads=2, head_dim=32,
     )  # fmt: skip
     target = Target.from_model(LlamaForCausalLM(config).cuda().bfloat16())
-    head_config = HEADS[family].config()
+    head_config = HEADS[family].config(**fields)
     if family == "eagle3":
         head_config.draft_vocab_size = 200
     if family == "eagle":

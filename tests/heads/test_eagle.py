@@ -150,6 +150,39 @@ def test_no_input_norm_no_bias_no_final_norm():
     }
 
 
-def test_more_than_one_depth_is_refused():
+@pytest.mark.parametrize("dims", [DIMS, WIDE], ids=["llama", "wide heads, gelu"])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_harmonised_passes_and_their_gradients(dims: HeadDims, depth: int):
+    """Own predictions as features, later keys of the own row only, nothing flows back into the pass before."""
+    head, ends = tiny_eagle(dims, torch.float64, depth=depth)
+    inputs = [double_document(d) for d in documents()]
+    weights = double_weights(head)
+    expected = eagle_loss(weights, ends, inputs, shape_of(dims), depth=depth)
+    assert expected.count == [15, 9, 5][:depth]
+    check_against(head, feature_batch(inputs, ends, depth, pad_to=50), teacher_of(ends), expected, weights)
+
+
+def test_harmonised_passes_in_fixed_shapes():
+    """Padded rows, anchors and documents change neither sums nor gradients."""
+    head, ends = tiny_eagle(dtype=torch.float64, depth=3)
+    inputs = [double_document(d) for d in documents()]
+    weights = double_weights(head)
+    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=3)
+    batch = feature_batch(inputs, ends, 3).padded(rows=64, anchors=24, documents=8)
+    check_against(head, batch, teacher_of(ends), expected, weights)
+
+
+def test_the_first_pass_is_eagle_1():
+    head, ends = tiny_eagle(dtype=torch.float64, depth=3)
+    single, _ = tiny_eagle(dtype=torch.float64)
+    single.load_state_dict(head.state_dict())
+    inputs = [double_document(d) for d in documents()]
+    first = head.loss(feature_batch(inputs, ends, 3), teacher_of(ends))
+    only = single.loss(feature_batch(inputs, ends, 1), teacher_of(ends))
+    assert first.loss_K[0].item() == pytest.approx(only.loss_K[0].item(), rel=1e-12)
+    assert head.depth_weights().tolist() == [1.0, 1.0, 1.0], "every pass has the same weight"
+
+
+def test_no_pass_at_all_is_refused():
     with pytest.raises(ConfigError, match="head.depth"):
-        build_head(EagleConfig(depth=3), DIMS)
+        build_head(EagleConfig(depth=0), DIMS)

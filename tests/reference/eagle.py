@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.documents import Document, Ends, Sums, soft_cross_entropy, sum_over_positions
+from reference.documents import Document, Ends, Sums, soft_cross_entropy, sum_over_positions, supervised_depth
 from reference.llama import Row, Shape, Weights, attend, mlp, project, rms_norm
 
 ATTENTION = "layers.0.self_attn."
@@ -53,6 +53,24 @@ def smooth_l1(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack(terms).mean()
 
 
+def harmonised_features(
+    weights: Weights, ends: Ends, shape: Shape, document: Document, t: int, passes: int, rows: list[Row]
+) -> list[Tensor]:
+    """Predictions of f_{t+1} … f_{t+passes} of row t (HASS).
+
+    Pass i + 1 feeds the document's x_{t+i+1} with the prediction of f_{t+i} by pass i, cut off from the graph.
+    `rows` are `all_rows`: what the target's own features show.
+    """
+    predictions = [predicted_feature(weights, ends, shape, document, t, rows)]
+    own: list[Row] = []
+    for i in range(1, passes):
+        token, f_D = document.tokens[t + i + 1], predictions[-1].detach()
+        row = row_keys(weights, ends, shape, token, f_D, t + i)
+        own.append(row)
+        predictions.append(row_output(weights, ends, shape, token, f_D, row, rows[: t + 1] + own))
+    return predictions
+
+
 def eagle_loss(
     weights: Weights,
     ends: Ends,
@@ -60,23 +78,25 @@ def eagle_loss(
     shape: Shape,
     hidden_weight: float = 1.0,
     logit_weight: float = 0.1,
+    depth: int = 1,
 ) -> Sums:
-    """1.0 · SmoothL1(g_t, f_{t+1}) + 0.1 · softCE(lm_head(g_t), p at t + 1), on positions supervised at depth 1."""
-    features: dict[tuple[int, int], Tensor] = {}
+    """1.0 · SmoothL1(g, f_{t+d}) + 0.1 · softCE(lm_head(g), p at t + d), on positions supervised at depth d."""
+    features: dict[tuple[int, int], list[Tensor]] = {}
     rows = {id(document): all_rows(weights, ends, shape, document) for document in documents}
 
     def draft(document: Document, t: int) -> list[Tensor]:
-        g_D = predicted_feature(weights, ends, shape, document, t, rows[id(document)])
-        features[id(document), t] = g_D
-        return [ends.logits(g_D)]
+        passes = supervised_depth(document, t, depth)
+        predictions = harmonised_features(weights, ends, shape, document, t, passes, rows[id(document)])
+        features[id(document), t] = predictions
+        return [ends.logits(g_D) for g_D in predictions]
 
     def loss(document: Document, t: int, d: int, logits: Tensor) -> Tensor:
-        next_D = document.hidden_TD[t + 1]
+        next_D = document.hidden_TD[t + d]
         p_V = torch.softmax(ends.logits(next_D), dim=0)
-        distance = smooth_l1(features[id(document), t], next_D)
+        distance = smooth_l1(features[id(document), t][d - 1], next_D)
         return hidden_weight * distance + logit_weight * soft_cross_entropy(p_V, logits)
 
-    return sum_over_positions(documents, 1, draft, loss, ends)
+    return sum_over_positions(documents, depth, draft, loss, ends)
 
 
 def chain_logits(

@@ -13,7 +13,7 @@ from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
 from headstart.heads.base import FeatureBatch, HeadConfig, HeadDims, HeadLoss, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer
-from headstart.heads.losses import fused
+from headstart.heads.losses import check_loss, eager, fused
 from headstart.heads.numerics import wide
 
 
@@ -26,8 +26,10 @@ class EagleConfig(HeadConfig):
     depth: int = 1
     #: weight of SmoothL1(g_t, f_{t+1}), mean over D
     hidden_loss_weight: float = 1.0
-    #: weight of the soft cross-entropy through the target's frozen lm_head
+    #: weight of `loss` through the target's frozen lm_head
     logit_loss_weight: float = 0.1
+    #: soft_ce | kl | lk: what the logits minimise against the target's distribution (losses.eager.divergence)
+    loss: str = "soft_ce"
     #: amplitude a of the input noise U(-a, a) · 512 / T in training
     feature_noise: float = 0.1
     #: MLP width; null: the target's
@@ -46,6 +48,7 @@ class EagleHead(AutoregressiveHead):
             raise ConfigError(
                 f"head.depth: found {config.depth}, expected 1 (EAGLE-1) or more passes of harmonised training"
             )
+        check_loss(config.loss)
         super().__init__(config, dims)
         hidden = dims.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
@@ -137,9 +140,9 @@ class EagleHead(AutoregressiveHead):
     def _logit_loss(
         self, g_AH: Tensor, teacher_AV: Tensor, row_A: Tensor, weight_A: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor]:
-        """Σ softCE(lm_head(g), teacher_AV[row_A]) and the argmax, through the frozen head."""
+        """Σ of `head.loss` between lm_head(g) and teacher_AV[row_A], and the argmax, through the frozen head."""
         if teacher.bias_V is None and teacher.softcap is None and teacher.scale == 1.0:
-            return fused.soft_ce(g_AH, teacher.weight_VD, teacher_AV, row_A, weight_A)
+            return fused.soft_loss(g_AH, teacher.weight_VD, teacher_AV, row_A, weight_A, self.config.loss)
         logits_AV = teacher.logits(g_AH)
-        loss_A = -(wide(teacher_AV[row_A]).softmax(-1) * logits_AV.log_softmax(-1)).sum(-1)
+        loss_A = eager.divergence(logits_AV, teacher_AV[row_A], self.config.loss)
         return (loss_A * weight_A).sum(), logits_AV.detach().argmax(-1)

@@ -12,7 +12,7 @@ from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadConfig, HeadDims, HeadLoss, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer, RMSNorm
-from headstart.heads.losses import fused
+from headstart.heads.losses import check_loss, fused
 from headstart.heads.vocab import membership
 
 
@@ -24,6 +24,8 @@ class Eagle3Config(HeadConfig):
     #: TTT steps (K)
     depth: int = 7
     depth_decay: float = 0.8
+    #: soft_ce | kl | lk: what every step minimises against the target's distribution (losses.eager.divergence)
+    loss: str = "soft_ce"
     #: three indices of HF hidden_states (inputs of those layers); null: [2, L//2, L-3]
     feature_layers: list[int] | None = None
     #: U; the target's vocabulary size or 0 turns the draft vocabulary off
@@ -55,6 +57,7 @@ class Eagle3Head(AutoregressiveHead):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, dims: HeadDims):
+        check_loss(config.loss)
         super().__init__(config, dims)
         self.feature_layers = self._feature_layers()
         hidden = config.hidden_size or dims.hidden_size
@@ -168,15 +171,15 @@ class Eagle3Head(AutoregressiveHead):
         active = [anchors.depths_A[:count] > d for d, count in enumerate(anchors.count_K)]
         teacher_row = [anchors.teacher_AK[:count, d] for d, count in enumerate(anchors.count_K)]
         weight = [(inside_A[row] & on).float() for row, on in zip(teacher_row, active, strict=True)]
-        outputs, matrix = list(self.rollout(batch).split(anchors.count_K)), self.lm_head.weight
+        outputs, matrix, kind = list(self.rollout(batch).split(anchors.count_K)), self.lm_head.weight, self.config.loss
         if scale_K is None:
             pairs = [
-                fused.soft_ce(h, matrix, teacher_AU, row, w)
+                fused.soft_loss(h, matrix, teacher_AU, row, w, kind)
                 for h, row, w in zip(outputs, teacher_row, weight, strict=True)
             ]
             loss_K, argmax = torch.stack([loss for loss, _ in pairs]), [best for _, best in pairs]
         else:
-            loss_K, argmax = fused.soft_ce_depths(outputs, matrix, teacher_AU, teacher_row, weight, scale_K)
+            loss_K, argmax = fused.soft_loss_depths(outputs, matrix, teacher_AU, teacher_row, weight, scale_K, kind)
         hits = [
             (self.target_ids(best) == batch.teacher_argmax_A[row]) & on
             for best, row, on in zip(argmax, teacher_row, active, strict=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headstart.heads.autoregressive import compute_dtype
 from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss, Teacher
 from headstart.heads.errors import ConfigError
-from headstart.heads.losses import eager, fused
+from headstart.heads.losses import fused
 
 LM_HEADS = ("own", "shared", "lowrank")
 LOSSES = ("kl", "ce")
@@ -127,11 +127,10 @@ class MedusaHead(Head):
         anchors = batch.anchors
         hidden_RD = batch.hidden_RD.to(compute_dtype(self.blocks[0].layers[0].weight))
         hidden_AD = hidden_RD[anchors.row_A]
-        entropy_A = teacher_AV = None
+        teacher_AV = None
         if self.config.loss == "kl":
             with torch.no_grad():
                 teacher_AV = teacher.logits(batch.teacher_hidden()).to(hidden_AD.dtype)
-                entropy_A = eager.entropy(teacher_AV)
         losses, weights, hits, actives = [], [], [], []
         for d, count in enumerate(anchors.count_K):
             out = self.blocks[d](hidden_AD[:count])
@@ -139,8 +138,7 @@ class MedusaHead(Head):
             active = anchors.depths_A[:count] > d
             weight = active.float()
             if teacher_AV is not None:
-                loss, argmax = fused.soft_ce(out, self.output_weight(d), teacher_AV, teacher_row, weight)
-                loss = loss - (entropy_A[teacher_row] * weight).sum()
+                loss, argmax = fused.soft_loss(out, self.output_weight(d), teacher_AV, teacher_row, weight, "kl")
             else:
                 label = batch.tokens_R[(anchors.row_A[:count] + d + 2).clamp(max=batch.tokens_R.shape[0] - 1)]
                 loss, argmax = fused.hard_ce(out, self.output_weight(d), label, weight)

@@ -1,1 +1,10 @@
 """Losses on draft logits. `eager` is the readable twin, `fused` the one training uses: same signatures, same values."""
+
+from headstart.heads.errors import ConfigError
+from headstart.heads.losses.eager import SOFT_LOSSES
+
+
+def check_loss(found: str) -> None:
+    """Raise ConfigError unless `head.loss` names a soft loss."""
+    if found not in SOFT_LOSSES:
+        raise ConfigError(f"head.loss: found {found!r}, expected one of {', '.join(SOFT_LOSSES)}")

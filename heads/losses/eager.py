@@ -8,11 +8,39 @@ from torch.nn import functional as F
 
 from headstart.heads.numerics import wide
 
+#: divergences of the draft's distribution q from the teacher's p, rows of `soft_loss`
+SOFT_LOSSES = ("soft_ce", "kl", "lk")
 
-def soft_ce(
-    hidden_AH: Tensor, weight_UH: Tensor, teacher_TU: Tensor, teacher_row_A: Tensor, row_weight_A: Tensor
+#: keeps -log of the acceptance rate finite where the two distributions share nothing that float32 can hold
+LK_FLOOR = 1e-30
+
+
+def divergence(logits_AU: Tensor, teacher_AU: Tensor, kind: str) -> Tensor:
+    """Loss of each row, [A] in at least float32, with q = softmax(logits) and p = softmax(teacher).
+
+    Args:
+        kind: "soft_ce", -Σ p log q; "kl", Σ p log(p / q): the same gradient, and 0 at best;
+            "lk", -log Σ min(p, q): minus the log of the rate at which speculative sampling accepts a draft from q
+            (LK loss, arXiv 2602.23881).
+    """
+    logq_AU, p_AU = wide(logits_AU).log_softmax(-1), wide(teacher_AU).softmax(-1)
+    if kind == "soft_ce":
+        return -(p_AU * logq_AU).sum(-1)
+    if kind == "kl":
+        return F.kl_div(logq_AU, p_AU, reduction="none").sum(-1)
+    q_AU = logq_AU.exp()
+    return -(torch.where(q_AU < p_AU, q_AU, p_AU).sum(-1) + LK_FLOOR).log()
+
+
+def soft_loss(
+    hidden_AH: Tensor,
+    weight_UH: Tensor,
+    teacher_TU: Tensor,
+    teacher_row_A: Tensor,
+    row_weight_A: Tensor,
+    kind: str = "soft_ce",
 ) -> tuple[Tensor, Tensor]:
-    """Soft cross-entropy of `softmax(hidden · weightᵀ)` against `softmax(teacher)`, summed over weighted rows.
+    """Divergence of `softmax(hidden · weightᵀ)` from `softmax(teacher)`, summed over weighted rows.
 
     Args:
         hidden_AH: input of the output matrix.
@@ -20,21 +48,12 @@ def soft_ce(
         teacher_TU: teacher logits of T distinct rows over the same U tokens; constants.
         teacher_row_A: int64 [A], each row's teacher.
         row_weight_A: float32 [A]; 0 leaves a row out.
+        kind: see `divergence`.
     Returns: (loss sum, float32 scalar; argmax over U, int64 [A]).
     """
-    logits_AU = wide(F.linear(hidden_AH, weight_UH))
-    target_AU = wide(teacher_TU[teacher_row_A]).softmax(-1)
-    loss_A = -(target_AU * logits_AU.log_softmax(-1)).sum(-1)
+    logits_AU = F.linear(hidden_AH, weight_UH)
+    loss_A = divergence(logits_AU, teacher_TU[teacher_row_A], kind)
     return (loss_A * row_weight_A).sum(), logits_AU.detach().argmax(-1)
-
-
-def entropy(teacher_TU: Tensor, chunk: int = 1024) -> Tensor:
-    """Entropy in nats of each teacher row, float32 [T]: KL = soft cross-entropy − entropy."""
-    parts = []
-    for logits in teacher_TU.split(chunk):
-        logq = wide(logits).log_softmax(-1)
-        parts.append(-(logq.exp() * logq).sum(-1))
-    return torch.cat(parts) if parts else teacher_TU.new_zeros(0, dtype=torch.float32)
 
 
 def hard_ce(hidden_AH: Tensor, weight_UH: Tensor, label_A: Tensor, row_weight_A: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headstart.heads.losses import eager
 from headstart.heads.numerics import wide
 
 try:
@@ -23,6 +24,9 @@ except ImportError:  # CPU builds of torch come without Triton
 
 #: logits held at once (elements of a row chunk)
 CHUNK_ELEMENTS = 1 << 29
+
+#: columns a kernel holds at once
+BLOCK = 4096
 
 #: (logits_CU, rows of this chunk) → (loss_C float32, argmax_C int64, gradient_CU in the dtype of logits)
 RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]
@@ -113,31 +117,43 @@ def _apply(hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss) -> tuple[Ten
         return _LinearLoss.apply(hidden_AH.to(dtype), weight_UH.to(dtype), row_loss)
 
 
-def _soft_ce_rows(teacher_TU: Tensor, teacher_row_A: Tensor, grad_weight_A: Tensor) -> RowLoss:
+def _kernels(x: Tensor) -> bool:
+    return x.is_cuda and triton is not None
+
+
+def _soft_rows(kind: str, teacher_TU: Tensor, teacher_row_A: Tensor, grad_weight_A: Tensor) -> RowLoss:
     """Unweighted losses; gradients weighted by `grad_weight_A`."""
-    kernels = teacher_TU.is_cuda and triton is not None
     # a teacher row serves every depth that looks at it: its log-sum-exp is taken once
-    teacher_lse_T = _lse_triton(teacher_TU) if kernels else None
+    teacher_lse_T = _lse_triton(teacher_TU) if _kernels(teacher_TU) else None
 
     def row_loss(logits_CU: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         teacher_row_C, weight_C = teacher_row_A[part], grad_weight_A[part]
         if teacher_lse_T is not None:
-            return _soft_ce_triton(logits_CU, teacher_TU, teacher_lse_T, teacher_row_C, weight_C)
-        logits = wide(logits_CU)
-        target_CU = wide(teacher_TU[teacher_row_C]).softmax(-1)
-        lse_C = logits.logsumexp(-1)
-        loss_C = lse_C - (target_CU * logits).sum(-1)
-        grad_CU = ((logits - lse_C[:, None]).exp() - target_CU) * weight_C[:, None]
-        return loss_C, logits.argmax(-1), grad_CU.to(logits_CU.dtype)
+            return _soft_triton(kind, logits_CU, teacher_TU, teacher_lse_T, teacher_row_C, weight_C)
+        logits, teacher_CU = wide(logits_CU), wide(teacher_TU[teacher_row_C])
+        p_CU, q_CU = teacher_CU.softmax(-1), logits.softmax(-1)
+        loss_C = eager.divergence(logits, teacher_CU, kind)
+        if kind == "lk":
+            # acceptance rate α = Σ min(p, q): dα/dz = q (m - Σ m q) with m = [q < p]
+            below_CU = torch.where(q_CU < p_CU, q_CU, 0.0)
+            grad_CU = (q_CU * below_CU.sum(-1, keepdim=True) - below_CU) * loss_C.exp()[:, None]
+        else:
+            grad_CU = q_CU - p_CU
+        return loss_C, logits.argmax(-1), (grad_CU * weight_C[:, None]).to(logits_CU.dtype)
 
     return row_loss
 
 
-def soft_ce(
-    hidden_AH: Tensor, weight_UH: Tensor, teacher_TU: Tensor, teacher_row_A: Tensor, row_weight_A: Tensor
+def soft_loss(
+    hidden_AH: Tensor,
+    weight_UH: Tensor,
+    teacher_TU: Tensor,
+    teacher_row_A: Tensor,
+    row_weight_A: Tensor,
+    kind: str = "soft_ce",
 ) -> tuple[Tensor, Tensor]:
-    """As eager.soft_ce."""
-    rows = _soft_ce_rows(teacher_TU, teacher_row_A, row_weight_A)
+    """As eager.soft_loss."""
+    rows = _soft_rows(kind, teacher_TU, teacher_row_A, row_weight_A)
 
     def row_loss(logits_CU: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         loss_C, argmax_C, grad_CU = rows(logits_CU, part)
@@ -146,17 +162,18 @@ def soft_ce(
     return _apply(hidden_AH, weight_UH, row_loss)
 
 
-def soft_ce_depths(
+def soft_loss_depths(
     hidden: list[Tensor],
     weight_UH: Tensor,
     teacher_TU: Tensor,
     teacher_row: list[Tensor],
     row_weight: list[Tensor],
     scale_K: Tensor,
+    kind: str = "soft_ce",
 ) -> tuple[Tensor, list[Tensor]]:
-    """`soft_ce` of K depths that share the output matrix, for a caller that minimises a multiple of Σ_d scale_d · S_d.
+    """`soft_loss` of K depths with one output matrix, for a caller that minimises a multiple of Σ_d scale_d · S_d.
 
-    Args: one entry per depth, as soft_ce's; scale_K: float32 [K]. The upstream gradient of the result *must* be a
+    Args: one entry per depth, as soft_loss's; scale_K: float32 [K]. The upstream gradient of the result *must* be a
         multiple of scale_K, because the weight gradient is formed with it here.
     Returns: (S_d, float32 [K]; argmax of each depth's rows).
     """
@@ -164,7 +181,7 @@ def soft_ce_depths(
     scale_K = scale_K.detach()
     row_weight_M, teacher_row_M = torch.cat(row_weight), torch.cat(teacher_row)
     depth_M = torch.cat([torch.full_like(rows, d) for d, rows in enumerate(teacher_row)])
-    row_loss = _soft_ce_rows(teacher_TU, teacher_row_M, row_weight_M * scale_K[depth_M])
+    row_loss = _soft_rows(kind, teacher_TU, teacher_row_M, row_weight_M * scale_K[depth_M])
     dtype = _compute_dtype(weight_UH)
     with torch.autocast(weight_UH.device.type, enabled=False):
         loss_K, argmax_M = _LinearLossDepths.apply(
@@ -204,11 +221,14 @@ if triton is not None:
         tl.store(out + row, top + tl.log(total))
 
     @triton.jit
-    def _soft_ce_kernel(
-        logits, teacher, teacher_lse, teacher_row, row_weight, loss, argmax, tokens, stride, teacher_stride,
-        BLOCK: tl.constexpr,
+    def _soft_kernel(
+        logits, teacher, teacher_lse, teacher_row, row_weight, loss, argmax, tokens, stride, teacher_stride, floor,
+        KIND: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One program per row: the log-sum-exp, then loss and gradient, the gradient over the logits."""
+        """One program per row: the log-sum-exp, then loss and gradient, the gradient over the logits.
+
+        KIND: index into eager.SOFT_LOSSES.
+        """
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         source = tl.load(teacher_row + row)
@@ -226,16 +246,36 @@ if triton is not None:
             z_sum = z_sum * tl.exp(z_max - new_max) + tl.sum(tl.exp(z - new_max), 0)
             z_max = new_max
         z_lse = z_max + tl.log(z_sum)
-        expected = 0.0
+        total = 0.0  # Σ p z, Σ p log(p / q) or Σ min(p, q)
+        below = 0.0  # Σ of q where q < p
+        if KIND == 2:
+            for start in range(0, tokens, BLOCK):
+                inside = start + column < tokens
+                z = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+                t = tl.load(teacher + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+                p, q = tl.exp(t - t_lse), tl.exp(z - z_lse)
+                total += tl.sum(tl.minimum(p, q), 0)
+                below += tl.sum(tl.where(q < p, q, 0.0), 0)
+            total += floor
         for start in range(0, tokens, BLOCK):
             inside = start + column < tokens
             z = tl.load(logits + start + column, mask=inside, other=0.0).to(tl.float32)
             t = tl.load(teacher + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-            p = tl.exp(t - t_lse)
-            expected += tl.sum(p * z, 0)
-            grad = (tl.exp(z - z_lse) - p) * weight
+            p, q = tl.exp(t - t_lse), tl.exp(z - z_lse)
+            if KIND == 0:
+                total += tl.sum(p * z, 0)
+                grad = (q - p) * weight
+            elif KIND == 1:
+                total += tl.sum(tl.where(p > 0.0, p * ((t - t_lse) - (z - z_lse)), 0.0), 0)
+                grad = (q - p) * weight
+            else:
+                grad = (q * below - tl.where(q < p, q, 0.0)) / total * weight
             tl.store(logits + start + column, grad.to(logits.dtype.element_ty), mask=inside)
-        tl.store(loss + row, z_lse - expected)
+        if KIND == 0:
+            total = z_lse - total
+        elif KIND == 2:
+            total = -tl.log(total)
+        tl.store(loss + row, total)
         tl.store(argmax + row, best)
 
 
@@ -243,21 +283,22 @@ def _lse_triton(x_TU: Tensor) -> Tensor:
     rows, tokens = x_TU.shape
     lse_T = torch.empty(rows, dtype=torch.float32, device=x_TU.device)
     if rows:
-        block = min(4096, triton.next_power_of_2(tokens))
+        block = min(BLOCK, triton.next_power_of_2(tokens))
         _lse_kernel[(rows,)](x_TU, lse_T, tokens, x_TU.stride(0), BLOCK=block, num_warps=8)
     return lse_T
 
 
-def _soft_ce_triton(
-    logits_CU: Tensor, teacher_TU: Tensor, teacher_lse_T: Tensor, teacher_row_C: Tensor, weight_C: Tensor
+def _soft_triton(
+    kind: str, logits_CU: Tensor, teacher_TU: Tensor, teacher_lse_T: Tensor, teacher_row_C: Tensor, weight_C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, tokens = logits_CU.shape
     loss_C = torch.empty(rows, dtype=torch.float32, device=logits_CU.device)
     argmax_C = torch.empty(rows, dtype=torch.int64, device=logits_CU.device)
     if rows:
-        block = min(4096, triton.next_power_of_2(tokens))
-        _soft_ce_kernel[(rows,)](
+        block = min(BLOCK, triton.next_power_of_2(tokens))
+        _soft_kernel[(rows,)](
             logits_CU, teacher_TU, teacher_lse_T, teacher_row_C.contiguous(), weight_C.float().contiguous(), loss_C,
-            argmax_C, tokens, logits_CU.stride(0), teacher_TU.stride(0), BLOCK=block, num_warps=8,
+            argmax_C, tokens, logits_CU.stride(0), teacher_TU.stride(0), eager.LK_FLOOR,
+            KIND=eager.SOFT_LOSSES.index(kind), BLOCK=block, num_warps=8,
         )  # fmt: skip
     return loss_C, argmax_C, logits_CU

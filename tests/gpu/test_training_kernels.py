@@ -62,20 +62,51 @@ def test_flash_attention_matches_float32_eager(own, heads, groups, width, length
 
 
 @pytest.mark.parametrize(("rows", "width", "tokens"), [(300, 576, 16000), (77, 64, 1003), (1, 32, 97), (0, 32, 97)])
-def test_fused_loss_matches_eager(rows, width, tokens):
+@pytest.mark.parametrize("kind", eager.SOFT_LOSSES)
+def test_fused_loss_matches_eager(kind, rows, width, tokens):
     hidden, weight = torch.randn(rows, width, device="cuda"), torch.randn(tokens, width, device="cuda") * 0.1
     teacher = torch.randn(50, tokens, device="cuda") * 3
     teacher_row = torch.randint(0, 50, (rows,), device="cuda")
     row_weight = (torch.rand(rows, device="cuda") > 0.3).float()
     results = []
-    for loss in (eager.soft_ce, fused.soft_ce):
+    for loss in (eager.soft_loss, fused.soft_loss):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        total, argmax = loss(h, w, teacher, teacher_row, row_weight)
+        total, argmax = loss(h, w, teacher, teacher_row, row_weight, kind)
         total.backward()
         results.append((total.detach(), argmax, h.grad, w.grad))
     assert torch.equal(results[0][1], results[1][1])
     for index in (0, 2, 3):
         torch.testing.assert_close(results[1][index], results[0][index], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", eager.SOFT_LOSSES)
+def test_fused_loss_in_bfloat16_holds_no_more_than_a_chunk(kind, monkeypatch):
+    """Odd widths, several chunks, K depths: within bf16 rounding of float32, and never K × rows × U logits."""
+    tokens, width, counts = 5003, 128, (1500, 1100, 3)
+    monkeypatch.setattr(fused, "CHUNK_ELEMENTS", 512 * tokens)
+    weight = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) * 0.1
+    hidden = [torch.randn(n, width, device="cuda", dtype=torch.bfloat16) for n in counts]
+    teacher = torch.randn(90, tokens, device="cuda", dtype=torch.bfloat16) * 3
+    rows = [torch.randint(0, 90, (n,), device="cuda") for n in counts]
+    weights = [(torch.rand(n, device="cuda") > 0.3).float() for n in counts]
+    scale_K = torch.tensor([1.0, 0.8, 0.64], device="cuda")
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        w, *hs = (x.to(dtype).clone().requires_grad_() for x in (weight, *hidden))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if dtype == torch.float32:
+            pairs = [eager.soft_loss(h, w, teacher, r, x, kind) for h, r, x in zip(hs, rows, weights, strict=True)]
+            loss_K = torch.stack([loss for loss, _ in pairs])
+        else:
+            loss_K, _ = fused.soft_loss_depths(hs, w, teacher, rows, weights, scale_K, kind)
+            held = torch.cuda.max_memory_allocated() - before
+        gradients = torch.autograd.grad((loss_K * scale_K).sum(), [w, *hs])
+        results.append((loss_K, *gradients))
+    for expected, found in zip(*results, strict=True):
+        assert relative(found, expected) < 2e-2
+    # one chunk of logits, both gradients, and the rows end to end; all logits would be 26 MB
+    assert held < 2 * (512 * tokens + 2 * tokens * width + 4 * sum(counts) * width) * 1.5
 
 
 def test_elementwise_kernels_match_their_twins():
@@ -132,7 +163,10 @@ def test_row_kernels_match_their_twins():
     both(lambda *t: [rows.put_rows(t[0], row, t[1])] * 0, random(500, 96), random(300, 96))
 
 
-@pytest.mark.parametrize(("family", "fields"), [*((family, {}) for family in sorted(HEADS)), ("eagle", {"depth": 3})])
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [*((family, {}) for family in sorted(HEADS)), ("eagle", {"depth": 3}), ("eagle3", {"loss": "lk"})],
+)
 def test_captured_step_equals_eager_step(family, fields):
     """A replayed graph on a padded pack gives the eager gradient, pack after pack, and accumulates."""
     torch.manual_seed(0)

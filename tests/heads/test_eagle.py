@@ -162,6 +162,17 @@ def test_harmonised_passes_and_their_gradients(dims: HeadDims, depth: int):
     check_against(head, feature_batch(inputs, ends, depth, pad_to=50), teacher_of(ends), expected, weights)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.7], ids=["fused", "through the target's own head"])
+@pytest.mark.parametrize("kind", ["kl", "lk"])
+def test_other_losses_of_the_logits(kind: str, scale: float):
+    ends = random_ends(97, 32, 50, scale=scale)
+    head, ends = tiny_eagle(dtype=torch.float64, ends=ends, depth=2, loss=kind, logit_loss_weight=1.0)
+    inputs = [double_document(d) for d in documents()]
+    weights = double_weights(head)
+    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), logit_weight=1.0, depth=2, kind=kind)
+    check_against(head, feature_batch(inputs, ends, 2, pad_to=50), teacher_of(ends), expected, weights)
+
+
 def test_harmonised_passes_in_fixed_shapes():
     """Padded rows, anchors and documents change neither sums nor gradients."""
     head, ends = tiny_eagle(dtype=torch.float64, depth=3)
@@ -183,6 +194,8 @@ def test_the_first_pass_is_eagle_1():
     assert head.depth_weights().tolist() == [1.0, 1.0, 1.0], "every pass has the same weight"
 
 
-def test_no_pass_at_all_is_refused():
+def test_unknown_loss_and_no_pass_at_all_are_refused():
+    with pytest.raises(ConfigError, match="head.loss: found 'ce', expected one of soft_ce, kl, lk"):
+        build_head(EagleConfig(loss="ce"), DIMS)
     with pytest.raises(ConfigError, match="head.depth"):
         build_head(EagleConfig(depth=0), DIMS)

@@ -75,13 +75,18 @@ def draft_ids() -> torch.Tensor:
 
 
 def tiny_eagle3(
-    variant: str = "draft vocabulary", dtype: torch.dtype = torch.float32, ends: Ends | None = None
+    variant: str = "draft vocabulary",
+    dtype: torch.dtype = torch.float32,
+    ends: Ends | None = None,
+    **changed: object,
 ) -> tuple[Eagle3Head, Ends, Shape, list[int] | None]:
     """A head with random weights, its target's ends, and its draft ids."""
     dims, fields = VARIANTS[variant]
     ends = ends or random_ends(VOCAB, 32, 50)
     ends = double_ends(ends) if dtype == torch.float64 else ends
-    config = Eagle3Config(**{"depth": DEPTH, "draft_vocab_size": DRAFT, "feature_layers": [1, 3, 5], **fields})
+    config = Eagle3Config(
+        **{"depth": DEPTH, "draft_vocab_size": DRAFT, "feature_layers": [1, 3, 5], **fields, **changed}
+    )
     head = build_head(config, dims)
     ids = None if config.draft_vocab_size in (0, VOCAB) else draft_ids()
     head.init_from_target(ends.embed_VD, teacher_of(ends), ids)
@@ -101,6 +106,22 @@ def test_loss_and_gradients(variant: str):
     if ids is not None:  # some positions carry no loss, at different depths of the same rows
         assert all(0 < count < total for count, total in zip(expected.count, expected.total, strict=True))
     check_against(head, feature_batch(inputs, ends, DEPTH, pad_to=50), teacher_of(ends), expected, weights)
+
+
+@pytest.mark.parametrize("kind", ["kl", "lk"])
+def test_other_losses(kind: str):
+    """Against the teacher renormalised over the draft vocabulary; out-of-vocabulary positions stay left out."""
+    head, ends, shape, ids = tiny_eagle3(dtype=torch.float64, loss=kind)
+    inputs = [double_document(d) for d in documents()]
+    weights = double_weights(head)
+    expected = eagle3_loss(weights, ends, inputs, shape, DEPTH, ids, kind)
+    assert all(0 < count < total for count, total in zip(expected.count, expected.total, strict=True))
+    check_against(head, feature_batch(inputs, ends, DEPTH, pad_to=50), teacher_of(ends), expected, weights)
+
+
+def test_unknown_loss_is_refused():
+    with pytest.raises(ConfigError, match="head.loss: found 'ce', expected one of soft_ce, kl, lk"):
+        build_head(Eagle3Config(loss="ce", draft_vocab_size=DRAFT, feature_layers=[1, 3, 5]), DIMS)
 
 
 def test_hits_are_the_targets_greedy_tokens_and_prefixes_are_runs_of_hits():

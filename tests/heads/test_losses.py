@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
+
 import pytest
 import torch
-from reference.documents import soft_cross_entropy
+from reference.documents import DIVERGENCES, soft_cross_entropy
 from torch import Tensor
 
 from headstart.heads.losses import eager, fused
 
 ROWS, HIDDEN, TOKENS, TEACHERS = 13, 16, 61, 7
+KINDS = ["soft_ce", "kl", "lk", "hard_ce"]
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -26,25 +30,25 @@ def inputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 def run(module, kind: str, x: dict[str, Tensor], factor: float = 1.7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, argmax, gradient of hidden, gradient of weight) with an outer factor on the loss."""
-    if kind == "soft":
-        loss, argmax = module.soft_ce(x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"])
-    else:
+    if kind == "hard_ce":
         loss, argmax = module.hard_ce(x["hidden"], x["weight"], x["label"], x["row_weight"])
+    else:
+        loss, argmax = module.soft_loss(x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"], kind)
     return loss, argmax, *torch.autograd.grad(loss * factor, [x["hidden"], x["weight"]])
 
 
-@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_eager_is_the_formula(kind: str):
     x = inputs()
     loss, argmax, _, _ = run(eager, kind, x)
     expected, best = 0.0, []
     for a in range(ROWS):
         logits = x["weight"] @ x["hidden"][a]
-        if kind == "soft":
-            p = torch.softmax(x["teacher"][x["row"][a]], dim=0)
+        if kind == "hard_ce":
+            value = soft_cross_entropy(torch.nn.functional.one_hot(x["label"][a], TOKENS).double(), logits)
         else:
-            p = torch.nn.functional.one_hot(x["label"][a], TOKENS).double()
-        expected += float((x["row_weight"][a] * soft_cross_entropy(p, logits)).detach())
+            value = DIVERGENCES[kind](torch.softmax(x["teacher"][x["row"][a]], dim=0), logits)
+        expected += float((x["row_weight"][a] * value).detach())
         best.append(int(logits.argmax()))
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert argmax.tolist() == best
@@ -55,7 +59,7 @@ def test_eager_is_the_formula(kind: str):
     ("dtype", "relative"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
 )
 @pytest.mark.parametrize("chunk_rows", [1, 5, 100])
-@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_fused_is_eager(
     kind: str, chunk_rows: int, dtype: torch.dtype, relative: float, monkeypatch: pytest.MonkeyPatch
 ):
@@ -69,7 +73,7 @@ def test_fused_is_eager(
         assert error <= relative * expected.double().abs().max(), f"{name}: {error}"
 
 
-@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_weight_zero_leave_no_trace(kind: str):
     x = inputs()
     keep = x["row_weight"] > 0
@@ -86,41 +90,58 @@ def test_rows_of_weight_zero_leave_no_trace(kind: str):
 def test_frozen_output_matrix_needs_no_gradient():
     x = inputs()
     frozen = x["weight"].detach()
-    loss, _ = fused.soft_ce(x["hidden"], frozen, x["teacher"], x["row"], x["row_weight"])
+    loss, _ = fused.soft_loss(x["hidden"], frozen, x["teacher"], x["row"], x["row_weight"])
     (hidden,) = torch.autograd.grad(loss * 1.7, [x["hidden"]])
-    torch.testing.assert_close(hidden, run(eager, "soft", inputs())[2], rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(hidden, run(eager, "soft_ce", inputs())[2], rtol=1e-6, atol=1e-12)
 
 
 def test_no_rows():
     x = inputs()
     empty = x["row"][:0]
     for module in (eager, fused):
-        loss, argmax = module.soft_ce(x["hidden"][:0], x["weight"], x["teacher"], empty, x["row_weight"][:0])
-        assert loss.item() == 0 and argmax.shape == (0,)
-    assert eager.entropy(x["teacher"][:0]).shape == (0,)
+        for kind in KINDS[:3]:
+            loss, argmax = module.soft_loss(
+                x["hidden"][:0], x["weight"], x["teacher"], empty, x["row_weight"][:0], kind
+            )
+            assert loss.item() == 0 and argmax.shape == (0,)
 
 
-def test_entropy():
-    teacher = inputs()["teacher"]
-    p = teacher.softmax(-1)
-    torch.testing.assert_close(eager.entropy(teacher, chunk=2), -(p * p.log()).sum(-1), rtol=1e-12, atol=0)
-
-
-def test_soft_loss_of_the_teacher_itself_has_zero_gradient():
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_the_teacher_itself_is_the_minimum(kind: str):
+    """Cross-entropy is the teacher's entropy there, KL and -log(acceptance rate) are 0, and every gradient is."""
     x = inputs()
     identity = torch.eye(TOKENS, dtype=torch.float64, requires_grad=True)
     hidden = x["teacher"].clone().requires_grad_(True)
-    loss, _ = fused.soft_ce(hidden, identity, x["teacher"], torch.arange(TEACHERS), torch.ones(TEACHERS))
+    loss, _ = fused.soft_loss(hidden, identity, x["teacher"], torch.arange(TEACHERS), torch.ones(TEACHERS), kind)
     (gradient,) = torch.autograd.grad(loss, [hidden])
     assert gradient.abs().max() < 1e-14
-    torch.testing.assert_close(loss, eager.entropy(x["teacher"]).sum(), rtol=1e-12, atol=0)
+    p = x["teacher"].softmax(-1)
+    entropy = -(p * p.log()).sum()
+    torch.testing.assert_close(loss, entropy if kind == "soft_ce" else 0 * entropy, rtol=1e-12, atol=1e-13)
+
+
+def test_lk_counts_the_share_of_drafts_that_are_accepted():
+    """p = (½, ½, 0, 0), q = ¼ each: half of q's drafts pass. A draft that shares nothing costs a finite loss."""
+    teacher = torch.tensor([[0.0, 0.0, -200.0, -200.0]], dtype=torch.float64)
+    for module in (eager, fused):
+        logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+        one = torch.ones(1, dtype=torch.float64)
+        loss, _ = module.soft_loss(logits, torch.eye(4).double(), teacher, torch.tensor([0]), one, "lk")
+        assert loss.item() == pytest.approx(-math.log(0.5), rel=1e-12)
+        (gradient,) = torch.autograd.grad(loss, [logits])
+        # α = q0 + q1, so d(-log α)/dz = q - q·[kept] / α
+        assert gradient[0].tolist() == pytest.approx([-0.25, -0.25, 0.25, 0.25])
+        apart = torch.tensor([[-400.0, -400.0, 0.0, 0.0]], requires_grad=True)
+        loss, _ = module.soft_loss(apart, torch.eye(4), teacher.float(), torch.tensor([0]), one.float(), "lk")
+        (gradient,) = torch.autograd.grad(loss, [apart])
+        assert 60 < loss.item() < 70 and gradient.isfinite().all()
 
 
 def test_autocast_runs_in_its_dtype_and_returns_gradients_in_the_parameters():
     x = inputs(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss, _, hidden, weight = run(fused, "soft", x)
-    expected, _, hidden32, weight32 = run(eager, "soft", inputs(torch.float32))
+        loss, _, hidden, weight = run(fused, "soft_ce", x)
+    expected, _, hidden32, weight32 = run(eager, "soft_ce", inputs(torch.float32))
     assert hidden.dtype == weight.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
     for found, wanted in ((hidden, hidden32), (weight, weight32)):
@@ -131,6 +152,24 @@ def test_huge_logits_stay_finite():
     x = inputs(torch.float32)
     with torch.no_grad():
         x["weight"].mul_(1e3)
-    for kind in ("soft", "hard"):
+    for kind in KINDS:
         loss, _, hidden, weight = run(fused, kind, x)
         assert loss.isfinite() and hidden.isfinite().all() and weight.isfinite().all()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (and Triton)")
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("block", [16, 64])
+def test_the_kernel_interpreted_is_eager(
+    kind: str, dtype: torch.dtype, relative: float, block: int, monkeypatch: pytest.MonkeyPatch
+):
+    """61 tokens in blocks of 16 (several, the last one partial) and in one block that is larger than the row."""
+    pytest.importorskip("triton")
+    expected = run(eager, kind, inputs(dtype))
+    monkeypatch.setattr(fused, "_kernels", lambda x: True)
+    monkeypatch.setattr(fused, "BLOCK", block)
+    found = run(fused, kind, inputs(dtype))
+    for name, a, b in zip(("loss", "argmax", "gradient of hidden", "gradient of weight"), expected, found, strict=True):
+        error = (b.double() - a.double()).abs().max()
+        assert error <= relative * a.double().abs().max(), f"{name}: {error}"

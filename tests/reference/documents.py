@@ -80,6 +80,25 @@ def soft_cross_entropy(p: Tensor, logits: Tensor) -> Tensor:
     return -(p * (logits - torch.logsumexp(logits, dim=0))).sum()
 
 
+def kl_divergence(p: Tensor, logits: Tensor) -> Tensor:
+    """Σ p log(p / softmax(logits))."""
+    q = torch.softmax(logits, dim=0)
+    return sum(a * torch.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def minus_log_acceptance(p: Tensor, logits: Tensor) -> Tensor:
+    """-log of the rate at which a draft sampled from softmax(logits) passes min(1, p / q): -log Σ q min(1, p / q)."""
+    q = torch.softmax(logits, dim=0)
+    return -torch.log(sum(b * torch.clamp(a / b, max=1.0) for a, b in zip(p, q, strict=True)))
+
+
+#: by the name a recipe gives it
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "soft_ce": soft_cross_entropy,
+    "kl": kl_divergence,
+    "lk": minus_log_acceptance,
+}
+
 PositionLoss = Callable[[Document, int, int, Tensor], Tensor | None]
 
 

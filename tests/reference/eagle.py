@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.documents import Document, Ends, Sums, soft_cross_entropy, sum_over_positions, supervised_depth
+from reference.documents import DIVERGENCES, Document, Ends, Sums, sum_over_positions, supervised_depth
 from reference.llama import Row, Shape, Weights, attend, mlp, project, rms_norm
 
 ATTENTION = "layers.0.self_attn."
@@ -79,8 +79,12 @@ def eagle_loss(
     hidden_weight: float = 1.0,
     logit_weight: float = 0.1,
     depth: int = 1,
+    kind: str = "soft_ce",
 ) -> Sums:
-    """1.0 · SmoothL1(g, f_{t+d}) + 0.1 · softCE(lm_head(g), p at t + d), on positions supervised at depth d."""
+    """1.0 · SmoothL1(g, f_{t+d}) + 0.1 · softCE(lm_head(g), p at t + d), on positions supervised at depth d.
+
+    `kind`: another divergence in the place of softCE.
+    """
     features: dict[tuple[int, int], list[Tensor]] = {}
     rows = {id(document): all_rows(weights, ends, shape, document) for document in documents}
 
@@ -94,7 +98,7 @@ def eagle_loss(
         next_D = document.hidden_TD[t + d]
         p_V = torch.softmax(ends.logits(next_D), dim=0)
         distance = smooth_l1(features[id(document), t][d - 1], next_D)
-        return hidden_weight * distance + logit_weight * soft_cross_entropy(p_V, logits)
+        return hidden_weight * distance + logit_weight * DIVERGENCES[kind](p_V, logits)
 
     return sum_over_positions(documents, depth, draft, loss, ends)
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from reference.documents import (
+    DIVERGENCES,
     Document,
     Ends,
     Sums,
     greedy_choice,
-    soft_cross_entropy,
     sum_over_positions,
     supervised_depth,
 )
@@ -87,8 +87,9 @@ def eagle3_loss(
     shape: Shape,
     depth: int,
     draft_ids: list[int] | None = None,
+    kind: str = "soft_ce",
 ) -> Sums:
-    """softCE of every depth against the teacher renormalised over the draft vocabulary.
+    """The divergence `kind` of every depth from the teacher renormalised over the draft vocabulary.
 
     A position whose target argmax is outside the draft vocabulary carries no loss at that depth, and is a miss.
     """
@@ -104,7 +105,7 @@ def eagle3_loss(
         if greedy_choice(ends, document, t, d) not in ids:
             return None
         p_U = torch.softmax(ends.logits(document.hidden_TD[t + d]), dim=0)[ids]
-        return soft_cross_entropy(p_U / p_U.sum(), logits)
+        return DIVERGENCES[kind](p_U / p_U.sum(), logits)
 
     return sum_over_positions(documents, depth, draft, loss, ends, ids)
 

@@ -2,11 +2,11 @@
 
     python -m headstart.bench_train --preset llama-3.1-8b --cases fixed_all fixed_40 long_32k --out results.json
     python -m headstart.bench_train --preset llama-3.1-8b --cases real_lengths --data answers.jsonl --target NAME
-    python -m headstart.bench_train --preset smollm2 --cases smollm2_real --data answers.jsonl
+    headstart train smollm2-eagle3 && python -m headstart.bench_train --cases smollm2_real --run runs/smollm2-eagle3
     python -m headstart.bench_train --supervised-fraction 0.3 --lengths real --online --data answers.jsonl --target NAME
 
-Weights are random (shapes decide the speed), except in `smollm2_real`, which is the training loop itself on the real
-target and data. One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same
+Weights are random (shapes decide the speed), except in `smollm2_real`, which reads what a real training run recorded.
+One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same
 run, peak memory, what was compiled or captured and how long that took, and the split of a step. Document lengths
 of the `real` cases are those of the conversations in --data under the tokenizer of --target.
 """
@@ -17,7 +17,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -282,6 +281,9 @@ def bench_case(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
+    if case.online:
+        assert target is not None
+        batch = target.extract(batch, head.spec)  # compiles the target
     backward, captures = _backward_of(module, batch, head.depth)
     compile_s = time.perf_counter() - started
     timer = Timer(device)
@@ -346,48 +348,44 @@ def _backward_of(module: LossModule, batch: FeatureBatch, depth: int) -> tuple[C
     return eager, 0
 
 
-def bench_real(arguments: argparse.Namespace, matmul: float) -> Record:
-    """`smollm2_real`: the training loop on the real target and data; rates of its second half, captures behind it."""
+def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
+    """`smollm2_real`: a row from the records of a finished training run; rates of its second half, captures behind it.
+
+    The run's own data is prepared again to count its multiply-adds. Card and versions are those the run wrote down.
+    """
     from headstart.pipeline import Run
     from headstart.recipes.load import load_recipe
     from headstart.talk import Talk
-    from headstart.train.loop import captures, make_accelerator
 
-    if arguments.data is None:
-        raise ConfigError("--data: not given; smollm2_real trains on a file of answered conversations")
-    with tempfile.TemporaryDirectory() as place:
-        overrides = [
-            f"run_dir={place}", f"target.name={arguments.target}", "data.distill.prompts=[]",
-            f"data.sources=[{{path: {arguments.data}}}]", "train.epochs=null", f"train.max_seconds={arguments.seconds}",
-            "train.save_every=0", "train.log_every=20", "train.tau_prompts=0",
-        ]  # fmt: skip
-        run = Run(load_recipe("smollm2-eagle3", overrides), Talk(silent=True))
-        data, target = run.prepare(), run.target
-        run.train_head(None)
-        records = [json.loads(line) for line in (Path(place) / "metrics.jsonl").read_text().splitlines()]
-    records = [record for record in records if "tokens_per_s" in record]
+    if arguments.run is None:
+        raise ConfigError("--run: not given; smollm2_real is read from a finished run, e.g. --run runs/smollm2-eagle3")
+    lines = (arguments.run / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if "tokens_per_s" in record]
     if len(records) < 4:
-        raise ConfigError(
-            f"--seconds: {arguments.seconds:g} s gave {len(records)} records of 20 steps, expected 4 or more"
-        )
-    first, last = records[len(records) // 2], records[-1]
-    seconds = last["seconds"] - first["seconds"]
-    supervised = (last["supervised_tokens"] - first["supervised_tokens"]) / seconds
-    rate = statistics.median(record["tokens_per_s"] for record in records[len(records) // 2 :])
+        raise ConfigError(f"--run: {arguments.run} holds {len(records)} records of training, expected 4 or more")
+    overrides = [f"target.name={arguments.target}"]
+    overrides += [f"data.sources=[{{path: {arguments.data}}}]"] if arguments.data is not None else []
+    run = Run(load_recipe(arguments.run / "recipe.yaml", overrides), Talk(silent=True))
+    data = run.prepare()
+    trained = run.trained_samples(data)
     head = run.fresh_head(data)
-    flops = [
-        6 * multiply_adds(head, FeatureBatch.pack([data.train[i].tensors() for i in pack], head.depth))
-        for pack in plan_packs([len(sample) for sample in data.train], run.recipe.data.pack_tokens, 0, 0)
-    ]
-    tokens = sum(len(sample) for sample in data.train)
-    step_ms = (last["seconds"] - first["seconds"]) / max(last["step"] - first["step"], 1) * 1e3
-    steady = records[0]["step"] * step_ms / 1e3
-    origin = provenance(target.device)
-    graphs = int(captures(run.recipe.train, make_accelerator(target.device)))
+    packs = plan_packs([len(sample) for sample in trained], run.recipe.data.pack_tokens, 0, 0)
+    flops = sum(
+        6 * multiply_adds(head, FeatureBatch.pack([trained[i].tensors() for i in pack], head.depth)) for pack in packs
+    )
+    tokens = sum(len(sample) for sample in trained)
+    half = records[len(records) // 2 :]
+    first, last = half[0], half[-1]
+    seconds, steps = last["seconds"] - first["seconds"], last["step"] - first["step"]
+    rate = statistics.median(record["tokens_per_s"] for record in half)
+    captured = records[0]["seconds"] - records[0]["step"] * seconds / steps
+    sidecar = json.loads((arguments.run / "head" / "headstart.json").read_text())
+    origin = sidecar.get("provenance", sidecar)
     return Record(
-        "smollm2_real", "smollm2", rate, supervised, sum(flops) / tokens * rate / matmul, last.get("memory_gib", 0.0),
-        max(records[0]["seconds"] - steady, 0.0), graphs, step_ms, {"data_wait": last["data_wait"] * step_ms},
-        tokens, last["supervised_tokens"], len(data.train), last["step"], matmul / 1e12, origin["device"],
+        "smollm2_real", "smollm2", rate, (last["supervised_tokens"] - first["supervised_tokens"]) / seconds,
+        flops / tokens * rate / matmul, last.get("memory_gib", 0.0), max(captured, 0.0), int(last.get("captures", 0)),
+        seconds / steps * 1e3, {"data_wait": statistics.mean(r["data_wait"] for r in half) * seconds / steps * 1e3},
+        tokens, last["supervised_tokens"], len(trained), last["step"], matmul / 1e12, origin["device"],
         "python -m headstart.bench_train " + " ".join(sys.argv[1:]), origin["git_revision"], origin["versions"],
     )  # fmt: skip
 
@@ -399,7 +397,7 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dims = HeadDims.from_hf_config(config)
-    matmul = measure_matmul(device, dtype)
+    matmul = arguments.matmul_tflops * 1e12 if arguments.matmul_tflops else measure_matmul(device, dtype)
     torch.manual_seed(0)
     records = []
     for case in cases(arguments):
@@ -425,7 +423,7 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if "smollm2_real" in arguments.cases:
-        records.append(bench_real(arguments, matmul))
+        records.append(bench_run(arguments, matmul))
         print_record(records[-1])
     return records
 
@@ -451,10 +449,11 @@ def main() -> None:
     parser.add_argument("--offline", action="store_false", dest="online", help="features preloaded (the default)")
     parser.add_argument("--compile-target", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--data", type=Path, help="conversations, for the `real` cases")
-    parser.add_argument("--target", default="smollm2-135m-instruct", help="tokenizer of --data, target of smollm2_real")
+    parser.add_argument("--target", default="smollm2-135m-instruct", help="tokenizer of --data and of --run")
     parser.add_argument("--depth", type=int, default=7, help="TTT steps")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=60, help="training time of smollm2_real")
+    parser.add_argument("--run", type=Path, help="run directory of smollm2_real")
+    parser.add_argument("--matmul-tflops", type=float, help="MFU's denominator, where the run was on another machine")
     parser.add_argument("--profile", action="store_true", help="print device time by kernel")
     parser.add_argument("--out", type=Path, help="JSON list to write: rows of the same case and preset are replaced")
     arguments = parser.parse_args()

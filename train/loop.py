@@ -399,6 +399,8 @@ class _Trainer:
                 "no position is supervised in the whole training set; `headstart inspect` shows the masks"
             )
         epoch = self.stream.locate(max(state.packs - 1, 0)).epoch
+        if self.captured is not None:
+            values["captures"] = self.captured.captures
         self._log({**values, "epoch": epoch, "seconds": self._elapsed(), "supervised_tokens": state.supervised})
 
     def _log(self, values: dict[str, float]) -> None:

@@ -18,6 +18,7 @@ from headstart.heads.formats.geometry import integer, rope_parameters, same_rope
 from headstart.heads.formats.raw import RawCheckpoint
 from headstart.heads.formats.read_eagle import LLAMA_DEFAULTS, is_eagle3, unnest
 from headstart.heads.formats.read_medusa import MEDUSA_KEYS, is_medusa
+from headstart.heads.formats.readers import is_dflash
 
 
 class Verdict(StrEnum):
@@ -26,6 +27,7 @@ class Verdict(StrEnum):
     LOADS = "loads"
     WRONG = "loads wrongly"
     REFUSES = "refuses"
+    UNKNOWN = "not known"
 
 
 @dataclass
@@ -35,25 +37,30 @@ class EngineVerdict:
     Attributes:
         wrong: why it would draft something else than was trained, without saying so.
         refused: why it stops with an error.
+        unknown: why nothing can be said.
         notes: what a user should know although it loads.
     """
 
     engine: str
     wrong: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
         """A refusal protects from loading wrongly, so it comes first."""
-        return Verdict.REFUSES if self.refused else Verdict.WRONG if self.wrong else Verdict.LOADS
+        if self.refused or self.wrong:
+            return Verdict.REFUSES if self.refused else Verdict.WRONG
+        return Verdict.UNKNOWN if self.unknown else Verdict.LOADS
 
     @property
     def reasons(self) -> list[str]:
-        return [*self.refused, *self.wrong]
+        return [*self.refused, *self.wrong, *self.unknown]
 
     def add(self, verdict: Verdict, reason: str) -> None:
-        {Verdict.LOADS: self.notes, Verdict.WRONG: self.wrong, Verdict.REFUSES: self.refused}[verdict].append(reason)
+        lists = {Verdict.LOADS: self.notes, Verdict.WRONG: self.wrong, Verdict.UNKNOWN: self.unknown}
+        lists.get(verdict, self.refused).append(reason)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class View:
     """A directory as a validator sees it.
 
     Attributes:
-        family: medusa, eagle, eagle3, or None.
+        family: medusa, eagle, eagle3, dflash, draft_model (an ordinary language model), or None.
         config: the flat config (nested EAGLE configs unfolded).
         names: portable tensor name → file tensor name.
         strangers: file tensors of no known spelling.
@@ -94,6 +101,10 @@ class View:
 def view(raw: RawCheckpoint) -> View:
     """Recognise the family by its tensors and give the tensors portable names."""
     short = {name.removeprefix("model."): name for name in raw.tensors}
+    if is_dflash(raw):
+        return View(raw, "dflash", raw.config, dict(short), [])
+    if is_language_model(short):
+        return View(raw, "draft_model", raw.config, dict(short), [])
     if is_medusa(raw) or not any(
         name == "fc.weight" or "mlp." in name or name.startswith("fusion_fc") for name in short
     ):
@@ -103,6 +114,12 @@ def view(raw: RawCheckpoint) -> View:
     if is_eagle3(short):
         return View(raw, "eagle3", config, {_midlayer(name): full for name, full in short.items()}, [])
     return View(raw, "eagle", config, dict(short), [])
+
+
+def is_language_model(short: Iterable[str]) -> bool:
+    """Whether tensor names (without `model.`) are an ordinary causal language model's."""
+    names = set(short)
+    return "embed_tokens.weight" in names and "layers.0.input_layernorm.weight" in names and "fc.weight" not in names
 
 
 def _midlayer(name: str) -> str:

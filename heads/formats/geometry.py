@@ -19,6 +19,7 @@ LIMITS = {
     "intermediate_size": (1, 1 << 20),
     "vocab_size": (1, 1 << 21),
     "draft_vocab_size": (1, 1 << 21),
+    "truncated_vocab_size": (1, 1 << 21),
     "num_hidden_layers": (1, 1024),
     "num_attention_heads": (1, 4096),
     "num_key_value_heads": (1, 4096),

@@ -6,6 +6,7 @@ so running the same command continues.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -161,7 +162,13 @@ def fetch_head(name: str, revision: str | None = None, cache_dir: Path | None = 
     repo, _, tag = name.partition("@")
     try:
         return Path(
-            snapshot_download(repo, revision=revision or tag or None, allow_patterns=HEAD_FILES, cache_dir=cache_dir)
+            snapshot_download(
+                repo,
+                revision=revision or tag or None,
+                allow_patterns=HEAD_FILES,
+                cache_dir=cache_dir,
+                endpoint=os.environ.get("HF_ENDPOINT") or None,
+            )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(

@@ -17,6 +17,11 @@ from headstart.heads.formats.read_eagle import is_eagle3, plan_eagle, plan_eagle
 from headstart.heads.formats.read_medusa import is_medusa, plan_medusa
 
 
+def is_dflash(raw: RawCheckpoint) -> bool:
+    architectures = raw.config.get("architectures")
+    return "dflash_config" in raw.config or (isinstance(architectures, list) and "DFlashDraftModel" in architectures)
+
+
 def plan_foreign(raw: RawCheckpoint, dims: HeadDims | None) -> Plan:
     """Recognise the layout of a checkpoint without our sidecar.
 
@@ -27,6 +32,8 @@ def plan_foreign(raw: RawCheckpoint, dims: HeadDims | None) -> Plan:
     config, where = raw.config, str(raw.directory / "config.json")
     if "speculators_model_type" in config:
         return plan_speculators(raw, dims, where)
+    if is_dflash(raw):
+        raise FormatError(f"{where}: a DFlash head; Headstart reads Medusa, EAGLE-1/2 and EAGLE-3 heads")
     if is_medusa(raw):
         return plan_medusa(raw, dims, where)
     config = unnest(config)

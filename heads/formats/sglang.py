@@ -39,6 +39,9 @@ FC_BIAS = Row("fc.bias", ("H",), WRONG, "SGLang's fc has a bias, which stays ran
 def check(seen: View, target: HeadDims | None) -> EngineVerdict:
     """Verdict of SGLang on a directory."""
     found = EngineVerdict(ENGINE)
+    if seen.family in ("dflash", "draft_model"):
+        found.add(Verdict.UNKNOWN, f"what it does with a {seen.family} has not been checked")
+        return found
     if seen.family not in ("eagle", "eagle3"):
         found.add(REFUSES, "SGLang serves EAGLE heads only, no Medusa" if seen.family else "no EAGLE head")
         return found

@@ -39,6 +39,9 @@ def check(seen: View, target: HeadDims | None) -> EngineVerdict:
         return guarded(found, lambda: _eagle3(found, seen, target))
     if seen.family == "medusa":
         return guarded(found, lambda: _medusa(found, seen))
+    if seen.family in ("dflash", "draft_model"):
+        found.add(Verdict.UNKNOWN, f"what it does with a {seen.family} has not been checked")
+        return found
     found.add(REFUSES, "its PyTorch backend serves EAGLE-3 only, its legacy converter Medusa")
     return found
 
@@ -52,6 +55,10 @@ def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
         found.add(WRONG, "norm_before_residual is true: the residual is always the un-normed one")
     if config.get("norm_before_fc") and not nested.get("norm_before_fc"):
         found.add(WRONG, "norm_before_fc is read inside eagle_config only")
+    if "mask_hidden" in seen.names:
+        found.add(
+            WRONG, "mask_hidden is not read: it drafts one token after the other, which P-EAGLE was not trained for"
+        )
     for reason in rope_problems(config, "config.json", target):
         found.add(WRONG, reason)
     if sizes["layers"] != 1:

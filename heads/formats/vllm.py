@@ -6,6 +6,7 @@ tensors (they stay uninitialised); unexpected ones stop an EAGLE load and are dr
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ from headstart.heads.formats.findings import (
     rope_problems,
 )
 from headstart.heads.formats.geometry import integer
+from headstart.heads.formats.vllm_dflash import check_dflash, check_draft_model
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 
 ENGINE = "vLLM 0.32"
@@ -45,9 +47,18 @@ EAGLE3_OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_
 def check(seen: View, target: HeadDims | None) -> EngineVerdict:
     """Verdict of vLLM on a directory."""
     found = EngineVerdict(ENGINE)
-    checks = {"medusa": _medusa, "eagle": _eagle, "eagle3": _eagle3}
+    checks = {
+        "medusa": _medusa,
+        "eagle": _eagle,
+        "eagle3": _eagle3,
+        "dflash": check_dflash,
+        "draft_model": check_draft_model,
+    }
+    if seen.raw.config.get("model_type") == "mlp_speculator":
+        found.add(REFUSES, "MLP speculators are no longer in vLLM's registry")
+        return found
     if seen.family is None:
-        found.add(REFUSES, "neither a Medusa nor an EAGLE head")
+        found.add(REFUSES, "neither a Medusa, EAGLE or DFlash head nor a language model")
         return found
     return guarded(found, lambda: checks[seen.family or ""](found, seen, target))
 
@@ -85,16 +96,38 @@ def _medusa(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
         dropped = [n for n in sorted(seen.names) if n.endswith(".bias") and seen.nonzero(n)]
         if dropped:
             found.add(WRONG, f"{dropped[0]} (and all biases) is dropped in silence: set medusa_fc_bias to true")
-    if config.get("truncated_vocab_size") not in (None, sizes["V"]):
+    sizes["U"] = integer(config, "truncated_vocab_size", where, default=sizes["V"])
+    shared = bool(config.get("original_lm_head"))
+    strangers = set(seen.strangers)
+    if sizes["U"] != sizes["V"] and not shared:
         found.add(REFUSES, "truncated_vocab_size: per-head matrices of a reduced vocabulary do not load")
-    matrices = 1 if config.get("original_lm_head") else heads
-    rows += [Row(f"lm_heads.{i}.weight", ("V", "D"), WRONG, "it stays random") for i in range(matrices)]
+    elif sizes["U"] < sizes["V"]:
+        strangers -= {"token_map"}
+        _token_map(found, seen, sizes["U"], sizes["V"])
+        if seen.shape("lm_heads.0.weight") == (sizes["V"], sizes["D"]):
+            sizes["U"] = sizes["V"]  # it takes the rows that token_map names
+    matrix = ("U" if shared else "V", "D")
+    rows += [Row(f"lm_heads.{i}.weight", matrix, WRONG, "it stays random") for i in range(1 if shared else heads)]
     match_rows(found, seen, rows, sizes)
     extra = sorted(set(seen.names) - {row.name for row in rows} - {n for n in seen.names if n.endswith(".bias")})
-    if extra or seen.strangers:
-        found.add(WRONG, f"{', '.join([*extra, *seen.strangers][:6])} would be dropped in silence")
+    if extra or strangers:
+        found.add(WRONG, f"{', '.join([*extra, *sorted(strangers)][:6])} would be dropped in silence")
     found.add(LOADS, f"num_speculative_tokens must be {heads} or fewer")
     _target(found, target, sizes["D"], sizes["V"])
+
+
+def _token_map(found: EngineVerdict, seen: View, size: int, vocab: int) -> None:
+    """The target ids of a reduced vocabulary's rows (read, not run)."""
+    info = seen.raw.tensors.get("token_map")
+    if info is None:
+        found.add(REFUSES, f"truncated_vocab_size is {size} of {vocab} and token_map [{size}] is missing")
+        return
+    if info.shape != (size,) or info.dtype not in (torch.int64, torch.int32):
+        found.add(REFUSES, f"token_map is {info.dtype} {list(info.shape)}, expected int64 [{size}]")
+        return
+    ids = seen.raw.read("token_map")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != size:
+        found.add(WRONG, f"token_map holds no {size} distinct ids below {vocab}: drafted ids would be others")
 
 
 def _eagle(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
@@ -145,6 +178,7 @@ def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
             f"1. Write {[k + 1 for k in inner if type(k) is int]} as eagle_aux_hidden_state_layer_ids at top level",
         )
     _feature_layers(found, top or inner, target)
+    _parallel(found, seen, config, sizes)
     known = {row.name for row in eagle3_rows(WRONG)} | EAGLE3_OPTIONAL
     if nested.get("norm_before_fc", config.get("norm_before_fc")):
         known |= {"input_norm.weight"}
@@ -161,15 +195,34 @@ def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
     _embedding(found, seen, sizes)
 
 
+def _parallel(found: EngineVerdict, seen: View, config: dict[str, Any], sizes: dict[str, int]) -> None:
+    """P-EAGLE: an EAGLE-3 head that drafts all its tokens at once, from masked places."""
+    tokens = [config.get(name) for name in ("ptd_token_id", "mask_token_id") if config.get(name) is not None]
+    shape = seen.shape("mask_hidden")
+    if not tokens and shape is None:
+        return
+    if not tokens or type(tokens[0]) is not int:
+        found.add(REFUSES, "mask_hidden without ptd_token_id (or mask_token_id): parallel drafting needs both")
+    elif shape is None:
+        found.add(REFUSES, f"mask_hidden [1, 1, {sizes['3D']}] is missing: parallel drafting needs it")
+    elif math.prod(shape) != sizes["3D"]:
+        found.add(REFUSES, f"mask_hidden is {list(shape)}, config.json makes it [1, 1, {sizes['3D']}]")
+    found.add(
+        LOADS, 'launch it with "parallel_drafting": true in the speculative config; without, mask_hidden is unused'
+    )
+
+
 def _speculators(found: EngineVerdict, seen: View) -> dict[str, Any]:
     outer, layer = seen.config, seen.config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise FormatError("config.json: transformer_layer_config is missing")
-    if outer.get("norm_before_residual", True):
+    # what speculators means where the field is missing differs by kind
+    if outer.get("norm_before_residual", outer["speculators_model_type"] != "peagle"):
         found.add(
             LOADS, "norm_before_residual is true (the default there): vLLM runs it, SGLang and TensorRT-LLM do not"
         )
     keys = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "fc_norm")
+    keys += ("ptd_token_id", "mask_token_id")
     return {**layer, **{key: outer[key] for key in keys if outer.get(key) is not None}}
 
 

@@ -23,6 +23,7 @@ from format_layouts import (
     draft_ids,
     eagle3_tensors,
     eagle_tensors,
+    layer,
     medusa_tensors,
     vllm_medusa,
     write,
@@ -51,6 +52,45 @@ def gone(*keys: str) -> dict[str, None]:
 
 
 same: Callable[[Tensors], Tensors] = dict
+
+#: a Medusa head whose heads share one matrix of U rows, and the target ids of those rows
+REDUCED = {"original_lm_head": True, "truncated_vocab_size": U}
+DFLASH_CONFIG = {
+    **LLAMA,
+    "model_type": "qwen3",
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "block_size": 4,
+    "num_target_layers": 8,
+    "layer_types": ["full_attention"] * 2,
+    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 3, 5]},
+}
+
+
+def reduced(rows: int) -> Callable[[Tensors], Tensors]:
+    def edit(tensors: Tensors) -> Tensors:
+        kept = drop("lm_heads.1.weight", "lm_heads.2.weight")(tensors)
+        return {**kept, "lm_heads.0.weight": torch.ones(rows, D), "token_map": draft_ids()}
+
+    return edit
+
+
+def dflash_tensors() -> Tensors:
+    tensors = {"fc.weight": torch.ones(D, 3 * D), "hidden_norm.weight": torch.ones(D), "norm.weight": torch.ones(D)}
+    for prefix in ("layers.0.", "layers.1."):
+        tensors |= {**layer(prefix, D), f"{prefix}input_layernorm.weight": torch.ones(D)}
+        tensors |= {f"{prefix}self_attn.{name}.weight": torch.ones(8) for name in ("q_norm", "k_norm")}
+    return tensors
+
+
+def language_model() -> Tensors:
+    tensors = {**layer("model.layers.0.", D), "model.layers.0.input_layernorm.weight": torch.ones(D)}
+    return {**tensors, "model.embed_tokens.weight": torch.ones(V, D), "model.norm.weight": torch.ones(D)}
+
+
+F = (DFLASH_CONFIG, dflash_tensors)
+DRAFT = ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, language_model)
 
 #: trap → (directory, config changes (None removes), tensor changes, engine → (verdict, words of the reason))
 TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[str, tuple[Verdict, str]]]] = {
@@ -270,6 +310,22 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         same,
         {"vllm": (R, "needs architectures")},
     ),
+    "EAGLE-1 nested without model_type": (
+        (
+            {"model": {k: v for k, v in EAGLE_CONFIG.items() if k != "model_type"}, "model_type": "eagle"},
+            eagle_tensors,
+        ),
+        {},
+        same,
+        {"vllm": (R, "needs model_type")},
+    ),
+    "EAGLE-1 in TensorRT-LLM": (E1, {}, same, {"tensorrt_llm": (R, "EAGLE-3 only"), "vllm": (L, "")}),
+    "EAGLE-1 tied embeddings in SGLang": (
+        E1,
+        {"architectures": ["LlamaForCausalLMEagle"], "tie_word_embeddings": True},
+        lambda t: {**t, "fc.bias": torch.zeros(D)},
+        {"sglang": (W, "tie_word_embeddings is true")},
+    ),
     "EAGLE-1 layer missing": (E1, {}, drop("layers.0.mlp.up_proj.weight"), {"vllm": (W, "uninitialised")}),
     # Medusa
     "Medusa num_attention_heads": (
@@ -292,6 +348,130 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         {},
         put(token_map=(V,)),
         {"vllm": (W, "token_map would be dropped"), "headstart": (R, "token")},
+    ),
+    "Medusa one shared matrix": (
+        M,
+        {"original_lm_head": True},
+        drop("lm_heads.1.weight", "lm_heads.2.weight"),
+        {"vllm": (L, "")},
+    ),
+    "Medusa shared matrix missing": (
+        M,
+        {"original_lm_head": True},
+        drop("lm_heads.0.weight", "lm_heads.1.weight", "lm_heads.2.weight"),
+        {"vllm": (W, "lm_heads.0.weight.*random")},
+    ),
+    "Medusa shared matrix beside own ones": (
+        M,
+        {"original_lm_head": True},
+        same,
+        {"vllm": (W, "lm_heads.1.weight, lm_heads.2.weight would be dropped")},
+    ),
+    "Medusa reduced, shared": (M, REDUCED, reduced(U), {"vllm": (L, ""), "headstart": (R, "token_map")}),
+    "Medusa reduced, whole matrix": (M, REDUCED, reduced(V), {"vllm": (L, "")}),
+    "Medusa reduced without token_map": (
+        M,
+        REDUCED,
+        lambda t: drop("token_map")(reduced(U)(t)),
+        {"vllm": (R, r"token_map \[40\] is missing")},
+    ),
+    "Medusa token_map of another size": (
+        M,
+        REDUCED,
+        lambda t: {**reduced(U)(t), "token_map": draft_ids()[1:]},
+        {"vllm": (R, r"token_map is torch.int64 \[39\]")},
+    ),
+    "Medusa token_map beyond the vocabulary": (
+        M,
+        REDUCED,
+        lambda t: {**reduced(U)(t), "token_map": draft_ids() + V},
+        {"vllm": (W, "no 40 distinct ids below 97")},
+    ),
+    "Medusa in TGI by vLLM's names": (
+        M,
+        TGI_CONFIG,
+        same,
+        {"tgi": (R, "TGI's keys"), "tensorrt_llm": (R, "converter")},
+    ),
+    # P-EAGLE
+    "P-EAGLE": (
+        E3,
+        {"ptd_token_id": 5},
+        put(mask_hidden=(1, 1, 3 * D)),
+        {
+            "vllm": (L, ""),
+            "sglang": (W, "mask_hidden would be skipped"),
+            "tensorrt_llm": (W, "mask_hidden is not read"),
+            "headstart": (R, "ptd_token_id"),
+        },
+    ),
+    "P-EAGLE without mask_hidden": (E3, {"mask_token_id": 5}, same, {"vllm": (R, r"mask_hidden \[1, 1, 96\] is m")}),
+    "P-EAGLE without its token": (E3, {}, put(mask_hidden=(1, 1, 3 * D)), {"vllm": (R, "without ptd_token_id")}),
+    "P-EAGLE of another width": (
+        E3,
+        {"ptd_token_id": 5},
+        put(mask_hidden=(1, 1, D)),
+        {"vllm": (R, r"mask_hidden is \[1, 1, 32\]")},
+    ),
+    # DFlash
+    "DFlash": (
+        F,
+        {},
+        same,
+        {
+            "vllm": (L, ""),
+            "sglang": (Verdict.UNKNOWN, "not been checked"),
+            "tgi": (R, "Medusa heads only"),
+            "headstart": (R, "DFlash"),
+        },
+    ),
+    "DFlash ids counted twice": (
+        F,
+        {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
+        same,
+        {"vllm": (W, r"read as they are.*write \[2, 4, 6\]")},
+    ),
+    "DFlash ids in both countings": (F, {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, same, {"vllm": (L, "")}),
+    "DFlash ids hidden by eagle_config": (
+        F,
+        {"eagle_config": {"use_aux_hidden_state": True}},
+        same,
+        {"vllm": (W, "eagle_config hides dflash_config")},
+    ),
+    "DFlash without ids": (F, {"dflash_config": {"mask_token_id": 5}}, same, {"vllm": (R, "fc.weight is")}),
+    "DFlash without a mask token": (
+        F,
+        {"dflash_config": {"target_layer_ids": [1, 3, 5]}},
+        same,
+        {"vllm": (R, "mask_token_id is missing")},
+    ),
+    "DFlash id that becomes L": (
+        F,
+        {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 3, 7]}},
+        same,
+        {"vllm": (W, "feature layer 8 is the last hidden state")},
+    ),
+    "DFlash ids unsorted": (
+        F,
+        {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [3, 1, 5]}},
+        same,
+        {"vllm": (W, "not ascending")},
+    ),
+    "DFlash mask_hidden": (F, {}, put(mask_hidden=(1, 1, 96)), {"vllm": (R, "mask_hidden must be absent")}),
+    "DFlash q_norm missing": (F, {}, drop("layers.1.self_attn.q_norm.weight"), {"vllm": (R, "q_norm.weight")}),
+    # others
+    "draft model": (
+        DRAFT,
+        {},
+        same,
+        {"vllm": (L, ""), "sglang": (Verdict.UNKNOWN, "draft_model"), "headstart": (R, "")},
+    ),
+    "draft model of another vocabulary": (DRAFT, {"vocab_size": 96}, same, {"vllm": (R, "96, the target's 97")}),
+    "MLP speculator": (
+        ({"model_type": "mlp_speculator"}, lambda: {"proj.0.weight": torch.ones(2, 2)}),
+        {},
+        same,
+        {"vllm": (R, "no longer in vLLM's registry"), "headstart": (R, "")},
     ),
     "Medusa in SGLang": (M, {}, same, {"sglang": (R, "no Medusa"), "vllm": (L, "")}),
     "EAGLE in TGI": (E3, {}, same, {"tgi": (R, "Medusa heads only")}),
@@ -339,6 +519,13 @@ TGI_TRAPS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str, Ve
     "config": ({"medusa_num_heads": 3}, same, "medusa_lm_head.safetensors", R, "base_model_name_or_path"),
     "undercount": ({**TGI_CONFIG, "medusa_num_heads": 2}, same, "medusa_lm_head.safetensors", W, "never used"),
     "one matrix lost": (TGI_CONFIG, drop("1.1.weight"), "medusa_lm_head.safetensors", W, "falls back to v2"),
+    "several blocks without matrices": (
+        {**TGI_CONFIG, "medusa_num_layers": 2},
+        lambda _: medusa_tensors(layers=2, own=False),
+        "medusa_lm_head.safetensors",
+        R,
+        "v2, which shares the target's, has one layer",
+    ),
     "v2": (TGI_CONFIG, drop("0.1.weight", "1.1.weight", "2.1.weight"), "medusa_lm_head.safetensors", L, ""),
 }
 
@@ -349,6 +536,56 @@ def test_tgi(tmp_path: Path, trap: Any) -> None:
     report = check_directory(write(tmp_path, config, edit(medusa_tensors()), weights), DIMS)
     assert report.engines["tgi"].verdict is verdict, report.render()
     assert any(words in reason for reason in report.engines["tgi"].reasons) or not words, report.render()
+
+
+OTHER_LAYERS = {
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]},
+}
+NOTES = {
+    "speculative tokens": (M, {}, "vllm", "num_speculative_tokens must be 3 or fewer"),
+    "parallel drafting": (
+        (E3[0], lambda: {**eagle3_tensors(), "mask_hidden": torch.ones(1, 1, 96)}),
+        {"ptd_token_id": 5}, "vllm", '"parallel_drafting": true',
+    ),
+    "draft model": (DRAFT, {}, "vllm", '"method": "draft_model"'),
+    "DFlash reference": (F, {"layer_types": None}, "vllm", "also wants layer_types"),
+    "captured layers": (E3, OTHER_LAYERS, "tensorrt_llm", "hidden_states indices [1, 3, 6]"),
+    "EAGLE-1 lm_head": (
+        ({**EAGLE_CONFIG, "architectures": ["LlamaForCausalLMEagle"]},
+         lambda: {**eagle_tensors(), "fc.bias": torch.zeros(D), "lm_head.weight": torch.ones(V, D)}),
+        {}, "sglang", "lm_head.weight is skipped",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "changes", "engine", "words"), NOTES.values(), ids=NOTES.keys())
+def test_what_a_user_should_know_although_it_loads(
+    tmp_path: Path, base: Any, changes: dict[str, Any], engine: str, words: str
+) -> None:
+    report = check_directory(trapped(tmp_path, (base, changes, same, {})), DIMS)
+    assert report.loads(engine), report.render()
+    assert any(words in note for note in report.engines[engine].notes), report.render()
+
+
+def test_optional_tensors_and_both_layer_prefixes_load(tmp_path: Path) -> None:
+    eagle3 = {**eagle3_tensors("layers.0."), "embed_tokens.weight": torch.ones(V, D)}
+    report = check_directory(write(tmp_path / "3", EAGLE3_CONFIG, eagle3), DIMS)
+    assert all(report.loads(engine) for engine in ("vllm", "sglang", "tensorrt_llm")), report.render()
+    eagle = {**eagle_tensors(), "embed_tokens.weight": torch.ones(V, D)}
+    assert check_directory(write(tmp_path / "1", EAGLE_CONFIG, eagle), DIMS).loads("vllm")
+    whole = {name: tensor for name, tensor in eagle3_tensors(size=V).items() if name != "lm_head.weight"}
+    report = check_directory(write(tmp_path / "v", {**EAGLE3_CONFIG, "draft_vocab_size": V}, whole), DIMS)
+    assert report.loads("tensorrt_llm") and report.loads("vllm"), report.render()
+
+
+def test_residual_default_of_speculators_differs_by_kind(tmp_path: Path) -> None:
+    config = {"transformer_layer_config": LLAMA, "draft_vocab_size": U, "ptd_token_id": 5}
+    tensors = {**eagle3_tensors("layers.0."), "mask_hidden": torch.ones(1, 1, 96)}
+    for kind, noted in (("eagle3", True), ("peagle", False)):
+        given = {**config, "speculators_model_type": kind, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+        notes = check_directory(write(tmp_path / kind, given, tensors), DIMS).engines["vllm"].notes
+        assert any("norm_before_residual is true" in note for note in notes) is noted
 
 
 def test_one_directory_serves_vllm_and_tgi(tmp_path: Path) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from fake_hub import local_hub
 from format_layouts import DIMS, U, our_head, same_state
 from huggingface_hub import HfApi
 
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError, StorageError
-from headstart.heads.formats import ExportConfig, export_head, load_head
+from headstart.heads.formats import ExportConfig, export_head, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.hub import fetch_head, push_export
 
@@ -48,88 +45,14 @@ REPORT = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The endpoints of the Hub that an upload and a download use; `server.files` is the repository."""
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def answer(self, status: int, value: Any = None, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
-        content = body if value is None else json.dumps(value).encode()
-        self.send_response(status)
-        for name, text in {"Content-Length": str(len(content)), **(headers or {})}.items():
-            self.send_header(name, text)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-    def handle_any(self) -> None:
-        hub: Any = self.server
-        body = self.body()
-        hub.requests.append((self.command, self.path))
-        if self.headers.get("Authorization") != "Bearer secret" and not self.path.startswith("/storage/"):
-            return self.answer(401, {"error": "who are you"})
-        if hub.failures and self.path.endswith("/commit/main"):
-            return self.answer(hub.failures.pop(), {"error": "later"})
-        host = f"http://127.0.0.1:{self.server.server_address[1]}"
-        if self.path == "/api/repos/create":
-            hub.created = json.loads(body)
-            return self.answer(200, {"url": f"{host}/me/head", "name": "me/head"})
-        if self.path == "/api/validate-yaml":
-            return self.answer(200, {"errors": [], "warnings": []})
-        if self.path.endswith("/preupload/main"):
-            files = json.loads(body)["files"]
-            modes = [
-                {"path": f["path"], "uploadMode": "lfs" if "safetensors" in f["path"] else "regular"} for f in files
-            ]
-            return self.answer(200, {"files": [{**mode, "shouldIgnore": False} for mode in modes]})
-        if self.path.endswith("/info/lfs/objects/batch"):
-            objects = []
-            for entry in json.loads(body)["objects"]:
-                known = entry["oid"] in hub.blobs  # no action is offered for what is there already
-                action = {"actions": {"upload": {"href": f"{host}/storage/{entry['oid']}"}}}
-                objects.append(entry if known else {**entry, **action})
-            return self.answer(200, {"transfer": "basic", "objects": objects})
-        if self.path.startswith("/storage/") and self.command == "PUT":
-            assert hashlib.sha256(body).hexdigest() == self.path.rsplit("/", 1)[1]
-            hub.blobs[self.path.rsplit("/", 1)[1]] = body
-            return self.answer(200, {})
-        if self.path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                value = line["value"]
-                if line["key"] == "header":
-                    hub.messages.append(value["summary"])
-                elif line["key"] == "file":
-                    hub.files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    hub.files[value["path"]] = hub.blobs[value["oid"]]
-            commit = {"commitUrl": f"{host}/me/head/commit/1", "commitOid": "1" * 40, "pullRequestUrl": None}
-            return self.answer(200, {"success": True, **commit})
-        if self.path == "/api/models/someone/tiny-llama":
-            return self.answer(200, {"id": "someone/tiny-llama", "siblings": [], "cardData": {"license": "apache-2.0"}})
-        return self.answer(404, {"error": f"nothing at {self.path}"})
-
-    do_GET = do_POST = do_PUT = do_HEAD = handle_any
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.blobs, server.messages, server.requests, server.failures = {}, {}, [], [], []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with local_hub(monkeypatch) as server:
+        yield server
 
 
 def api_of(hub: Any, token: str = "secret") -> HfApi:
-    return HfApi(endpoint=f"http://127.0.0.1:{hub.server_address[1]}", token=token)
+    return HfApi(endpoint=hub.address, token=token)
 
 
 @pytest.fixture
@@ -220,3 +143,35 @@ def test_fetching_a_head_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"someone/nothing@v1.*local directory"):
         fetch_head("someone/nothing@v1", cache_dir=tmp_path)
+
+
+def published(directory: Path, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()} | (more or {})
+
+
+def test_a_published_head_is_fetched_by_revision(hub: Any, tmp_path: Path) -> None:
+    heads = {"v1": our_head(EagleConfig()), "main": our_head(Eagle3Config(draft_vocab_size=U))}
+    junk = {"modeling_evil.py": b"raise SystemExit", "optimizer.pt": b"x", "README.md": b"# hi"}
+    for revision, head in heads.items():
+        save_head(head, tmp_path / revision, {}, max_shard_bytes=30_000)
+        hub.published[revision] = published(tmp_path / revision, junk)
+    for name, revision in (("me/published@v1", "v1"), ("me/published", "main")):
+        fetched = fetch_head(name, cache_dir=tmp_path / "cache")
+        assert same_state(load_head(fetched, DIMS), heads[revision])
+        assert {path.name for path in fetched.iterdir()} == {path.name for path in (tmp_path / revision).iterdir()}
+    asked = [path for _, path in hub.requests]
+    assert not any(name in path for path in asked for name in junk if "resolve" in path)
+
+
+def test_a_fetched_head_is_there_without_the_hub(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_head(our_head(EagleConfig()), tmp_path / "head", {})
+    hub.published["v1"] = published(tmp_path / "head")
+    first = fetch_head("me/published", "v1", tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert fetch_head("me/published@v1", cache_dir=tmp_path / "cache") == first
+
+
+def test_an_unknown_revision_is_named(hub: Any, tmp_path: Path) -> None:
+    hub.published["v1"] = {}
+    with pytest.raises(ConfigError, match=r"me/published@v9.*Check the name and revision"):
+        fetch_head("me/published@v9", cache_dir=tmp_path)

@@ -1,0 +1,50 @@
+"""`headstart eval --head user/name@revision`: downloaded, checked, measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+FORMATS = str(Path(__file__).resolve().parents[1] / "heads" / "formats")
+if FORMATS not in sys.path:
+    sys.path.insert(0, FORMATS)
+
+from fake_hub import local_hub  # noqa: E402
+
+
+def test_a_head_is_measured_by_revision(
+    headstart: Callable, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.heads.base import build_head
+    from headstart.heads.eagle import EagleConfig
+    from headstart.heads.formats import save_head
+    from headstart.heads.target import Target, TargetConfig
+
+    target = Target.load(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
+    save_head(build_head(EagleConfig(), target.dims), tmp_path / "head", {})
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [9, 8]}\n')
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    settings = [
+        "eval.max_new_tokens=6",
+        "eval.warmup_tokens=0",
+        "eval.tree.depth=2",
+        "--out",
+        tmp_path / "out",
+        "--json",
+    ]
+    with local_hub(monkeypatch) as hub:
+        hub.published["v1"] = {path.name: path.read_bytes() for path in (tmp_path / "head").iterdir()}
+        asked = ["eval", "--target", tiny_target, "--data", data, *settings]
+        result = headstart(*asked, "--head", "me/published@v1")
+        assert result.code == 0, result.err
+        report = json.loads(result.out)
+        assert report["head"]["type"] == "eagle" and report["head"]["path"] == "me/published@v1"
+        assert report["greedy_identity"]["identical"] == 2 and report["prompts"] == 2
+        wrong = headstart(*asked, "--head", "me/published@v2")
+    assert wrong.code == 2 and "me/published@v2" in wrong.err and "Traceback" not in wrong.err

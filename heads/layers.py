@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -117,7 +118,13 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One Llama decoder layer whose attention input the head prepares (EAGLE-1: H wide, EAGLE-3: 2H wide)."""
+    """One Llama decoder layer whose attention input the head prepares (EAGLE-1: H wide, EAGLE-3: 2H wide).
+
+    Attributes:
+        recompute: make the MLP's activations again in the backward pass of training instead of keeping them.
+    """
+
+    recompute = False
 
     def __init__(self, in_size: int, hidden_size: int, intermediate_size: int, dims: HeadDims):
         super().__init__()
@@ -128,7 +135,13 @@ class DraftLayer(nn.Module):
     def finish(self, context: Tensor, residual: Tensor) -> Tensor:
         """Attention context [..., h, d] and residual [..., H] → layer output [..., H]."""
         x = residual + self.self_attn.o_proj(context.flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        if self.recompute and torch.is_grad_enabled():
+            # nothing in there is random: no generator state to keep (which a graph capture could not do)
+            return x + checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False)
+        return x + self._mlp(x)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.mlp(self.post_attention_layernorm(x))
 
     def decode(self, x_BNI: Tensor, residual_BNH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Run N rows against the caller's cache: x [B, N, in] → output [B, N, H]."""

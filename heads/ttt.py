@@ -50,6 +50,7 @@ class Plan:
     width: int
     eps: float
     act: Callable[[Tensor], Tensor] | None
+    recompute: bool
 
 
 def rollout(batch: FeatureBatch, layer: DraftLayer, hidden_norm: RMSNorm, rope: Rope, e_RH: Tensor, g_RH: Tensor):
@@ -64,7 +65,7 @@ def rollout(batch: FeatureBatch, layer: DraftLayer, hidden_norm: RMSNorm, rope: 
     attention = layer.self_attn
     plan = Plan(
         batch, TrainAttention(batch), rope, attention.heads, attention.kv_heads, attention.head_dim, hidden_norm.eps,
-        layer.mlp.act,
+        layer.mlp.act, layer.recompute,
     )  # fmt: skip
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     weights = [linear.weight for linear in (*projections, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)]
@@ -143,9 +144,12 @@ class _Rollout(torch.autograd.Function):
             attended.append((None if saved else q, saved))
             context_MC[part] = context.flatten(1)
             x = torch.addmm(g_AH, context_MC[part], w_out.t(), out=x_MH[part])
-            torch.mm(rms_norm(x, norm_2, plan.eps, n2_MH[part]), w_gated.t(), out=packed_MI[part])
-            gated(packed_MI[part], act_MI[part], plan.act)
-            g_AH = torch.addmm(x, act_MI[part], w_back.t(), out=g_MH[part])
+            inner = slice(0, count) if plan.recompute else part
+            torch.mm(rms_norm(x, norm_2, plan.eps, n2_MH[inner]), w_gated.t(), out=packed_MI[inner])
+            gated(packed_MI[inner], act_MI[inner], plan.act)
+            g_AH = torch.addmm(x, act_MI[inner], w_back.t(), out=g_MH[part])
+        if plan.recompute:
+            n2_MH = act_MI = packed_MI = None
         ctx.plan, ctx.attended = plan, attended
         ctx.save_for_backward(
             e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down, w_qkv, w_out, w_gated, w_back,
@@ -172,15 +176,28 @@ class _Rollout(torch.autograd.Function):
         d_own_k, d_own_v = (torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in (own_k, own_v))
         dk_RgD, dv_RgD = (torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in (k_RgD, v_RgD))
         d_norm_1, d_norm_2 = (torch.zeros_like(hidden_weight, dtype=wide(g_RH[:0]).dtype) for _ in range(2))
+        d_gated = d_down = None
+        if plan.recompute:
+            d_gated = torch.zeros(w_gated.shape, dtype=w_gate.dtype, device=w_gate.device)
+            d_down = torch.zeros_like(w_down)
         position_A = plan.batch.position_R[row_A]
         starts = [sum(counts[:step]) for step in range(len(counts) + 1)]
         for step in reversed(range(len(counts))):
             count, part = counts[step], slice(starts[step], starts[step + 1])
             dg = dg_MH[part]
-            d_act = dg @ w_back
-            gated_backward(packed_MI[part], d_act, plan.act)
+            if plan.recompute:
+                n2_AH = rms_norm(x_MH[part], norm_2, plan.eps)
+                packed_AI = n2_AH @ w_gated.t()
+                act_AI = packed_AI.new_empty(count, w_back.shape[1])
+                gated(packed_AI, act_AI, plan.act)
+                d_down += _weight_grad(dg, act_AI, w_down)
+            else:
+                packed_AI = packed_MI[part]
+            gated_backward(packed_AI, dg @ w_back, plan.act)
+            if plan.recompute:
+                d_gated += _weight_grad(packed_AI, n2_AH, w_gate)
             dx = dx_MH[part]
-            d_norm_2 += rms_norm_backward(packed_MI[part] @ w_gated, x_MH[part], norm_2, plan.eps, dx, dg)
+            d_norm_2 += rms_norm_backward(packed_AI @ w_gated, x_MH[part], norm_2, plan.eps, dx, dg)
             d_context = (dx @ w_out).unflatten(1, (heads, width))
             q, saved = attended[step]
             own = (own_k[:step, :count], own_v[:step, :count])
@@ -224,8 +241,9 @@ class _Rollout(torch.autograd.Function):
         d_qkv[:queries, hidden:] += _weight_grad(dq_AW, n1_MH[: counts[0]], wq)
         d_qkv[queries:, hidden:] += _weight_grad(dkv_RW, n1_RH, wq)
         d_out = _weight_grad(dx_MH, context_MC, wo)
-        d_gated = _weight_grad(packed_MI, n2_MH, w_gate)
-        d_down = _weight_grad(dg_MH, act_MI, w_down)
+        if not plan.recompute:
+            d_gated = _weight_grad(packed_MI, n2_MH, w_gate)
+            d_down = _weight_grad(dg_MH, act_MI, w_down)
         return (
             None, de_RH, dg_RH, d_norm_1.to(hidden_weight.dtype), d_norm_2.to(post_weight.dtype),
             *d_qkv.split((wq.shape[0], wk.shape[0], wv.shape[0])), d_out,

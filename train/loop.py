@@ -26,6 +26,7 @@ from headstart.data.packing import plan_packs
 from headstart.heads.base import Head, Teacher
 from headstart.heads.errors import ConfigError, TrainingError
 from headstart.heads.files import write_json
+from headstart.heads.layers import DraftLayer
 from headstart.heads.provenance import provenance as make_provenance
 from headstart.heads.transfer import to_device
 from headstart.train.captured import CapturedPacks
@@ -91,6 +92,18 @@ def make_accelerator(device: torch.device | str) -> Accelerator:
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[ddp, group])
     check_launch(accelerator.num_processes)
     return accelerator
+
+
+def recompute_activations(head: Head) -> None:
+    """Switch `train.activation_checkpointing` on. Raises ConfigError for a head without a decoder layer."""
+    layers = [module for module in head.modules() if isinstance(module, DraftLayer)]
+    if not layers:
+        raise ConfigError(
+            f"train.activation_checkpointing: {head.family} has no decoder layer to make activations of again: "
+            "set it to false"
+        )
+    for layer in layers:
+        layer.recompute = True
 
 
 def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
@@ -168,6 +181,8 @@ class _Trainer:
         self.fetcher = Fetcher(source, config.prefetch)
         self.store = CheckpointStore(run_dir / "checkpoints", config.keep)
         self.head = head.to(self.device).train()
+        if config.activation_checkpointing:
+            recompute_activations(self.head)
         self.raw_optimizer = build_optimizer(head, config)
         module = LossModule(head, teacher, autocast_dtype(config.mixed_precision, self.device))
         self.captured = CapturedPacks(module, head.depth) if captures(config, accelerator) else None

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.heads.errors import StorageError
 from headstart.heads.files import explain_disk, read_json, sha256_file, write_json, write_safetensors, write_text
@@ -49,37 +49,6 @@ class Checkpoint:
     optimizer: dict[str, Tensor]
     rng: dict[str, Tensor]
     state: dict[str, Any]
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, head: nn.Module) -> dict[str, Tensor]:
-    """Per-parameter state by name."""
-    return {
-        f"{key}/{name}": value
-        for name, parameter in head.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, head: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give every parameter its saved state; rates, decay and betas stay the recipe's.
-
-    Raises: StorageError when the parameters are not those that were saved.
-    """
-    names = {parameter: name for name, parameter in head.named_parameters()}
-    saved: dict[str, dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        key, name = path.split("/", 1)
-        saved.setdefault(name, {})[key] = tensor
-    wanted = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    if saved and set(saved) != set(wanted):
-        raise StorageError(
-            f"optimizer state is for parameters {sorted(saved)[:6]}…, the head trains {sorted(wanted)[:6]}…; "
-            "the recipe's head changed since the checkpoint: use another run directory, or train.resume=false"
-        )
-    if saved:
-        # load_state_dict puts each tensor where this optimiser variant (fused or not) needs it
-        layout = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": {i: saved[name] for i, name in enumerate(wanted)}, "param_groups": layout})
 
 
 def rng_state() -> dict[str, Any]:
@@ -208,7 +177,12 @@ class CheckpointStore:
         shutil.rmtree(trash, ignore_errors=True)
 
     def clean(self) -> None:
-        """Delete what killed writers left behind."""
+        """Delete what killed writers left behind; a checkpoint killed while being replaced gets its name back."""
+        for old in self.directory.glob(".*.old"):
+            path = self.directory / old.name[1:].split(".")[0]
+            found = self.paths()  # an older one than the newest was being deleted
+            if not path.exists() and (path.name == "best" or not found or path > found[0]):
+                os.rename(old, path)
         for leftover in [*self.directory.glob(".*.tmp"), *self.directory.glob(".*.old")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 

@@ -49,6 +49,9 @@ class TrainConfig:
     accumulation: int = 1
     #: auto (bf16 on a GPU that has it, else no) | bf16 (autocast, float32 master weights) | no (float32)
     mixed_precision: str = "auto"
+    #: auto (what `accelerate launch` was configured for, else replicated) | replicated (DDP) | fsdp2 | zero2 | zero3:
+    #: how ranks share the head, its gradients and its optimiser state (zero2 and zero3 need deepspeed)
+    parallel: str = "auto"
     #: auto | on | off: capture each pack's loss and backward as a CUDA graph (auto: in bf16 on GPUs
     #: that each hold the whole head)
     capture: str = "auto"
@@ -112,6 +115,7 @@ class TrainConfig:
         choices = {
             "schedule": ("cosine", "constant"),
             "mixed_precision": ("auto", "bf16", "no"),
+            "parallel": ("auto", "replicated", "fsdp2", "zero2", "zero3"),
             "capture": ("auto", "on", "off"),
             "nonfinite": ("stop", "skip"),
             "select": ("last", "best"),

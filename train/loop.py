@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
-from torch import Tensor, nn
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor
 
 from headstart.data.packing import plan_packs
 from headstart.heads.base import Head, Teacher
@@ -42,9 +42,11 @@ from headstart.train.distributed import (
     sum_over_ranks,
 )
 from headstart.train.meters import Meters
-from headstart.train.optim import Budget, build_optimizer, lr_factor, set_rate
+from headstart.train.optim import Budget, lr_factor, set_rate
+from headstart.train.parallel import Parallel, make_parallel, resolve_kind
 from headstart.train.resume import RunState, capture, restore
-from headstart.train.step import LossModule, accumulate_window, autocast_dtype, fill_gradients, window_counts
+from headstart.train.saver import PATIENCE_S, Saver
+from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream
 from headstart.train.track import Reporter, Tracker, open_tracker
 
@@ -85,11 +87,16 @@ def make_accelerator(device: torch.device | str) -> Accelerator:
 
     Precision is the loop's own business (float32 master weights, autocast inside the loss), so accelerate's is off.
     """
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    # ranks wait while rank 0 distils or measures τ; the launcher, not this timeout, ends a job that lost a rank
+    # ranks wait while rank 0 distils or measures τ; a lost rank is noticed by watch.py, not by this timeout
     group = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     cpu = torch.device(device).type == "cpu"
-    accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[ddp, group])
+    try:
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[group])
+    except ImportError as error:
+        raise ConfigError(
+            f"launch: the accelerate configuration needs a package that is not installed ({error}); install it "
+            "(DeepSpeed: `pip install deepspeed`), or launch with recipes/accelerate/fsdp2.yaml"
+        ) from error
     check_launch(accelerator.num_processes)
     return accelerator
 
@@ -108,13 +115,13 @@ def recompute_activations(head: Head) -> None:
 
 def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
     """Whether steps run as CUDA graphs. Raises ConfigError where `train.capture=on` cannot be."""
-    whole = accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_GPU)
+    kind = resolve_kind(config, accelerator)
     # in float32, attention loops over documents on the host, which no graph can hold
     half = autocast_dtype(config.mixed_precision, accelerator.device) is not None
-    possible = accelerator.device.type == "cuda" and whole and half
+    possible = accelerator.device.type == "cuda" and kind == "replicated" and half
     if config.capture == "on" and not possible:
         raise ConfigError(
-            f"train.capture: found on, with {accelerator.distributed_type.value} on {accelerator.device.type} and "
+            f"train.capture: found on, with a {kind} head on {accelerator.device.type} and "
             f"train.mixed_precision={config.mixed_precision}; graphs need bf16 on GPUs that each hold the whole head: "
             "set train.capture=auto"
         )
@@ -183,12 +190,15 @@ class _Trainer:
         self.head = head.to(self.device).train()
         if config.activation_checkpointing:
             recompute_activations(self.head)
-        self.raw_optimizer = build_optimizer(head, config)
         module = LossModule(head, teacher, autocast_dtype(config.mixed_precision, self.device))
-        self.captured = CapturedPacks(module, head.depth) if captures(config, accelerator) else None
-        # a captured step sums its own gradients over the ranks: nothing may wrap the module then
-        self.module: nn.Module = module if self.captured is not None else accelerator.prepare(module)
-        self.optimizer = accelerator.prepare(self.raw_optimizer)
+        captured = captures(config, accelerator)
+        self.captured = CapturedPacks(module, head.depth) if captured else None
+        kind = resolve_kind(config, accelerator)
+        self.parallel: Parallel = make_parallel(kind, head, module, config, accelerator, captured)
+        self.saver = Saver(self.store, self.device)
+        self.save_due = False
+        #: longest time that saving kept a step from starting, seconds
+        self.blocked = 0.0
         self.weights_K = head.depth_weights().to(self.device)
         self.state = RunState()
         self.agreement = Agreement()
@@ -213,6 +223,8 @@ class _Trainer:
             resumed_from = restore(self)
             if main:
                 self.tracker = open_tracker(self.config, self.run_dir, resumed_from, asdict(self.config), tracker)
+            if main:
+                self.saver.copies.prepare(self._saved_shapes())
             self.started = time.perf_counter() - self.state.elapsed
             self.meters.restart_clock()
             self.agreed_elapsed = self.state.elapsed
@@ -220,13 +232,15 @@ class _Trainer:
                 reason = self._loop()
                 checkpoint = self._finish(reason)
         finally:
+            self.saver.close()
             self.fetcher.close()
             if self.tracker is not None:
                 self.tracker.close()
             self.reporter.close()
         s = self.state
         if self.config.select == "best" and s.best is not None and reason != "signal":
-            self.head.load_state_dict(self.store.load_best())
+            self.parallel.load_head(self.store.load_best())
+        self.parallel.finish()
         return TrainResult(
             s.step, s.tokens, s.supervised, s.elapsed, reason, str(checkpoint), s.metrics, s.best, resumed_from
         )
@@ -250,8 +264,9 @@ class _Trainer:
             last = self.budget.finished(step, 0.0) is not None  # _finish evaluates and saves this one
             if evaluate and not last:
                 self._evaluate(final=False)
-            if save and not last:
-                self._save()
+            self.save_due = self.save_due or bool(save)
+            if self.save_due and not last:
+                self._save_soon()
 
     def _finish(self, reason: str) -> Path:
         """Final record, checkpoint and validation; nothing at all for a run that had finished before."""
@@ -259,7 +274,7 @@ class _Trainer:
             return self.store.paths()[0]
         if self.meters.steps:
             self._record()
-        checkpoint = self._save()  # before the validation, whose failure must not cost the trained weights
+        checkpoint = self._save_now()  # before the validation, whose failure must not cost the trained weights
         if reason == "signal":
             self.reporter.say(
                 f"stopped by a signal at step {self.state.step}; the same command continues from {checkpoint}"
@@ -268,7 +283,7 @@ class _Trainer:
         if self.validate is not None:
             self._evaluate(final=True)
         self.state.finished = [self.state.step, reason]
-        return self._save()
+        return self._save_now()
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self.started
@@ -296,45 +311,35 @@ class _Trainer:
 
         # elapsed is the clock that all ranks act on, stop asks every rank to end: both ride with the counts
         clock = self._elapsed() if self.rank == 0 else 0.0
-        control = torch.tensor([clock, float(self.signal.received is not None)])
+        self.saver.poll()
+        control = torch.tensor([clock, float(self.signal.received is not None), float(self.saver.failed)])
         control = to_device(control, self.device, non_blocking=True)
         counts_K = window_counts(self.head, batches, self.device)
         counts_K = self.agreement.exchange(torch.cat([counts_K, control, self.flags]))[: self.head.depth]
         self.meters.rate = config.lr * lr_factor(config, self.budget, state.step, self.agreed_elapsed)
-        set_rate(self.raw_optimizer, self.meters.rate)
+        set_rate(self.parallel.optimizer, self.meters.rate)
         sums = accumulate_window(
-            self.module, mine, batches, places, counts_K, self.weights_K, self.size, config.accumulation, config.seed,
-            self.accelerator.backward, lambda: self.accelerator.no_sync(self.module), self.captured,
+            self.parallel.module, mine, batches, places, counts_K, self.weights_K, self.size, config.accumulation,
+            config.seed, self.parallel.backward, self.parallel.no_sync, self.captured,
+            self.parallel.rounds(len(packs), self.size), self.parallel.sum_gradients,
         )  # fmt: skip
-        norm = self._clip()
+        norm = self.parallel.clip()
         bad_norm = (~torch.isfinite(norm)).float() / self.size
         self.flags = torch.cat([sums.bad_P, bad_norm[None]])
         ids = {place: batch.sample_ids for place, batch in zip(places, batches, strict=True)}
         self.recent.append((state.step, packs, ids))
         skipped = config.nonfinite == "skip" and self._skip()
+        self.saver.copies.protect()
         if not skipped:
-            self.optimizer.step()
+            norm = self.parallel.step(norm)
+            self.flags[-1:] = (~torch.isfinite(norm)).float() / self.size
             self.meters.add(sums, norm)
-        self.optimizer.zero_grad(
-            set_to_none=self.captured is None
-        )  # graphs add to the gradients they were captured with
+        self.parallel.zero_grad()
         state.step += 1
         state.packs += len(packs)
         rows = sum(int(self.stream.lengths[i]) for pack in packs for i in pack.samples)
         state.tokens += rows
         self.meters.add_host(rows, waited)
-
-    def _clip(self) -> Tensor:
-        """Clip as configured; returns the global gradient norm before clipping (device scalar)."""
-        fill_gradients(self.head)
-        trainable = [p for p in self.head.parameters() if p.requires_grad]
-        if self.config.clip_norm is not None:
-            norm = self.accelerator.clip_grad_norm_(trainable, self.config.clip_norm)
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in trainable if p.grad is not None])
-        if self.config.clip_value is not None:
-            nn.utils.clip_grad_value_(trainable, self.config.clip_value)
-        return norm
 
     # -- agreement and non-finite losses ---------------------------------------------------------------------------
 
@@ -342,16 +347,21 @@ class _Trainer:
         """Act on the exchange of the step before: its clock, its stop requests, the flags of the window before it."""
         if self.size == 1:
             self.agreed_elapsed, self.agreed_stop = self._elapsed(), self.signal.received is not None
+            if self.saver.failed:
+                self.saver.finish()
         values = self.agreement.read()
         if values is not None:
+            clock, stop, unsaved = values[self.head.depth : self.head.depth + 3]
             if self.size > 1:
-                self.agreed_elapsed, self.agreed_stop = values[self.head.depth], values[self.head.depth + 1] > 0
+                self.agreed_elapsed, self.agreed_stop = clock, stop > 0
+                if unsaved:
+                    on_main(self.saver.finish)
             self._examine_previous(values)
 
     def _examine_previous(self, values: list[float]) -> None:
         """An exchange made in step n carries the flags of window n - 1."""
         if len(self.recent) >= 2:
-            self._examine(values[self.head.depth + 2 :], self.recent[-2])
+            self._examine(values[self.head.depth + 3 :], self.recent[-2])
 
     def _settle(self) -> None:
         """Examine what is still under way now (the host waits): before anything is saved or reported as final."""
@@ -365,6 +375,7 @@ class _Trainer:
     def _examine(self, flags: list[float], window: Window) -> None:
         if any(flags) and self.config.nonfinite == "stop":
             message = self._describe_bad(flags, window)
+            self.saver.idle(60.0)
             saved = self.store.paths()
             kept = f"last good checkpoint: {saved[0]}" if saved else "no checkpoint was written yet"
             raise TrainingError(
@@ -427,7 +438,8 @@ class _Trainer:
     def _evaluate(self, final: bool) -> None:
         self._settle()
         assert self.validate is not None
-        values = self.validate(self.head, self.state.step, final)
+        with self.parallel.whole_head():
+            values = self.validate(self.head, self.state.step, final)
         values = from_main(values)  # rank 0 alone measures τ
         self.state.metrics = values
         self._log(values)
@@ -435,16 +447,52 @@ class _Trainer:
         name = self.state.best["name"] if self.state.best else next(iter(measured), "")
         if name in values and (self.state.best is None or values[name] > self.state.best["value"]):
             self.state.best = {"name": name, "value": values[name], "step": self.state.step}
-            best = dict(self.state.best)
-            on_main(lambda: self.store.save_best(self.head.state_dict(), best))
+            self._save_best(dict(self.state.best))
 
-    def _save(self) -> Path:
+    def _save_best(self, best: dict[str, Any]) -> None:
+        head: dict[str, Tensor] = {}
+        for name, tensor in self.parallel.head_tensors():  # gathered by all ranks
+            if self.rank == 0:
+                head[name] = tensor.to("cpu", copy=True)
+        if self.rank == 0:
+            self.saver.submit(lambda: self.store.save_best(head, best))
+
+    def _saved_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint will hold, before the optimiser has moments."""
+        for name, tensor in self.head.state_dict().items():
+            yield f"head/{name}", tensor
+        for name, parameter in self.head.named_parameters():
+            if parameter.requires_grad:
+                yield f"optimizer/exp_avg/{name}", parameter
+                yield f"optimizer/exp_avg_sq/{name}", parameter
+
+    def _save_soon(self) -> None:
+        """Begin a periodic checkpoint, or leave it for a later step while the disk is busy with the one before."""
+        if not from_main(self.saver.idle(PATIENCE_S)):
+            return
+        if self.meters.steps:
+            self._record()
+        self._settle()
+        self.state.elapsed = self._elapsed()
+        settled = time.perf_counter()  # until here the host only waited for the device, which went on working
+        checkpoint = capture(self)
+        if checkpoint is not None:
+            self.saver.save(checkpoint)
+        self.save_due = False
+        self.blocked = max(self.blocked, time.perf_counter() - settled)
+
+    def _save_now(self) -> Path:
+        """Write a checkpoint and wait for it."""
+        on_main(self.saver.finish)
         self._settle()
         self.state.elapsed = self._elapsed()
         checkpoint = capture(self)
 
         def save() -> Path:
             assert checkpoint is not None  # on_main runs this on rank 0, where there is one
-            return self.store.save(checkpoint)
+            self.saver.save(checkpoint)
+            self.saver.finish()
+            return self.store.paths()[0]
 
+        self.save_due = False
         return on_main(save)

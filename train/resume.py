@@ -9,8 +9,6 @@ from headstart.heads.errors import ConfigError
 from headstart.train.checkpoint import (
     Checkpoint,
     CheckpointStore,
-    load_optimizer,
-    optimizer_tensors,
     pack_rng,
     rng_state,
     set_rng_state,
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 #: settings that may change between two parts of a run without a word
 SILENT = {"log_every", "save_every", "keep", "resume", "tracker", "project", "prefetch", "tau_every", "tau_prompts"}
-SILENT |= {"tau_tokens", "tau_depth", "eval_every", "select", "nonfinite"}
+SILENT |= {"parallel", "capture", "tau_tokens", "tau_depth", "eval_every", "select", "nonfinite"}
 
 
 @dataclass
@@ -48,10 +46,18 @@ class RunState:
 
 
 def capture(trainer: _Trainer) -> Checkpoint | None:
-    """The checkpoint of this moment on rank 0 (None elsewhere); all ranks take part."""
+    """The checkpoint of this moment on rank 0 (None elsewhere); all ranks take part.
+
+    Its tensors are complete when `trainer.saver.copies` are ready.
+    """
     states = gather_objects(rng_state())
+    parallel, copies = trainer.parallel, trainer.saver.copies
     if trainer.rank != 0:
+        for _ in (*parallel.head_tensors(), *parallel.optimizer_tensors()):
+            pass
         return None
+    head = copies.take("head", parallel.head_tensors())
+    optimizer = copies.take("optimizer", parallel.optimizer_tensors())
     tensors, values = pack_rng(states)
     state = asdict(trainer.state) | {
         "data": {"fingerprint": trainer.stream.fingerprint(), "seed": trainer.config.seed},
@@ -60,7 +66,7 @@ def capture(trainer: _Trainer) -> Checkpoint | None:
         "rng": values,
         "provenance": trainer.provenance,
     }
-    return Checkpoint(trainer.head.state_dict(), optimizer_tensors(trainer.raw_optimizer, trainer.head), tensors, state)
+    return Checkpoint(head, optimizer, tensors, state)
 
 
 def restore(trainer: _Trainer) -> int:
@@ -78,8 +84,8 @@ def restore(trainer: _Trainer) -> int:
     checkpoint = CheckpointStore.load(path)
     state = checkpoint.state
     _check_same_run(trainer, state, str(path))
-    trainer.head.load_state_dict(checkpoint.head)
-    load_optimizer(trainer.raw_optimizer, trainer.head, checkpoint.optimizer)
+    trainer.parallel.load_head(checkpoint.head)
+    trainer.parallel.load_optimizer(checkpoint.optimizer)
     trainer.state = RunState(**{f.name: state[f.name] for f in fields(RunState)})
     rng = unpack_rng(checkpoint, trainer.rank)
     if rng is not None:

@@ -96,34 +96,41 @@ def accumulate_window(
     backward: Callable[[Tensor], None],
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
     captured: CapturedPacks | None = None,
+    rounds: int | None = None,
+    sum_gradients: Callable[[], None] | None = None,
 ) -> WindowSums:
     """Add the window's gradient to `.grad`; after it, every rank holds the gradient of L.
 
     Args:
-        module: LossModule, possibly wrapped (DDP).
+        module: LossModule, possibly wrapped (parallel.py).
         packs, batches, places: this rank's packs, their features, their places 0 … P-1 in the window; may be empty.
         counts_K: N_d over the window and all ranks; a depth that nobody supervises (0) contributes 0.
         weights_K: λ_d.
         size: ranks; the loss is multiplied by it because DDP averages gradients where L is a sum.
         accumulation: P.
         seed: see stream.seed_pack.
-        captured: replays the packs as CUDA graphs instead of running `module`; gradients are then summed over the
-            ranks here, since nothing wraps the module.
+        no_sync: open around every pass but the last, whose backward shares the gradients.
+        captured: replays the packs as CUDA graphs instead of running `module`.
+        rounds: passes every rank makes at least (None: 1 with several ranks); a rank with fewer packs adds zero losses.
+        sum_gradients: shares the gradients of captured steps, where nothing wraps the module.
     """
     scale_K = weights_K / counts_K.clamp(min=1.0)
     zero_K = torch.zeros_like(counts_K)
     sums = WindowSums(counts_K.new_zeros(()), zero_K, zero_K, zero_K, counts_K.new_zeros(accumulation))
-    if not batches and size > 1 and captured is None:
-        backward((module(None, touch=True)[0] * scale_K).sum())
+    passes = len(batches)
+    if captured is None:
+        passes = max(passes, (1 if size > 1 else 0) if rounds is None else rounds)
     for number, (pack, batch, place) in enumerate(zip(packs, batches, places, strict=True)):
-        last = number == len(batches) - 1
+        last = number == passes - 1
         seed_pack(seed, pack)
         if captured is not None:
             loss_K, _, correct_K, total_K, prefix_K = captured.backward(batch, scale_K)
             loss = (loss_K * scale_K).sum()
         else:
             with nullcontext() if last else no_sync():
-                loss_K, _, correct_K, total_K, prefix_K = module(batch, scale_K, touch=last and size > 1)
+                loss_K, _, correct_K, total_K, prefix_K = module(
+                    batch, scale_K, touch=size > 1 and (last or (rounds or 0) > 1)
+                )
                 loss = (loss_K * scale_K).sum()
                 backward(loss * size)
         sums.loss = sums.loss + loss.detach()
@@ -131,28 +138,12 @@ def accumulate_window(
         sums.total_K = sums.total_K + total_K.detach()
         sums.prefix_K = sums.prefix_K + prefix_K.detach()
         sums.bad_P[place] = (~torch.isfinite(loss.detach())).float()
-    if captured is not None and size > 1:
-        fill_gradients(module)
-        sum_gradients(module)
+    for number in range(len(batches), passes):
+        with nullcontext() if number == passes - 1 else no_sync():
+            backward((module(None, touch=True)[0] * scale_K).sum())
+    if sum_gradients is not None:
+        sum_gradients()
     return sums
-
-
-def sum_gradients(module: nn.Module) -> None:
-    """Replace every gradient by its sum over the ranks."""
-    waiting = [
-        torch.distributed.all_reduce(p.grad, async_op=True)
-        for p in module.parameters()
-        if p.requires_grad and p.grad is not None
-    ]
-    for work in waiting:
-        work.wait()
-
-
-def fill_gradients(head: nn.Module) -> None:
-    """Zero gradients where the window left none, so that AdamW treats every parameter alike at any number of ranks."""
-    for parameter in head.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 def autocast_dtype(mixed_precision: str, device: torch.device) -> torch.dtype | None:

@@ -17,3 +17,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def patient_saver(monkeypatch):
+    """Which checkpoints exist must not depend on the speed of the disk."""
+    monkeypatch.setattr("headstart.train.loop.PATIENCE_S", 60.0)

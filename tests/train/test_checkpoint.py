@@ -1,5 +1,6 @@
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ from headstart.train.checkpoint import (
     Checkpoint,
     CheckpointStore,
     damage,
-    load_optimizer,
-    optimizer_tensors,
     pack_rng,
     rng_state,
     set_rng_state,
 )
+from headstart.train.config import TrainConfig
+from headstart.train.parallel import Replicated
 
 
 def make(step: int, value: float = 0.0) -> Checkpoint:
@@ -72,29 +73,30 @@ def test_optimizer_state_goes_by_name(tmp_path):
     def fresh(seed):
         torch.manual_seed(seed)
         head = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-        return head, torch.optim.AdamW(
-            [{"params": [head[0].weight], "weight_decay": 0.1}, {"params": [head[0].bias, *head[1].parameters()]}],
-            lr=0.1,
-        )
+        alone = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+        return head, Replicated(head, head, TrainConfig(steps=1, lr=0.1, weight_decay=0.1), alone, captured=False)
 
-    head, optimizer = fresh(0)
+    head, parallel = fresh(0)
+    optimizer = parallel.optimizer
     head(torch.ones(1, 3)).square().sum().backward()
     optimizer.step()
     store = CheckpointStore(tmp_path, 1)
-    path = store.save(Checkpoint(head.state_dict(), optimizer_tensors(optimizer, head), {}, {"step": 1}))
+    path = store.save(Checkpoint(dict(parallel.head_tensors()), dict(parallel.optimizer_tensors()), {}, {"step": 1}))
     again, other = fresh(1)
     loaded = store.load(path)
-    again.load_state_dict(loaded.head)
-    load_optimizer(other, again, loaded.optimizer)
-    for module, opt in ((head, optimizer), (again, other)):
+    other.load_head(loaded.head)
+    other.load_optimizer(loaded.optimizer)
+    for module, opt in ((head, optimizer), (again, other.optimizer)):
         opt.zero_grad()
         module(torch.full((1, 3), 2.0)).square().sum().backward()
         opt.step()
     for a, b in zip(head.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert other.param_groups[0]["weight_decay"] == 0.1
+    assert other.optimizer.param_groups[0]["weight_decay"] == 0.1
     with pytest.raises(StorageError, match="head changed"):
-        load_optimizer(other, again, {"exp_avg/else": torch.zeros(1)})
+        other.load_optimizer({"exp_avg/else": torch.zeros(1)})
+    with pytest.raises(StorageError, match="another head"):
+        other.load_head({"else": torch.zeros(1)})
 
 
 def test_generators_survive_json_and_safetensors(tmp_path):

@@ -39,6 +39,13 @@ def losses(run_dir: Path) -> list[float]:
     return [record["train/loss"] for line in lines if "train/loss" in (record := json.loads(line))]
 
 
+def shards_are_whole(head: FakeHead, step: int, final: bool) -> dict[str, float]:
+    """A validation that uses the head as a module of its own, as τ probes do, on one rank only."""
+    if torch.distributed.get_rank() == 0:
+        assert head.heads[0](torch.ones(1, 8)).shape == (1, 13)
+    return {"valid/sim_tau": float(step)}
+
+
 class Signalled(FakeSource):
     """Sends SIGTERM to its own process when asked for one more than `after` packs."""
 
@@ -71,6 +78,10 @@ def _work(rank: int, out: Path) -> dict:
     found["plain_tokens"] = [result.tokens, result.supervised_tokens]
     head, _ = run(out / "resumed")  # its first four steps were made by one rank
     found["resumed"] = head.state_dict()
+    head, _ = run(out / "sharded", parallel="fsdp2", validate=shards_are_whole)
+    found["sharded"] = head.state_dict()
+    head, _ = run(out / "resharded", parallel="fsdp2")
+    found["resharded"] = head.state_dict()
     try:
         run(out / "nan", FakeSource(make_documents(), poison=3))  # pack 1: rank 1's
     except TrainingError as error:
@@ -103,9 +114,10 @@ def _rank(rank: int, size: int, port: int, out: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    source = Signalled(make_documents())
-    source.after = 9  # in the fourth step
-    assert run(out / "resumed", source)[1].step == 4
+    for name in ("resumed", "resharded"):
+        source = Signalled(make_documents())
+        source.after = 9  # in the fourth step
+        assert run(out / name, source)[1].step == 4
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -129,7 +141,7 @@ def test_two_ranks_have_the_gradient_of_one(ranks, case):
             torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6, msg=f"{name} of rank {rank}")
 
 
-@pytest.mark.parametrize("case", ["plain", "resumed"])
+@pytest.mark.parametrize("case", ["plain", "resumed", "sharded", "resharded"])
 def test_two_ranks_end_where_one_does(ranks, alone, case):
     out, found = ranks
     for rank in range(2):
@@ -139,8 +151,9 @@ def test_two_ranks_end_where_one_does(ranks, alone, case):
             )
     for name, value in found[0][case].items():
         assert torch.equal(value, found[1][case][name]), f"ranks differ in {name}"
+    if case in ("plain", "sharded"):
+        assert losses(out / case) == pytest.approx(losses(alone[0]), rel=1e-5)
     if case == "plain":
-        assert losses(out / "plain") == pytest.approx(losses(alone[0]), rel=1e-5)
         assert found[0]["plain_tokens"] == found[1]["plain_tokens"] == [alone[2].tokens, alone[2].supervised_tokens]
 
 

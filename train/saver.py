@@ -1,0 +1,140 @@
+"""Checkpoints written behind the training loop: a snapshot into host memory, then one thread that writes it.
+
+On a GPU the snapshot is a queue of copies into pinned memory on a stream of its own. The next forward and backward run
+beside them; only the optimiser's step, which changes what is copied, waits for them on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.train.checkpoint import Checkpoint, CheckpointStore
+
+#: longest wait for the checkpoint before; if it is still being written then, the new one is taken at a later step
+PATIENCE_S = 0.1
+
+
+class HostCopies:
+    """Copies of tensors in host memory, into the same pinned buffers every time.
+
+    Args:
+        device: where the tensors are.
+    """
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._buffers: dict[str, Tensor] = {}
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._done: torch.cuda.Event | None = None
+
+    def prepare(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Allocate the buffers now: pinning gigabytes takes seconds that no step should wait for."""
+        for name, tensor in tensors:
+            if self._cuda and tensor.device.type == "cuda":
+                self._buffer(name, tensor)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        found = self._buffers.get(name)
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._cuda)
+            self._buffers[name] = found
+        return found
+
+    def take(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Host copies by name; on CUDA they are complete only when `ready` says so."""
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            if self._stream is None or tensor.device.type != "cuda":
+                copies[name] = tensor.detach().clone()
+                continue
+            copies[name] = buffer = self._buffer(f"{group}/{name}", tensor)
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(self._stream):
+                buffer.copy_(tensor.detach(), non_blocking=True)
+            tensor.record_stream(self._stream)  # a gathered one is freed before its copy is made
+        if self._stream is not None:
+            self._done = self._stream.record_event()
+        return copies
+
+    def protect(self) -> None:
+        """Work queued from here on starts only after the copies: call it before anything that changes the tensors."""
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+
+    def ready(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
+
+
+class Saver:
+    """Rank 0's writer; one checkpoint is under way at most.
+
+    The thread never calls the GPU, which a capture on the main thread would not tolerate.
+    """
+
+    def __init__(self, store: CheckpointStore, device: torch.device):
+        self.store, self.copies = store, HostCopies(device)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Checkpoint | None = None
+        self._writing: list[Future[Any]] = []
+        self._error: BaseException | None = None
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write `checkpoint` (made of `copies`) as soon as its copies are complete."""
+        self._pending = checkpoint
+        self.poll()
+
+    def submit(self, write: Callable[[], object]) -> None:
+        """Write something else, after what is under way."""
+        self._writing.append(self._pool.submit(write))
+
+    def poll(self) -> None:
+        """Hand a completed snapshot to the thread, and notice failures; waits for nothing."""
+        if self._pending is not None and self.copies.ready():
+            checkpoint, self._pending = self._pending, None
+            self.submit(lambda: self.store.save(checkpoint))
+        for future in [f for f in self._writing if f.done()]:
+            self._writing.remove(future)
+            self._error = self._error or future.exception()
+
+    def idle(self, seconds: float) -> bool:
+        """Whether nothing is under way, after waiting at most `seconds`."""
+        self.poll()
+        if self._pending is None and self._writing:
+            wait(self._writing, timeout=seconds)
+            self.poll()
+        return self._pending is None and not self._writing
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def finish(self) -> None:
+        """Wait for everything under way. Raises what a write raised (StorageError when the disk is full)."""
+        self.copies.wait()
+        self.poll()
+        wait(self._writing)
+        self.poll()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def newest(self) -> Path | None:
+        found = self.store.paths()
+        return found[0] if found else None
+
+    def close(self) -> None:
+        """Let a write under way end; its failure no longer matters to a run that is already ending with an error."""
+        if self._pending is not None:
+            self.copies.wait()
+            self.poll()
+        self._pool.shutdown(wait=True)

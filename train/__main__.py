@@ -7,6 +7,7 @@ torchrun --nproc_per_node 2 -m headstart.train RECIPE target.device=cpu
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,26 +19,36 @@ from headstart.heads.target import resolve_device
 from headstart.pipeline import Run
 from headstart.recipes.load import load_recipe
 from headstart.talk import Talk
-from headstart.train.distributed import on_main
+from headstart.train.distributed import is_distributed, on_main
 from headstart.train.loop import make_accelerator
+from headstart.train.watch import Watch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done (or stopped by a signal with everything saved), 1 failure, 2 wrong recipe or launch."""
+    """Exit code: 0 done (or stopped by a signal with everything saved), 1 failure, 2 wrong recipe or launch.
+
+    A job stopped by SIGTERM is put back in the queue with the same command: it continues (scripts/launch/slurm.sh).
+    """
     parser = argparse.ArgumentParser(prog="python -m headstart.train", description=__doc__.split("\n")[0])
     parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")
     options = parser.parse_args(arguments)
-    rank = "rank ?: "
+    rank, watch = "rank ?: ", Watch()
     try:
         recipe = load_recipe(options.recipe, options.overrides)
         accelerator = make_accelerator(resolve_device(recipe.target.device))
         rank = "" if accelerator.is_main_process else f"rank {accelerator.process_index}: "
-        train_ranks(Run(recipe, Talk(silent=bool(rank)), device=str(accelerator.device)), accelerator)
+        with watch:
+            train_ranks(Run(recipe, Talk(silent=bool(rank)), device=str(accelerator.device)), accelerator)
         accelerator.end_training()
     except HeadstartError as error:
         print(f"{rank}error: {error}", file=sys.stderr)
         return error.exit_code
+    except Exception:
+        if not watch.reason(0.0):
+            raise
+        print(f"{rank}error: {watch.reason(0.0)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{rank}stopped; what was finished is kept, the same command continues", file=sys.stderr)
     return 0
@@ -65,4 +76,8 @@ def train_ranks(run: Run, accelerator: Accelerator) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code and is_distributed():
+        sys.stderr.flush()
+        os._exit(code)  # taking the process group down would wait for the rank that is gone
+    sys.exit(code)

@@ -6,7 +6,6 @@ norm, one AdamW step; and a checkpoint holds whole float32 tensors by name, so a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -57,7 +56,7 @@ def broadcast_weights(head: nn.Module) -> None:
             dist.broadcast(tensor.data, 0)
 
 
-class Parallel(ABC):
+class Parallel:
     """The head, its loss module and its optimiser, as the ranks share them.
 
     Attributes:

@@ -120,6 +120,7 @@ def accumulate_window(
     passes = len(batches)
     if captured is None:
         passes = max(passes, (1 if size > 1 else 0) if rounds is None else rounds)
+    every = (rounds or 0) > 1  # ranks must then agree at every pass on which gradients exist
     for number, (pack, batch, place) in enumerate(zip(packs, batches, places, strict=True)):
         last = number == passes - 1
         seed_pack(seed, pack)
@@ -128,9 +129,7 @@ def accumulate_window(
             loss = (loss_K * scale_K).sum()
         else:
             with nullcontext() if last else no_sync():
-                loss_K, _, correct_K, total_K, prefix_K = module(
-                    batch, scale_K, touch=size > 1 and (last or (rounds or 0) > 1)
-                )
+                loss_K, _, correct_K, total_K, prefix_K = module(batch, scale_K, touch=size > 1 and (last or every))
                 loss = (loss_K * scale_K).sum()
                 backward(loss * size)
         sums.loss = sums.loss + loss.detach()

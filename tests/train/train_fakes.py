@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -125,3 +133,26 @@ def window_gradient(
         lambda loss: loss.backward(), *([no_sync] if no_sync else []),
     )  # fmt: skip
     return {name: p.grad for name, p in head.named_parameters()}, sums
+
+
+def forked(work: Callable[[], None], stderr: Path) -> ForkProcess:
+    """Start `work` in a process that shares what is imported; exit code 0, or 1 with the traceback in `stderr`.
+
+    For what needs a process of its own (ranks, kill -9) without the seconds that importing torch takes.
+    """
+
+    def main() -> None:
+        with open(stderr, "w") as file:
+            os.dup2(file.fileno(), 2)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        torch.set_num_threads(1)
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=main)
+    process.start()
+    return process

@@ -1,0 +1,84 @@
+"""A rank that is gone is noticed by the others, who say which and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from train_fakes import forked
+
+from headstart.heads.errors import DataError
+from headstart.train.watch import Watch, process_alive
+
+
+def rank_of(case: str, rank: int, port: int, ready: Path) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo")
+    place = f"machine {rank}" if case in ("stopped", "server") else None
+    with Watch(limit_s=3, interval_s=0.2, place=place):
+        ready.touch()
+        if case == "clean":
+            time.sleep(0.5 if rank else 0.1)
+        elif case == "fails" and rank == 1:
+            raise DataError("line 7 is not JSON")
+        else:
+            time.sleep(120)
+
+
+def start(case: str, place: Path) -> list:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ready = [place / f"ready{r}" for r in range(2)]
+    ranks = [forked(lambda r=r: rank_of(case, r, port, ready[r]), place / f"err{r}") for r in range(2)]
+    while not all(path.exists() for path in ready):
+        time.sleep(0.01)
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("case", "victim", "number", "message"),
+    [
+        ("killed", 1, signal.SIGKILL, "rank 0: error: rank 1 died (process "),
+        ("stopped", 1, signal.SIGSTOP, "rank 0: error: rank 1 has been silent for "),
+        ("server", 0, signal.SIGKILL, "rank 1: error: rank 0 is gone"),
+        ("fails", 1, None, "rank 0: error: rank 1 failed: DataError: line 7 is not JSON; this job cannot go on"),
+    ],
+)
+def test_the_other_rank_ends_and_names_the_one_that_is_gone(tmp_path, case, victim, number, message):
+    ranks = start(case, tmp_path)
+    try:
+        if number is not None:
+            os.kill(ranks[victim].pid, number)
+        ranks[1 - victim].join(timeout=50)
+        assert ranks[1 - victim].exitcode == 1
+        assert message in (tmp_path / f"err{1 - victim}").read_text()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def test_ranks_that_end_at_different_times_do_not_miss_each_other(tmp_path):
+    ranks = start("clean", tmp_path)
+    for number, rank in enumerate(ranks):
+        rank.join(timeout=30)
+        assert rank.exitcode == 0, (tmp_path / f"err{number}").read_text()
+        assert "error" not in (tmp_path / f"err{number}").read_text()
+
+
+def test_a_zombie_is_not_alive():
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    while process_alive(child.pid):
+        time.sleep(0.01)
+    assert process_alive(os.getpid())
+    child.wait()
+    assert not process_alive(child.pid)

@@ -1,0 +1,172 @@
+"""Notices that another rank is gone and ends this one, where a collective would wait for hours.
+
+Every rank's thread beats once a second in a small key-value store that rank 0 hosts, and looks at the others: a rank of
+the same machine is dead as soon as its process is, one elsewhere when its beat has stood still for `limit_s`. A rank
+that fails says so, and the others report its words instead of a broken connection.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from headstart.heads.errors import HeadstartError
+from headstart.train.distributed import gather_objects, is_distributed
+
+#: seconds without a beat after which a rank on another machine counts as dead
+LIMIT_S = 40.0
+#: seconds a rank has to end by itself once another is gone
+GRACE_S = 5.0
+DONE, FAILED = "done", "failed "
+
+
+def machine() -> str:
+    """Names this machine and its process-id namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def process_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return state not in ("Z", "X")
+
+
+class Watch:
+    """Context in which the ranks of this launch watch each other; does nothing on one rank.
+
+    Args:
+        limit_s, interval_s: seconds; see LIMIT_S.
+        place: this machine's name, by which ranks of one machine know each other.
+        end: what ends the process.
+    """
+
+    def __init__(
+        self,
+        limit_s: float = LIMIT_S,
+        interval_s: float = 1.0,
+        place: str | None = None,
+        end: Callable[[int], Any] = os._exit,
+    ):
+        self.limit_s, self.interval_s, self._end = limit_s, interval_s, end
+        self._place = place or machine()
+        self._lost = threading.Event()
+        self._reason = ""
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watch:
+        if not is_distributed():
+            return self
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        wait = timedelta(seconds=20)
+        server = dist.TCPStore("0.0.0.0", 0, None, True, wait, wait_for_workers=False) if self.rank == 0 else None
+        ranks = gather_objects((self._place, os.getpid(), None if server is None else server.port))
+        self._pids = {r: pid for r, (place, pid, _) in enumerate(ranks) if place == self._place and r != self.rank}
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1") if self.rank else "127.0.0.1"
+        self._server = server
+        self._beats = dist.TCPStore(host, ranks[0][2], None, False, wait)  # one for the thread, one for main
+        self._words = dist.TCPStore(host, ranks[0][2], None, False, wait)
+        self._beats.set(f"word/{self.rank}", "")
+        self._beats.set(f"beat/{self.rank}", "0")
+        gather_objects(None)  # every key exists from here on
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._thread is None:
+            return
+        broken = kind is not None and not issubclass(kind, HeadstartError | KeyboardInterrupt | SystemExit)
+        if broken and self.reason(3.0):  # the others find the cause themselves, as this rank did
+            broken = False
+        failed = broken or (kind is not None and issubclass(kind, HeadstartError))
+        self._say_word(f"{FAILED}{kind.__name__}: {error}" if failed and kind is not None else DONE)
+        if self.rank == 0:
+            self._outlast()
+        self._stop.set()
+        self._thread.join(timeout=self.interval_s + 1.0)
+
+    def _say_word(self, word: str) -> None:
+        try:
+            self._words.set(f"word/{self.rank}", word[:2000])
+        except RuntimeError:
+            pass  # rank 0 is gone: nobody is left to be told
+
+    def _outlast(self) -> None:
+        """Rank 0 hosts the store: it leaves last, within a few seconds."""
+        deadline = time.monotonic() + GRACE_S
+        keys = [f"word/{r}" for r in range(self.size)]
+        while time.monotonic() < deadline:
+            words = [word.decode() for word in self._words.multi_get(keys)]
+            gone = [r for r, pid in self._pids.items() if not process_alive(pid)]
+            if all(word or r in gone for r, word in enumerate(words)):
+                return
+            time.sleep(0.05)
+
+    def reason(self, seconds: float) -> str:
+        """Which rank is gone and why, after waiting at most `seconds`; empty when all are there."""
+        if self._thread is not None:
+            self._lost.wait(seconds)
+        return self._reason
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        seen: dict[int, tuple[str, float]] = {}
+        beat = 0
+        while not self._stop.wait(self.interval_s):
+            beat += 1
+            try:
+                self._beats.set(f"beat/{self.rank}", str(beat))
+                reason = self._look(seen)
+            except RuntimeError:
+                reason = "rank 0 is gone (its store does not answer)"
+                if self._stop.is_set():
+                    return
+            if reason:
+                self._reason = (
+                    f"{reason}; this job cannot go on and ends here. The same command continues from the last "
+                    "checkpoint."
+                )
+                self._lost.set()
+                if not self._stop.wait(GRACE_S):  # the main thread is stuck in a collective
+                    print(f"rank {self.rank}: error: {self._reason}", file=sys.stderr, flush=True)
+                    self._end(1)
+                return
+
+    def _look(self, seen: dict[int, tuple[str, float]]) -> str:
+        others = [r for r in range(self.size) if r != self.rank]
+        words = dict(zip(others, self._beats.multi_get([f"word/{r}" for r in others]), strict=True))
+        for r, word in words.items():
+            if word.decode().startswith(FAILED):
+                return f"rank {r} failed: {word.decode()[len(FAILED) :]}"
+        open_ranks = [r for r in others if not words[r]]
+        for r in open_ranks:
+            if r in self._pids and not process_alive(self._pids[r]):
+                return f"rank {r} died (process {self._pids[r]} on this machine)"
+        now = time.monotonic()
+        beats = self._beats.multi_get([f"beat/{r}" for r in open_ranks]) if open_ranks else []
+        for r, beat in zip(open_ranks, beats, strict=True):
+            if r not in seen or seen[r][0] != beat.decode():
+                seen[r] = (beat.decode(), now)
+            elif now - seen[r][1] > self.limit_s:
+                return f"rank {r} has been silent for {now - seen[r][1]:.0f} s"
+        return ""

@@ -24,6 +24,7 @@ from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import DataError, StorageError, TargetError
 from headstart.heads.files import read_json, require_disk, sha256_file, write_json, write_safetensors
 from headstart.heads.provenance import provenance
+from headstart.heads.sharded import ShardedTarget
 from headstart.heads.target import DTYPES, Target
 
 SCHEMA = 1
@@ -60,6 +61,22 @@ class OnlineFeatures:
         self.target, self.samples, self.spec, self.max_depth = target, samples, spec, max_depth
         self.lengths = [len(sample) for sample in samples]
         self.sample_ids = [sample.id for sample in samples]
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks must fetch packs together, `get_together`: the target is sharded over them."""
+        return self.target.lockstep
+
+    def get_together(self, packs: Sequence[Sequence[int]], rank: int) -> FeatureBatch | None:
+        """The pack that is this rank's of one pack per rank, None where there are fewer; all ranks call it."""
+        target = self.target
+        assert isinstance(target, ShardedTarget)
+        passes = max(target.passes(tuple(self.lengths[i] for i in pack)) for pack in packs)
+        if rank >= len(packs):
+            target.idle(passes)
+            return None
+        with target.in_step(passes):
+            return self.get(packs[rank])
 
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         chosen = [self.samples[i] for i in pack]

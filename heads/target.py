@@ -40,6 +40,11 @@ class TargetConfig:
     chat_template: str | None = None
     #: run code that the model repository ships: only if you trust it
     trust_remote_code: bool = False
+    #: none (whole on every rank) | fsdp2 (sharded over the ranks of a node, never whole anywhere) | device_map (one
+    #: process, its layers over all its GPUs: for distilling and storing features of a target larger than one card)
+    parallel: str = "none"
+    #: ranks that share one copy under fsdp2; null: those of a node
+    shard_ranks: int | None = None
 
 
 def resolve_device(device: str) -> torch.device:
@@ -72,6 +77,41 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     raise TargetError(
         f"{type(model).__name__}: no list of {count} decoder layers found; this architecture cannot give features"
     )
+
+
+def locate(config: TargetConfig) -> tuple[str, dict[str, Any], str | None]:
+    """(directory or Hub id, keyword arguments of every `from_pretrained`, why the Hub is left out)."""
+    from headstart.heads.fetch import locate_target
+
+    if config.name == "???":
+        raise ConfigError(
+            "target.name is not set: give a name, a directory or a Hub id, e.g. target.name=smollm2-135m-instruct"
+        )
+    place, hub_refusal = locate_target(config.name)
+    local = hub_refusal is not None
+    shared = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, "local_files_only": local}
+    return place, shared, hub_refusal
+
+
+def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> Any:
+    """The tokenizer, with the recipe's chat template. Raises ConfigError when the template file is missing."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(place, **shared)
+    if config.chat_template is not None:
+        template = Path(config.chat_template)
+        if not template.is_file():
+            raise ConfigError(f"target.chat_template: {template} does not exist; expected a Jinja file")
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def sample_weight(name: str, weight: Tensor) -> bytes:
+    """Name, shape and 4,096 values (as bfloat16) of a weight."""
+    flat = weight.detach().flatten()
+    index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 4096), dtype=torch.float64).long()
+    values = flat[index.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+    return f"{name}{tuple(weight.shape)}".encode() + values
 
 
 @torch.no_grad()
@@ -140,6 +180,8 @@ class Target:
 
     #: padded tokens of one feature forward
     max_forward_tokens = 32768
+    #: whether the forwards of all ranks meet (sharded.py)
+    lockstep = False
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: TargetConfig, revision: str | None = None):
         self.model, self.tokenizer, self.config = model.eval().requires_grad_(False), tokenizer, config
@@ -159,12 +201,13 @@ class Target:
             raise TargetError(
                 f"{config.name}: lm_head has {output.weight.shape[0]} rows, expected config.vocab_size = {vocab}"
             )
-        # rows past the vocabulary are padding of the matrix, not tokens
-        self.teacher = Teacher(
-            output.weight[:vocab], None if bias is None else bias[:vocab],
-            getattr(text, "final_logit_softcapping", None), scale, final_norm(model),
-        )  # fmt: skip
         self.embed_VD: Tensor = model.get_input_embeddings().weight
+        norm_D, place = final_norm(model), self.embed_VD.device
+        # rows past the vocabulary are padding of the matrix, not tokens; a device map may end on another GPU
+        self.teacher = Teacher(
+            output.weight[:vocab].to(place), None if bias is None else bias[:vocab].to(place),
+            getattr(text, "final_logit_softcapping", None), scale, None if norm_D is None else norm_D.to(place),
+        )  # fmt: skip
         self.stop_token_ids = self._stop_token_ids()
         self._weight_hash: str | None = None
 
@@ -174,41 +217,32 @@ class Target:
 
         Raises: TargetError naming the target and the remedy.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
-        from headstart.heads.fetch import TARGETS, locate_target
+        from headstart.heads.fetch import TARGETS
 
-        if config.name == "???":
-            raise ConfigError(
-                "target.name is not set: give a name, a directory or a Hub id, e.g. target.name=smollm2-135m-instruct"
-            )
-        place, hub_refusal = locate_target(config.name)
         device = resolve_device(config.device)
-        shared = {
-            "revision": config.revision,
-            "trust_remote_code": config.trust_remote_code,
-            "local_files_only": hub_refusal is not None,
-        }
+        dtype = resolve_dtype(config.dtype, device)
+        if config.parallel not in ("none", "fsdp2", "device_map"):
+            raise ConfigError(f"target.parallel: found {config.parallel!r}, expected none, fsdp2 or device_map")
+        place, shared, hub_refusal = locate(config)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place, **shared)
+            if config.parallel == "fsdp2":
+                from headstart.heads.sharded import load_sharded
+
+                return load_sharded(config, device, dtype)
+            tokenizer = load_tokenizer(config, place, shared)
+            spread = {"device_map": "auto"} if config.parallel == "device_map" else {}
             model = AutoModelForCausalLM.from_pretrained(
-                place,
-                dtype=resolve_dtype(config.dtype, device),
-                attn_implementation=config.attn_implementation,
-                **shared,
+                place, dtype=dtype, attn_implementation=config.attn_implementation, **spread, **shared
             )
         except (OSError, ValueError) as error:
             raise TargetError(
                 f"target {config.name!r} cannot be loaded: {hub_refusal or error}\n"
                 f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
             ) from error
-        if config.chat_template is not None:
-            template = Path(config.chat_template)
-            if not template.is_file():
-                raise ConfigError(f"target.chat_template: {template} does not exist; expected a Jinja file")
-            tokenizer.chat_template = template.read_text(encoding="utf-8")
         revision = getattr(model.config, "_commit_hash", None) or config.revision
-        target = cls(model.to(device), tokenizer, config, revision)
+        target = cls(model if spread else model.to(device), tokenizer, config, revision)
         if config.compile:
             target.compile()
         return target
@@ -253,7 +287,8 @@ class Target:
         """
         with record_layer_inputs(self.model, layer_ids) as streams:
             output = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False)
-        return output.last_hidden_state, streams
+        spread = {k: stream_BTD.to(tokens_BT.device) for k, stream_BTD in streams.items()}
+        return output.last_hidden_state.to(tokens_BT.device), spread
 
     @torch.no_grad()
     def extract(self, batch: FeatureBatch, spec: FeatureSpec) -> FeatureBatch:
@@ -302,14 +337,16 @@ class Target:
     def weight_hash(self) -> str:
         """sha256 over names, shapes and 4,096 sampled values of every weight; dtypes that hold them agree."""
         if self._weight_hash is None:
-            digest = hashlib.sha256()
-            for name, weight in sorted(self.model.state_dict().items()):
-                flat = weight.detach().flatten()
-                index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 4096), dtype=torch.float64).long()
-                digest.update(f"{name}{tuple(weight.shape)}".encode())
-                digest.update(flat[index.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-            self._weight_hash = digest.hexdigest()
+            state = self.model.state_dict()
+            self._weight_hash = self.join_samples({name: sample_weight(name, w) for name, w in state.items()})
         return self._weight_hash
+
+    @staticmethod
+    def join_samples(samples: dict[str, bytes]) -> str:
+        return hashlib.sha256(b"".join(samples[name] for name in sorted(samples))).hexdigest()
+
+    def keep_rows(self, ids_U: Tensor | None) -> None:
+        """Training needs these rows of the output head from here on (None: all): a sharded target lets the rest go."""
 
     def fingerprint(self) -> dict[str, Any]:
         """What an artefact made from this target must match later."""

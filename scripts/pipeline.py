@@ -39,7 +39,7 @@ from headstart.steps import Steps
 from headstart.talk import Talk
 
 #: settings that change how training is watched, not what it makes
-WATCHING = ("tracker", "project", "log_every", "prefetch", "resume", "save_every", "keep")
+WATCHING = ("parallel", "capture", "tracker", "project", "log_every", "prefetch", "resume", "save_every", "keep")
 #: tokens of each of two samples whose features are compared between training and serving before an export
 PARITY_TOKENS = 96
 #: settings of the export node that say where it is uploaded
@@ -128,7 +128,16 @@ class Run:
         skipped = path.with_name(path.name + ".skipped.json")
         return self.steps.run("distill", self.distill_inputs, [path], self._distill, leftovers=[skipped])
 
+    def _alone(self, what: str, remedy: str) -> None:
+        """Raises: ConfigError where a step that one process does would need a target that is sharded over ranks."""
+        if self.recipe.target.parallel == "fsdp2":
+            raise ConfigError(f"target.parallel: found fsdp2, but {what}, which one process does: {remedy}")
+
     def _distill(self) -> dict[str, Any]:
+        self._alone(
+            "the prompts are not answered yet",
+            "run `headstart distill RECIPE target.parallel=device_map` first (the layers over all GPUs of a machine)",
+        )
         data = self.recipe.data
         prompts = read_prompts(data.distill.prompts)
         with self.talk.progress("distill", "answers") as advance:
@@ -176,6 +185,9 @@ class Run:
         if self.recipe.data.features != "stored":
             return
         store = self.dir / "features"
+        if self.recipe.target.parallel == "fsdp2" and (store / "train" / "manifest.json").is_file():
+            return  # what it holds is checked when it is read
+        self._alone("the features are not stored yet", "set data.features=online")
         layers = list(self._skeleton().spec.layer_ids)
         inputs = {"data": self.data_inputs, "feature_layers": layers}
         self.steps.run("features", inputs, [store / "train"], self._features, caches=[store])
@@ -264,6 +276,8 @@ class Run:
             self.talk.say(f"draft vocabulary: {share}")
         head = head.to(target.device)
         head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
+        target.keep_rows(draft_ids_U if draft_ids_U is None else draft_ids_U.to(target.device))
+        head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
         return head
 
     def _source(self, samples: list[Sample], name: str, head: Head) -> OnlineFeatures | StoredFeatures | MemoryFeatures:
@@ -293,9 +307,8 @@ class Run:
 
         rank, size = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
         autocast = autocast_dtype(config.mixed_precision, target.device)
-        return Validator(
-            source, packs, target.teacher, probe if prompts else None, config.tau_every, autocast, rank, size
-        )
+        measure = probe if prompts and not target.lockstep else None  # one rank alone cannot run a sharded target
+        return Validator(source, packs, target.teacher, measure, config.tau_every, autocast, rank, size)
 
     def eval(self) -> dict[str, Any]:
         """Measure the trained head; writes report.json and report.md."""

@@ -302,7 +302,8 @@ class _Trainer:
         packs, places = self._share(state.packs)
         mine = [packs[place] for place in places]
         waited = time.perf_counter()
-        batches = [self.fetcher.get(pack).to(self.device, non_blocking=True) for pack in mine]
+        fetched = self.fetcher.window(packs, self.rank, self.size)
+        batches = [batch.to(self.device, non_blocking=True) for batch in fetched]
         # fetching costs nothing while the device still works on the step before
         waited = time.perf_counter() - waited if self.meters.device_idle() else 0.0
         for ahead in range(1, config.prefetch + 1):

@@ -17,13 +17,13 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from headstart.heads.base import FeatureBatch
-from headstart.heads.errors import DataError, HeadstartError, TrainingError
+from headstart.heads.errors import ConfigError, DataError, HeadstartError, TrainingError
 
 #: (lengths, budget in tokens, seed, epoch) → packs of sample indices
 PackPlan = Callable[[Sequence[int], int, int, int], list[list[int]]]
@@ -120,19 +120,58 @@ class Fetcher:
 
     def __init__(self, source: FeatureSource, ahead: int):
         self._source = source
+        if ahead and getattr(source, "lockstep", False):
+            raise ConfigError(
+                f"train.prefetch: found {ahead} with a sharded target, whose ranks fetch together: set train.prefetch=0"
+            )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="features") if ahead else None
         self._pending: dict[Pack, Future[FeatureBatch]] = {}
 
+    def window(self, packs: list[Pack], rank: int, size: int) -> list[FeatureBatch]:
+        """This rank's batches of a window: packs rank, rank + size, … of it."""
+        if not getattr(self._source, "lockstep", False):
+            return [self.get(pack) for pack in packs[rank::size]]
+        batches = []
+        for first in range(0, len(packs), size):
+            together = packs[first : first + size]
+            mine = together[rank] if rank < len(together) else None
+            lists = [list(pack.samples) for pack in together]
+            batch = self._explain(mine, lambda lists=lists: self._source.get_together(lists, rank))  # type: ignore[misc,attr-defined]
+            if batch is not None:
+                batches.append(batch)
+        return batches
+
     def _get(self, pack: Pack) -> FeatureBatch:
+        return self._explain(pack, lambda: self._source.get(list(pack.samples)), self._culprits)
+
+    def _explain(
+        self, pack: Pack | None, work: Callable[[], Any], find: Callable[[Pack], list[int]] | None = None
+    ) -> Any:
+        """Do `work`; a failure that says nothing about samples is raised with those of `pack`, or what `find` finds."""
         try:
-            return self._source.get(list(pack.samples))
+            return work()
         except HeadstartError:
             raise
         except Exception as error:
+            if pack is None:
+                raise
+            samples = (find(pack) if find else []) or list(pack.samples)
+            known = getattr(self._source, "sample_ids", None)
+            names = [str(known[i]) if known and i < len(known) else f"number {i}" for i in samples]
             raise TrainingError(
-                f"features of samples {list(pack.samples)} (epoch {pack.epoch}, pack {pack.index}) failed: "
-                f"{type(error).__name__}: {error}"
+                f"features of {'sample' if len(names) == 1 else 'samples'} {', '.join(names)} (epoch {pack.epoch}, "
+                f"pack {pack.index}) failed: {type(error).__name__}: {error}"
             ) from error
+
+    def _culprits(self, pack: Pack) -> list[int]:
+        """Samples of a failed pack that fail alone."""
+        found = []
+        for sample in pack.samples:
+            try:
+                self._source.get([sample])
+            except Exception:  # whatever it is, it is this sample's
+                found.append(sample)
+        return found
 
     def prefetch(self, packs: list[Pack]) -> None:
         if self._pool is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headstart.heads.base import Head, Teacher
+from headstart.heads.base import FeatureBatch, Head, Teacher
 from headstart.train.distributed import sum_over_ranks
 from headstart.train.step import LossModule
 from headstart.train.stream import FeatureSource
@@ -70,10 +70,18 @@ class Validator:
         device = next(head.parameters()).device
         module = LossModule(head, self._teacher, self._autocast)
         sums_5K = torch.zeros(5, head.depth, device=device)
-        for pack in self._packs[self._rank :: self._size]:
-            sums_5K += torch.stack(module(self._source.get(pack).to(device)))
+        for first in range(0, len(self._packs), self._size):
+            batch = self._fetch(self._packs[first : first + self._size])
+            if batch is not None:
+                sums_5K += torch.stack(module(batch.to(device)))
         loss_K, count_K, correct_K, total_K, prefix_K = sum_over_ranks(sums_5K).cpu()
         mean_K = loss_K / count_K.clamp(min=1)
         values = {"valid/loss": float((head.depth_weights() * mean_K).sum())}
         values |= {f"valid/loss_{d}": value for d, value in enumerate(mean_K.tolist(), start=1)}
         return values | acceptance(correct_K, total_K, prefix_K, "valid")
+
+    def _fetch(self, packs: list[list[int]]) -> FeatureBatch | None:
+        """This rank's of one pack per rank."""
+        if getattr(self._source, "lockstep", False):
+            return self._source.get_together(packs, self._rank)  # type: ignore[attr-defined]
+        return self._source.get(packs[self._rank]) if self._rank < len(packs) else None

@@ -6,14 +6,12 @@ import json
 import os
 import signal
 import socket
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
-from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher, window_gradient
+from train_fakes import FakeHead, FakeSource, forked, in_order, make_documents, teacher, window_gradient
 
 from headstart.heads.errors import TrainingError
 from headstart.train.config import TrainConfig
@@ -100,15 +98,10 @@ def _work(rank: int, out: Path) -> dict:
     return found
 
 
-def _rank(rank: int, size: int, port: int, out: str) -> None:
+def _rank(rank: int, size: int, port: int, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    try:
-        torch.save(_work(rank, Path(out)), f"{out}/rank{rank}.pt")
-    except BaseException:
-        Path(out, f"rank{rank}.err").write_text(traceback.format_exc())
-        raise
+    torch.save(_work(rank, out), out / f"rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +114,10 @@ def ranks(tmp_path_factory):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_rank, (2, port, str(out)), nprocs=2)
+    processes = [forked(lambda r=r: _rank(r, 2, port, out), out / f"err{r}") for r in range(2)]
+    for number, process in enumerate(processes):
+        process.join(timeout=200)
+        assert process.exitcode == 0, (out / f"err{number}").read_text()
     return out, [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

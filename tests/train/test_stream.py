@@ -67,6 +67,6 @@ def test_fetcher_gives_what_the_source_gives_and_names_samples_on_failure(ahead)
     assert torch.equal(fetcher.get(packs[1]).tokens_R, source.get([2]).tokens_R)
     bad = Pack(0, 2, (3, 99))
     fetcher.prefetch([bad])
-    with pytest.raises(TrainingError, match=r"samples \[3, 99\].*IndexError"):
+    with pytest.raises(TrainingError, match=r"features of sample number 99 \(epoch 0, pack 2\) failed: IndexError"):
         fetcher.get(bad)
     fetcher.close()

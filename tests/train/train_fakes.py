@@ -11,6 +11,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss, Teacher
@@ -146,12 +147,15 @@ def forked(work: Callable[[], None], stderr: Path) -> ForkProcess:
             os.dup2(file.fileno(), 2)
         sys.stderr = os.fdopen(2, "w", closefd=False)
         torch.set_num_threads(1)
+        AcceleratorState._reset_state(reset_partial_state=True)  # the parent's process group is not the child's
+        code = 0
         try:
             work()
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+            code = 1
+        sys.stderr.flush()
+        os._exit(code)
 
     process = multiprocessing.get_context("fork").Process(target=main)
     process.start()

@@ -167,6 +167,28 @@ def length_groups(lengths: tuple[int, ...], max_tokens: int, waste: float = 1.25
     return groups
 
 
+def target_dims(name: str, revision: str | None = None) -> HeadDims:
+    """Dimensions of a target from its config alone: no weights are read.
+
+    Args:
+        name: as TargetConfig.name.
+    Raises: TargetError naming the target and the remedy.
+    """
+    from transformers import AutoConfig
+
+    from headstart.heads.fetch import TARGETS, locate_target
+
+    place, hub_refusal = locate_target(name)
+    try:
+        config = AutoConfig.from_pretrained(place, revision=revision, local_files_only=hub_refusal is not None)
+    except (OSError, ValueError) as error:
+        raise TargetError(
+            f"target {name!r} has no config that can be read: {hub_refusal or error}\n"
+            f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
+        ) from error
+    return HeadDims.from_hf_config(config)
+
+
 class Target:
     """A frozen causal LM with its tokenizer.
 

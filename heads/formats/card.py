@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from headstart.heads.fetch import TARGETS
 from headstart.heads.formats.sidecar import FACTS
 
 PAPERS = {
@@ -15,11 +17,22 @@ PAPERS = {
         "2503.01840",
     ),
 }
+AUTHORS = {
+    "medusa": "Cai, Tianle and Li, Yuhong and Geng, Zhengyang and Peng, Hongwu and Lee, Jason D. and Chen, Deming and "
+    "Dao, Tri",
+    "eagle": "Li, Yuhui and Wei, Fangyun and Zhang, Chao and Zhang, Hongyang",
+    "eagle3": "Li, Yuhui and Wei, Fangyun and Zhang, Chao and Zhang, Hongyang",
+}
 NAMES = {"medusa": "Medusa-1", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 
 def render_card(
-    repo_id: str, side: dict[str, Any], report: dict[str, Any] | None, engines: list[str], license_id: str | None = None
+    repo_id: str,
+    side: dict[str, Any],
+    report: dict[str, Any] | None,
+    engines: list[str],
+    license_id: str | None = None,
+    plots: Sequence[str] = (),
 ) -> str:
     """README.md of the repository.
 
@@ -28,27 +41,27 @@ def render_card(
         report: report.json of its evaluation, or None (the card then says that nothing was measured).
         engines: keys of the engines that the validators say load it.
         license_id: licence of the target as the Hub names it; None points to the target's own.
+        plots: file names of images beside the card.
     """
     family = side["type"]
     target = side.get("target") or {}
     parts = [_front_matter(family, target, license_id), f"# {repo_id.split('/')[-1]}", _summary(family, target, side)]
-    parts += [_results(report), _launch(repo_id, family, target, engines, side), _provenance(side), _licence(target)]
-    title, arxiv = PAPERS[family]
-    parts.append(
-        f"## Citation\n\nMethod: *{title}*, arXiv [{arxiv}](https://arxiv.org/abs/{arxiv}). Trained with Headstart."
-    )
+    parts += [_results(report), *(f"![{name.removesuffix('.png')}]({name})" for name in plots)]
+    parts += [_launch(repo_id, family, target, engines, side), _training(side), _provenance(side), _licence(target)]
+    parts.append(_citation(family))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _hub_name(target: dict[str, Any]) -> str | None:
-    """The target's Hub id where its name is one."""
+def hub_name(target: dict[str, Any]) -> str | None:
+    """The target's Hub id where its name is one, or a registered one's."""
     name = str(target.get("hub_id") or target.get("name") or "")
+    name = TARGETS[name].hub_id if name in TARGETS else name
     return name if name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
 
 
 def _front_matter(family: str, target: dict[str, Any], license_id: str | None) -> str:
     lines = ["---"]
-    base = _hub_name(target)
+    base = hub_name(target)
     if base:  # the Hub lists the head on its base model's page by this field
         lines += ["base_model:", f"- {json.dumps(base)}"]
     lines += [f"license: {license_id}"] if license_id else ["license: other", "license_name: as-the-base-model"]
@@ -65,9 +78,8 @@ def _summary(family: str, target: dict[str, Any], side: dict[str, Any]) -> str:
     layers = side.get("feature_layers")
     more = f" It reads `hidden_states` {layers}." if layers else ""
     return (
-        f"A {NAMES[family]} draft head for **{target.get('name', 'an unnamed target')}**{revision}. It proposes "
-        "tokens that the "
-        "target verifies: with greedy or lossless sampled verification the output is the target's "
+        f"{NAMES[family]} draft head for **{target.get('name', 'an unnamed target')}**{revision}. It proposes tokens "
+        "that the target verifies: with greedy or lossless sampled verification the output is the target's "
         f"own.{more}\n\n{facts}."
     )
 
@@ -106,7 +118,7 @@ def _results(report: dict[str, Any] | None) -> str:
 
 
 def _launch(repo_id: str, family: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
-    base = _hub_name(target) or "TARGET"
+    base = hub_name(target) or "TARGET"
     tokens = min(int(side["config"].get("depth") or 3), 4) if family != "eagle" else 3
     shown = []
     if "vllm" in engines:
@@ -122,6 +134,13 @@ def _launch(repo_id: str, family: str, target: dict[str, Any], engines: list[str
         )
     if "tgi" in engines:
         shown.append(f"TGI:\n\n```bash\ntext-generation-launcher --model-id {repo_id}\n```")
+    if "tensorrt_llm" in engines and family == "eagle3":
+        shown.append(
+            "TensorRT-LLM (PyTorch backend):\n\n```bash\n"
+            f"printf 'speculative_config:\\n  decoding_type: Eagle3\\n  max_draft_len: {tokens}\\n"
+            f"  speculative_model: {repo_id}\\n' > spec.yaml\n"
+            f"trtllm-serve {base} --backend pytorch --extra_llm_api_options spec.yaml\n```"
+        )
     shown.append(
         f"Measure it on your own prompts:\n\n```bash\nheadstart eval --head {repo_id} --target {base} --data "
         "prompts.jsonl\n```"
@@ -129,10 +148,60 @@ def _launch(repo_id: str, family: str, target: dict[str, Any], engines: list[str
     return "## Use\n\n" + "\n\n".join(shown)
 
 
+def _training(side: dict[str, Any]) -> str:
+    """What it was trained on, and how much of it."""
+    recipe, rest = side.get("recipe") or {}, side.get("provenance") or {}
+    data = recipe.get("data") or {}
+    lines = [f"- {_source(source)}" for source in data.get("sources") or []]
+    prompts = (data.get("distill") or {}).get("prompts") or []
+    lines += [f"- answers of the target itself to {_source(source)}" for source in prompts]
+    counted, trained = rest.get("data") or {}, rest.get("training") or {}
+    facts = [
+        f"{counted[key]:,} {said}"
+        for key, said in (("samples", "conversations"), ("supervised_tokens", "supervised tokens in them"))
+        if isinstance(counted.get(key), int)
+    ]
+    if isinstance(trained.get("supervised_tokens"), int) and isinstance(trained.get("step"), int):
+        facts.append(f"{trained['supervised_tokens']:,} supervised tokens seen in {trained['step']:,} steps")
+    if not lines and not facts:
+        return ""
+    return "\n".join(
+        ["## Data", "", *lines, *([""] if lines and facts else []), *(["; ".join(facts) + "."] if facts else [])]
+    )
+
+
+def _source(source: dict[str, Any]) -> str:
+    name = source.get("dataset") or source.get("path")
+    shown = f"[{name}](https://huggingface.co/datasets/{name})" if source.get("dataset") else f"`{name}`"
+    limit = source.get("limit")
+    return shown + (f" (first {limit})" if limit else "")
+
+
+def _citation(family: str) -> str:
+    title, arxiv = PAPERS[family]
+    entry = [
+        f"@article{{{family}-{arxiv},",
+        f"  title = {{{title}}},",
+        f"  author = {{{AUTHORS[family]}}},",
+        f"  journal = {{arXiv:{arxiv}}},",
+        f"  year = {{20{arxiv[:2]}}}",
+        "}",
+    ]
+    said = f"Method: *{title}*, arXiv [{arxiv}](https://arxiv.org/abs/{arxiv}). Trained with Headstart."
+    return f"## Citation\n\n{said}\n\n```bibtex\n" + "\n".join(entry) + "\n```"
+
+
 def _provenance(side: dict[str, Any]) -> str:
     rest = side.get("provenance") or {}
     kept = {key: rest[key] for key in ("git_revision", "versions", "device", "training", "data") if key in rest}
     blocks = []
+    parity = rest.get("serving_parity") or {}
+    if parity and not parity.get("passed", True):
+        blocks.append(
+            f"**Exported by force**: the decode loop's features differ from training's (relative {parity['worst']:.3g} "
+            f"at {parity['where']}, rounding explains {parity['tolerance']:g}); serving may accept less than training "
+            "promised."
+        )
     if side.get("recipe"):
         recipe = json.dumps(side["recipe"], indent=1, ensure_ascii=False)
         blocks.append(f"<details><summary>Recipe</summary>\n\n```json\n{recipe}\n```\n\n</details>")

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headstart.heads.errors import ConfigError, FormatError, StorageError
-from headstart.heads.files import read_json, write_text
-from headstart.heads.formats.card import render_card
+from headstart.heads.files import read_json, write_json, write_text
+from headstart.heads.formats.card import hub_name, render_card
 from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.config import ExportConfig
+from headstart.heads.formats.plots import draw_plots
 from headstart.heads.formats.sidecar import SIDECAR
 
 T = TypeVar("T")
@@ -71,8 +72,11 @@ def push_export(
     side = _sidecar(directory)
     checked = check_directory(directory)
     loads = [engine for engine in checked.engines if checked.loads(engine)]
-    card = render_card(name, side, report, loads, _licence(api, side))
+    plots = draw_plots(report, directory) if report is not None else []
+    card = render_card(name, side, report, loads, _licence(api, side), plots)
     write_text(directory / "README.md", card)
+    if report is not None:
+        write_json(directory / "report.json", report)
     message = config.commit_message or f"{side['type']} head for {(side.get('target') or {}).get('name', 'its target')}"
 
     def upload() -> str:
@@ -81,7 +85,7 @@ def push_export(
             repo_id=name,
             folder_path=directory,
             commit_message=message,
-            allow_patterns=[*HEAD_FILES, "README.md", "report.json", "report.md"],
+            allow_patterns=[*HEAD_FILES, "README.md", "report.json", *plots],
         )
         return str(url)
 
@@ -97,8 +101,8 @@ def _sidecar(directory: Path) -> dict[str, Any]:
 def _licence(api: Any, side: dict[str, Any]) -> str | None:
     """The target's licence as the Hub states it; None where it cannot be asked."""
     target = side.get("target") or {}
-    name = str(target.get("hub_id") or target.get("name") or "")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    name = hub_name(target)
+    if name is None:
         return None
     try:
         found = api.model_info(name).card_data

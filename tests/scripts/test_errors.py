@@ -137,7 +137,7 @@ def test_a_head_that_is_nowhere(
     check(headstart("eval", *options), 2, "someone/head", "cannot be reached")
 
 
-def test_check_says_what_engines_do(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+def test_check_says_what_engines_do(headstart: Callable, recipe: Path, tmp_path: Path, tiny_target: Path) -> None:
     assert headstart("train", recipe, "train.epochs=1").code == 0
     result = headstart("export", "--check", tmp_path / "run/head", "--json")
     assert result.code == 0 and result.json["engines"]["vllm"]["verdict"] == "loads"
@@ -148,6 +148,14 @@ def test_check_says_what_engines_do(headstart: Callable, recipe: Path, tmp_path:
     broken = headstart("export", "--check", tmp_path / "run/head")
     assert broken.code == 1 and "loads wrongly" in broken.out
     check(headstart("export", "--check", tmp_path / "gone"), 1, "no such directory")
+    (tmp_path / "run/head/headstart.json").unlink()
+    values |= {"norm_before_residual": False, "rope_parameters": None, "rope_theta": 5e5}
+    config.write_text(json.dumps(values))
+    assert headstart("export", "--check", tmp_path / "run/head").code == 0
+    other = headstart("export", "--check", tmp_path / "run/head", "--target", tiny_target)
+    assert other.code == 1 and "differs from the target's" in other.out
+    gone = ("export", "--check", tmp_path / "run/head", "--target", tmp_path / "gone")
+    check(headstart(*gone), 1, "gone is not a directory")
     check(headstart("export"), 2, "give a RECIPE, or --check DIR")
 
 

@@ -19,6 +19,8 @@ from headstart.heads.errors import ConfigError, FormatError, StorageError
 from headstart.heads.formats import ExportConfig, export_head, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.hub import fetch_head, push_export
+from headstart.heads.formats.plots import draw_plots
+from headstart.heads.medusa import MedusaConfig
 
 PROVENANCE = {
     "target": {"name": "someone/tiny-llama", "revision": "abc123"},
@@ -68,7 +70,10 @@ def test_push_uploads_the_head_and_its_card(hub: Any, exported: Path, tmp_path: 
     url = push_export(exported, TO, REPORT, api_of(hub))
     assert url.endswith("/me/head")
     assert hub.created["name"] == "head" and hub.created["organization"] == "me"
-    assert set(hub.files) == {"config.json", "headstart.json", "model.safetensors", "README.md"}
+    images = {"acceptance.png", "tasks.png"}
+    assert set(hub.files) == {"config.json", "headstart.json", "model.safetensors", "README.md", "report.json", *images}
+    assert json.loads(hub.files["report.json"]) == REPORT
+    assert all(hub.files[name].startswith(b"\x89PNG") and name.encode() in hub.files["README.md"] for name in images)
     assert hub.messages == ["eagle3 head for someone/tiny-llama"]
     assert b"license: apache-2.0" in hub.files["README.md"]
     for name, content in hub.files.items():  # what arrived is a head
@@ -83,6 +88,21 @@ def test_a_failed_commit_is_tried_again_without_sending_the_weights_twice(hub: A
     push_export(exported, TO, None, api_of(hub), waits.append)
     assert hub.messages and waits
     assert sum(command == "PUT" for command, _ in hub.requests) == 1
+
+
+def test_running_the_command_again_continues_an_upload(hub: Any, exported: Path) -> None:
+    hub.failures = [503] * 4
+    with pytest.raises(StorageError, match="not sent twice"):
+        push_export(exported, TO, None, api_of(hub), lambda _: None)
+    push_export(exported, TO, None, api_of(hub), lambda _: None)
+    assert sum(command == "PUT" for command, _ in hub.requests) == 1 and hub.messages
+
+
+def test_shards_are_pushed_with_their_index(hub: Any, tmp_path: Path) -> None:
+    config = ExportConfig(dtype="float32", max_shard_size="30KB", push_to_hub="me/head")
+    export_head(our_head(Eagle3Config(draft_vocab_size=U)), tmp_path, config, PROVENANCE)
+    push_export(tmp_path, config, None, api_of(hub))
+    assert {"model-00001-of-00003.safetensors", "model.safetensors.index.json"} <= set(hub.files)
 
 
 def test_a_hub_that_stays_down_says_how_to_continue(hub: Any, exported: Path) -> None:
@@ -131,6 +151,61 @@ def test_the_card_holds_the_measured_numbers_and_launch_commands(exported: Path)
     assert "--speculative-algorithm EAGLE3" in card and "text-generation-launcher" not in card
     assert "12 of 12 sequences" in card and "chain2" in card and '"lr": 0.001' in card and "deadbeef" in card
     assert "2503.01840" in card and "licence applies" in card
+
+
+def test_the_card_says_what_the_head_was_trained_on(exported: Path) -> None:
+    side = json.loads((exported / "headstart.json").read_text())
+    sources = [{"dataset": "some/chats", "limit": 500}, {"path": "mine.jsonl", "limit": None}]
+    side["recipe"]["data"] = {"sources": sources, "distill": {"prompts": [{"path": "asked.jsonl"}]}}
+    side["provenance"] |= {
+        "data": {"samples": 1234, "supervised_tokens": 56789},
+        "training": {"step": 60, "supervised_tokens": 170367},
+    }
+    card = render_card("me/head", side, REPORT, ["vllm", "tensorrt_llm"], None, ["acceptance.png"])
+    assert "- [some/chats](https://huggingface.co/datasets/some/chats) (first 500)\n- `mine.jsonl`" in card
+    assert "- answers of the target itself to `asked.jsonl`" in card
+    assert "1,234 conversations; 56,789 supervised tokens in them; 170,367 supervised tokens seen in 60 steps." in card
+    assert "![acceptance](acceptance.png)" in card
+    assert "trtllm-serve someone/tiny-llama --backend pytorch" in card
+    assert "(revision `abc123`)" in card
+    assert "license_link: https://huggingface.co/someone/tiny-llama" in card
+    assert "@article{eagle3-2503.01840," in card and "year = {2025}" in card
+
+
+def test_a_registered_target_is_named_as_the_hub_knows_it(exported: Path) -> None:
+    side = json.loads((exported / "headstart.json").read_text())
+    side["target"] = {"name": "smollm2-135m-instruct"}
+    card = render_card("me/head", side, None, ["vllm"])
+    assert '- "HuggingFaceTB/SmolLM2-135M-Instruct"' in card.split("---")[1]
+    assert "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct" in card
+
+
+@pytest.mark.parametrize("family", ["medusa", "eagle", "eagle3"])
+def test_every_family_has_a_card(tmp_path: Path, family: str) -> None:
+    config = {"medusa": MedusaConfig(depth=2), "eagle": EagleConfig(), "eagle3": Eagle3Config(draft_vocab_size=U)}
+    export_head(our_head(config[family]), tmp_path, ExportConfig(), PROVENANCE)
+    side = json.loads((tmp_path / "headstart.json").read_text())
+    engines = ["vllm", "sglang", "tgi", "tensorrt_llm"]
+    card = render_card("me/head", side, {**REPORT, "engine": None}, engines, "mit")
+    commands = {
+        "medusa": "text-generation-launcher",
+        "eagle": "--speculative-algorithm EAGLE ",
+        "eagle3": "trtllm-serve",
+    }
+    assert commands[family] in card and f'"method": "{family}"' in card and "```bibtex" in card
+
+
+def test_plots_show_what_was_measured(tmp_path: Path) -> None:
+    assert draw_plots(REPORT, tmp_path) == ["acceptance.png", "tasks.png"]
+    first = (tmp_path / "acceptance.png").read_bytes()
+    draw_plots(REPORT, tmp_path)
+    assert (tmp_path / "acceptance.png").read_bytes() == first
+    draw_plots({**REPORT, "per_position_acceptance": [0.9, 0.1]}, tmp_path)
+    assert (tmp_path / "acceptance.png").read_bytes() != first
+    tasks = {f"task {n}": {**ROW, "prompts": n} for n in range(1, 30)}
+    assert draw_plots({**REPORT, "tasks": tasks, "speedup": None}, tmp_path) == ["acceptance.png", "tasks.png"]
+    plain = {**REPORT, "tasks": {}, "per_position_acceptance": []}
+    assert draw_plots(plain, tmp_path / "plain") == ["tasks.png"]
 
 
 def test_a_card_without_measurements_or_hub_name_claims_nothing(tmp_path: Path) -> None:

@@ -133,6 +133,16 @@ def test_export_sizes() -> None:
     assert bytes_of(Eagle3Config(draft_vocab_size=16000), smollm) <= 60e6
 
 
+def test_the_file_of_an_export_has_the_size_that_was_promised(tmp_path: Path) -> None:
+    """SmolLM2 at the shipped recipe's draft vocabulary, as it lies on the disk."""
+    smollm = HeadDims(576, 49152, 30, 9, 3, 64, 1536)
+    head = build_head(Eagle3Config(draft_vocab_size=16000), smollm)
+    head.draft_ids_U.copy_(torch.arange(16000))
+    export_head(head, tmp_path, ExportConfig(), {})
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert bytes_of(head.config, smollm) <= size <= bytes_of(head.config, smollm) + 20_000 and size <= 60e6
+
+
 def test_a_saved_directory_refuses_to_mix_with_other_weights(tmp_path: Path) -> None:
     (tmp_path / "medusa_lm_head.safetensors").write_bytes(b"old")
     with pytest.raises(FormatError, match=r"medusa_lm_head\.safetensors.*empty directory"):

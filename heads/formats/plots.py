@@ -1,0 +1,87 @@
+"""Plots of a model card, from report.json: acceptance by position, τ and speed-up by task."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headstart.heads.files import atomic_write
+
+ACCEPTANCE, TASKS = "acceptance.png", "tasks.png"
+#: tasks drawn at most: the ones with most prompts
+SHOWN = 12
+
+
+def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
+    """Write the plots that a report has numbers for; returns their file names.
+
+    Args:
+        report: report.json as parsed.
+    """
+    written = []
+    for name, figure in ((ACCEPTANCE, _acceptance(report)), (TASKS, _tasks(report))):
+        if figure is None:
+            continue
+        atomic_write(directory / name, partial(_save, figure))
+        written.append(name)
+    return written
+
+
+def _save(figure: Any, place: Path) -> None:
+    # no version inside: the same report gives the same file
+    figure.savefig(place, format="png", metadata={"Software": None})
+
+
+def _sections(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    tasks = sorted((report.get("tasks") or {}).items(), key=lambda item: (-item[1]["prompts"], item[0]))[:SHOWN]
+    return [("all", report), *sorted(tasks)] if len(tasks) > 1 else [("all", report)]
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # the object interface keeps no global state and needs no display
+
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _acceptance(report: dict[str, Any]) -> Any | None:
+    sections = [(name, row["per_position_acceptance"]) for name, row in _sections(report)]
+    sections = [(name, rates) for name, rates in sections if rates]
+    if not sections:
+        return None
+    figure, axes = _figure(6, 3.6)
+    for name, rates in sections:
+        strong = name == "all"
+        style: dict[str, Any] = {"linewidth": 2.4, "color": "black", "zorder": 3} if strong else {"alpha": 0.8}
+        axes.plot(range(1, len(rates) + 1), rates, marker="o", label=name, **style)
+    axes.set(xlabel="position in the draft", ylabel="accepted ÷ drafts", ylim=(0, 1))
+    axes.set_xticks(range(1, max(len(rates) for _, rates in sections) + 1))
+    axes.set_title("Acceptance by position")
+    if len(sections) > 1:
+        axes.legend(fontsize="small", ncols=2)
+    return figure
+
+
+def _tasks(report: dict[str, Any]) -> Any | None:
+    sections = _sections(report)
+    names = [name for name, _ in sections]
+    figure, axes = _figure(max(4.0, 0.8 * len(names) + 2), 3.6)
+    places = range(len(names))
+    speedups = [row.get("speedup") for _, row in sections]
+    measured = any(value is not None for value in speedups)
+    width = 0.38 if measured else 0.6
+    axes.bar([x - width / 2 * measured for x in places], [row["tau"] for _, row in sections], width, label="τ")
+    if measured:
+        axes.bar([x + width / 2 for x in places], [value or 0 for value in speedups], width, label="speed-up")
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xticks(
+        list(places), names, rotation=30 if len(names) > 3 else 0, ha="right" if len(names) > 3 else "center"
+    )
+    axes.set_title("τ and speed-up by task (plain decoding = 1)" if measured else "τ by task (plain decoding = 1)")
+    axes.legend(fontsize="small")
+    return figure

@@ -221,8 +221,8 @@ def _speculators(found: EngineVerdict, seen: View) -> dict[str, Any]:
         found.add(
             LOADS, "norm_before_residual is true (the default there): vLLM runs it, SGLang and TensorRT-LLM do not"
         )
-    keys = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "fc_norm")
-    keys += ("ptd_token_id", "mask_token_id")
+    names = "draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids norm_before_fc fc_norm"
+    keys = [*names.split(), "ptd_token_id", "mask_token_id"]
     return {**layer, **{key: outer[key] for key in keys if outer.get(key) is not None}}
 
 

@@ -40,12 +40,19 @@ class Visibility:
         base_B: int64, committed slots of each row; used with `tree_BMM` only.
         tree_BMM: bool, entry (m, n): token m sees token n, which stands at slot base + n. None: a token sees every slot
             up to its own position (chains, prompts).
+    Kernels index the tensors by row, so expanded ones are copied here, once per forward.
     """
 
     position_BM: Tensor
     write_BM: Tensor
     base_B: Tensor
     tree_BMM: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("position_BM", "write_BM", "base_B", "tree_BMM"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, given.contiguous())
 
 
 @dataclass(frozen=True)

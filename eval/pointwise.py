@@ -137,10 +137,10 @@ def rope_store_kernel(
     q_factor = shape.q_norm.factor_D if shape.q_norm is not None else qkv_RC
     k_factor = shape.k_norm.factor_D if shape.k_norm is not None else qkv_RC
     _rope_store_kernel[(rows, h + 2 * g)](
-        qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_factor, k_factor, q_Rhd, keys, values, write_BM,
-        write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), cos_RW.shape[-1] // 2,
-        shape.q_norm.eps if shape.q_norm is not None else 0.0, H=h, G=g, D=d, BLOCK=triton.next_power_of_2(d),
-        NORM=norm, num_warps=1, **launch_options(qkv_RC.device),
+        qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_factor, k_factor, q_Rhd, keys, values,
+        write_BM.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
+        cos_RW.shape[-1] // 2, shape.q_norm.eps if shape.q_norm is not None else 0.0, H=h, G=g, D=d,
+        BLOCK=triton.next_power_of_2(d), NORM=norm, num_warps=1, **launch_options(qkv_RC.device),
     )  # fmt: skip
     return q_Rhd
 

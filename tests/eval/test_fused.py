@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_engine import MODELS, PARENT, VOCAB, close, full_forward, random_tree, tiny
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.eval.attention import Visibility
 from headstart.eval.engine import attention_windows
@@ -73,3 +74,42 @@ def test_other_structures_are_refused() -> None:
     model.model.layers[0].forward = model.model.layers[1].forward
     with pytest.raises(Unfusable, match="hidden states of LlamaForCausalLM differ"):
         fused(model)
+
+
+def test_visibility_holds_rows_that_kernels_can_index() -> None:
+    shared = torch.arange(12).expand(2, 12)
+    visibility = Visibility(shared, shared, shared[:, 3], torch.eye(12, dtype=torch.bool).expand(2, 12, 12))
+    for name, given in (("position_BM", shared), ("write_BM", shared), ("base_B", torch.tensor([3, 3]))):
+        held = getattr(visibility, name)
+        assert held.is_contiguous() and torch.equal(held, given)
+    assert visibility.tree_BMM is not None and visibility.tree_BMM.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_two_layers_of_llama_8b(tokens: int) -> None:
+    """Real widths and vocabulary, batch 1: a chain after a prompt equals the model's own forward."""
+    device, context = torch.device("cuda"), 512
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=8192,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    twin = fused(model)
+    twin.tune(tokens)
+    buffers = twin.buffers(1, context + 128)
+    ids = torch.randint(0, config.vocab_size, (1, context + tokens), device=device)
+    position = torch.arange(context + tokens, device=device)[None]
+    base = torch.full((1,), context, device=device)
+    prompt = position[:, :context]
+    twin.forward(ids[:, :context], Visibility(prompt, prompt, base), buffers)
+    tree = torch.ones((1, tokens, tokens), dtype=torch.bool, device=device).tril() if tokens > 1 else None
+    step = position[:, context:]
+    logits, _, _ = twin.forward(ids[:, context:], Visibility(step, step, base, tree), buffers)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[:, context:]
+    distance = (logits.float() - expected.float()).norm() / expected.float().norm()
+    assert torch.isfinite(logits).all() and float(distance) < 0.05

@@ -61,6 +61,21 @@ def test_rope_store(width: int, rotary: int, norm: bool, dtype: torch.dtype) -> 
     assert torch.equal(found[1], expected[1])
 
 
+def test_rope_store_at_slots_that_rows_share() -> None:
+    """One row of slots expanded over the batch: a row's slots lie beyond the tensor's memory."""
+    width, batch, tokens = 16, 2, 12
+    shape, write = RopeStore(4, 2, width), torch.arange(tokens, device=DEVICE).expand(batch, tokens)
+    qkv = random(batch * tokens, 8 * width)
+    cos, sin = (torch.cat([random(batch * tokens, width // 2, seed=n)] * 2, 1) for n in (3, 4))
+    found = [torch.zeros(batch, 2, tokens + 1, width, device=DEVICE) for _ in range(2)]
+    expected = [torch.zeros_like(part) for part in found]
+    close(
+        rope_store_kernel(qkv, cos, sin, shape, *found, write), rope_store_eager(qkv, cos, sin, shape, *expected, write)
+    )
+    close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
 def tree_visibility(base: list[int]) -> Visibility:
     """Row b: a tree of seven tokens after base[b] committed slots."""
     count = len(PARENT)

@@ -45,3 +45,7 @@ class TrainingError(HeadstartError):
 
 class ServerError(HeadstartError):
     """A running inference server cannot be reached, or does not report what is asked of it."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived and everything is saved: the process ends with exit code 0, and the same command continues."""

@@ -27,7 +27,7 @@ from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import read_prompts
 from headstart.heads import vocab
 from headstart.heads.base import Head, build_head
-from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.errors import ConfigError, FormatError, Terminated
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats import load_head, save_head
 from headstart.heads.formats.shards import shard_bytes
@@ -253,7 +253,7 @@ class Run:
             progress=not self.talk.silent,
         )
         if result.stopped == "signal":
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if result.interrupted else Terminated
         values = dataclasses.asdict(result)
         if main:
             origin["training"] = values

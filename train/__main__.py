@@ -18,6 +18,7 @@ from headstart.heads.errors import HeadstartError
 from headstart.heads.target import resolve_device
 from headstart.pipeline import Run
 from headstart.recipes.load import load_recipe
+from headstart.signals import terminable
 from headstart.talk import Talk
 from headstart.train.distributed import is_distributed, on_main
 from headstart.train.loop import make_accelerator
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = load_recipe(options.recipe, options.overrides)
         accelerator = make_accelerator(resolve_device(recipe.target.device))
         rank = "" if accelerator.is_main_process else f"rank {accelerator.process_index}: "
-        with watch:
+        with terminable(), watch:
             train_ranks(Run(recipe, Talk(silent=bool(rank)), device=str(accelerator.device)), accelerator)
         accelerator.end_training()
     except HeadstartError as error:
@@ -47,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         if not watch.reason(0.0):
             raise
-        print(f"{rank}error: {watch.reason(0.0)}", file=sys.stderr)
-        return 1
+        print(f"{rank}{'error: ' if watch.code else ''}{watch.reason(0.0)}", file=sys.stderr)
+        return watch.code
     except KeyboardInterrupt:
         print(f"{rank}stopped; what was finished is kept, the same command continues", file=sys.stderr)
     return 0

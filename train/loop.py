@@ -9,6 +9,7 @@ travels in one all-reduce per step whose result the host reads one step later.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,8 @@ class TrainResult:
         best: {"name", "value", "step"} of the best validation, or None.
         checkpoint: the final checkpoint directory.
         resumed_from: step the run continued from, 0 = started anew.
+        interrupted: whether the signal was Ctrl-C's here, not a scheduler's SIGTERM.
+        save_blocked_ms: longest time that a periodic checkpoint kept the next step from starting.
     """
 
     step: int
@@ -80,6 +83,8 @@ class TrainResult:
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, Any] | None = None
     resumed_from: int = 0
+    interrupted: bool = False
+    save_blocked_ms: float = 0.0
 
 
 def make_accelerator(device: torch.device | str) -> Accelerator:
@@ -219,31 +224,31 @@ class _Trainer:
         self.reporter = Reporter(progress and main, total, unit)
         self.provenance = make_provenance(self.device) if provenance is None else provenance
         self.tracker: Tracker | None = None
-        try:
-            resumed_from = restore(self)
-            if main:
-                self.tracker = open_tracker(self.config, self.run_dir, resumed_from, asdict(self.config), tracker)
-            if main:
-                self.saver.copies.prepare(self._saved_shapes())
-            self.started = time.perf_counter() - self.state.elapsed
-            self.meters.restart_clock()
-            self.agreed_elapsed = self.state.elapsed
-            with self.signal:
+        with self.signal:  # outermost: a launcher that lost a rank signals the others while they clean up
+            try:
+                resumed_from = restore(self)
+                if main:
+                    self.tracker = open_tracker(self.config, self.run_dir, resumed_from, asdict(self.config), tracker)
+                    self.saver.copies.prepare(self._saved_shapes())
+                self.started = time.perf_counter() - self.state.elapsed
+                self.meters.restart_clock()
+                self.agreed_elapsed = self.state.elapsed
                 reason = self._loop()
                 checkpoint = self._finish(reason)
-        finally:
-            self.saver.close()
-            self.fetcher.close()
-            if self.tracker is not None:
-                self.tracker.close()
-            self.reporter.close()
+            finally:
+                self.saver.close()
+                self.fetcher.close()
+                if self.tracker is not None:
+                    self.tracker.close()
+                self.reporter.close()
         s = self.state
         if self.config.select == "best" and s.best is not None and reason != "signal":
             self.parallel.load_head(self.store.load_best())
         self.parallel.finish()
         return TrainResult(
-            s.step, s.tokens, s.supervised, s.elapsed, reason, str(checkpoint), s.metrics, s.best, resumed_from
-        )
+            s.step, s.tokens, s.supervised, s.elapsed, reason, str(checkpoint), s.metrics, s.best, resumed_from,
+            self.signal.received == signal.SIGINT, self.blocked * 1e3,
+        )  # fmt: skip
 
     def _loop(self) -> str:
         config = self.config

@@ -6,6 +6,7 @@ norm, one AdamW step; and a checkpoint holds whole float32 tensors by name, so a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +23,12 @@ from headstart.train.distributed import is_distributed
 from headstart.train.gradients import FlatGradients, fill_gradients
 from headstart.train.optim import build_optimizer
 
+#: DDP's switch for copying rank 0's buffers to all ranks at every forward, by its name in this torch
+LEAVE_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+)
 KINDS = ("replicated", "fsdp2", "zero2", "zero3")
 
 
@@ -202,8 +209,8 @@ class Replicated(Parallel):
             self.module = nn.parallel.DistributedDataParallel(
                 module,
                 device_ids=[accelerator.device.index] if cuda else None,
-                broadcast_buffers=False,
                 gradient_as_bucket_view=True,
+                **{LEAVE_BUFFERS: False},
             )
 
     def no_sync(self) -> AbstractContextManager[Any]:

@@ -8,6 +8,7 @@ that fails says so, and the others report its words instead of a broken connecti
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -27,7 +28,7 @@ from headstart.train.distributed import gather_objects, is_distributed
 LIMIT_S = 40.0
 #: seconds a rank has to end by itself once another is gone
 GRACE_S = 5.0
-DONE, FAILED = "done", "failed "
+DONE, STOPPED, FAILED = "done", "stopped", "failed "
 
 
 def machine() -> str:
@@ -47,6 +48,11 @@ def process_alive(pid: int) -> bool:
     except OSError:
         return True
     return state not in ("Z", "X")
+
+
+def ignore_sigterm() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Watch:
@@ -69,6 +75,8 @@ class Watch:
         self._place = place or machine()
         self._lost = threading.Event()
         self._reason = ""
+        #: exit code of a rank that ends because of another
+        self.code = 1
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -94,11 +102,17 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._thread is None:
             return
+        if kind is not None:
+            ignore_sigterm()  # a launcher that lost a rank sends it to the others before they have said why they end
         broken = kind is not None and not issubclass(kind, HeadstartError | KeyboardInterrupt | SystemExit)
         if broken and self.reason(3.0):  # the others find the cause themselves, as this rank did
             broken = False
-        failed = broken or (kind is not None and issubclass(kind, HeadstartError))
-        self._say_word(f"{FAILED}{kind.__name__}: {error}" if failed and kind is not None else DONE)
+        word = DONE
+        if kind is not None and (broken or issubclass(kind, HeadstartError)):
+            word = f"{FAILED}{kind.__name__}: {error}"
+        elif kind is not None and issubclass(kind, KeyboardInterrupt):
+            word = STOPPED
+        self._say_word(word)
         if self.rank == 0:
             self._outlast()
         self._stop.set()
@@ -142,14 +156,12 @@ class Watch:
                 if self._stop.is_set():
                     return
             if reason:
-                self._reason = (
-                    f"{reason}; this job cannot go on and ends here. The same command continues from the last "
-                    "checkpoint."
-                )
+                self._reason = f"{reason}; this job ends here. The same command continues from the last checkpoint."
                 self._lost.set()
                 if not self._stop.wait(GRACE_S):  # the main thread is stuck in a collective
-                    print(f"rank {self.rank}: error: {self._reason}", file=sys.stderr, flush=True)
-                    self._end(1)
+                    kind = "error: " if self.code else ""
+                    print(f"rank {self.rank}: {kind}{self._reason}", file=sys.stderr, flush=True)
+                    self._end(self.code)
                 return
 
     def _look(self, seen: dict[int, tuple[str, float]]) -> str:
@@ -158,6 +170,9 @@ class Watch:
         for r, word in words.items():
             if word.decode().startswith(FAILED):
                 return f"rank {r} failed: {word.decode()[len(FAILED) :]}"
+            if word.decode() == STOPPED:
+                self.code = 0
+                return f"rank {r} was stopped by a signal"
         open_ranks = [r for r in others if not words[r]]
         for r in open_ranks:
             if r in self._pids and not process_alive(self._pids[r]):

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from headstart.heads.errors import Terminated
+from headstart.signals import terminable
 from headstart.talk import Talk
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
@@ -22,11 +24,11 @@ def speaking(as_json: bool) -> Iterator[Talk]:
     """A Talk for the body of a command; mistakes become one clean message and the right exit code."""
     talk = Talk(as_json)
     try:
-        with talk.stdout_guard():
+        with terminable(), talk.stdout_guard():
             yield talk
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         talk.say("stopped; what was finished is kept, the same command continues")
-        raise typer.Exit(130) from None
+        raise typer.Exit(0 if isinstance(stop, Terminated) else 130) from None
     except Exception as error:
         from headstart.heads.errors import HeadstartError
 

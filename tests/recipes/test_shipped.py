@@ -94,8 +94,34 @@ def test_hyper_parameters_cite_their_source(name: str) -> None:
         assert "#" in line or key in ("type", "depth"), f"{name}: head.{key} says nothing about where it comes from"
 
 
-def test_launch_configs_parse() -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "ranks", "machines"),
+    [
+        ("single-gpu", "NO", 1, 1),
+        ("ddp-2", "MULTI_GPU", 2, 1),
+        ("ddp-4", "MULTI_GPU", 4, 1),
+        ("ddp-8", "MULTI_GPU", 8, 1),
+        ("two-nodes", "MULTI_GPU", 16, 2),
+        ("fsdp2", "FSDP", 8, 1),
+        ("zero2", "DEEPSPEED", 8, 1),
+        ("zero3", "DEEPSPEED", 8, 1),
+    ],
+)
+def test_launch_configs_are_what_accelerate_reads(name: str, kind: str, ranks: int, machines: int) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
     folder = shipped_recipes()["quickstart"].parent / "accelerate"
-    found = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
-    assert set(found) == {"one-node", "multi-node", "cpu"}
-    assert all(config["mixed_precision"] == "no" for config in found.values())  # train.mixed_precision decides
+    config = load_config_from_file(str(folder / f"{name}.yaml"))  # refuses keys that it does not know
+    assert (config.distributed_type, config.num_processes, config.num_machines) == (kind, ranks, machines)
+    assert config.mixed_precision == "no"  # train.mixed_precision decides
+    if kind == "FSDP":
+        assert config.fsdp_config["fsdp_version"] == 2
+    if kind == "DEEPSPEED":
+        assert config.deepspeed_config["zero_stage"] == int(name[-1])
+        assert config.deepspeed_config["zero3_init_flag"] is False  # else the frozen target would be partitioned too
+
+
+def test_every_launch_config_is_known_to_the_test_above() -> None:
+    folder = shipped_recipes()["quickstart"].parent / "accelerate"
+    known = {"single-gpu", "ddp-2", "ddp-4", "ddp-8", "two-nodes", "fsdp2", "zero2", "zero3"}
+    assert {path.stem for path in folder.glob("*.yaml")} == known

@@ -119,7 +119,10 @@ def test_a_killed_run_continues_to_the_same_head(headstart: Callable, recipe: Pa
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_with_130_and_the_run_continues(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_saves_and_the_run_continues(
+    headstart: Callable, recipe: Path, tmp_path: Path, number: int, code: int
+) -> None:
     settings = ("train.epochs=400", "train.save_every=5", "train.tau_prompts=0")
     command = [sys.executable, "-m", "headstart", "train", str(recipe), *settings]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -128,9 +131,9 @@ def test_ctrl_c_leaves_with_130_and_the_run_continues(headstart: Callable, recip
     while not list((tmp_path / "run/checkpoints").glob("step-*")):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "Traceback" not in err and "the same command continues" in err
     resumed = headstart("train", recipe, *settings, "train.max_seconds=1", "--json")
     assert resumed.code == 0, resumed.err

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.train.__main__ import main
+from headstart.train.checkpoint import CheckpointStore
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<a> {% generation %}{{ m.content }} <e>{% endgeneration %}"
@@ -67,19 +73,87 @@ def losses(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_ranks_trains_what_one_process_trains(place):
+def test_torchrun_on_two_and_four_ranks_trains_what_one_process_trains(place):
     assert main([str(place / "recipe.yaml"), f"run_dir={place / 'one'}"]) == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    two = launch(torchrun, place, "two")
-    assert two.returncode == 0, two.stderr
+    for ranks, more in ((2, ["train.parallel=fsdp2", "target.parallel=fsdp2"]), (4, [])):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        found = launch(torchrun, place, f"ranks-{ranks}", *more)
+        assert found.returncode == 0, found.stderr
     assert len(losses(place / "one")) == 4
-    assert losses(place / "two") == pytest.approx(losses(place / "one"), rel=1e-5)
-    for name in ("one", "two"):
+    for name in ("one", "ranks-2", "ranks-4"):
+        assert losses(place / name) == pytest.approx(losses(place / "one"), rel=1e-5), name
         assert (place / name / "head" / "config.json").is_file()
         assert json.loads((place / name / "steps" / "train.json").read_text())["status"] == "done"
     before = losses(place / "one")
     assert main([str(place / "recipe.yaml"), f"run_dir={place / 'one'}"]) == 0
     assert losses(place / "one") == before  # a finished run is not trained again
+
+
+def scripted(place: Path, script: str, name: str, *overrides: str, **settings: str) -> subprocess.Popen[str]:
+    """A script of scripts/launch at work on CPU ranks of this machine."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "LAUNCHER": "torchrun",
+        "PYTHON": sys.executable,
+    }
+    environment |= {"HEAD": "127.0.0.1", "PORT": str(port), **settings}
+    arguments = [str(place / "recipe.yaml"), f"run_dir={place / name}", *overrides]
+    return subprocess.Popen(
+        ["bash", str(ROOT / "scripts" / "launch" / script), *arguments],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for_steps(job: subprocess.Popen[str], run_dir: Path, steps: int) -> None:
+    deadline = time.monotonic() + 200
+    while not (run_dir / "metrics.jsonl").exists() or len(losses(run_dir)) < steps:
+        assert job.poll() is None, job.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_two_nodes_over_ssh_train_what_one_process_trains_and_sigterm_is_requeued(place, tmp_path):
+    """Both nodes are this machine; the remote shell runs its command here. Stopped once, started again."""
+    shell = tmp_path / "ssh"
+    shell.write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n')
+    shell.chmod(0o755)
+    settings = {"HOSTS": "one two", "RANKS": "1", "SSH": str(shell), "TMPDIR": str(tmp_path)}
+    long = ["train.steps=40", "train.save_every=0"]
+    job = scripted(place, "ssh.sh", "nodes", *long, **settings)
+    wait_for_steps(job, place / "nodes", 2)
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 0, err
+    stopped = int((place / "nodes" / "checkpoints" / "latest").read_text().removeprefix("step-"))
+    assert 0 < stopped < 40
+    job = scripted(place, "ssh.sh", "nodes", *long, **settings)
+    _, err = job.communicate(timeout=200)
+    assert job.returncode == 0, err
+    assert f"continuing from {place / 'nodes' / 'checkpoints'}" in "".join(err.split("\n")) or "continuing" in err
+    assert main([str(place / "recipe.yaml"), f"run_dir={place / 'long'}", *long]) == 0
+    assert losses(place / "nodes") == pytest.approx(losses(place / "long"), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_ends_the_job_within_a_minute_and_is_named(place):
+    job = scripted(place, "node.sh", "killed", "train.steps=100000", "train.save_every=5", RANKS="2")
+    wait_for_steps(job, place / "killed", 6)
+    launcher = int(subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()[0])
+    ranks = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
+    assert len(ranks) == 2
+    began = time.monotonic()
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode != 0 and time.monotonic() - began < 60
+    assert "error: rank 1 died" in err or "error: rank 0 died" in err, err
+    assert "continues from the last checkpoint" in err
+    assert CheckpointStore(place / "killed" / "checkpoints", 2).find(print) is not None
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ def rank_of(case: str, rank: int, port: int, ready: Path) -> None:
             time.sleep(0.5 if rank else 0.1)
         elif case == "fails" and rank == 1:
             raise DataError("line 7 is not JSON")
+        elif case == "interrupted" and rank == 1:
+            raise KeyboardInterrupt
         else:
             time.sleep(120)
 
@@ -50,7 +52,8 @@ def start(case: str, place: Path) -> list:
         ("killed", 1, signal.SIGKILL, "rank 0: error: rank 1 died (process "),
         ("stopped", 1, signal.SIGSTOP, "rank 0: error: rank 1 has been silent for "),
         ("server", 0, signal.SIGKILL, "rank 1: error: rank 0 is gone"),
-        ("fails", 1, None, "rank 0: error: rank 1 failed: DataError: line 7 is not JSON; this job cannot go on"),
+        ("fails", 1, None, "rank 0: error: rank 1 failed: DataError: line 7 is not JSON; this job ends here."),
+        ("interrupted", 1, None, "rank 0: rank 1 was stopped by a signal"),
     ],
 )
 def test_the_other_rank_ends_and_names_the_one_that_is_gone(tmp_path, case, victim, number, message):
@@ -59,7 +62,7 @@ def test_the_other_rank_ends_and_names_the_one_that_is_gone(tmp_path, case, vict
         if number is not None:
             os.kill(ranks[victim].pid, number)
         ranks[1 - victim].join(timeout=50)
-        assert ranks[1 - victim].exitcode == 1
+        assert ranks[1 - victim].exitcode == int(case != "interrupted")
         assert message in (tmp_path / f"err{1 - victim}").read_text()
     finally:
         for rank in ranks:

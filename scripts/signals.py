@@ -1,0 +1,31 @@
+"""SIGTERM as an orderly end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from headstart.heads.errors import Terminated
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """While open, SIGTERM raises Terminated (the training loop has its own way to end: it finishes its step first).
+
+    Handlers can be set in the main thread only; elsewhere this does nothing.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

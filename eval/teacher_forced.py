@@ -4,10 +4,19 @@ The greedy continuation is fixed, so what a drafter would draft at *every* posit
 pass (K passes of a small head), and the decode loop's cycles follow by walking: accept, jump, accept, jump. The result
 equals the loop's τ exactly, up to rounding ties. (Averaging over all positions would not: a cycle starts where the last
 one ended.)
+
+    python -m headstart.eval.teacher_forced --head DIR --target NAME --data tau_check.jsonl --depth 5
+
+prints τ of a float32 greedy chain over records with `prompt_token_ids` and `greedy_token_ids`, one line per `set`.
 Shape legend: B documents, T tokens, A roots of a document, K depth, h heads, g kv heads, d head dim.
 """
 
 from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -82,7 +91,7 @@ def draft_everywhere(
     first_B1 = torch.tensor([[len(prompt) - 1] for prompt, _ in items], device=target.device)
     count = max(len(answer) for _, answer in items) - 1
     row_BA = (first_B1 + torch.arange(count, device=target.device)).clamp(max=longest - 2)
-    if isinstance(head, AutoregressiveHead):
+    if isinstance(head, AutoregressiveHead | MedusaHead):
         stacked = torch.stack([streams[k] for k in head.spec.layer_ids], 2) if head.spec.layer_ids else None
         drafts_BAK = _autoregressive(head, tokens_BT, head.fuse(hidden_BTD, stacked), row_BA, depth)
     elif isinstance(head, MedusaHead):
@@ -140,3 +149,29 @@ def _weigh(
     for n, (_, v) in enumerate(own):
         context = context + weights[..., k_BhTd.shape[2] + n, None] * v.float()
     return context.to(q_BhNd.dtype)
+
+
+def main() -> None:
+    from headstart.heads.formats import load_head
+    from headstart.heads.target import TargetConfig
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", type=Path, required=True, help="directory of a saved head")
+    parser.add_argument("--target", required=True, help="name, directory or Hub id")
+    parser.add_argument("--data", type=Path, required=True, help="JSONL with prompt_token_ids and greedy_token_ids")
+    parser.add_argument("--depth", type=int, default=5, help="drafts of the chain")
+    arguments = parser.parse_args()
+    records = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()]
+    target = Target.load(TargetConfig(name=arguments.target, dtype="float32"))
+    head = load_head(arguments.head).float().to(target.device).eval()
+    if isinstance(head, AutoregressiveHead | MedusaHead):
+        head.bind(target.embed_VD, target.teacher)
+    for name in sorted({str(record.get("set", "all")) for record in records}):
+        chosen = [record for record in records if str(record.get("set", "all")) == name]
+        items = [(record["prompt_token_ids"], record["greedy_token_ids"]) for record in chosen]
+        found = teacher_forced_tau(target, head, items, arguments.depth)
+        print(json.dumps({"set": name, "prompts": len(items), **asdict(found)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

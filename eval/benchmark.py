@@ -13,7 +13,7 @@ from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_lab
 from headstart.eval.decode import Answer, Cycle, Decoded, decode, slots_needed
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.engine import Engine
-from headstart.eval.metrics import acceptance, bootstrap_tau
+from headstart.eval.metrics import acceptance, bootstrap_tau, expected_tau
 from headstart.eval.prompts import EvalPrompt, load_prompts, render
 from headstart.eval.report import Report, Section
 from headstart.eval.sampling import Sampling
@@ -164,7 +164,7 @@ def _measure(
         tally, seed = tallies[task], config.seed + number
         base = decoder.run(contexts, None, config.max_new_tokens, seed, gaps=True) if plain else None
         spec = decoder.run(contexts, drafter, config.max_new_tokens, seed) if drafter is not None else None
-        _book(tally, batch, turn, base, spec, decoder.sampling.greedy)
+        _book(tally, batch, turn, base, spec, decoder.sampling.greedy and not decoder.sampling.lossy)
         # plain answers go on into the next turn, so that both ways see the same context
         answers = (base or spec).answers  # type: ignore[union-attr]
         for prompt, answer in zip(batch, answers, strict=True):
@@ -267,7 +267,7 @@ def _report(
     head_info: dict[str, Any] | None,
 ) -> Report:
     sampling = Sampling.from_config(config)
-    identity = sampling.greedy and config.baseline and drafter is not None
+    identity = sampling.greedy and not sampling.lossy and config.baseline and drafter is not None
     total = _section(list(tallies.values()), config, identity)
     divergences = [case for tally in tallies.values() for case in tally.divergences]
     timing: dict[str, float | None] = {
@@ -277,7 +277,13 @@ def _report(
         "baseline_decode_s": sum(t.plain.decode_s for t in tallies.values()) or None,
     }
     notes = []
-    if sampling.lossy:
+    if sampling.synthetic is not None:
+        rates = ", ".join(f"{rate:g}" for rate in sampling.synthetic)
+        notes.append(
+            f"SYNTHETIC acceptance ({rates} by level, τ {expected_tau(sampling.synthetic):.3f} if every row drafts all "
+            "levels): the text is not the target's, τ is what was asked for and not the head's; times are real"
+        )
+    elif sampling.lossy:
         notes.append("typical acceptance is LOSSY: the output distribution is not the target's")
     if target.device.type == "cpu":
         notes.append("on a CPU more tokens per forward cost more time: τ carries over to a GPU, the speed-up does not")
@@ -290,6 +296,7 @@ def _report(
         device=device_name(target.device),
         temperature=float(config.temperature),
         lossless=not sampling.lossy,
+        synthetic=None if sampling.synthetic is None else list(sampling.synthetic),
         tree={**_plain_dict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
@@ -306,7 +313,7 @@ def _report(
         tasks={task: _section([tally], config, identity) for task, tally in tallies.items()},
         greedy_identity={"dtype": dtype, **total.identity, "divergences": divergences} if total.identity else None,
         timing=timing,
-        sampling={**asdict(sampling), "acceptance": config.acceptance, "seed": config.seed},
+        sampling={**_jsonable(asdict(sampling)), "acceptance": config.acceptance, "seed": config.seed},
         recipe=recipe or {},
         versions=versions(),
         git_revision=git_revision(),
@@ -323,6 +330,10 @@ def _describe(head: Head | None, head_info: dict[str, Any] | None) -> dict[str, 
 
 def _plain_dict(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
+
+
+def _jsonable(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def tau_probe(

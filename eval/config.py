@@ -58,6 +58,9 @@ class EvalConfig:
     typical_epsilon: float = 0.09
     #: typical acceptance: entropy-dependent factor δ
     typical_delta: float = 0.3
+    #: accept by chance instead of by the target, to see what a head of that quality gains. LOSSY. One probability for
+    #: every level, or a list by level, given that earlier levels were accepted; levels beyond the list are refused
+    synthetic_acceptance: Any = None
     #: conversations decoded together
     batch_size: int = 1
     #: auto = as the target was loaded; another value must equal the target's dtype (set target.dtype)
@@ -117,8 +120,30 @@ def check_config(config: EvalConfig) -> None:
         raise ConfigError(f"eval.top_p: found {config.top_p}, expected 0 < top_p ≤ 1 (1 keeps every token)")
     if not 0 <= config.min_p < 1:
         raise ConfigError(f"eval.min_p: found {config.min_p}, expected 0 ≤ min_p < 1 (0 keeps every token)")
+    synthetic_rates(config)
     if config.repetition_penalty <= 0:
         raise ConfigError(f"eval.repetition_penalty: found {config.repetition_penalty}, expected more than 0 (1 = off)")
+
+
+def synthetic_rates(config: EvalConfig) -> tuple[float, ...] | None:
+    """`eval.synthetic_acceptance` by level, or None where the target decides.
+
+    Raises: ConfigError unless it is a probability or a non-empty list of them.
+    """
+    given = config.synthetic_acceptance
+    if given is None:
+        return None
+    rates = list(given) if isinstance(given, list | tuple) else [given] * config.tree.depth
+    numbers = [rate for rate in rates if isinstance(rate, int | float) and not isinstance(rate, bool)]
+    if not rates or len(numbers) < len(rates) or not all(0 <= rate <= 1 for rate in numbers):
+        raise ConfigError(
+            f"eval.synthetic_acceptance: found {given!r}, expected a probability, or a list with one per draft level"
+        )
+    if config.acceptance != "lossless":
+        raise ConfigError(
+            f"eval.synthetic_acceptance: found {given!r} with eval.acceptance={config.acceptance}: set one of them only"
+        )
+    return tuple(float(rate) for rate in numbers)
 
 
 def tree_label(tree: TreeConfig, nodes: int) -> str:

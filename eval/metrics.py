@@ -59,3 +59,11 @@ def bootstrap_tau(per_prompt: Sequence[Sequence[Cycle]], resamples: int, seed: i
     taus = tokens[chosen].sum(1) / np.maximum(forwards[chosen].sum(1), 1)
     low, high = np.quantile(taus, (0.025, 0.975))
     return float(low), float(high)
+
+
+def expected_tau(rates: Sequence[float]) -> float:
+    """τ = 1 + Σ_d Π_{i ≤ d} rate_i of drafts accepted at level d with probability `rates[d - 1]` given earlier levels.
+
+    Answers' last cycles are cut by a stop token or the length limit, so measured τ lies a little below.
+    """
+    return 1.0 + float(np.cumprod(np.asarray(rates, dtype=np.float64)).sum())

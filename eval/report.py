@@ -11,6 +11,7 @@ from rich.table import Table
 
 from headstart.heads.errors import DataError
 from headstart.heads.files import read_json, write_json, write_text
+from headstart.heads.formats.plots import draw_plots
 
 SCHEMA = 1
 
@@ -74,6 +75,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     #: the running server that was measured (name, version, url, model), or None for Headstart's own loop
     engine: dict[str, Any] | None = None
+    #: acceptance by level that was asked for (eval.synthetic_acceptance), τ is not the head's; None: the target decided
+    synthetic: list[float] | None = None
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +88,7 @@ class Report:
         if value.get("schema") != SCHEMA:
             raise DataError(f"{where}: schema: found {value.get('schema')!r}, expected {SCHEMA}")
         known = {f.name for f in fields(cls)}
-        value = {"engine": None, **value}  # reports of the first release do not say
+        value = {"engine": None, "synthetic": None, **value}  # reports of the first release do not say
         missing = sorted(known - set(value))
         if missing:
             raise DataError(f"{where}: fields missing: {missing}")
@@ -99,10 +102,12 @@ class Report:
         return cls.from_json(read_json(path), str(path))
 
     def write(self, directory: Path | str) -> Path:
-        """Write report.json and report.md (atomically); returns the path of report.json."""
+        """Write report.json, report.md and its plots (atomically); returns the path of report.json."""
         directory = Path(directory)
         write_json(directory / "report.json", self.to_json())
-        write_text(directory / "report.md", render_markdown(self))
+        directory.mkdir(parents=True, exist_ok=True)
+        images = "".join(f"\n![{Path(name).stem}]({name})\n" for name in draw_plots(self.to_json(), directory))
+        write_text(directory / "report.md", render_markdown(self) + images)
         return directory / "report.json"
 
     @property
@@ -136,26 +141,29 @@ COLUMNS = (
 )
 
 
-def _number(value: float | None, digits: int = 2, suffix: str = "") -> str:
+def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
     return "–" if value is None else f"{value:.{digits}f}{suffix}"
 
 
-def _rates(values: list[float] | list[float | None]) -> str:
+def rates_text(values: list[float] | list[float | None]) -> str:
     return " ".join("–" if v is None else f"{v:.3f}".replace("0.", ".", 1) for v in values) or "–"
 
 
+def interval_text(interval: list[float] | None) -> str:
+    return "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}"
+
+
 def _cells(name: str, section: Section) -> tuple[str, ...]:
-    interval = section.tau_ci95
     identity = section.identity
     return (
         name,
         str(section.prompts),
-        _number(section.tau),
-        "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
-        _rates(section.per_position_acceptance),
-        _number(section.baseline_tokens_per_s, 1),
-        _number(section.tokens_per_s, 1),
-        _number(section.speedup, 2, "×"),
+        number(section.tau),
+        interval_text(section.tau_ci95),
+        rates_text(section.per_position_acceptance),
+        number(section.baseline_tokens_per_s, 1),
+        number(section.tokens_per_s, 1),
+        number(section.speedup, 2, "×"),
         "–" if identity is None else f"{identity['identical']}/{identity['sequences']}",
     )
 
@@ -167,6 +175,8 @@ def _sections(report: Report) -> list[tuple[str, Section]]:
 
 def _title(report: Report) -> str:
     lossless = "lossless" if report.lossless else "LOSSY (typical acceptance)"
+    if report.synthetic is not None:
+        lossless = "SYNTHETIC acceptance"
     return (
         f"{report.drafter} on {report.target['name']} · {report.tree['label']} · temperature {report.temperature:g} · "
         f"{lossless} · {report.dtype} · batch {report.batch_size} · {report.device}"
@@ -195,7 +205,7 @@ def render_markdown(report: Report) -> str:
     lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(_cells(name, section)) + " |" for name, section in _sections(report)]
     lines += ["", f"{TAU_NOTE}.", ""]
-    lines += [f"Acceptance given all earlier positions: {_rates(report.per_position_conditional)}.", ""]
+    lines += [f"Acceptance given all earlier positions: {rates_text(report.per_position_conditional)}.", ""]
     identity = report.greedy_identity
     if identity:
         lines.append(
@@ -208,6 +218,6 @@ def render_markdown(report: Report) -> str:
         lines.append("")
     lines += [f"- {note}" for note in report.notes]
     lines += [f"- data: {report.data['path']}, {report.prompts} prompts, at most {report.max_new_tokens} new tokens"]
-    lines += [f"- {name}: {_number(value, 2)}" for name, value in report.timing.items()]
+    lines += [f"- {name}: {number(value, 2)}" for name, value in report.timing.items()]
     lines += [f"- revision {report.git_revision}; " + ", ".join(f"{k} {v}" for k, v in report.versions.items())]
     return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.config import EvalConfig
+from headstart.eval.config import EvalConfig, synthetic_rates
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,16 @@ class Sampling:
     repetition_penalty: float = 1.0
     #: None = lossless; (ε, δ) = Medusa's typical acceptance, lossy at temperature > 0
     typical: tuple[float, float] | None = None
+    #: probabilities by level that a draft is accepted, whatever the target says (lossy); None = the target decides
+    synthetic: tuple[float, ...] | None = None
 
     @classmethod
     def from_config(cls, config: EvalConfig) -> Sampling:
         typical = (config.typical_epsilon, config.typical_delta) if config.acceptance == "typical" else None
-        return cls(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty, typical)
+        return cls(
+            config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty, typical,
+            synthetic_rates(config),
+        )  # fmt: skip
 
     @property
     def greedy(self) -> bool:
@@ -37,7 +42,7 @@ class Sampling:
 
     @property
     def lossy(self) -> bool:
-        return self.typical is not None and not self.greedy
+        return self.synthetic is not None or (self.typical is not None and not self.greedy)
 
 
 def penalise(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:

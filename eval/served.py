@@ -57,6 +57,11 @@ def evaluate_server(
             f"eval.temperature: found {config.temperature:g}; a server is measured at temperature 0: its counters do "
             "not tell what sampling accepts by position in a way that compares"
         )
+    if config.synthetic_acceptance is not None:
+        raise ConfigError(
+            f"eval.synthetic_acceptance: found {config.synthetic_acceptance!r}; a server's acceptance is its own: "
+            "unset it, or measure in Headstart's loop (without --engine)"
+        )
     if config.data is None:
         raise ConfigError("eval.data is not set: give --data FILE.jsonl")
     prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)

@@ -39,13 +39,19 @@ def verify(
     generator: torch.Generator | None = None,
     seen_BV: Tensor | None = None,
 ) -> Verdict:
-    """Accept drafts by the rule that fits them: greedy, point mass, drawn from q, or typical (lossy).
+    """Accept drafts by the rule that fits them: greedy, point mass, drawn from q, typical or synthetic (both lossy).
 
     Args:
         logits_BMV: the target's raw logits at the root and at every node.
         seen_BV: bool, tokens of each context with its root; needed by the repetition penalty only.
     """
     seen_BMV = seen_tokens(tree, seen_BV) if seen_BV is not None and sampling.penalises else None
+    if sampling.synthetic is not None:
+        if sampling.greedy:
+            choice_BM = penalise(logits_BMV, sampling, seen_BMV).argmax(-1)
+        else:
+            choice_BM = draw(probabilities(logits_BMV, sampling, seen_BMV), generator)
+        return synthetic(tree, choice_BM, sampling.synthetic, generator)
     if sampling.greedy:
         return walk_choices(tree, penalise(logits_BMV, sampling, seen_BMV).argmax(-1))
     p_BMV = probabilities(logits_BMV, sampling, seen_BMV)
@@ -177,4 +183,26 @@ def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta:
     best_B1 = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1, keepdim=True)
     on_path_BN = mask_BNN[rows_B1, best_B1][:, 0] & accepted_BN
     end_B, path_BK, count_B = _path(tree, on_path_BN)
+    return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+
+
+def synthetic(
+    tree: Tree, choice_BM: Tensor, rates: tuple[float, ...], generator: torch.Generator | None = None
+) -> Verdict:
+    """Accept level d with probability `rates[d - 1]` if all earlier levels were. LOSSY: the target is not asked.
+
+    The path leads to the first of a row's deepest nodes; levels beyond `rates` are refused. `choice_BM`: the target's
+    own token at every row; the one at the end of the path is committed after it.
+    """
+    batch, device = tree.tokens_BN.shape[0], tree.tokens_BN.device
+    if tree.nodes == 0:
+        end_B, path_BK, count_B = _path(tree, tree.valid_BN)
+        return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+    rate_K = torch.tensor([*rates, *[0.0] * tree.levels][: tree.levels], device=device)
+    uniform_BK = torch.rand((batch, tree.levels), device=device, generator=generator)
+    levels_B = (uniform_BK < rate_K).long().cumprod(1).sum(1)
+    deepest_B1 = torch.where(tree.valid_BN, tree.depth_BN, 0).argmax(1, keepdim=True)
+    rows_B = torch.arange(batch, device=device)
+    ancestors_BN = tree.mask_BNN[rows_B, deepest_B1[:, 0]]
+    end_B, path_BK, count_B = _path(tree, ancestors_BN & tree.valid_BN & (tree.depth_BN <= levels_B[:, None]))
     return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from headstart.commands import distill, doctor, evaluate, export, inspect, run, target, train
+from headstart.commands import distill, doctor, evaluate, export, inspect, report, run, target, train
 
 app = typer.Typer(
     name="headstart",
@@ -26,6 +26,7 @@ app.command("inspect")(inspect.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
 app.command("export")(export.command)
+app.command("report")(report.command)
 app.command("run")(run.command)
 app.command("doctor")(doctor.command)
 

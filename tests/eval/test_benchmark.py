@@ -17,8 +17,9 @@ from rich.console import Console
 from headstart.eval.benchmark import evaluate, first_difference
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decode import Answer
+from headstart.eval.metrics import expected_tau
 from headstart.eval.prompts import load_prompts
-from headstart.eval.report import Report, print_report, render_markdown
+from headstart.eval.report import Report, print_report, render_markdown, render_table
 from headstart.eval.teacher_forced import teacher_forced_tau
 from headstart.heads.errors import ConfigError, DataError, TemplateError
 from headstart.heads.target import Target
@@ -111,6 +112,29 @@ def test_plain_ngram_and_lossy_reports(target: Target, medusa: Trained, ids_file
     assert not report.lossless and report.greedy_identity is None
     assert "LOSSY" in render_markdown(report)
     assert report.tree["label"] == "static9"
+
+
+@pytest.mark.parametrize("asked", [0.7, [0.9, 0.6, 0.3]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_synthetic_acceptance(
+    target: Target, eagle3: Trained, ids_file: str, tmp_path: Path, asked: Any, temperature: float
+) -> None:
+    """Measured acceptance is the profile that was asked for, and every output says that it was asked for."""
+    rates = asked if isinstance(asked, list) else [asked] * 3
+    config = config_of(ids_file, synthetic_acceptance=asked, temperature=temperature, max_new_tokens=150, batch_size=3)
+    report = evaluate(target, eagle3.head, config)
+    expected = 1 + rates[0] + rates[0] * rates[1] + rates[0] * rates[1] * rates[2]
+    assert expected_tau(rates) == pytest.approx(expected)
+    # about 180 cycles with a standard deviation of 1.2
+    assert report.tau == pytest.approx(expected, abs=0.35)
+    assert report.per_position_conditional[0] == pytest.approx(rates[0], abs=0.13)
+    assert report.synthetic == rates and not report.lossless and report.greedy_identity is None
+    assert report.speedup is not None
+    report.write(tmp_path)
+    assert Report.read(tmp_path) == report
+    assert "SYNTHETIC" in render_table(report).title
+    assert render_markdown(report).count("SYNTHETIC") == 2
+    assert evaluate(target, eagle3.head, config).tau == report.tau
 
 
 def test_turns_feed_the_next_turn(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +266,10 @@ def test_config_is_a_recipe_node() -> None:
         ({"ngram_min": 3, "ngram_max": 2}, "eval.ngram_max: found 2, expected at least 3"),
         ({"repetition_penalty": 0.0}, "eval.repetition_penalty"),
         ({"acceptance": "loose"}, "eval.acceptance"),
+        ({"synthetic_acceptance": 1.2}, "eval.synthetic_acceptance: found 1.2, expected a probability"),
+        ({"synthetic_acceptance": []}, "eval.synthetic_acceptance"),
+        ({"synthetic_acceptance": [0.5, "x"]}, "eval.synthetic_acceptance"),
+        ({"synthetic_acceptance": 0.5, "acceptance": "typical"}, "set one of them only"),
     ],
 )
 def test_bad_config(changes: dict[str, Any], message: str) -> None:

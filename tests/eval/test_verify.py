@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.eval.sampling import Sampling, draw, probabilities
 from headstart.eval.tree import Tree, chain, empty
-from headstart.eval.verify import acceptance, seen_tokens, typical, verify, walk_accepted, walk_choices
+from headstart.eval.verify import acceptance, seen_tokens, synthetic, typical, verify, walk_accepted, walk_choices
 
 V = 4
 Joint = dict[tuple[int, ...], float]
@@ -276,3 +276,34 @@ def test_typical_is_called_lossy() -> None:
     assert Sampling(temperature=1.0, typical=(0.09, 0.3)).lossy
     assert not Sampling(temperature=0.0, typical=(0.09, 0.3)).lossy
     assert not Sampling(temperature=1.0).lossy
+
+
+def test_synthetic_acceptance_follows_the_profile() -> None:
+    """40,000 rows of a tree with two branches: levels reached as asked, always down the deepest branch."""
+    rates, rows = (0.8, 0.5, 0.25), 40_000
+    tree = repeat(build([-1, -1, 1, 2], [0, 1, 2, 3]), rows)
+    choice = torch.arange(5).expand(rows, 5)
+    verdict = synthetic(tree, choice, rates, torch.Generator().manual_seed(0))
+    expected = torch.tensor([0.2, 0.8 * 0.5, 0.8 * 0.5 * 0.75, 0.8 * 0.5 * 0.25])
+    assert chi_square(torch.bincount(verdict.accepted_B, minlength=4), expected) < 4
+    paths = torch.tensor([[-1, -1, -1], [1, -1, -1], [1, 2, -1], [1, 2, 3]])
+    assert torch.equal(verdict.path_BK, paths[verdict.accepted_B])
+    # the target's own choice at the path's end: row 0 is the root, row n + 1 is node n
+    assert torch.equal(verdict.next_B, torch.tensor([0, 2, 3, 4])[verdict.accepted_B])
+    again = synthetic(tree, choice, rates, torch.Generator().manual_seed(0))
+    assert torch.equal(again.accepted_B, verdict.accepted_B)
+
+
+def test_synthetic_acceptance_stops_where_rates_or_drafts_end() -> None:
+    tree = chain(torch.tensor([[1, 2, 3]] * 3), torch.tensor([[True] * 3, [True, False, False], [False] * 3]))
+    logits = torch.zeros(3, 4, V)
+    verdict = verify(tree, logits, Sampling(synthetic=(1.0, 1.0)))
+    assert verdict.accepted_B.tolist() == [2, 1, 0]
+    verdict = verify(tree, logits, Sampling(synthetic=(1.0,) * 9))
+    assert verdict.accepted_B.tolist() == [3, 1, 0]
+    assert verify(tree, logits, Sampling(synthetic=(0.0, 1.0))).accepted_B.tolist() == [0, 0, 0]
+    assert verify(empty(3), logits[:, :1], Sampling(synthetic=(1.0,))).accepted_B.tolist() == [0, 0, 0]
+
+
+def test_synthetic_acceptance_is_lossy() -> None:
+    assert Sampling(synthetic=(0.5,)).lossy

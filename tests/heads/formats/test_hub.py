@@ -82,6 +82,11 @@ def test_push_uploads_the_head_and_its_card(hub: Any, exported: Path, tmp_path: 
     assert same_state(load_head(tmp_path / "arrived", DIMS), load_head(exported, DIMS))
 
 
+def test_acceptance_that_was_asked_for_is_not_published(hub: Any, exported: Path) -> None:
+    push_export(exported, TO, {**REPORT, "synthetic": [0.8]}, api_of(hub))
+    assert "report.json" not in hub.files and "Not measured" in hub.files["README.md"].decode()
+
+
 def test_a_failed_commit_is_tried_again_without_sending_the_weights_twice(hub: Any, exported: Path) -> None:
     hub.failures = [502, 502]
     waits: list[float] = []

@@ -1,0 +1,147 @@
+"""Several reports side by side: terminal table, Markdown, and speed-up by batch where the runs differ in it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from headstart.eval.report import TAU_NOTE, Report, interval_text, number, rates_text
+from headstart.heads.errors import DataError
+from headstart.heads.files import atomic_write, write_text
+
+BATCHES = "batches.png"
+COLUMNS = (
+    "run", "target", "drafter", "tree", "temperature", "acceptance", "batch", "prompts", "τ", "95 %", "by position",
+    "plain tok/s", "spec. tok/s", "speed-up", "identical", "device",
+)  # fmt: skip
+
+
+def read_reports(places: list[Path]) -> dict[str, Report]:
+    """Label → report; labels are the shortest tails of the paths that tell them apart.
+
+    Args: places: directories with a report.json.
+    Raises: DataError when one is missing, cannot be read, or is named twice.
+    """
+    resolved = [place.resolve() for place in places]
+    repeated = sorted({str(place) for place in resolved if resolved.count(place) > 1})
+    if repeated:
+        raise DataError(f"report: {repeated[0]} is given more than once: name each run once")
+    for place in places:
+        if not (place / "report.json").is_file():
+            raise DataError(
+                f"report: {place}: no report.json there; expected a folder written by headstart eval or run"
+            )
+    parts = max(len(place.parts) for place in resolved)
+    length = next(n for n in range(1, parts + 1) if len({place.parts[-n:] for place in resolved}) == len(resolved))
+    return {"/".join(place.parts[-length:]): Report.read(place) for place in resolved}
+
+
+def kind_of_acceptance(report: Report) -> str:
+    """lossless, LOSSY or SYNTHETIC: what stands beside every τ."""
+    if report.synthetic is not None:
+        return "SYNTHETIC"
+    return "lossless" if report.lossless else "LOSSY"
+
+
+def _cells(label: str, report: Report) -> tuple[str, ...]:
+    identity = report.greedy_identity
+    return (
+        label, str(report.target["name"]), report.drafter, str(report.tree["label"]), f"{report.temperature:g}",
+        kind_of_acceptance(report), str(report.batch_size), str(report.prompts), number(report.tau),
+        interval_text(report.tau_ci95), rates_text(report.per_position_acceptance),
+        number(report.baseline_tokens_per_s, 1), number(report.tokens_per_s, 1), number(report.speedup, 2, "×"),
+        "–" if identity is None else f"{identity['identical']}/{identity['sequences']}", report.device,
+    )  # fmt: skip
+
+
+def differences(reports: dict[str, Report]) -> list[str]:
+    """What makes the numbers not comparable: other prompts, length limit, dtype or card."""
+    found = []
+    for what, values in (
+        ("prompts", {(r.data.get("sha256"), r.prompts) for r in reports.values()}),
+        ("targets", {r.target["name"] for r in reports.values()}),
+        ("max_new_tokens", {r.max_new_tokens for r in reports.values()}),
+        ("dtypes", {r.dtype for r in reports.values()}),
+        ("devices", {r.device for r in reports.values()}),
+    ):
+        if len(values) > 1:
+            found.append(f"the runs differ in {what}")
+    return found
+
+
+def comparison_table(reports: dict[str, Report]) -> Table:
+    """One row per run; columns that are the same everywhere are kept, so that each row stands alone."""
+    caption = "\n".join([TAU_NOTE, *differences(reports)])
+    table = Table(title="runs side by side", caption=caption, title_justify="left")
+    for n, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if n in (0, 1, 2, 3, 10, 15) else "right")
+    for label, report in reports.items():
+        table.add_row(*_cells(label, report))
+    return table
+
+
+def _markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
+
+
+def comparison_markdown(reports: dict[str, Report]) -> str:
+    """The table, then τ and speed-up by task where any run has several tasks."""
+    lines = ["# Runs side by side", ""]
+    lines += _markdown_table(COLUMNS, [_cells(label, report) for label, report in reports.items()])
+    tasks = sorted({task for report in reports.values() for task in report.tasks})
+    if len(tasks) > 1:
+        for title, text in (
+            ("τ by task", lambda section: number(section.tau)),
+            ("Speed-up by task", lambda section: number(section.speedup, 2, "×")),
+        ):
+            rows = [
+                (task, *(text(r.tasks[task]) if task in r.tasks else "–" for r in reports.values())) for task in tasks
+            ]
+            lines += ["", f"## {title}", "", *_markdown_table(("task", *reports), rows)]
+    lines += ["", f"{TAU_NOTE}.", ""]
+    lines += [f"- {note}" for note in differences(reports)]
+    lines += [f"- {label}: {note}" for label, report in reports.items() for note in report.notes]
+    return "\n".join(lines) + "\n"
+
+
+def speedups_by_batch(reports: dict[str, Report]) -> dict[str, list[tuple[int, float]]]:
+    """Runs that differ in batch size only, as curves: description → (batch, speed-up), two points or more."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for report in reports.values():
+        if report.speedup is not None:
+            name = (
+                f"{report.drafter} on {report.target['name']}, {report.tree['label']}, temperature "
+                f"{report.temperature:g}, {kind_of_acceptance(report)}, {report.device}"
+            )
+            curves.setdefault(name, []).append((report.batch_size, report.speedup))
+    return {name: sorted(points) for name, points in curves.items() if len({batch for batch, _ in points}) > 1}
+
+
+def write_comparison(reports: dict[str, Report], directory: Path) -> Path:
+    """Write comparison.md, and batches.png where runs form a batch sweep; returns the path of the Markdown."""
+    text, curves = comparison_markdown(reports), speedups_by_batch(reports)
+    if curves:
+        atomic_write(directory / BATCHES, partial(_plot, curves))
+        text += f"\n![speed-up by batch]({BATCHES})\n"
+    write_text(directory / "comparison.md", text)
+    return directory / "comparison.md"
+
+
+def _plot(curves: dict[str, list[tuple[int, float]]], place: Path) -> None:
+    from matplotlib.figure import Figure  # the object interface keeps no global state and needs no display
+
+    figure: Any = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    batches = sorted({batch for points in curves.values() for batch, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set_xlabel("batch")
+    axes.set_ylabel("speed-up")
+    axes.legend(fontsize=7)
+    figure.savefig(place, format="png", metadata={"Software": None})

@@ -1,0 +1,31 @@
+"""headstart report RUN RUN …: reports side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headstart.commands.common import Json, speaking
+
+
+def command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that hold a report.json.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for comparison.md (and a plot of speed-up by batch).")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compare evaluations: τ, acceptance by position, tokens/s, speed-up, and what differs between the runs."""
+    with speaking(json) as talk:
+        from headstart.eval.compare import comparison_table, differences, read_reports, write_comparison
+
+        reports = read_reports(runs)
+        value = {
+            "runs": {label: report.to_json() for label, report in reports.items()},
+            "differences": differences(reports),
+        }
+        talk.result(value, comparison_table(reports))
+        if out is not None:
+            talk.say(f"comparison: {write_comparison(reports, out)}")

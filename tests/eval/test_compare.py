@@ -1,0 +1,87 @@
+"""Reports side by side: cells, what is not comparable, the batch sweep, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli import main
+from headstart.eval.compare import comparison_markdown, differences, read_reports, speedups_by_batch, write_comparison
+from headstart.eval.report import Report, Section
+from headstart.heads.errors import DataError
+
+
+def section(tau: float, speedup: float | None) -> Section:
+    return Section(2, 10, 20, tau, None, [0.5], [0.5], 10.0, 5.0, speedup)
+
+
+def report(**changes: Any) -> Report:
+    made = Report(
+        target={"name": "T"}, head=None, drafter="eagle3", data={"path": "d.jsonl", "sha256": "x"}, dtype="bfloat16",
+        device="card", temperature=0.0, lossless=True, tree={"label": "chain3"}, batch_size=1, max_new_tokens=9,
+        prompts=4, forwards=20, tokens=50, tau=2.5, tau_ci95=[2.25, 2.75], per_position_acceptance=[0.75, 0.5],
+        per_position_conditional=[0.75, 0.667], baseline_tokens_per_s=100.0, tokens_per_s=180.0, speedup=1.8,
+        tasks={"a": section(2.0, 1.5), "b": section(3.0, None)}, greedy_identity=None, timing={}, sampling={},
+        recipe={}, versions={}, git_revision="r",
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def test_markdown_holds_every_run_and_task() -> None:
+    lossy = report(lossless=False, tau=1.25, speedup=None, tasks={"a": section(1.5, 0.9)}, notes=["careful"])
+    text = comparison_markdown({"one": report(), "two": lossy, "three": report(synthetic=[0.5], lossless=False)})
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
+    assert "| lossless | 1 | 4 | 2.50 | 2.25–2.75 | .750 .500 | 100.0 | 180.0 | 1.80× | – | card |" in rows["one"]
+    assert "| LOSSY |" in rows["two"] and "| 1.25 |" in rows["two"]
+    assert "| SYNTHETIC |" in rows["three"]
+    assert "| a | 2.00 | 1.50 | 2.00 |" in text and "| b | 3.00 | – | 3.00 |" in text
+    assert "| a | 1.50× | 0.90× | 1.50× |" in text
+    assert "- two: careful" in text
+
+
+def test_differences_are_named() -> None:
+    assert differences({"one": report(), "two": report(tau=1.0, batch_size=4)}) == []
+    other = report(data={"path": "d.jsonl", "sha256": "y"}, device="other")
+    assert differences({"one": report(), "two": other}) == ["the runs differ in prompts", "the runs differ in devices"]
+
+
+def test_batch_sweep(tmp_path: Path) -> None:
+    runs = {str(n): report(batch_size=n, speedup=2 - n / 10) for n in (4, 1)}
+    (points,) = speedups_by_batch({**runs, "tree": report(tree={"label": "tree60"})}).values()
+    assert points == [(1, 1.9), (4, 1.6)]
+    assert "(batches.png)" in write_comparison(runs, tmp_path / "sweep").read_text()
+    assert (tmp_path / "sweep" / "batches.png").read_bytes().startswith(b"\x89PNG")
+    assert "batches.png" not in write_comparison({"1": runs["1"]}, tmp_path / "one").read_text()
+
+
+def test_labels_and_missing_reports(tmp_path: Path) -> None:
+    places = [tmp_path / "x" / "run", tmp_path / "y" / "run"]
+    for place, tau in zip(places, (2.0, 3.0), strict=True):
+        report(tau=tau).write(place)
+    assert {label: found.tau for label, found in read_reports(places).items()} == {"x/run": 2.0, "y/run": 3.0}
+    with pytest.raises(DataError, match="more than once"):
+        read_reports([places[0], places[0]])
+    with pytest.raises(DataError, match=r"none: no report.json there"):
+        read_reports([places[0], tmp_path / "none"])
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, tau in (("one", 2.0), ("two", 3.0)):
+        report(tau=tau).write(tmp_path / name)
+    words = ["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "out"), "--json"]
+    assert main(words) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {label: run["tau"] for label, run in shown["runs"].items()} == {"one": 2.0, "two": 3.0}
+    assert (tmp_path / "out" / "comparison.md").is_file()
+    assert main(["report", str(tmp_path / "none")]) == 1
+
+
+def test_plots_of_a_report(tmp_path: Path) -> None:
+    report().write(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    for name in ("acceptance.png", "tasks.png"):
+        assert f"({name})" in text and (tmp_path / name).read_bytes().startswith(b"\x89PNG")

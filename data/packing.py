@@ -1,4 +1,8 @@
-"""Which documents share a pack: whole documents, a token budget, one plan per (seed, epoch) whatever the world size."""
+"""Which documents share a pack: whole documents, a token budget, one plan per (seed, epoch) whatever the world size.
+
+Packs of a window run on different ranks at the same time, and all wait for the slowest. So packs are filled alike: in
+tokens, which the target's forward costs, and in supervised tokens, which the head's steps cost.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,16 @@ def plan_packs(
     epoch: int = 0,
     window: int = 1024,
     too_long: str = "own_pack",
+    supervised: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Lists of document indices: every document exactly once, at most `budget` tokens per list.
 
-    Documents are shuffled, cut into windows of `window`, and packed best-fit-decreasing inside each; the packs are
-    then shuffled. Deterministic in (lengths, budget, seed, epoch, window).
+    Documents are shuffled and cut into windows of `window`. Best-fit-decreasing says how many packs a window takes; its
+    documents are then spread evenly over as many, or a few more, where that fits. The packs are shuffled at the end.
+    Deterministic in (lengths, supervised, budget, seed, epoch, window).
 
     Args:
+        supervised: supervised tokens per document, to be spread evenly as well; None = balance tokens only.
         lengths: tokens per document, each ≥ 1.
         budget: tokens per pack.
         too_long: "own_pack" gives a document longer than the budget a pack of its own; "refuse" raises.
@@ -41,11 +48,18 @@ def plan_packs(
                 f"document {index}: found {length} tokens, expected at most data.pack_tokens={budget}: "
                 "raise data.pack_tokens or lower data.max_length"
             )
+    if supervised is not None and len(supervised) != len(lengths):
+        raise ConfigError(f"supervised: found counts of {len(supervised)} documents, expected {len(lengths)}")
     generator = np.random.default_rng([seed, epoch])
     order = generator.permutation(len(lengths))
     packs: list[list[int]] = []
     for start in range(0, len(order), window):
-        packs += _best_fit_decreasing(order[start : start + window].tolist(), lengths, budget)
+        documents = order[start : start + window].tolist()
+        tight = _best_fit_decreasing(documents, lengths, budget)
+        # an even spread of nearly full packs may want a few more of them: 2 % at most
+        counts = range(len(tight), len(tight) + len(tight) // 50 + 1)
+        evenly = (_spread(documents, lengths, supervised, budget, count) for count in counts)
+        packs += next((spread for spread in evenly if spread is not None), tight)
     return [packs[i] for i in generator.permutation(len(packs))]
 
 
@@ -60,6 +74,36 @@ def _best_fit_decreasing(documents: list[int], lengths: Sequence[int], budget: i
         packs[pack].append(index)
         insort(room, (free - lengths[index], pack))
     return packs
+
+
+def _spread(
+    documents: list[int], lengths: Sequence[int], supervised: Sequence[int] | None, budget: int, count: int
+) -> list[list[int]] | None:
+    """The documents in `count` packs of like content, or None where this simple rule finds no room.
+
+    Longest first, each goes where it adds least to Σ packs ‖load‖², a load being (tokens, supervised tokens), each in
+    units of its mean. Documents longer than the budget have packs of their own.
+    """
+    alone = [[i] for i in documents if lengths[i] > budget]
+    rest = sorted((i for i in documents if lengths[i] <= budget), key=lambda i: -lengths[i])
+    count -= len(alone)
+    if not rest:
+        return alone
+    columns = [np.array([lengths[i] for i in rest], dtype=np.float64)]
+    if supervised is not None:
+        columns.append(np.array([supervised[i] for i in rest], dtype=np.float64))
+    size_nc = np.stack([x / max(x.mean(), 1e-9) for x in columns], axis=1)
+    load_pc, room_p = np.zeros((count, len(columns))), np.full(count, budget)
+    packs: list[list[int]] = [[] for _ in range(count)]
+    for index, size_c in zip(rest, size_nc, strict=True):
+        added_p = np.where(room_p >= lengths[index], load_pc @ size_c, np.inf)
+        pack = int(added_p.argmin())
+        if not np.isfinite(added_p[pack]):
+            return None
+        packs[pack].append(index)
+        load_pc[pack] += size_c
+        room_p[pack] -= lengths[index]
+    return alone + packs
 
 
 def fill(packs: Sequence[Sequence[int]], lengths: Sequence[int], budget: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,24 @@ from torch.nn import functional as F
 
 from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, Teacher
 from headstart.heads.layers import Attend, DraftLayer, Rope
+from headstart.heads.subsample import keep_fractions
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype activations run in: autocast's where it is on, else the parameter's."""
     kind = parameter.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+
+
+@dataclass
+class AutoregressiveConfig(HeadConfig):
+    """Fields of the heads below."""
+
+    #: part of the supervised rows that depth 2 runs in training, its square at depth 3, …; losses are weighted so that
+    #: gradients stay unbiased. 1 = all rows
+    row_fraction: float = 1.0
+    #: no depth runs a smaller part
+    row_fraction_min: float = 0.2
 
 
 class AutoregressiveHead(Head):
@@ -29,9 +42,11 @@ class AutoregressiveHead(Head):
 
     draft_ids_U: Tensor | None
     fc: nn.Linear
+    config: AutoregressiveConfig
 
-    def __init__(self, config: HeadConfig, dims: HeadDims):
+    def __init__(self, config: AutoregressiveConfig, dims: HeadDims):
         super().__init__(config, dims)
+        self._keep_K = keep_fractions(config.depth, config.row_fraction, config.row_fraction_min)
         self.rope = Rope(dims)
         self.embed_VD: Tensor | None = None
         self.teacher: Teacher | None = None
@@ -40,6 +55,10 @@ class AutoregressiveHead(Head):
     def layer(self) -> DraftLayer:
         """The decoder layer, under the name its file format wants."""
         raise NotImplementedError
+
+    @property
+    def keep_K(self) -> tuple[float, ...] | None:
+        return self._keep_K
 
     @property
     def num_heads(self) -> int:

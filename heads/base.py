@@ -7,6 +7,7 @@ H head hidden, V target vocabulary, U draft vocabulary, K draft depths, k featur
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from headstart.heads.errors import ConfigError
 from headstart.heads.numerics import wide
 from headstart.heads.positions import Anchors, find_anchors
+from headstart.heads.subsample import draw_rows
 from headstart.heads.transfer import to_device
 
 
@@ -192,6 +194,20 @@ class FeatureBatch:
             teacher_argmax_A=grow(self.teacher_argmax_A, anchors, 0),
         )
 
+    def subsampled(self, keep_K: Sequence[float], seed: int) -> FeatureBatch:
+        """The same batch with a random part of the rows of every depth (subsample.py).
+
+        The draw depends on the seed and the number of rows alone, and the device is not waited for.
+        """
+        draw = draw_rows(self.anchors.count_K, keep_K, torch.Generator().manual_seed(seed))
+        draw = draw.to(self.tokens_R.device, non_blocking=True)
+        argmax_A = self.teacher_argmax_A
+        return replace(
+            self,
+            anchors=self.anchors.subsampled(draw),
+            teacher_argmax_A=None if argmax_A is None else argmax_A[draw.order_A],
+        )
+
     def teacher_hidden(self) -> Tensor:
         """[A, D]: the post-norm hidden state whose distribution is the depth-1 teacher of each anchor (row_A + 1)."""
         return self.hidden_RD[(self.anchors.row_A + 1).clamp(max=self.tokens_R.shape[0] - 1)]
@@ -241,7 +257,8 @@ class HeadLoss:
     Attributes:
         loss_K: float32 [K], S_d, differentiable.
         count_K: float32 [K], positions that carry a loss at depth d (N_d's share; no subsampling).
-        correct_K: float32 [K], teacher-forced hits: head argmax == target argmax.
+        correct_K: float32 [K], teacher-forced hits: head argmax == target argmax. This and the next two are weighted
+            by importance where rows are subsampled.
         total_K: float32 [K], positions the accuracy is over (out-of-vocabulary ones count as misses).
         prefix_K: float32 [K], rows where every depth 1 … d was a hit (simulated acceptance).
     """
@@ -253,18 +270,37 @@ class HeadLoss:
     prefix_K: Tensor
 
     @classmethod
-    def of(cls, loss_K: Tensor, weight: list[Tensor], hit: list[Tensor], active: list[Tensor]) -> HeadLoss:
-        """Sum what each depth's rows say: loss weights, hits (False where inactive) and which rows are active."""
+    def of(
+        cls,
+        loss_K: Tensor,
+        weight: list[Tensor],
+        hit: list[Tensor],
+        rows: list[Tensor],
+        count_K: Tensor | None = None,
+    ) -> HeadLoss:
+        """Sum what each depth's rows say.
+
+        Args:
+            weight: float, what a row counts for in the loss.
+            hit: bool, False where a row is not active.
+            rows: float, what a row counts for in the other sums (Anchors.weights).
+            count_K: None = the sums of `weight`.
+        """
         prefix = hit[0]
         prefixes = []
         for hits in hit:
             prefix = prefix[: hits.shape[0]] & hits
             prefixes.append(prefix)
 
-        def total(rows: list[Tensor]) -> Tensor:
-            return torch.stack([r.sum(dtype=loss_K.dtype) for r in rows])
+        def total(x: list[Tensor]) -> Tensor:
+            return torch.stack([r.sum(dtype=loss_K.dtype) for r in x])
 
-        return cls(loss_K, total(weight), total(hit), total(active), total(prefixes))
+        def weighted(x: list[Tensor]) -> Tensor:
+            return total([flag * row for flag, row in zip(x, rows, strict=True)])
+
+        return cls(
+            loss_K, total(weight) if count_K is None else count_K, weighted(hit), total(rows), weighted(prefixes)
+        )
 
 
 class Head(nn.Module, ABC):
@@ -285,6 +321,11 @@ class Head(nn.Module, ABC):
     def spec(self) -> FeatureSpec:
         """Which target features the head reads."""
         return FeatureSpec()
+
+    @property
+    def keep_K(self) -> tuple[float, ...] | None:
+        """Fraction of the supervised rows of every depth that training runs, None = all."""
+        return None
 
     def depth_weights(self) -> Tensor:
         """λ_d, float32 [K]."""

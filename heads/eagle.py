@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headstart.heads.attention import TrainAttention
-from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
-from headstart.heads.base import FeatureBatch, HeadConfig, HeadDims, HeadLoss, Teacher
+from headstart.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
+from headstart.heads.base import FeatureBatch, HeadDims, HeadLoss, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer
 from headstart.heads.losses import check_loss, eager, fused
@@ -18,7 +18,7 @@ from headstart.heads.numerics import wide
 
 
 @dataclass
-class EagleConfig(HeadConfig):
+class EagleConfig(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-1."""
 
     type: str = "eagle"
@@ -124,18 +124,15 @@ class EagleHead(AutoregressiveHead):
         feature_AD = batch.teacher_hidden()
         with torch.no_grad():
             teacher_AV = teacher.logits(feature_AD, dtype=compute_dtype(self.fc.weight))
-        losses, hits, actives = [], [], []
-        for d, g_AH in enumerate(self.rollout(batch)):
-            count = anchors.count_K[d]
-            row_A = anchors.teacher_AK[:count, d]
-            active_A = anchors.depths_A[:count] > d
+        losses, hits, weights = [], [], anchors.weights()
+        for d, (g_AH, weight_A) in enumerate(zip(self.rollout(batch), weights, strict=True)):
+            row_A = anchors.teacher_AK[: anchors.count_K[d], d]
             distance_A = F.smooth_l1_loss(wide(g_AH), wide(feature_AD[row_A]), reduction="none").mean(-1)
-            logit_loss, argmax_A = self._logit_loss(g_AH, teacher_AV, row_A, active_A.float(), teacher)
-            feature_loss = (distance_A * active_A).sum()
+            logit_loss, argmax_A = self._logit_loss(g_AH, teacher_AV, row_A, weight_A, teacher)
+            feature_loss = (distance_A * weight_A).sum()
             losses.append(config.hidden_loss_weight * feature_loss + config.logit_loss_weight * logit_loss)
-            hits.append((argmax_A == batch.teacher_argmax_A[row_A]) & active_A)
-            actives.append(active_A)
-        return HeadLoss.of(torch.stack(losses), [active.float() for active in actives], hits, actives)
+            hits.append((argmax_A == batch.teacher_argmax_A[row_A]) & (weight_A > 0))
+        return HeadLoss.of(torch.stack(losses), weights, hits, weights)
 
     def _logit_loss(
         self, g_AH: Tensor, teacher_AV: Tensor, row_A: Tensor, weight_A: Tensor, teacher: Teacher

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads import ttt
-from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
-from headstart.heads.base import FeatureBatch, FeatureSpec, HeadConfig, HeadDims, HeadLoss, Teacher
+from headstart.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
+from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, HeadLoss, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer, RMSNorm
 from headstart.heads.losses import check_loss, fused
@@ -17,7 +17,7 @@ from headstart.heads.vocab import membership
 
 
 @dataclass
-class Eagle3Config(HeadConfig):
+class Eagle3Config(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-3."""
 
     type: str = "eagle3"
@@ -145,14 +145,8 @@ class Eagle3Head(AutoregressiveHead):
         return membership(self.draft_ids_U, self.dims.vocab_size)[batch.teacher_argmax_A]
 
     def depth_counts(self, batch: FeatureBatch) -> Tensor:
-        inside_A = self.in_vocab(batch)
         anchors = batch.anchors
-        return torch.stack(
-            [
-                (inside_A[anchors.teacher_AK[:n, d]] & (anchors.depths_A[:n] > d)).sum(dtype=torch.float32)
-                for d, n in enumerate(anchors.count_K)
-            ]
-        )
+        return (self.in_vocab(batch)[anchors.teacher_AK] & anchors.supervised_AK()).sum(0, dtype=torch.float32)
 
     def rollout(self, batch: FeatureBatch) -> Tensor:
         """Training-time test: the normed outputs [Σ count_K, H] of every depth's anchors end to end, ground truth fed.
@@ -168,9 +162,9 @@ class Eagle3Head(AutoregressiveHead):
         with torch.no_grad():
             inside_A = self.in_vocab(batch)
             teacher_AU = teacher.logits(batch.teacher_hidden(), self.draft_ids_U, compute_dtype(self.fc.weight))
-        active = [anchors.depths_A[:count] > d for d, count in enumerate(anchors.count_K)]
+        rows = anchors.weights()
         teacher_row = [anchors.teacher_AK[:count, d] for d, count in enumerate(anchors.count_K)]
-        weight = [(inside_A[row] & on).float() for row, on in zip(teacher_row, active, strict=True)]
+        weight = [inside_A[source] * on for source, on in zip(teacher_row, rows, strict=True)]
         outputs, matrix, kind = list(self.rollout(batch).split(anchors.count_K)), self.lm_head.weight, self.config.loss
         if scale_K is None:
             pairs = [
@@ -181,7 +175,8 @@ class Eagle3Head(AutoregressiveHead):
         else:
             loss_K, argmax = fused.soft_loss_depths(outputs, matrix, teacher_AU, teacher_row, weight, scale_K, kind)
         hits = [
-            (self.target_ids(best) == batch.teacher_argmax_A[row]) & on
-            for best, row, on in zip(argmax, teacher_row, active, strict=True)
+            (self.target_ids(best) == batch.teacher_argmax_A[source]) & (on > 0)
+            for best, source, on in zip(argmax, teacher_row, rows, strict=True)
         ]
-        return HeadLoss.of(loss_K, weight, hits, active)
+        counts = None if anchors.weight_AK is None else self.depth_counts(batch)
+        return HeadLoss.of(loss_K, weight, hits, rows, counts)

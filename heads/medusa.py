@@ -131,19 +131,16 @@ class MedusaHead(Head):
         if self.config.loss == "kl":
             with torch.no_grad():
                 teacher_AV = teacher.logits(batch.teacher_hidden()).to(hidden_AD.dtype)
-        losses, weights, hits, actives = [], [], [], []
+        losses, hits, weights = [], [], anchors.weights()
         for d, count in enumerate(anchors.count_K):
             out = self.blocks[d](hidden_AD[:count])
             teacher_row = anchors.teacher_AK[:count, d]
-            active = anchors.depths_A[:count] > d
-            weight = active.float()
+            weight = weights[d]
             if teacher_AV is not None:
                 loss, argmax = fused.soft_loss(out, self.output_weight(d), teacher_AV, teacher_row, weight, "kl")
             else:
                 label = batch.tokens_R[(anchors.row_A[:count] + d + 2).clamp(max=batch.tokens_R.shape[0] - 1)]
                 loss, argmax = fused.hard_ce(out, self.output_weight(d), label, weight)
             losses.append(loss)
-            weights.append(weight)
-            hits.append((argmax == batch.teacher_argmax_A[teacher_row]) & active)
-            actives.append(active)
-        return HeadLoss.of(torch.stack(losses), weights, hits, actives)
+            hits.append((argmax == batch.teacher_argmax_A[teacher_row]) & (weight > 0))
+        return HeadLoss.of(torch.stack(losses), weights, hits, weights)

@@ -16,11 +16,14 @@ Supervised rows at depth d + 1 are a subset of those at depth d.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from headstart.heads.subsample import Draw
 from headstart.heads.transfer import to_device
 
 
@@ -56,12 +59,16 @@ class Anchors:
     """The supervised rows of a pack, deepest first, so that the rows of depth d are a prefix.
 
     Attributes:
-        row_A: int64 [A], row of the pack, ordered by (depths descending, row ascending).
-        depths_A: int64 [A], number of supervised depths of the anchor (≥ 1).
+        row_A: int64 [A], row of the pack, ordered by (depths descending, row ascending; by chance when subsampled).
+        depths_A: int64 [A], number of depths that run for the anchor (≥ 1): all that are supervised, or fewer when rows
+            are subsampled.
         teacher_AK: int64 [A, K], `teacher_AK[a, d-1]` = index *into the anchors* whose depth-1 teacher row is
-            row_A[a] + d, i.e. the anchor at row_A[a] + d - 1; 0 where depth d is not supervised (mask with depths_A).
-        count_K: python ints, anchors supervised at depth 1 … K: the rows of depth d are `[: count_K[d-1]]`
-            (in a batch padded to fixed shapes: all rows, of which `depths_A >= d` are active).
+            row_A[a] + d, i.e. the anchor at row_A[a] + d - 1; 0 where depth d is not supervised.
+        count_K: python ints, anchors that run at depth 1 … K: the rows of depth d are `[: count_K[d-1]]`
+            (in a batch padded to fixed shapes: an upper bound, of which `depths_A >= d` are active).
+        supervised_A: int64 [A], number of supervised depths, where it is not depths_A (subsampled rows).
+        weight_AK: float32 [A, K], importance of a row that runs at depth d, None = 1 (nothing is subsampled).
+        keep_K: fraction of the rows of each depth that is kept, None = all.
 
     The depth-1 teacher rows `row_A + 1` are exactly the rows whose target distribution any depth needs,
     because x_{t+d}, x_{t+d+1} in one turn makes row t + d - 1 an anchor itself.
@@ -71,30 +78,65 @@ class Anchors:
     depths_A: Tensor
     teacher_AK: Tensor
     count_K: tuple[int, ...]
+    supervised_A: Tensor | None = None
+    weight_AK: Tensor | None = None
+    keep_K: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
         return self.row_A.shape[0]
 
+    def supervised_AK(self) -> Tensor:
+        """bool [A, K]: supervised at depth 1 … K, whether or not the row runs there."""
+        depth_K = torch.arange(1, len(self.count_K) + 1, device=self.depths_A.device)
+        return (self.depths_A if self.supervised_A is None else self.supervised_A)[:, None] >= depth_K
+
     def active_counts(self) -> Tensor:
         """float32 [K]: anchors supervised at each depth, on the anchors' device, without a host read."""
-        depth_K = torch.arange(1, len(self.count_K) + 1, device=self.depths_A.device)
-        return (self.depths_A[:, None] >= depth_K).sum(0, dtype=torch.float32)
+        return self.supervised_AK().sum(0, dtype=torch.float32)
+
+    def weights(self) -> list[Tensor]:
+        """Per depth, float32 [count_K[d-1]]: what each row counts for in a sum over the depth.
+
+        1 where the row runs and 0 where it does not; a subsampled row stands for those of its kind that were dropped.
+        """
+        found = []
+        for d, count in enumerate(self.count_K):
+            active_A = (self.depths_A[:count] > d).float()
+            found.append(active_A if self.weight_AK is None else active_A * self.weight_AK[:count, d])
+        return found
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Anchors:
-        row_A, depths_A, teacher_AK = (
-            to_device(x, device, non_blocking) for x in (self.row_A, self.depths_A, self.teacher_AK)
-        )
-        return Anchors(row_A, depths_A, teacher_AK, self.count_K)
+        return self._map(lambda x: to_device(x, device, non_blocking))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Anchors:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: change(x) for name, x in values.items() if isinstance(x, Tensor)})
 
     def padded(self, size: int, row: int) -> Anchors:
-        """Fixed size: padding anchors sit at `row` with no supervised depth, and every depth keeps all `size` rows."""
+        """Fixed size: padding anchors sit at `row` with no supervised depth; every depth keeps the rows it may need."""
         extra = size - len(self)
+        grown = self._map(lambda x: torch.cat((x, x.new_zeros(extra, *x.shape[1:]))))
+        grown.row_A[len(self) :] = row
+        # a draw keeps at most one row more than its share of every group, of which there are at most K
+        share = [1.0] * len(self.count_K) if self.keep_K is None else self.keep_K
+        counts = tuple(min(size, math.ceil(keep * size) + len(share)) for keep in share)
+        return replace(grown, count_K=counts)
 
-        def grow(x: Tensor, value: int) -> Tensor:
-            return torch.cat((x, x.new_full((extra, *x.shape[1:]), value)))
+    def subsampled(self, draw: Draw) -> Anchors:
+        """The anchors in the order of `draw` (of the same device), running as deep as it says.
 
+        Raises: ValueError for anchors that are subsampled or padded already.
+        """
+        if self.weight_AK is not None or len(draw.order_A) != len(self):
+            raise ValueError("anchors are subsampled once, with a draw of their own counts, before they are padded")
+        place_A = torch.empty_like(draw.order_A)
+        place_A[draw.order_A] = torch.arange(len(self), device=place_A.device)
+        supervised_A = self.depths_A[draw.order_A]
+        teacher_AK = place_A[self.teacher_AK[draw.order_A]]
+        step_K = torch.arange(teacher_AK.shape[1], device=place_A.device)
+        teacher_AK = torch.where(step_K < supervised_A[:, None], teacher_AK, 0)
         return Anchors(
-            grow(self.row_A, row), grow(self.depths_A, 0), grow(self.teacher_AK, 0), (size,) * len(self.count_K)
+            self.row_A[draw.order_A], draw.depths_A, teacher_AK, draw.count_K, supervised_A, draw.weight_AK, draw.keep_K
         )
 
 

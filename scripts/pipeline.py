@@ -237,7 +237,8 @@ class Run:
         if main:
             self.save_data_report(data)
         head = self.fresh_head(data)
-        source = self._source(self.trained_samples(data), "train", head)
+        samples = self.trained_samples(data)
+        source = self._source(samples, "train", head)
         origin = {**provenance(target.device), "recipe": to_dict(recipe), "target": target.fingerprint()}
         result = train(
             head,
@@ -249,6 +250,7 @@ class Run:
             self._validator(data, head, accelerator),
             provenance=origin,
             pack_tokens=recipe.data.pack_tokens,
+            supervised=[sample.supervised for sample in samples],
             accelerator=accelerator,
             progress=not self.talk.silent,
         )

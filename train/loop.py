@@ -48,7 +48,7 @@ from headstart.train.parallel import Parallel, make_parallel, resolve_kind
 from headstart.train.resume import RunState, capture, restore
 from headstart.train.saver import PATIENCE_S, Saver
 from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
-from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream
+from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, subsample
 from headstart.train.track import Reporter, Tracker, open_tracker
 
 #: (head, step, final) → values; see validate.Validator
@@ -146,6 +146,7 @@ def train(
     *,
     pack_tokens: int = 4096,
     plan: PackPlan = plan_packs,
+    supervised: Sequence[int] | None = None,
     accelerator: Accelerator | None = None,
     progress: bool = True,
 ) -> TrainResult:
@@ -159,13 +160,16 @@ def train(
         tracker: receives records besides metrics.jsonl; None = what config.tracker names. Closed at the end.
         provenance: saved in every checkpoint (recipe, revision, versions); None = revision, versions, hardware.
         plan: (lengths, budget, seed, epoch) → packs.
+        supervised: supervised tokens of every training sample: packs then hold equally many of them, so that ranks
+            finish together; None = balance tokens alone.
     Raises:
         ConfigError: bad configuration or launch. DataError: nothing to train on. StorageError: disk full, or every
         checkpoint damaged. TrainingError: non-finite loss (sample ids named) or no supervised position.
     """
     config.check()
     accelerator = accelerator or make_accelerator(teacher.weight_VD.device)
-    trainer = _Trainer(head, source, teacher, lengths, config, Path(run_dir), validate, accelerator, pack_tokens, plan)
+    stream = PackStream(lengths, pack_tokens, config.seed, plan, supervised)
+    trainer = _Trainer(head, source, teacher, stream, config, Path(run_dir), validate, accelerator)
     return trainer.run(tracker, provenance, progress)
 
 
@@ -177,17 +181,15 @@ class _Trainer:
         head: Head,
         source: FeatureSource,
         teacher: Teacher,
-        lengths: Sequence[int],
+        stream: PackStream,
         config: TrainConfig,
         run_dir: Path,
         validate: Validate | None,
         accelerator: Accelerator,
-        pack_tokens: int,
-        plan: PackPlan,
     ):
         self.config, self.run_dir, self.validate, self.accelerator = config, run_dir, validate, accelerator
         self.rank, self.size, self.device = accelerator.process_index, accelerator.num_processes, accelerator.device
-        self.stream = PackStream(lengths, pack_tokens, config.seed, plan)
+        self.stream = stream
         packs = None if config.epochs is None else self.stream.count(config.epochs)
         self.budget = Budget.of(config, packs)
         self.fetcher = Fetcher(source, config.prefetch)
@@ -309,6 +311,7 @@ class _Trainer:
         waited = time.perf_counter()
         fetched = self.fetcher.window(packs, self.rank, self.size)
         batches = [batch.to(self.device, non_blocking=True) for batch in fetched]
+        batches = [subsample(b, self.head.keep_K, config.seed, pack) for b, pack in zip(batches, mine, strict=True)]
         # fetching costs nothing while the device still works on the step before
         waited = time.perf_counter() - waited if self.meters.device_idle() else 0.0
         for ahead in range(1, config.prefetch + 1):

@@ -25,8 +25,8 @@ import torch
 from headstart.heads.base import FeatureBatch
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, TrainingError
 
-#: (lengths, budget in tokens, seed, epoch) → packs of sample indices
-PackPlan = Callable[[Sequence[int], int, int, int], list[list[int]]]
+#: (lengths, budget in tokens, seed, epoch) → packs of sample indices; also `supervised=` where PackStream has it
+PackPlan = Callable[..., list[list[int]]]
 
 
 class FeatureSource(Protocol):
@@ -54,26 +54,37 @@ class PackStream:
         pack_tokens: largest number of tokens of a pack (a longer document has a pack of its own).
         seed: seeds the order of every epoch.
         plan: `headstart.data.packing.plan_packs`, or a stand-in of the same signature.
+        supervised: supervised tokens of every training sample, which packs then hold equally many of; None = unknown.
     Raises: DataError when there is nothing to train on.
     """
 
-    def __init__(self, lengths: Sequence[int], pack_tokens: int, seed: int, plan: PackPlan):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        pack_tokens: int,
+        seed: int,
+        plan: PackPlan,
+        supervised: Sequence[int] | None = None,
+    ):
         if not len(lengths):
             raise DataError("no training samples: none given or all dropped; see `headstart inspect`")
         self.lengths, self.pack_tokens, self.seed, self._plan = lengths, pack_tokens, seed, plan
+        self.supervised = supervised
         self._epochs: list[int] = []  # first global pack number of every epoch known so far, then the next one's
         self._cached: dict[int, list[list[int]]] = {}
 
     def fingerprint(self) -> str:
         """Hash of what fixes the order besides the seed; a checkpoint resumes only with the same one."""
-        lengths = np.asarray(self.lengths, dtype=np.int64).tobytes()
-        return hashlib.sha256(lengths + str(self.pack_tokens).encode()).hexdigest()[:16]
+        counts = [self.lengths] if self.supervised is None else [self.lengths, self.supervised]
+        content = b"".join(np.asarray(x, dtype=np.int64).tobytes() for x in counts)
+        return hashlib.sha256(b"spread" + content + str(self.pack_tokens).encode()).hexdigest()[:16]
 
     def epoch_packs(self, epoch: int) -> list[list[int]]:
         if epoch not in self._cached:
             while len(self._cached) > 1:  # a window and the one ahead of it touch at most two epochs, barring tiny data
                 del self._cached[min(self._cached)]
-            self._cached[epoch] = self._plan(self.lengths, self.pack_tokens, self.seed, epoch)
+            known = {} if self.supervised is None else {"supervised": self.supervised}
+            self._cached[epoch] = self._plan(self.lengths, self.pack_tokens, self.seed, epoch, **known)
         return self._cached[epoch]
 
     def _start(self, epoch: int) -> int:
@@ -106,10 +117,20 @@ class PackStream:
         return [self.locate(number) for number in range(start, start + count)]
 
 
+def pack_seed(seed: int, pack: Pack, purpose: str = "") -> int:
+    """A number that depends on the run's seed, the pack and the purpose, and not on ranks or restarts."""
+    digest = hashlib.blake2b(f"{seed}/{pack.epoch}/{pack.index}{purpose}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def seed_pack(seed: int, pack: Pack) -> None:
     """Seed torch's generators for one pack, so that noise depends on the pack and not on ranks or restarts."""
-    digest = hashlib.blake2b(f"{seed}/{pack.epoch}/{pack.index}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    torch.manual_seed(pack_seed(seed, pack))
+
+
+def subsample(batch: FeatureBatch, keep_K: tuple[float, ...] | None, seed: int, pack: Pack) -> FeatureBatch:
+    """The rows of the pack that training runs (Head.keep_K), the same on any rank and after any restart."""
+    return batch if keep_K is None else batch.subsampled(keep_K, pack_seed(seed, pack, "/rows"))
 
 
 class Fetcher:

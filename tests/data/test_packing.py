@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,3 +46,39 @@ def test_long_document_own_pack_or_refused():
     with pytest.raises(ConfigError, match="document 1: found length 0"):
         plan_packs([3, 0], 20)
     assert plan_packs([], 20) == []
+
+
+def imbalance(counts: np.ndarray, ranks: int) -> np.ndarray:
+    """Per window of one pack a rank: by how much the fullest rank exceeds the mean."""
+    windows = counts[: len(counts) // ranks * ranks].reshape(-1, ranks)
+    return windows.max(1) / windows.mean(1) - 1
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("budget", [4096, 16384])
+def test_ranks_of_a_window_have_alike_work(budget: int, ranks: int):
+    """Chat-like lengths (median 200, some ten times that), answers from a tenth to nine tenths of them."""
+    noise = np.random.default_rng(3)
+    lengths = np.clip(np.exp(noise.normal(5.3, 0.9, 6000)), 8, 2048).astype(int)
+    supervised = np.maximum((lengths * noise.uniform(0.1, 0.9, 6000)).astype(int), 2)
+    packs = plan_packs(lengths.tolist(), budget, 0, 0, supervised=supervised.tolist())
+    assert sorted(i for pack in packs for i in pack) == list(range(6000))
+    assert fill(packs, lengths, budget) > 0.95
+    for counts in (lengths, supervised):
+        excess = imbalance(np.array([counts[pack].sum() for pack in packs]), ranks)
+        assert excess.mean() < 0.03 and excess.max() < 0.08
+    # what the supervised counts are for: without them the fullest rank has far more to train on
+    blind = plan_packs(lengths.tolist(), budget, 0, 0)
+    assert imbalance(np.array([supervised[pack].sum() for pack in blind]), ranks).mean() > 0.04
+
+
+def test_an_even_spread_costs_few_packs_and_only_where_it_fits():
+    # 10 documents of 4 and 2 of 5 in packs of 10: two each is all that fits
+    assert len(plan_packs([4] * 10 + [5] * 2, 10)) == 6
+    # 8 + 2, 7 + 3, 6 + 4: full to the last token, which spreading would not find in its own order
+    assert fill(plan_packs([8, 7, 6, 4, 3, 2], 10, supervised=[1, 7, 1, 4, 1, 2]), [8, 7, 6, 4, 3, 2], 10) == 1.0
+
+
+def test_supervised_counts_of_other_documents_are_refused():
+    with pytest.raises(ConfigError, match="supervised: found counts of 2 documents, expected 3"):
+        plan_packs([3, 4, 5], 20, supervised=[1, 2])

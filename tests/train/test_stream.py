@@ -4,7 +4,7 @@ from train_fakes import FakeSource, in_order, make_documents
 
 from headstart.data.packing import plan_packs
 from headstart.heads.errors import DataError, TrainingError
-from headstart.train.stream import Fetcher, Pack, PackStream, seed_pack
+from headstart.train.stream import Fetcher, Pack, PackStream, seed_pack, subsample
 
 
 def stream(count: int = 10) -> PackStream:
@@ -70,3 +70,29 @@ def test_fetcher_gives_what_the_source_gives_and_names_samples_on_failure(ahead)
     with pytest.raises(TrainingError, match=r"features of sample number 99 \(epoch 0, pack 2\) failed: IndexError"):
         fetcher.get(bad)
     fetcher.close()
+
+
+def test_subsampled_rows_depend_on_seed_and_pack_only():
+    batch = FakeSource(make_documents()).get([0, 1, 2, 3])
+    keep_K = (1.0, 0.5, 0.25)
+    assert subsample(batch, None, 0, Pack(0, 3, (0,))) is batch
+
+    def rows(seed: int, pack: Pack) -> list[int]:
+        return subsample(batch, keep_K, seed, pack).anchors.row_A.tolist()
+
+    first = rows(1, Pack(0, 3, (0,)))
+    torch.rand(5)
+    assert first == rows(1, Pack(0, 3, (0,)))
+    assert first != rows(1, Pack(1, 3, (0,))) and first != rows(2, Pack(0, 3, (0,)))
+
+
+def test_supervised_counts_reach_the_plan_and_the_fingerprint():
+    asked = []
+
+    def plan(lengths, budget, seed, epoch, supervised=None):
+        asked.append(supervised)
+        return in_order(lengths, budget, seed, epoch)
+
+    with_counts, other = (PackStream([4] * 4, 8, 0, plan, counts) for counts in ([1, 2, 3, 4], [1, 2, 3, 3]))
+    assert with_counts.count(1) == 2 and asked == [[1, 2, 3, 4]]
+    assert len({s.fingerprint() for s in (with_counts, other, PackStream([4] * 4, 8, 0, plan))}) == 3

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,17 @@ def rows_of(total: int, rank: int, size: int) -> tuple[int, int]:
     """First and last + 1 of the rows that a rank holds, as torch.chunk shares them out."""
     chunk = -(-total // size)
     return min(rank * chunk, total), min((rank + 1) * chunk, total)
+
+
+class Weights(Protocol):
+    """Where a model's tensors come from."""
+
+    directory: Path
+    file_of: dict[str, str]
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows first … last - 1 of a tensor."""
+        ...
 
 
 class WeightFiles:
@@ -119,6 +130,9 @@ class ShardedTarget(Target):
         self.model.get_output_embeddings().weight = nn.Parameter(
             torch.empty(0, device=self.device, dtype=self.dtype), requires_grad=False
         )
+
+    def held_besides(self) -> list[Tensor]:
+        return [] if self._output_shard_VD is None else [self._output_shard_VD]
 
     # -- keeping in step -------------------------------------------------------------------------------------------
 
@@ -265,27 +279,31 @@ def load_generation_config(model: nn.Module, directory: Path) -> None:
         pass  # a model without one stops at its tokenizer's and config's end tokens
 
 
-def fill(model: nn.Module, files: WeightFiles, device: torch.device, group: dist.ProcessGroup) -> Tensor | None:
+def fill(model: nn.Module, files: Weights, device: torch.device, group: dist.ProcessGroup | None) -> Tensor | None:
     """Shard a model that has no memory yet, and read this rank's rows of every weight.
 
-    Returns: this rank's rows of the output head; None when it is tied to the input embedding.
+    Args:
+        group: ranks to shard over; None: whole.
+    Returns: this rank's rows of the output head; None when it is whole or tied to the input embedding.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    decoder, layers = model.get_decoder(), decoder_layers(model)
-    mesh = DeviceMesh.from_group(group, device.type)
-    inside = {id(p) for layer in layers for p in layer.parameters()}
-    whole = {p for p in decoder.parameters() if id(p) not in inside}
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(decoder, mesh=mesh, ignored_params=whole)
+    rank, size = 0, 1
+    if group is not None:
+        decoder, layers = model.get_decoder(), decoder_layers(model)
+        mesh = DeviceMesh.from_group(group, device.type)
+        inside = {id(p) for layer in layers for p in layer.parameters()}
+        whole = {p for p in decoder.parameters() if id(p) not in inside}
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(decoder, mesh=mesh, ignored_params=whole)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
     model.to_empty(device=device)
     model.tie_weights()
     restore_buffers(model, device)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     names = check_names(model, files, tied)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
     with torch.no_grad():
         for name, parameter in names.items():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -299,13 +317,13 @@ def fill(model: nn.Module, files: WeightFiles, device: torch.device, group: dist
                     )
                 local.copy_(rows)
     model.eval().requires_grad_(False)
-    if tied:
+    if tied or group is None:
         return None
     first, last = rows_of(model.config.get_text_config().vocab_size, rank, size)
     return model.get_output_embeddings().weight.detach()[first:last].clone()
 
 
-def check_names(model: nn.Module, files: WeightFiles, tied: bool) -> dict[str, nn.Parameter]:
+def check_names(model: nn.Module, files: Weights, tied: bool) -> dict[str, nn.Parameter]:
     """The model's parameters by name, tied ones once. Raises TargetError unless the files hold just these."""
     names = dict(model.named_parameters())
     spare = {name for name in files.file_of if COMPUTED.match(name)}

@@ -367,6 +367,16 @@ class Target:
     def join_samples(samples: dict[str, bytes]) -> str:
         return hashlib.sha256(b"".join(samples[name] for name in sorted(samples))).hexdigest()
 
+    def held_bytes(self) -> int:
+        """Memory that this rank's part of the target takes, each tensor counted once."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), self.teacher.weight_VD, *self.held_besides()]
+        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+    def held_besides(self) -> list[Tensor]:
+        """What a sharded target keeps outside its model."""
+        return []
+
     def keep_rows(self, ids_U: Tensor | None) -> None:
         """Training needs these rows of the output head from here on (None: all): a sharded target lets the rest go."""
 

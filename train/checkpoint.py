@@ -99,15 +99,22 @@ def _fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_directory(path: Path, write: Callable[[Path], None]) -> None:
-    """Fill a temporary directory through `write`, add the manifest, rename it onto `path` (replacing an old one)."""
+def write_directory(path: Path, write: Callable[[Path], None], known: dict[str, Any] | None = None) -> None:
+    """Fill a temporary directory through `write`, add the manifest, rename it onto `path` (replacing an old one).
+
+    Args:
+        known: manifest entries of files that `write` takes over as they are.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_disk(path):
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             write(temporary)
-            files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_file(f)} for f in sorted(temporary.iterdir())}
+            files = {
+                f.name: (known or {}).get(f.name) or {"bytes": f.stat().st_size, "sha256": sha256_file(f)}
+                for f in sorted(temporary.iterdir())
+            }
             write_json(temporary / MANIFEST, {"version": VERSION, "files": files})
             _fsync_directory(temporary)
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -167,6 +174,23 @@ class CheckpointStore:
         write_text(self.directory / "latest", path.name + "\n")
         for old in self.paths()[self.keep :] if self.keep else []:
             self._remove(old)
+        return path
+
+    def restate(self, state: dict[str, Any]) -> Path:
+        """Replace the JSON state of the checkpoint of state["step"], whose tensors stay the files they are."""
+        path = self._path(state["step"])
+        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        kept = {name: facts for name, facts in files.items() if name != "state.json"}
+
+        def write(directory: Path) -> None:
+            for name in kept:
+                try:
+                    os.link(path / name, directory / name)
+                except OSError:  # a file system without hard links
+                    shutil.copyfile(path / name, directory / name)
+            write_json(directory / "state.json", {"version": VERSION, **state})
+
+        write_directory(path, write, kept)
         return path
 
     @staticmethod

@@ -26,7 +26,7 @@ from torch import Tensor
 from headstart.data.packing import plan_packs
 from headstart.heads.base import Head, Teacher
 from headstart.heads.errors import ConfigError, TrainingError
-from headstart.heads.files import write_json
+from headstart.heads.files import read_json, write_json
 from headstart.heads.layers import DraftLayer
 from headstart.heads.provenance import provenance as make_provenance
 from headstart.heads.transfer import to_device
@@ -45,7 +45,7 @@ from headstart.train.distributed import (
 from headstart.train.meters import Meters
 from headstart.train.optim import Budget, lr_factor, set_rate
 from headstart.train.parallel import Parallel, make_parallel, resolve_kind
-from headstart.train.resume import RunState, capture, restore
+from headstart.train.resume import RunState, capture, restore, state_values
 from headstart.train.saver import PATIENCE_S, Saver
 from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, subsample
@@ -289,8 +289,14 @@ class _Trainer:
             return checkpoint
         if self.validate is not None:
             self._evaluate(final=True)
-        self.state.finished = [self.state.step, reason]
-        return self._save_now()
+        self.state.finished, self.state.elapsed = [self.state.step, reason], self._elapsed()
+
+        def restate() -> Path:  # the weights are those just saved
+            self.saver.finish()
+            rng = read_json(checkpoint / "state.json")["rng"]
+            return self.store.restate(state_values(self, rng))
+
+        return on_main(restate)
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self.started

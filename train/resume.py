@@ -59,14 +59,18 @@ def capture(trainer: _Trainer) -> Checkpoint | None:
     head = copies.take("head", parallel.head_tensors())
     optimizer = copies.take("optimizer", parallel.optimizer_tensors())
     tensors, values = pack_rng(states)
-    state = asdict(trainer.state) | {
+    return Checkpoint(head, optimizer, tensors, state_values(trainer, values))
+
+
+def state_values(trainer: _Trainer, rng: list[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON part of a checkpoint; `rng`: see checkpoint.pack_rng."""
+    return asdict(trainer.state) | {
         "data": {"fingerprint": trainer.stream.fingerprint(), "seed": trainer.config.seed},
         "config": asdict(trainer.config),
         "world_size": trainer.size,
-        "rng": values,
+        "rng": rng,
         "provenance": trainer.provenance,
     }
-    return Checkpoint(head, optimizer, tensors, state)
 
 
 def restore(trainer: _Trainer) -> int:

@@ -101,6 +101,7 @@ def rank_work(rank: int, port: int, out: Path) -> None:
         target.max_forward_tokens = 32
         found[f"{name}/losses"] = run(target, out / f"run-{name}", accelerator)
         found[f"{name}/rows"] = target.teacher.weight_VD.shape[0]
+        found[f"{name}/bytes"] = target.held_bytes()
         found[f"{name}/hash after"] = target.weight_hash()
         if isinstance(target.teacher, RowsTeacher):
             try:
@@ -149,6 +150,12 @@ def test_features_and_identity_are_those_of_the_whole_target(place, ranks, name)
         assert ranks[rank][f"{name}/stops"] == list(whole.stop_token_ids)
         assert ranks[rank][f"{name}/held"] * 2 == ranks[rank][f"{name}/all"]
         assert ranks[rank][f"{name}/rows"] == (len(DRAFT_IDS) if name == "untied" else 96)
+        layers, ends, width = ranks[rank][f"{name}/all"], whole.embed_VD.numel(), whole.dims.hidden_size
+        expected = layers / 2 + ends + width
+        if name == "untied":
+            expected += len(DRAFT_IDS) * width + (49, 48)[rank] * width
+        assert ranks[rank][f"{name}/bytes"] == pytest.approx(4 * expected, rel=0.02)  # rope buffers, padding of shards
+        assert whole.held_bytes() == pytest.approx(4 * (layers + ends * (1 + (name == "untied"))), rel=0.02)
         assert "target.parallel=none" in ranks[rank]["refused"]
 
 

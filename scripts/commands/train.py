@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
 
 
-def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
+def command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    json: Json = False,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Only say what it takes (memory, steps, hours, disk); refuse what cannot fit."),
+    ] = False,
+    gpus: Annotated[int, typer.Option(help="--plan: GPUs of one machine (0: those of this one).")] = 0,
+    nodes: Annotated[int, typer.Option(help="--plan: machines.")] = 1,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="--plan: GiB of one card (default: ask this machine).")
+    ] = None,
+    tokens_per_s: Annotated[
+        float | None, typer.Option(help="--plan: tokens/s of the whole launch, measured or stated.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="--plan: training samples, instead of reading the data.")] = None,
+    mean_tokens: Annotated[float | None, typer.Option(help="--plan: tokens of a sample, with --samples.")] = None,
+) -> None:
     """Train the head (after distilling and storing features where the recipe asks for it); resumable."""
     with speaking(json) as talk:
-        from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe
 
-        run = Run(load_recipe(recipe, overrides or []), talk)
+        settings = load_recipe(recipe, overrides or [])
+        if plan:
+            import torch
+
+            from headstart.planning import Launch, plan_recipe, render
+
+            count = gpus or torch.cuda.device_count() or 1
+            planned = plan_recipe(settings, Launch(count, nodes, gpu_memory, tokens_per_s, samples, mean_tokens), talk)
+            talk.result(planned.to_json(), render(planned))
+            return
+        from headstart.pipeline import Run
+
+        run = Run(settings, talk)
         with run.steps.lock():
             run.save_recipe()
             run.distill()

@@ -1,0 +1,125 @@
+"""Plans against measured peaks, and the refusal of what cannot fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from headstart.heads import HEADS
+from headstart.heads.base import Head, build_head
+from headstart.heads.errors import ConfigError, StorageError
+from headstart.heads.target import Target
+from headstart.train.config import TrainConfig
+from headstart.train.plan import CONTEXT_BYTES, FRAGMENTATION, GIB, Layout, Plan, make_plan, memory_of, require_fit
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "train_speed.json"
+#: Llama-3.1-8B and -70B
+SHAPES = {
+    "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
+    "70b": dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, tuple[Target, Head]]:
+    found = {}
+    for name, shape in SHAPES.items():
+        config = LlamaConfig(vocab_size=128256, num_key_value_heads=8, head_dim=128, **shape)
+        with torch.device("meta"):
+            target = Target.from_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+            found[name] = target, build_head(HEADS["eagle3"].config(draft_vocab_size=32000), target.dims)
+    return found
+
+
+def plan_of(models, name: str, layout: Layout, device_gib: float | None = 80.0, **config) -> Plan:
+    target, head = models[name]
+    settings = TrainConfig(**({"epochs": 2.0, "accumulation": layout.accumulation} | config))
+    device = None if device_gib is None else int(device_gib * GIB)
+    return make_plan(target, head, settings, layout, 1000, 8_000_000, 20_000.0, device)
+
+
+@pytest.mark.parametrize("case", ["fixed_all", "fixed_40", "long_32k", "online_all"])
+def test_peaks_are_those_that_were_measured(models, case):
+    """The benchmark holds the target itself only where it is online; elsewhere just its embedding and output head."""
+    rows = [r for r in json.loads(RESULTS.read_text()) if r["case"] == case and r["preset"] == "llama-3.1-8b"]
+    assert rows
+    target, head = models["8b"]
+    for row in rows:
+        layout = Layout(pack_tokens=row["tokens"], supervised=row["supervised_tokens"] / row["tokens"])
+        memory, peak = memory_of(target, head, layout)
+        planned = (peak - CONTEXT_BYTES) / (1 + FRAGMENTATION) / GIB
+        if case != "online_all":
+            planned -= (memory["target weights"] - 2 * 2 * 128256 * 4096) / GIB
+        assert planned == pytest.approx(row["peak_gib"], rel=0.1)
+
+
+def test_parameters_are_counted_exactly(models):
+    target, head = models["8b"]
+    memory, _ = memory_of(target, head, Layout())
+    assert memory["target weights"] == 2 * 8_030_261_248  # Llama-3.1-8B
+    trained = 3 * 4096 * 4096 + 2 * 8192 * 4096 // 2 + 2 * 8192 * 1024 + 4096 * 4096 + 3 * 4096 * 14336
+    trained += 32000 * 4096 + 4 * 4096
+    assert memory["head weights"] == memory["gradients"] == 4 * trained
+    assert memory["optimiser moments"] == 8 * trained
+
+
+def test_a_sharded_70b_target_takes_less_than_a_third_of_the_whole_one(models):
+    target, head = models["70b"]
+    whole = memory_of(target, head, Layout(ranks=4, ranks_per_node=4))[0]
+    parts = memory_of(target, head, Layout(ranks=4, ranks_per_node=4, target_parallel="fsdp2"))[0]
+    assert whole["target weights"] == 2 * 70_553_706_496
+    layers = 2 * (70_553_706_496 - 2 * 128256 * 8192 - 8192)
+    ends = 2 * (128256 * 8192 + 8192 + 128256 * 8192 // 4 + 32000 * 8192)
+    assert parts["target weights"] == pytest.approx(layers / 4 + ends, rel=1e-6)
+    assert parts["target weights"] + parts["target layers gathered"] < whole["target weights"] / 3
+
+
+def test_what_cannot_fit_is_refused_with_what_would(models, tmp_path):
+    layout = Layout(ranks=4, ranks_per_node=4, pack_tokens=8192, accumulation=4)
+    fits = plan_of(models, "8b", layout)
+    assert fits.fits
+    require_fit(fits, *models["8b"], tmp_path)
+    refused = plan_of(models, "70b", layout)
+    with pytest.raises(ConfigError) as caught:
+        require_fit(refused, *models["70b"], tmp_path)
+    message = str(caught.value)
+    assert f"needs {refused.peak / GIB:.1f} GiB per rank, and a card has 80.0 GiB" in message
+    assert "target.parallel=fsdp2" in message
+    from dataclasses import replace
+
+    changed = replace(layout, target_parallel="fsdp2", activation_checkpointing=True)
+    require_fit(plan_of(models, "70b", changed), *models["70b"], tmp_path)
+    alone = Layout(pack_tokens=8192)
+    with pytest.raises(ConfigError, match=r"With 4 ranks, target.parallel=fsdp2 target.shard_ranks=4"):
+        require_fit(plan_of(models, "70b", alone), *models["70b"], tmp_path)
+
+
+def test_the_disk_is_checked_too(models, tmp_path, monkeypatch):
+    plan = plan_of(models, "8b", Layout(features="stored"), device_gib=None)
+    assert plan.fits  # nothing is known of the card
+    assert plan.disk["features"] == 8_000_000 * (4 * 4096 * 2 + 12)
+    weights = memory_of(*models["8b"], Layout())[0]["head weights"]
+    assert plan.disk["checkpoints"] == (2 + 1) * 3 * weights
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10 * GIB}))
+    with pytest.raises(StorageError, match="the run .* needs about"):
+        require_fit(plan, *models["8b"], tmp_path)
+
+
+def test_steps_and_hours(models):
+    plan = plan_of(models, "8b", Layout(accumulation=4), epochs=2.0)
+    assert plan.steps == 500 and plan.tokens_per_step == 32_000
+    assert plan.hours == pytest.approx(500 * 32_000 / 20_000 / 3600)
+    timed = plan_of(models, "8b", Layout(), epochs=None, max_seconds=1800.0)
+    assert timed.steps is None and timed.hours == 0.5
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero2", "zero3"])
+def test_shards_of_the_head(models, kind):
+    one = memory_of(*models["8b"], Layout(ranks=4, ranks_per_node=4))[0]
+    parts = memory_of(*models["8b"], Layout(ranks=4, ranks_per_node=4, parallel=kind))[0]
+    assert parts["optimiser moments"] == one["optimiser moments"] / 4
+    assert parts["head weights"] == one["head weights"] / (1 if kind == "zero2" else 4)

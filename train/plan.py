@@ -1,0 +1,290 @@
+"""What a run will take, from shapes alone: memory per rank, steps, hours, disk; and what to change where it cannot fit.
+
+Bytes are counted on models without memory (meta device). Activations of a draft layer follow
+
+    anchors · depths · (4 · intermediate + 6 · hidden + queries, keys, values) numbers + anchors · draft vocabulary,
+
+fitted to the peaks in docs/results/train_speed.json, which it meets within a tenth.
+
+Shape legend: A anchors, R rows of a pack, K depths, D target hidden, H head hidden, I intermediate, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headstart.data.features import store_bytes
+from headstart.heads.base import Head
+from headstart.heads.errors import ConfigError
+from headstart.heads.files import require_disk
+from headstart.heads.layers import DraftLayer
+from headstart.heads.target import Target, decoder_layers
+from headstart.train.config import TrainConfig
+from headstart.train.optim import Budget
+
+GIB = 2**30
+#: the device's own context and libraries
+CONTEXT_BYTES = 1 * GIB
+#: allocator: blocks that are free but too small
+FRAGMENTATION = 0.04
+#: rows of one chunk of the target's logits, and bytes per logit of it (compute dtype and float32)
+LOGIT_ROWS, LOGIT_BYTES = 4096, 6
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread, and the settings that change what it needs.
+
+    Attributes:
+        ranks, ranks_per_node: processes in all and on one machine.
+        parallel: the head's (train.parallel, resolved). target_parallel: none | fsdp2 | device_map.
+        shard_ranks: ranks that share one target under fsdp2.
+        pack_tokens: rows of a pack. accumulation: packs of a step over all ranks.
+        supervised: part of the rows that is an anchor.
+        half: bfloat16 compute (2 bytes a number) instead of float32.
+    """
+
+    ranks: int = 1
+    ranks_per_node: int = 1
+    parallel: str = "replicated"
+    target_parallel: str = "none"
+    shard_ranks: int | None = None
+    pack_tokens: int = 4096
+    accumulation: int = 1
+    supervised: float = 1.0
+    half: bool = True
+    activation_checkpointing: bool = False
+    features: str = "online"
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share one target."""
+        return 1 if self.target_parallel == "none" else self.shard_ranks or self.ranks_per_node
+
+    @property
+    def head_parts(self) -> int:
+        return 1 if self.parallel == "replicated" else self.ranks
+
+
+@dataclass
+class Plan:
+    """What `headstart train --plan` prints (bytes unless the name says otherwise).
+
+    Attributes:
+        memory: component → bytes on one rank; phases that follow one another count once (`peak`).
+        host: pinned host memory of rank 0 for checkpoints.
+        steps: optimiser steps, None when only a clock ends the run.
+        hours: at the tokens/s given, None without.
+        notes: what was assumed.
+    """
+
+    layout: Layout
+    memory: dict[str, int]
+    peak: int
+    host: int
+    disk: dict[str, int]
+    tokens_per_step: float
+    steps: int | None
+    hours: float | None
+    device_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return self.device_bytes is None or self.peak <= self.device_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "fits": self.fits}
+
+
+def parameter_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter], bytes_each: int | None = None) -> int:
+    unique = {id(p): p for p in parameters}.values()
+    return sum(p.numel() * (bytes_each or p.element_size()) for p in unique)
+
+
+def target_memory(target: Target, head: Head, layout: Layout) -> dict[str, int]:
+    """Bytes of one rank's part of the target."""
+    size = target.dtype.itemsize
+    model, dims = target.model, target.dims
+    everything = parameter_bytes(model.parameters(), size)
+    if layout.target_parallel == "none":
+        return {"target weights": everything}
+    layers = list(decoder_layers(model))
+    inside = sum(parameter_bytes(layer.parameters(), size) for layer in layers)
+    largest = max(parameter_bytes(layer.parameters(), size) for layer in layers)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    matrix = dims.vocab_size * dims.hidden_size * size
+    outside = everything - inside - (0 if tied else matrix)
+    if layout.target_parallel == "device_map":
+        return {"target weights": ceil(inside / layout.parts) + outside + (0 if tied else matrix)}
+    drafts = getattr(head, "draft_ids_U", None)
+    rows = dims.vocab_size if drafts is None else len(drafts)
+    output = 0 if tied else ceil(matrix / layout.parts) + rows * dims.hidden_size * size
+    return {"target weights": ceil(inside / layout.parts) + outside + output, "target layers gathered": 2 * largest}
+
+
+def target_activations(target: Target, head: Head, layout: Layout) -> int:
+    """Peak of one feature forward: one layer's activations, the streams kept, a chunk of logits."""
+    dims, size = target.dims, target.dtype.itemsize
+    tokens = min(layout.pack_tokens, target.max_forward_tokens)
+    heads = (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim
+    layer = tokens * (4 * dims.hidden_size + heads + 3 * dims.intermediate_size) * size
+    kept = tokens * (len(head.spec.layer_ids) + 1) * dims.hidden_size * size
+    logits = min(tokens, LOGIT_ROWS) * dims.vocab_size * LOGIT_BYTES
+    return max(layer, logits) + kept
+
+
+def head_memory(head: Head, layout: Layout) -> dict[str, int]:
+    """Bytes of the head's weights, gradients and moments on one rank."""
+    parts, sharded = layout.head_parts, layout.parallel
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    whole = parameter_bytes(head.parameters(), 4)
+    found = {
+        "head weights": ceil(whole / parts) if sharded in ("fsdp2", "zero3") else whole,
+        "gradients": ceil(4 * trained / parts),
+        "optimiser moments": ceil(8 * trained / parts),
+    }
+    if sharded in ("fsdp2", "zero3"):
+        found["head gathered"] = whole
+    if sharded != "replicated":
+        found["gradients before they are shared"] = 4 * trained
+    if layout.half:
+        found["half-precision weights"] = 2 * trained
+    return found
+
+
+def head_activations(head: Head, layout: Layout) -> int:
+    """Activations of one pack's loss and backward (see the formula at the top)."""
+    dims, depths = head.dims, head.depth
+    size = 2 if layout.half else 4
+    anchors = layout.pack_tokens * layout.supervised
+    drafts = getattr(head, "draft_ids_U", None)
+    vocabulary = dims.vocab_size if drafts is None else len(drafts)
+    hidden = getattr(head.config, "hidden_size", None) or dims.hidden_size
+    numbers = 6.0 * hidden
+    if any(isinstance(module, DraftLayer) for module in head.modules()):
+        numbers += (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim
+        if not layout.activation_checkpointing:
+            numbers += 4 * (getattr(head.config, "intermediate_size", None) or dims.intermediate_size)
+    rows = layout.pack_tokens * 2 * hidden
+    return int(size * (anchors * (depths * numbers + vocabulary) + rows))
+
+
+def memory_of(target: Target, head: Head, layout: Layout) -> tuple[dict[str, int], int]:
+    """(component → bytes, peak) of one rank; the target's forward and the head's pass do not overlap."""
+    size = target.dtype.itemsize
+    packs = max(1, ceil(layout.accumulation / layout.ranks))
+    features = layout.pack_tokens * (len(head.spec.layer_ids) + 1) * target.dims.hidden_size * size
+    steady = {
+        **target_memory(target, head, layout),
+        **head_memory(head, layout),
+        "features": features * (packs + 1),  # a captured step copies its pack into fixed memory
+    }
+    phases = {
+        "target activations": target_activations(target, head, layout),
+        "head activations": head_activations(head, layout),
+    }
+    peak = int((sum(steady.values()) + max(phases.values())) * (1 + FRAGMENTATION)) + CONTEXT_BYTES
+    return {**steady, **phases, "context": CONTEXT_BYTES}, peak
+
+
+def disk_of(target: Target, head: Head, config: TrainConfig, layout: Layout, steps: int | None, tokens: int) -> dict:
+    """Bytes on disk: checkpoints kept and the one being written, the best head, the exported one, stored features."""
+    weights = parameter_bytes(head.parameters(), 4)
+    periodic = ceil((steps or 0) / config.save_every) if config.save_every else 0
+    kept = min(config.keep, periodic + 1) if config.keep else periodic + 1
+    found = {"checkpoints": (kept + 1) * 3 * weights, "best and final head": 2 * weights}
+    if layout.features == "stored":
+        found["features"] = store_bytes(tokens, target.dims.hidden_size, len(head.spec.layer_ids), target.dtype)
+    return found
+
+
+def make_plan(
+    target: Target,
+    head: Head,
+    config: TrainConfig,
+    layout: Layout,
+    packs_per_epoch: float,
+    tokens_per_epoch: int,
+    tokens_per_s: float | None = None,
+    device_bytes: int | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Count. Nothing is loaded: `target` and `head` may be on the meta device.
+
+    Args:
+        packs_per_epoch, tokens_per_epoch: of the training data.
+        tokens_per_s: of the whole launch, measured or stated.
+        device_bytes: memory of one card.
+    """
+    memory, peak = memory_of(target, head, layout)
+    packs = None if config.epochs is None else max(1, round(config.epochs * packs_per_epoch))
+    steps = Budget.of(config, packs).steps
+    tokens_per_step = tokens_per_epoch / max(packs_per_epoch, 1) * config.accumulation
+    hours = None if steps is None or not tokens_per_s else steps * tokens_per_step / tokens_per_s / 3600
+    if config.max_seconds is not None:
+        hours = min(hours or float("inf"), config.max_seconds / 3600)
+    disk = disk_of(target, head, config, layout, steps, tokens_per_epoch)
+    host = 3 * parameter_bytes(head.parameters(), 4)
+    return Plan(layout, memory, peak, host, disk, tokens_per_step, steps, hours, device_bytes, list(notes))
+
+
+def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
+    """Changes that lower the peak, cheapest first, each on top of the ones before it."""
+    checkpointed = any(isinstance(module, DraftLayer) for module in head.modules())
+    if checkpointed and not layout.activation_checkpointing:
+        layout = replace(layout, activation_checkpointing=True)
+        yield "train.activation_checkpointing=true", layout
+    if layout.ranks_per_node > 1 and layout.target_parallel == "none":
+        layout = replace(layout, target_parallel="fsdp2")
+        yield "target.parallel=fsdp2", layout
+    if layout.ranks > 1 and layout.parallel == "replicated":
+        layout = replace(layout, parallel="fsdp2")
+        yield "train.parallel=fsdp2", layout
+    while layout.pack_tokens > 1024:
+        factor = 2
+        layout = replace(layout, pack_tokens=layout.pack_tokens // factor, accumulation=layout.accumulation * factor)
+        yield f"data.pack_tokens={layout.pack_tokens} train.accumulation={layout.accumulation}", layout
+
+
+def require_fit(plan: Plan, target: Target, head: Head, run_dir: Path) -> None:
+    """Raises: ConfigError when a card cannot hold the run, naming what to change; StorageError when the disk cannot."""
+    if not plan.fits and plan.device_bytes is not None:
+        found = f"{plan.peak / GIB:.1f} GiB per rank, and a card has {plan.device_bytes / GIB:.1f} GiB"
+        changes: dict[str, str] = {}
+        for change, layout in remedies(plan.layout, head):
+            changes |= dict(part.split("=", 1) for part in change.split())
+            peak = memory_of(target, head, layout)[1]
+            if peak <= plan.device_bytes:
+                wanted = " ".join(f"{name}={value}" for name, value in changes.items())
+                raise ConfigError(f"plan: the run needs {found}. With {wanted} it needs {peak / GIB:.1f} GiB.")
+        parts = plan.layout.ranks_per_node
+        while parts < 1024:
+            parts *= 2
+            layout = replace(
+                plan.layout, ranks=parts, ranks_per_node=parts, target_parallel="fsdp2", parallel="fsdp2",
+                activation_checkpointing=True,
+            )  # fmt: skip
+            peak = memory_of(target, head, layout)[1]
+            if peak <= plan.device_bytes:
+                raise ConfigError(
+                    f"plan: the run needs {found}. With {parts} ranks, target.parallel=fsdp2 "
+                    f"target.shard_ranks={parts} train.parallel=fsdp2 train.activation_checkpointing=true it needs "
+                    f"{peak / GIB:.1f} GiB."
+                )
+        raise ConfigError(f"plan: the run needs {found}. No number of ranks makes it fit: lower data.pack_tokens.")
+    require_disk(run_dir, sum(plan.disk.values()), "the run (checkpoints, heads, features)")
+
+
+def local_device_bytes() -> int | None:
+    """Memory of the smallest GPU here, None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))

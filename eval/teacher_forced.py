@@ -91,7 +91,7 @@ def draft_everywhere(
     first_B1 = torch.tensor([[len(prompt) - 1] for prompt, _ in items], device=target.device)
     count = max(len(answer) for _, answer in items) - 1
     row_BA = (first_B1 + torch.arange(count, device=target.device)).clamp(max=longest - 2)
-    if isinstance(head, AutoregressiveHead | MedusaHead):
+    if isinstance(head, AutoregressiveHead):
         stacked = torch.stack([streams[k] for k in head.spec.layer_ids], 2) if head.spec.layer_ids else None
         drafts_BAK = _autoregressive(head, tokens_BT, head.fuse(hidden_BTD, stacked), row_BA, depth)
     elif isinstance(head, MedusaHead):

@@ -63,6 +63,11 @@ class OnlineFeatures:
         self.sample_ids = [sample.id for sample in samples]
 
     @property
+    def target_parameters(self) -> int:
+        """What every row passes through before it reaches the head."""
+        return sum(p.numel() for p in self.target.model.get_decoder().parameters()) - self.target.embed_VD.numel()
+
+    @property
     def lockstep(self) -> bool:
         """Whether ranks must fetch packs together, `get_together`: the target is sharded over them."""
         return self.target.lockstep

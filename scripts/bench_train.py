@@ -33,13 +33,13 @@ from headstart.data.prepare import prepare
 from headstart.data.samples import Sample
 from headstart.heads import HEADS
 from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher, build_head
-from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target, TargetConfig
 from headstart.train.captured import CapturedBackward, PackShape
 from headstart.train.config import TrainConfig
+from headstart.train.flops import multiply_adds
 from headstart.train.optim import build_optimizer
 from headstart.train.step import LossModule
 
@@ -193,20 +193,6 @@ def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.d
     finally:
         torch.set_default_dtype(default)
     return Target.from_model(model, config=TargetConfig(name="random"))
-
-
-def multiply_adds(head: Head, batch: FeatureBatch) -> float:
-    """Multiply-adds of one forward: matrices on the rows that need them, attention scores aside (they are < 3 %)."""
-    rows, counts = float(batch.tokens_R.shape[0]), batch.anchors.count_K
-    if not isinstance(head, Eagle3Head):
-        return sum(p.numel() for p in head.parameters()) * rows
-    attention, mlp = head.midlayer.self_attn, head.midlayer.mlp
-    packed = sum(linear.weight.numel() for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
-    key_value = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
-    per_row = attention.o_proj.weight.numel() + head.lm_head.weight.numel() + sum(p.numel() for p in mlp.parameters())
-    # every row: fc, the embedding half of the projections, the feature half of keys and values; see heads/ttt.py
-    shared = (head.fc.weight.numel() + packed / 2 + key_value / 2) * rows
-    return shared + (packed - key_value) / 2 * counts[0] + packed / 2 * sum(counts[1:]) + per_row * sum(counts)
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:

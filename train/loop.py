@@ -42,6 +42,7 @@ from headstart.train.distributed import (
     on_main,
     sum_over_ranks,
 )
+from headstart.train.flops import matmul_flops, step_flops
 from headstart.train.meters import Meters
 from headstart.train.optim import Budget, lr_factor, set_rate
 from headstart.train.parallel import Parallel, make_parallel, resolve_kind
@@ -215,7 +216,9 @@ class _Trainer:
         #: windows whose flags are still under way
         self.recent: deque[Window] = deque(maxlen=2)
         self.agreed_elapsed, self.agreed_stop = 0.0, False
-        self.meters = Meters(head.depth, self.device)
+        compute = autocast_dtype(config.mixed_precision, self.device) or torch.float32
+        self.meters = Meters(head.depth, self.device, matmul_flops(self.device, compute))
+        self.target_parameters = int(getattr(source, "target_parameters", 0))
         self.skipped_in_a_row = 0
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -354,7 +357,8 @@ class _Trainer:
         state.packs += len(packs)
         rows = sum(int(self.stream.lengths[i]) for pack in packs for i in pack.samples)
         state.tokens += rows
-        self.meters.add_host(rows, waited)
+        flops = sum(step_flops(self.head, batch, self.target_parameters) for batch in batches)
+        self.meters.add_host(rows, waited, flops)
 
     # -- agreement and non-finite losses ---------------------------------------------------------------------------
 

@@ -15,13 +15,15 @@ from headstart.train.validate import acceptance
 class Meters:
     """Sums since the last record; `read` is where the host waits for the device.
 
+    Args:
+        peak_flops: FLOP/s of this device, for MFU.
     Attributes:
         rate: learning rate of the last step.
         steps: optimiser steps since the last record.
     """
 
-    def __init__(self, depth: int, device: torch.device):
-        self._depth, self._device = depth, device
+    def __init__(self, depth: int, device: torch.device, peak_flops: float = float("inf")):
+        self._depth, self._device, self._peak = depth, device, peak_flops
         self.rate = 0.0
         self._since = time.perf_counter()
         self._step_end: torch.cuda.Event | None = None
@@ -31,7 +33,7 @@ class Meters:
         self._sums = torch.zeros(1 + 3 * self._depth, device=self._device)
         self._norm: Tensor | None = None
         self.steps = self._rows = 0
-        self._waited = 0.0
+        self._waited = self._flops = 0.0
 
     def restart_clock(self) -> None:
         """Leave the time until now (loading, resuming) out of the rates."""
@@ -42,9 +44,10 @@ class Meters:
         self._norm = norm
         self.steps += 1
 
-    def add_host(self, rows: int, waited: float) -> None:
-        """End of a step: `rows` trained on by all ranks, seconds the device `waited` for features."""
+    def add_host(self, rows: int, waited: float, flops: float = 0.0) -> None:
+        """End of a step: `rows` trained on by all ranks, seconds the device `waited`, and `flops` done by this rank."""
         self._rows += rows
+        self._flops += flops
         self._waited += waited
         if self._device.type == "cuda":
             self._step_end = torch.cuda.Event()
@@ -56,8 +59,10 @@ class Meters:
 
     def read(self) -> tuple[dict[str, float], int]:
         """(values of the record, positions supervised at depth 1), over all ranks; the sums start again."""
-        sums = sum_over_ranks(self._sums.clone()).cpu()
-        correct_K, total_K, prefix_K = sums[1:].view(3, self._depth)
+        share = self._flops / self._peak  # seconds that the arithmetic alone would take
+        extra = torch.tensor([share, 1.0], device=self._device)
+        sums = sum_over_ranks(torch.cat([self._sums, extra])).cpu()
+        correct_K, total_K, prefix_K = sums[1:-2].view(3, self._depth)
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         values = {
@@ -66,6 +71,7 @@ class Meters:
             "lr": self.rate,
             "grad_norm": float("nan") if self._norm is None else float(self._norm),
             "tokens_per_s": self._rows / seconds,
+            "mfu": float(sums[-2] / sums[-1]) / seconds,
             "data_wait": self._waited / seconds,
         }
         if self._device.type == "cuda":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,8 @@ SHOWN = {
     "valid/sim_tau": "valid sim τ",
     "valid/tau": "τ",
     "lr": "lr",
+    "tokens_per_s": "tokens/s",
+    "mfu": "MFU",
 }
 
 
@@ -138,6 +142,7 @@ class Reporter:
         self._console = console or Console(stderr=True, highlight=False)
         self._show, self._total, self._unit = show, total, unit
         self._bar: Progress | None = None
+        self._started: tuple[float, float] | None = None
         if show and self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("train"),
@@ -161,7 +166,17 @@ class Reporter:
         if self._bar is not None:
             self._bar.update(self._task, completed=min(done, self._total), note=note)
         elif self._show:
-            self._console.print(f"train step {step}, {done:.0f} of {self._total:g} {self._unit}  {note}")
+            left = "" if self._started is None else f"  {self._time_left(done)} left"
+            self._console.print(f"train step {step}, {done:.0f} of {self._total:g} {self._unit}{left}  {note}")
+        if self._started is None:
+            self._started = (time.monotonic(), done)
+
+    def _time_left(self, done: float) -> str:
+        """At the pace since the first record."""
+        assert self._started is not None
+        since, first = self._started
+        pace = (done - first) / max(time.monotonic() - since, 1e-9)
+        return str(timedelta(seconds=round(max(self._total - done, 0.0) / pace))) if pace > 0 else "?"
 
     def say(self, message: str) -> None:
         if self._show:

@@ -44,7 +44,8 @@ from headstart.heads.provenance import provenance
 from headstart.heads.sharded import ShardedTarget, fill, shard_group
 from headstart.heads.target import Target, TargetConfig
 from headstart.train.config import TrainConfig
-from headstart.train.loop import make_accelerator, train
+from headstart.train.loop import train
+from headstart.train.setup import make_accelerator
 
 #: case → (train.parallel, whether the target is sharded, steps between checkpoints)
 CASES = {

@@ -21,7 +21,7 @@ from headstart.recipes.load import load_recipe
 from headstart.signals import terminable
 from headstart.talk import Talk
 from headstart.train.distributed import is_distributed, on_main
-from headstart.train.loop import make_accelerator
+from headstart.train.setup import make_accelerator
 from headstart.train.watch import Watch
 
 

@@ -14,20 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
 from headstart.data.packing import plan_packs
 from headstart.heads.base import Head, Teacher
-from headstart.heads.errors import ConfigError, TrainingError
-from headstart.heads.files import read_json, write_json
-from headstart.heads.layers import DraftLayer
+from headstart.heads.errors import TrainingError
+from headstart.heads.files import read_json
 from headstart.heads.provenance import provenance as make_provenance
 from headstart.heads.transfer import to_device
 from headstart.train.captured import CapturedPacks
@@ -36,26 +33,24 @@ from headstart.train.config import TrainConfig
 from headstart.train.distributed import (
     Agreement,
     StopSignal,
-    check_launch,
     from_main,
-    gather_objects,
     on_main,
     sum_over_ranks,
 )
 from headstart.train.flops import matmul_flops, step_flops
 from headstart.train.meters import Meters
+from headstart.train.nonfinite import Window, dump
 from headstart.train.optim import Budget, lr_factor, set_rate
 from headstart.train.parallel import Parallel, make_parallel, resolve_kind
 from headstart.train.resume import RunState, capture, restore, state_values
 from headstart.train.saver import PATIENCE_S, Saver
+from headstart.train.setup import captures, make_accelerator, recompute_activations
 from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, subsample
 from headstart.train.track import Reporter, Tracker, open_tracker
 
 #: (head, step, final) → values; see validate.Validator
 Validate = Callable[[Head, int, bool], dict[str, float]]
-#: (step, packs of the window, sample ids of this rank's packs by place)
-Window = tuple[int, list[Pack], dict[int, tuple[str, ...]]]
 
 
 @dataclass
@@ -86,52 +81,6 @@ class TrainResult:
     resumed_from: int = 0
     interrupted: bool = False
     save_blocked_ms: float = 0.0
-
-
-def make_accelerator(device: torch.device | str) -> Accelerator:
-    """The process group of this launch on CPUs or GPUs. Raises ConfigError when ranks are missing from it.
-
-    Precision is the loop's own business (float32 master weights, autocast inside the loss), so accelerate's is off.
-    """
-    # ranks wait while rank 0 distils or measures τ; a lost rank is noticed by watch.py, not by this timeout
-    group = InitProcessGroupKwargs(timeout=timedelta(hours=6))
-    cpu = torch.device(device).type == "cpu"
-    try:
-        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[group])
-    except ImportError as error:
-        raise ConfigError(
-            f"launch: the accelerate configuration needs a package that is not installed ({error}); install it "
-            "(DeepSpeed: `pip install deepspeed`), or launch with recipes/accelerate/fsdp2.yaml"
-        ) from error
-    check_launch(accelerator.num_processes)
-    return accelerator
-
-
-def recompute_activations(head: Head) -> None:
-    """Switch `train.activation_checkpointing` on. Raises ConfigError for a head without a decoder layer."""
-    layers = [module for module in head.modules() if isinstance(module, DraftLayer)]
-    if not layers:
-        raise ConfigError(
-            f"train.activation_checkpointing: {head.family} has no decoder layer to make activations of again: "
-            "set it to false"
-        )
-    for layer in layers:
-        layer.recompute = True
-
-
-def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
-    """Whether steps run as CUDA graphs. Raises ConfigError where `train.capture=on` cannot be."""
-    kind = resolve_kind(config, accelerator)
-    # in float32, attention loops over documents on the host, which no graph can hold
-    half = autocast_dtype(config.mixed_precision, accelerator.device) is not None
-    possible = accelerator.device.type == "cuda" and kind == "replicated" and half
-    if config.capture == "on" and not possible:
-        raise ConfigError(
-            f"train.capture: found on, with a {kind} head on {accelerator.device.type} and "
-            f"train.mixed_precision={config.mixed_precision}; graphs need bf16 on GPUs that each hold the whole head: "
-            "set train.capture=auto"
-        )
-    return possible and config.capture != "off"
 
 
 def train(
@@ -403,20 +352,7 @@ class _Trainer:
             )
 
     def _describe_bad(self, flags: list[float], window: Window) -> str:
-        """Name the samples (all ranks take part) and dump them to nonfinite-step-N.json."""
-        step, packs, mine = window
-        bad = [place for place, flag in enumerate(flags[:-1]) if flag]
-        what = "loss" if bad else "gradient"
-        places = bad or range(len(packs))
-        known: dict[int, tuple[str, ...]] = {}
-        for ids in gather_objects(mine):
-            known |= ids
-        names = [str(name) for p in places for name in (known.get(p) or packs[p].samples)]
-        if self.rank == 0:
-            chosen = [asdict(packs[p]) for p in places]
-            record = {"step": step, "what": what, "sample_ids": names, "packs": chosen, "lr": self.meters.rate}
-            write_json(self.run_dir / f"nonfinite-step-{step}.json", record)
-        return f"non-finite {what} at step {step}, samples {', '.join(names)}."
+        return dump(flags, window, self.meters.rate, self.head, self.rank, self.run_dir, self.fetcher.again)
 
     def _skip(self) -> bool:
         """Policy `skip`: wait for this window's flags; True when the step must not be made."""

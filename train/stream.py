@@ -162,6 +162,10 @@ class Fetcher:
                 batches.append(batch)
         return batches
 
+    def again(self, pack: Pack) -> FeatureBatch | None:
+        """The pack once more, for a look at it; None where ranks fetch together only."""
+        return None if getattr(self._source, "lockstep", False) else self._get(pack)
+
     def _get(self, pack: Pack) -> FeatureBatch:
         return self._explain(pack, lambda: self._source.get(list(pack.samples)), self._culprits)
 

@@ -12,7 +12,7 @@ from headstart.heads import HEADS
 from headstart.heads.base import FeatureBatch, Head, build_head
 from headstart.heads.errors import ConfigError
 from headstart.heads.target import Target
-from headstart.train.loop import recompute_activations
+from headstart.train.setup import recompute_activations
 
 
 def built(family: str) -> tuple[Head, Target]:

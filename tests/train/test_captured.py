@@ -12,7 +12,7 @@ from headstart.heads.base import FeatureBatch
 from headstart.heads.errors import ConfigError
 from headstart.train.captured import PackShape, tensors_of
 from headstart.train.config import TrainConfig
-from headstart.train.loop import captures
+from headstart.train.setup import captures
 
 
 def batch_of(*lengths: int) -> FeatureBatch:

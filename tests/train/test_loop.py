@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher
 
 from headstart.heads.errors import ConfigError, StorageError, TrainingError
@@ -158,6 +159,12 @@ def test_nan_loss_stops_with_the_sample_ids_and_keeps_the_checkpoint(tmp_path, a
     assert f"samples sample-{poisoned}, sample-{poisoned + 1}." in message
     dump = json.loads((tmp_path / f"nonfinite-step-{after_good}.json").read_text())
     assert dump["sample_ids"] == [f"sample-{poisoned}", f"sample-{poisoned + 1}"]
+    bad = load_file(tmp_path / f"nonfinite-step-{after_good}.safetensors")
+    rows = source.lengths[poisoned]
+    assert dump["nonfinite_features"] == {"hidden_RD": rows * bad["hidden_RD"].shape[1]}
+    assert torch.equal(bad["tokens_R"][:rows], source.documents[poisoned][0])
+    # the NaN reaches the weights where steps are not held back for it
+    assert set(dump["nonfinite_weights"]) <= {name for name, _ in FakeHead().named_parameters()}
     if after_good:
         assert "last good checkpoint" in message and "step-00000002" in message
         assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000002"]
@@ -172,7 +179,8 @@ def test_nan_with_policy_skip_goes_on(tmp_path):
     )  # fmt: skip
     assert result.step == 6
     assert all(torch.isfinite(p).all() for p in head.parameters())
-    assert sorted(p.name for p in tmp_path.glob("nonfinite-*")) == ["nonfinite-step-0.json", "nonfinite-step-3.json"]
+    found = sorted(p.name for p in tmp_path.glob("nonfinite-*.json"))
+    assert found == ["nonfinite-step-0.json", "nonfinite-step-3.json"]
 
 
 def test_sigterm_saves_and_the_next_call_continues(tmp_path):

@@ -15,7 +15,11 @@ from train_fakes import FakeHead, FakeSource, forked, in_order, make_documents, 
 
 from headstart.heads.errors import TrainingError
 from headstart.train.config import TrainConfig
-from headstart.train.loop import make_accelerator, train
+from headstart.train.gradients import FlatGradients
+from headstart.train.loop import train
+from headstart.train.parallel import make_parallel
+from headstart.train.setup import make_accelerator
+from headstart.train.step import LossModule
 
 
 def config(**changes) -> TrainConfig:
@@ -55,6 +59,25 @@ class Signalled(FakeSource):
         return super().get(pack)
 
 
+def flat_sum(rank: int) -> list[torch.Tensor]:
+    head = FakeHead(seed=rank)
+    flat = FlatGradients([p for p in head.parameters() if p.requires_grad])
+    sum((p * (rank + 1)).sum() for p in head.parameters()).backward()
+    flat.sum_over_ranks()
+    return [p.grad for p in head.parameters()]
+
+
+def shard_rows() -> list[int]:
+    """Rows of each parameter that this rank holds under fsdp2; its weights are rank 0's."""
+    head = FakeHead(seed=torch.distributed.get_rank())
+    accelerator = make_accelerator("cpu")
+    parallel = make_parallel("fsdp2", head, LossModule(head, teacher(), None), config(), accelerator, False)
+    held = [p.to_local().shape[0] for p in head.parameters()]
+    whole = dict(parallel.head_tensors())
+    assert all(torch.equal(whole[name], p) for name, p in FakeHead(seed=0).named_parameters())
+    return held
+
+
 ALL = list(range(12))
 #: windows of two ranks: one pack each; two packs and one; one pack and none
 WINDOWS = [[ALL[:5], ALL[5:]], [ALL[:5], ALL[5:6], ALL[6:]], [ALL]]
@@ -71,6 +94,8 @@ def _work(rank: int, out: Path) -> dict:
         )
         torch.distributed.all_reduce(sums.loss)
         found["gradients"].append({**grads, "loss": sums.loss})
+    found["flat"] = flat_sum(rank)
+    found["shards"] = shard_rows()
     head, result = run(out / "plain")
     found["plain"] = head.state_dict()
     found["plain_tokens"] = [result.tokens, result.supervised_tokens]
@@ -151,6 +176,16 @@ def test_two_ranks_end_where_one_does(ranks, alone, case):
         assert losses(out / case) == pytest.approx(losses(alone[0]), rel=1e-5)
     if case == "plain":
         assert found[0]["plain_tokens"] == found[1]["plain_tokens"] == [alone[2].tokens, alone[2].supervised_tokens]
+
+
+def test_gradients_that_nothing_wraps_are_summed_over_the_ranks(ranks):
+    for rank in range(2):
+        assert all(bool((g == 3.0).all()) for g in ranks[1][rank]["flat"])
+
+
+def test_fsdp2_holds_half_of_every_parameter_of_rank_0(ranks):
+    for rank in range(2):  # 13 rows: seven and six
+        assert ranks[1][rank]["shards"] == [(7, 6)[rank]] * 6
 
 
 def test_non_finite_loss_of_one_rank_is_named_on_all(ranks):

@@ -21,7 +21,8 @@ from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.sharded import RowsTeacher, rows_of
 from headstart.heads.target import Target, TargetConfig
 from headstart.train.config import TrainConfig
-from headstart.train.loop import make_accelerator, train
+from headstart.train.loop import train
+from headstart.train.setup import make_accelerator
 from headstart.train.validate import Validator
 
 SHAPE = dict(

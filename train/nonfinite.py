@@ -1,0 +1,79 @@
+"""What is left behind when a loss or a gradient is not finite: which samples, and what in them or in the head is bad.
+
+nonfinite-step-N.json           samples, packs, rate, non-finite entries by tensor
+nonfinite-step-N.safetensors    the first bad pack: tokens, turns and features as the head saw them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headstart.heads.base import FeatureBatch
+from headstart.heads.files import write_json, write_safetensors
+from headstart.train.distributed import gather_objects
+from headstart.train.stream import Pack
+
+#: (step, packs of the window, sample ids of this rank's packs by place)
+Window = tuple[int, list[Pack], dict[int, tuple[str, ...]]]
+#: packs kept by a run that skips bad steps
+MOST_PACKS = 5
+
+
+def bad_entries(named: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Number of non-finite entries of every tensor that has some."""
+    counts = {n: int((~torch.isfinite(t)).sum()) for n, t in named.items() if t.is_floating_point() and t.numel()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def dump(
+    flags: list[float],
+    window: Window,
+    rate: float,
+    head: nn.Module,
+    rank: int,
+    run_dir: Path,
+    fetch: Callable[[Pack], FeatureBatch | None],
+) -> str:
+    """Name the samples of a bad window and write the files; all ranks take part.
+
+    Args:
+        flags: 1 where a pack's loss is not finite, last entry: the gradient.
+        fetch: features of a pack once more; None where ranks fetch together only.
+    Returns: one sentence that names step and samples.
+    """
+    step, packs, mine = window
+    bad = [place for place, flag in enumerate(flags[:-1]) if flag]
+    what = "loss" if bad else "gradient"
+    places = bad or list(range(len(packs)))
+    found: dict[str, Any] = {}
+    if places[0] in mine and (batch := fetch(packs[places[0]])) is not None:
+        named = {n: t for n in ("hidden_RD", "streams_RkD") if (t := getattr(batch, n)) is not None}
+        found = bad_entries(named)
+        kept = {n: getattr(batch, n) for n in ("tokens_R", "turn_R", "position_R")} | named
+        if len(list(run_dir.glob("nonfinite-*.safetensors"))) < MOST_PACKS:
+            write_safetensors(run_dir / f"nonfinite-step-{step}.safetensors", kept)
+    known: dict[int, tuple[str, ...]] = {}
+    entries: dict[str, int] = {}
+    for ids, counts in gather_objects((mine, found)):
+        known |= ids
+        entries |= counts
+    names = [str(name) for p in places for name in (known.get(p) or packs[p].samples)]
+    if rank == 0:
+        weights = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in head.named_parameters()}
+        record = {
+            "step": step,
+            "what": what,
+            "sample_ids": names,
+            "packs": [asdict(packs[p]) for p in places],
+            "lr": rate,
+            "nonfinite_features": entries,
+            "nonfinite_weights": bad_entries({name: weight.detach() for name, weight in weights.items()}),
+        }
+        write_json(run_dir / f"nonfinite-step-{step}.json", record)
+    return f"non-finite {what} at step {step}, samples {', '.join(names)}."

@@ -1,0 +1,63 @@
+"""What a run is started on: the process group, captured steps or not, activations kept or made again."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from headstart.heads.base import Head
+from headstart.heads.errors import ConfigError
+from headstart.heads.layers import DraftLayer
+from headstart.train.config import TrainConfig
+from headstart.train.distributed import check_launch
+from headstart.train.parallel import resolve_kind
+from headstart.train.step import autocast_dtype
+
+
+def make_accelerator(device: torch.device | str) -> Accelerator:
+    """The process group of this launch on CPUs or GPUs. Raises ConfigError when ranks are missing from it.
+
+    Precision is the loop's own business (float32 master weights, autocast inside the loss), so accelerate's is off.
+    """
+    # ranks wait while rank 0 distils or measures τ; a lost rank is noticed by watch.py, not by this timeout
+    group = InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    cpu = torch.device(device).type == "cpu"
+    try:
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[group])
+    except ImportError as error:
+        raise ConfigError(
+            f"launch: the accelerate configuration needs a package that is not installed ({error}); install it "
+            "(DeepSpeed: `pip install deepspeed`), or launch with recipes/accelerate/fsdp2.yaml"
+        ) from error
+    check_launch(accelerator.num_processes)
+    return accelerator
+
+
+def recompute_activations(head: Head) -> None:
+    """Switch `train.activation_checkpointing` on. Raises ConfigError for a head without a decoder layer."""
+    layers = [module for module in head.modules() if isinstance(module, DraftLayer)]
+    if not layers:
+        raise ConfigError(
+            f"train.activation_checkpointing: {head.family} has no decoder layer to make activations of again: "
+            "set it to false"
+        )
+    for layer in layers:
+        layer.recompute = True
+
+
+def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
+    """Whether steps run as CUDA graphs. Raises ConfigError where `train.capture=on` cannot be."""
+    kind = resolve_kind(config, accelerator)
+    # in float32, attention loops over documents on the host, which no graph can hold
+    half = autocast_dtype(config.mixed_precision, accelerator.device) is not None
+    possible = accelerator.device.type == "cuda" and kind == "replicated" and half
+    if config.capture == "on" and not possible:
+        raise ConfigError(
+            f"train.capture: found on, with a {kind} head on {accelerator.device.type} and "
+            f"train.mixed_precision={config.mixed_precision}; graphs need bf16 on GPUs that each hold the whole head: "
+            "set train.capture=auto"
+        )
+    return possible and config.capture != "off"

@@ -46,11 +46,16 @@ class Answer:
 
 @dataclass
 class Decoded:
-    """Answers of a batch and the wall-clock seconds of its two phases (device synchronised)."""
+    """Answers of a batch and the wall-clock seconds of its two phases (device synchronised).
+
+    Attributes:
+        cycle_s: seconds of each cycle of the batch, as the host sees its tokens arrive.
+    """
 
     answers: list[Answer]
     prefill_s: float
     decode_s: float
+    cycle_s: list[float] = field(default_factory=list)
 
     @property
     def decode_tokens(self) -> int:
@@ -100,6 +105,7 @@ def decode(
         drafter.start(context, engine.kv.capacity)
     synchronize(device)
     prefilled = time.perf_counter()
+    arrivals = [prefilled]
 
     gaps = [_gap(logits_BV)] if record_gaps else []
     for row, token in enumerate(roots_B.tolist()):
@@ -120,6 +126,7 @@ def decode(
         roots_B = torch.where(active_B, verdict.next_B, roots_B)
         if rows.cycle(accepted.tokens_BJ, accepted.count_B, roots_B, drafted_levels(tree), engine):
             active_B = rows.active_B(device)
+        arrivals.append(time.perf_counter())
         if drafter is not None:
             accepted.longest = engine.longest
             drafter.commit(accepted)
@@ -129,7 +136,8 @@ def decode(
         table = torch.stack(gaps, 1).tolist()
         for answer, row_gaps in zip(rows.answers, table, strict=True):
             answer.gaps = row_gaps[: len(answer.tokens)]
-    return Decoded(rows.answers, prefilled - began, finished - prefilled)
+    cycle_s = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    return Decoded(rows.answers, prefilled - began, finished - prefilled, cycle_s)
 
 
 def drafted_levels(tree: Tree) -> Tensor:

@@ -12,10 +12,11 @@ from torch import Tensor
 from headstart.heads.base import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
-from headstart.heads.formats.findings import EngineVerdict, Verdict, view
+from headstart.heads.formats.findings import EngineVerdict, Verdict, geometry_notes, rope_problems, view
 from headstart.heads.formats.loading import check_shapes, plan_load
 from headstart.heads.formats.plan import Plan
 from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint
+from headstart.heads.formats.sealed import add_changes, read_sealed
 
 #: engine key (as in export.engines) → validator module
 ENGINES = {"vllm": vllm, "sglang": sglang, "tgi": tgi, "tensorrt_llm": tensorrt_llm}
@@ -51,6 +52,11 @@ class CheckReport:
         """Engines that would load the directory wrongly, with the reasons."""
         return {name: v.wrong for name, v in self.engines.items() if v.verdict is Verdict.WRONG}
 
+    @property
+    def served(self) -> list[str]:
+        """Keys of the serving engines that load the directory rightly."""
+        return [name for name in ENGINES if self.loads(name)]
+
     def to_json(self) -> dict[str, Any]:
         engines = {name: {**asdict(v), "verdict": v.verdict.value} for name, v in self.engines.items()}
         return {"directory": self.directory, "family": self.family, "layout": self.layout, "engines": engines}
@@ -74,11 +80,14 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
     Raises: FormatError only when the directory itself, its config or its weight files cannot be opened.
     """
     raw = open_checkpoint(Path(path))
-    seen = view(raw)
+    seen, sealed = view(raw), read_sealed(raw)
     ours, plan = _headstart(raw, target_dims)
-    if target_dims is None and plan is not None and raw.sidecar is not None:
-        target_dims = plan.dims
+    if target_dims is None and sealed is not None:
+        target_dims = sealed.dims
     engines = {"headstart": ours, **{key: module.check(seen, target_dims) for key, module in ENGINES.items()}}
+    if sealed is not None:
+        for key in ENGINES:
+            add_changes(engines[key], sealed, raw)
     if len(raw.readers) > 1:
         for key in SHARDED.get(seen.family or "", ()):
             engines[key].add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
@@ -98,6 +107,16 @@ def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdi
     for name, reason in plan.unused.items():
         if not reason.startswith("turned into"):
             found.add(Verdict.LOADS, f"{name} is not kept: {reason}")
+    if target is not None and raw.sidecar is None and plan.family != "medusa":
+        draft = {
+            "hidden_size": plan.fields.get("hidden_size") or plan.dims.hidden_size,
+            "num_attention_heads": plan.dims.num_heads,
+            "head_dim": plan.dims.head_dim,
+            "rms_norm_eps": plan.dims.rms_norm_eps,
+            "rope_parameters": plan.dims.rope_parameters,
+        }
+        for note in [*rope_problems(draft, "config.json", target), *geometry_notes(draft, target)]:
+            found.add(Verdict.LOADS, f"runs as config.json says: {note}")
     return found, plan
 
 

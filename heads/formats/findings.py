@@ -5,6 +5,7 @@ Unlike the readers, a validator never stops at the first fault: it says what an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -147,12 +148,15 @@ def match_rows(
         shape = seen.shape(row.name)
         expected = tuple(sizes[symbol] for symbol in row.shape)
         if shape is None:
-            reason = row.why or "the engine keeps uninitialised memory in its place"
+            silent = "the engine keeps uninitialised memory in its place; copy or export the head again"
+            reason = row.why or ("the engine stops" if row.missing is Verdict.REFUSES else silent)
             found.add(row.missing, f"{row.name} {list(expected)} is missing: {reason}")
         elif shape != expected:
             symbols = " × ".join(row.shape)
+            turned = ": it is transposed" if shape == expected[::-1] else ""
             found.add(
-                mismatch, f"{seen.names[row.name]} is {list(shape)}, config.json makes it {list(expected)} ({symbols})"
+                mismatch,
+                f"{seen.names[row.name]} is {list(shape)}, config.json makes it {list(expected)} ({symbols}){turned}",
             )
         elif not seen.raw.tensors[seen.names[row.name]].dtype.is_floating_point:
             dtype = seen.raw.tensors[seen.names[row.name]].dtype
@@ -246,7 +250,35 @@ def rope_problems(config: dict[str, Any], where: str, target: HeadDims | None) -
         return [str(error)]
     if target is None or same_rope(rope, target.rope_parameters):
         return []
-    return [f"rope {rope} differs from the target's {target.rope_parameters}: the head was trained with the target's"]
+    return [
+        f"rope {rope} differs from the target's {target.rope_parameters}: write the target's, unless the head was "
+        "trained with another"
+    ]
+
+
+def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]:
+    """What changes a draft layer's output but neither its shapes nor any engine's mind, where it is not the target's.
+
+    A head may have been trained so; a config edited by hand looks the same.
+    """
+    if target is None:
+        return []
+    heads = config.get("num_attention_heads") or LLAMA_DEFAULTS["num_attention_heads"]
+    hidden = config.get("hidden_size") or LLAMA_DEFAULTS["hidden_size"]
+    size = config.get("head_dim") or hidden // max(heads, 1)
+    epsilon = config.get("rms_norm_eps") or LLAMA_DEFAULTS["rms_norm_eps"]
+    notes = []
+    if hidden == target.hidden_size and (heads, size) != (target.num_heads, target.head_dim):
+        notes.append(
+            f"{heads} attention heads of {size} where the target has {target.num_heads} of {target.head_dim}: right "
+            "only if the head was trained so"
+        )
+    if not isinstance(epsilon, int | float) or not math.isclose(epsilon, target.rms_norm_eps, rel_tol=1e-3):
+        notes.append(
+            f"rms_norm_eps is {epsilon!r} where the target has {target.rms_norm_eps!r}: right only if the head was "
+            "trained so"
+        )
+    return notes
 
 
 def guarded(found: EngineVerdict, check: Callable[[], None]) -> EngineVerdict:

@@ -63,7 +63,7 @@ def _plan_ours(raw: RawCheckpoint, target: HeadDims | None) -> tuple[Plan, HeadC
 def _compare_with_sidecar(plan: Plan, config: HeadConfig, dims: HeadDims, where: str) -> None:
     found, expected = dict(plan.fields), asdict(config)
     if plan.family == "eagle3":
-        head = _skeleton(config, dims, where)
+        head = skeleton(config, dims, where)
         expected["feature_layers"] = list(head.spec.layer_ids)
         expected["draft_vocab_size"] = config.draft_vocab_size or dims.vocab_size  # type: ignore[attr-defined]
         if expected["hidden_size"] == dims.hidden_size:
@@ -85,7 +85,7 @@ def _compare_with_sidecar(plan: Plan, config: HeadConfig, dims: HeadDims, where:
 
 
 def _plan_compact(raw: RawCheckpoint, config: HeadConfig, dims: HeadDims) -> Plan:
-    names = {name: name for name in _skeleton(config, dims, str(raw.directory)).state_dict()}
+    names = {name: name for name in skeleton(config, dims, str(raw.directory)).state_dict()}
     odd = set(names) ^ set(raw.tensors)
     if odd:
         raise FormatError(
@@ -94,7 +94,7 @@ def _plan_compact(raw: RawCheckpoint, config: HeadConfig, dims: HeadDims) -> Pla
     return Plan("Headstart compact", config.type, asdict(config), dims, names)
 
 
-def _skeleton(config: HeadConfig, dims: HeadDims, where: str) -> Head:
+def skeleton(config: HeadConfig, dims: HeadDims, where: str) -> Head:
     """The head on the meta device: names and shapes without memory. Buffers a head derives itself stay on the CPU."""
     try:
         with torch.device("meta"):
@@ -109,7 +109,7 @@ def check_shapes(raw: RawCheckpoint, plan: Plan, config: HeadConfig) -> dict[str
     Raises: FormatError naming the tensor, its shape and the expected one.
     """
     where = str(raw.directory)
-    shapes = {name: tuple(tensor.shape) for name, tensor in _skeleton(config, plan.dims, where).state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in skeleton(config, plan.dims, where).state_dict().items()}
     ids_shape = shapes.pop("draft_ids_U", None)
     sourced = set(plan.names) | set(plan.zeros)
     if sourced != set(shapes):

@@ -22,6 +22,7 @@ from headstart.heads.formats.findings import (
     eagle3_rows,
     eagle_config_of,
     eagle_rows,
+    geometry_notes,
     guarded,
     llama_sizes,
     match_rows,
@@ -60,6 +61,8 @@ def _common(found: EngineVerdict, seen: View, target: HeadDims | None, architect
         found.add(WRONG, f"num_hidden_layers is {sizes['layers']} and the file holds one layer: the others stay random")
     for problem in rope_problems(config, "config.json", target):
         found.add(WRONG, problem)
+    for note in geometry_notes(config, target):
+        found.add(LOADS, note)
     if config.get("tie_word_embeddings", False):
         found.add(WRONG, "tie_word_embeddings is true: SGLang puts the embeddings in the place of lm_head; write false")
     if target is not None and sizes["D"] != target.hidden_size:

@@ -21,18 +21,18 @@ FACTS = {
     "medusa": {
         "feature": "last hidden state after the final norm",
         "block": "h + SiLU(W h + b)",
-        "method": "methods.md §1, arXiv 2401.10774",
+        "method": "Medusa-1, arXiv 2401.10774",
     },
     "eagle": {
         "feature": "last hidden state after the final norm",
         "input": "fc(cat(embedding, feature)), embedding first, no bias, no input_layernorm, no final norm",
-        "method": "methods.md §3, arXiv 2401.15077",
+        "method": "EAGLE, arXiv 2401.15077",
     },
     "eagle3": {
         "feature": "hidden_states[k] at feature_layers (inputs of decoder layers k, before any norm)",
         "residual": "un-normed g (norm_before_residual = false)",
         "recycled": "pre-norm output",
-        "method": "methods.md §4, arXiv 2503.01840",
+        "method": "EAGLE-3, arXiv 2503.01840",
     },
 }
 
@@ -68,6 +68,24 @@ def _digest(value: dict[str, Any]) -> str:
 
 
 def verify_seal(raw: RawCheckpoint, where: str, side: dict[str, Any]) -> None:
+    """Raises: FormatError unless the sidecar is as it was written and so are the files that it seals."""
+    verify_sidecar(where, side)
+    digests, files = side.get("sha256"), sealed_files(raw)
+    if not isinstance(digests, dict) or set(digests) != files:
+        raise FormatError(
+            f"{where}: seals {sorted(digests or {})} and the directory holds {sorted(files)}; copy it again"
+        )
+    if changed := changed_files(raw, side):
+        raise FormatError(
+            f"{raw.directory / changed[0]}: was changed or damaged after the head was saved (sha256 differs from "
+            f"{SIDECAR}). Copy it "
+            f"again, or, if the change is meant, delete {SIDECAR} to have the directory read as a foreign "
+            "checkpoint"
+        )
+
+
+def verify_sidecar(where: str, side: dict[str, Any]) -> None:
+    """Raises: FormatError unless the sidecar itself is as it was written."""
     if side.get("schema") != SCHEMA:
         raise FormatError(f"{where}: schema {side.get('schema')!r}, this Headstart reads {SCHEMA}: update Headstart")
     if side.get("digest") != _digest(side):
@@ -75,20 +93,17 @@ def verify_seal(raw: RawCheckpoint, where: str, side: dict[str, Any]) -> None:
             f"{where}: was changed after it was written. Restore it, or delete it to have the directory read as a "
             "foreign checkpoint"
         )
+
+
+def sealed_files(raw: RawCheckpoint) -> set[str]:
+    return {"config.json", *raw.readers}
+
+
+def changed_files(raw: RawCheckpoint, side: dict[str, Any]) -> list[str]:
+    """Files of the directory that are not what the sidecar seals, or that it does not know."""
     digests = side.get("sha256")
-    files = {"config.json", *raw.readers}
-    if not isinstance(digests, dict) or set(digests) != files:
-        raise FormatError(
-            f"{where}: seals {sorted(digests or {})} and the directory holds {sorted(files)}; copy it again"
-        )
-    for name in sorted(files):
-        if sha256_file(raw.directory / name) != digests[name]:
-            raise FormatError(
-                f"{raw.directory / name}: was changed or damaged after the head was saved (sha256 differs from "
-                f"{SIDECAR}). Copy it "
-                f"again, or, if the change is meant, delete {SIDECAR} to have the directory read as a foreign "
-                "checkpoint"
-            )
+    digests = digests if isinstance(digests, dict) else {}
+    return [name for name in sorted(sealed_files(raw)) if sha256_file(raw.directory / name) != digests.get(name)]
 
 
 def family_config(family: Any, values: Any, where: str) -> HeadConfig:

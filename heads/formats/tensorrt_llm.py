@@ -21,6 +21,7 @@ from headstart.heads.formats.findings import (
     draft_map_problem,
     eagle3_rows,
     eagle_config_of,
+    geometry_notes,
     guarded,
     llama_sizes,
     match_rows,
@@ -55,12 +56,22 @@ def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
         found.add(WRONG, "norm_before_residual is true: the residual is always the un-normed one")
     if config.get("norm_before_fc") and not nested.get("norm_before_fc"):
         found.add(WRONG, "norm_before_fc is read inside eagle_config only")
+    if config.get("hidden_act", "silu") != "silu":
+        found.add(WRONG, f"hidden_act is {config['hidden_act']!r}: its draft layer computes silu")
+    if target is not None and sizes["D"] != target.hidden_size:
+        found.add(REFUSES, f"reads hidden states of width {sizes['D']}, the target's are {target.hidden_size} wide")
+    if target is not None and sizes["V"] != target.vocab_size:
+        found.add(
+            WRONG, f"vocab_size is {sizes['V']}, the target's {target.vocab_size}: the head belongs to another target"
+        )
     if "mask_hidden" in seen.names:
         found.add(
             WRONG, "mask_hidden is not read: it drafts one token after the other, which P-EAGLE was not trained for"
         )
     for reason in rope_problems(config, "config.json", target):
         found.add(WRONG, reason)
+    for note in geometry_notes(config, target):
+        found.add(LOADS, note)
     if sizes["layers"] != 1:
         found.add(WRONG, f"num_hidden_layers is {sizes['layers']} and the file holds one layer")
     size, vocab = sizes["U"], sizes["V"]

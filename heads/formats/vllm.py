@@ -25,6 +25,7 @@ from headstart.heads.formats.findings import (
     eagle3_rows,
     eagle_config_of,
     eagle_rows,
+    geometry_notes,
     guarded,
     llama_sizes,
     match_rows,
@@ -283,6 +284,8 @@ def _llama(found: EngineVerdict, config: dict[str, Any], target: HeadDims | None
         found.add(WRONG, f"num_hidden_layers {given} {sizes['layers']} and the file holds one: the others stay random")
     for problem in rope_problems(config, "config.json", target):
         found.add(WRONG, problem)
+    for note in geometry_notes(config, target):
+        found.add(LOADS, note)
     _target(found, target, sizes["D"], sizes["V"])
     return sizes
 

@@ -17,7 +17,12 @@ def command(
         typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (not needed with --check), then overrides."),
     ] = None,
     check: Annotated[
-        str | None, typer.Option("--check", metavar="DIR", help="Write nothing: say which engines load this directory.")
+        str | None,
+        typer.Option(
+            "--check",
+            metavar="DIR",
+            help="Write nothing: say which engines load this directory (exit code 1: none, or one loads it wrongly).",
+        ),
     ] = None,
     target: Annotated[
         str | None,
@@ -63,5 +68,5 @@ def _check(directory: str, target: str | None, talk: Talk) -> None:
         raise FormatError(f"--check {directory}: no such directory; expected one with config.json and weights")
     report = check_directory(Path(directory), target_dims(target) if target is not None else None)
     talk.result(report.to_json(), report.render())
-    if report.wrong:
+    if report.wrong or not report.served:
         raise typer.Exit(1)

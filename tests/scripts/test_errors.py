@@ -156,6 +156,9 @@ def test_check_says_what_engines_do(headstart: Callable, recipe: Path, tmp_path:
     assert other.code == 1 and "differs from the target's" in other.out
     gone = ("export", "--check", tmp_path / "run/head", "--target", tmp_path / "gone")
     check(headstart(*gone), 1, "gone is not a directory")
+    config.write_text(json.dumps({**values, "architectures": ["Eagle3Speculator"], "hidden_act": "gelu"}))
+    refused = headstart("export", "--check", tmp_path / "run/head", "--json")
+    assert refused.code == 1 and {found["verdict"] for found in refused.json["engines"].values()} >= {"refuses"}
     check(headstart("export"), 2, "give a RECIPE, or --check DIR")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -264,13 +265,51 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         same,
         {"vllm": (R, r"k_proj.weight is \[16, 64\], config.json makes it \[32, 64\]"), "headstart": (R, "k_proj")},
     ),
+    "a matrix transposed": (
+        E3,
+        {},
+        lambda t: {**t, "midlayer.self_attn.k_proj.weight": t["midlayer.self_attn.k_proj.weight"].T},
+        {
+            "vllm": (R, r"k_proj.weight is \[64, 16\], config.json makes it \[16, 64\].*it is transposed"),
+            "sglang": (R, "it is transposed"),
+            "tensorrt_llm": (R, "it is transposed"),
+            "headstart": (R, r"k_proj.weight is .*\[64, 16\], expected floating point \[16, 64\]"),
+        },
+    ),
+    "a weight missing": (
+        E3,
+        {},
+        drop("midlayer.mlp.up_proj.weight"),
+        {
+            "vllm": (W, "up_proj.weight .* is missing: the engine keeps uninitialised memory"),
+            "sglang": (W, "uninitialised memory"),
+            "tensorrt_llm": (R, "is missing: the engine stops"),
+            "headstart": (R, "lacks midlayer.mlp.up_proj.weight"),
+        },
+    ),
     "architecture unknown": (
         E3,
         {"architectures": ["Eagle3Speculator"]},
         same,
         {"vllm": (R, "architectures"), "sglang": (R, "architectures")},
     ),
-    "activation": (E3, {"hidden_act": "gelu"}, same, {"vllm": (R, "silu"), "sglang": (R, "silu")}),
+    "activation": (
+        E3,
+        {"hidden_act": "gelu"},
+        same,
+        {"vllm": (R, "silu"), "sglang": (R, "silu"), "tensorrt_llm": (W, "silu")},
+    ),
+    "a target of another width": (
+        (EAGLE3_CONFIG, lambda: {**eagle3_tensors(), "fc.weight": torch.ones(D, 48 * 3)}),
+        {"target_hidden_size": 48},
+        same,
+        {
+            "vllm": (R, "width 48, the target's are 32"),
+            "sglang": (R, "width 48, the target's are 32"),
+            "tensorrt_llm": (R, "width 48, the target's are 32"),
+            "headstart": (R, "hidden_size is 48 and the target has 32"),
+        },
+    ),
     "rope theta of another target": (
         E3,
         {"rope_theta": 10000.0},
@@ -293,7 +332,12 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         E3,
         {"vocab_size": 96},
         same,
-        {"vllm": (W, "another target"), "headstart": (R, "another target")},
+        {
+            "vllm": (W, "another target"),
+            "sglang": (W, "another target"),
+            "tensorrt_llm": (W, "another target"),
+            "headstart": (R, "another target"),
+        },
     ),
     # EAGLE-1
     "EAGLE-1 lm_head": (E1, {}, put(lm_head__weight=(V, D)), {"vllm": (R, "must be absent")}),
@@ -497,8 +541,6 @@ def trapped(directory: Path, trap: Any) -> Path:
 
 @pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS.keys())
 def test_silent_traps_are_caught(tmp_path: Path, trap: Any) -> None:
-    import re
-
     report = check_directory(trapped(tmp_path, trap), DIMS)
     for engine, (verdict, words) in trap[3].items():
         found = report.engines[engine]
@@ -562,6 +604,15 @@ NOTES = {
     "draft model": (DRAFT, {}, "vllm", '"method": "draft_model"'),
     "DFlash reference": (F, {"layer_types": None}, "vllm", "also wants layer_types"),
     "captured layers": (E3, OTHER_LAYERS, "tensorrt_llm", "hidden_states indices [1, 3, 6]"),
+    "another head split": (
+        E3, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}, "vllm",
+        "8 attention heads of 4 where the target has 4 of 8",
+    ),
+    "another epsilon": (E3, {"rms_norm_eps": 1e-6}, "sglang", "rms_norm_eps is 1e-06 where the target has 1e-05"),
+    "epsilon left out": (E3, {"rms_norm_eps": None}, "tensorrt_llm", "rms_norm_eps is 1e-06 where the target"),
+    "another rope in Headstart": (
+        E3, {"rope_theta": 1e4}, "headstart", "runs as config.json says: rope {",
+    ),
     "EAGLE-1 lm_head": (
         ({**EAGLE_CONFIG, "architectures": ["LlamaForCausalLMEagle"]},
          lambda: {**eagle_tensors(), "fc.bias": torch.zeros(D), "lm_head.weight": torch.ones(V, D)}),

@@ -1,0 +1,73 @@
+"""What headstart.json knows of a head whose other files were changed after the export: engines never look there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.heads.base import HeadDims
+from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.formats.findings import EngineVerdict, Verdict
+from headstart.heads.formats.geometry import dims_from_json
+from headstart.heads.formats.loading import skeleton
+from headstart.heads.formats.portable import portable_config
+from headstart.heads.formats.raw import RawCheckpoint
+from headstart.heads.formats.sidecar import SIDECAR, changed_files, family_config, verify_sidecar
+
+#: fields that exports for single engines spell otherwise
+SPELLED = ("architectures", "model_type", "dtype")
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The head that was exported, from an intact headstart.json.
+
+    Attributes:
+        dims: the target's dimensions with the draft layer's geometry.
+        config: config.json as the portable export writes it; empty for a head saved without its lm_head.
+        changed: files that are no longer what was exported.
+    """
+
+    dims: HeadDims
+    config: dict[str, Any]
+    changed: list[str]
+
+
+def read_sealed(raw: RawCheckpoint) -> Sealed | None:
+    """None without a sidecar, or with one that is itself damaged."""
+    side = raw.sidecar
+    if side is None:
+        return None
+    where = str(raw.directory / SIDECAR)
+    try:
+        verify_sidecar(where, side)
+        dims = dims_from_json(side.get("dims"), where)
+        head = skeleton(family_config(side.get("type"), side.get("config"), where), dims, where)
+        config = {} if side.get("layout") == "compact" else portable_config(head)
+    except (FormatError, ConfigError):
+        return None
+    return Sealed(dims, config, changed_files(raw, side))
+
+
+def add_changes(found: EngineVerdict, sealed: Sealed, raw: RawCheckpoint) -> None:
+    """Tell an engine's verdict what was changed; one that refuses anyway protects from it."""
+    if not sealed.changed or found.refused:
+        return
+    for name in sealed.changed:
+        if name != "config.json":
+            found.add(
+                Verdict.WRONG,
+                f"{name} is not the file that was exported (sha256 differs from {SIDECAR}), which no engine compares: "
+                f"copy it again or, if the change is meant, delete {SIDECAR}",
+            )
+    if "config.json" not in sealed.changed:
+        return
+    differing = [key for key in sealed.config if key not in SPELLED and raw.config.get(key) != sealed.config[key]]
+    for key in differing:
+        found.add(
+            Verdict.WRONG,
+            f"config.json: {key} is {raw.config.get(key)!r}, exported as {sealed.config[key]!r}: put it back or, if "
+            f"the change is meant, delete {SIDECAR}",
+        )
+    if not differing:
+        found.add(Verdict.LOADS, "config.json was changed after the export, in nothing that the head depends on")

@@ -37,22 +37,29 @@ class Visibility:
     Attributes:
         position_BM: int64, rope position; negative = padding, which sees nothing.
         write_BM: int64, slot each token's key and value go to.
-        base_B: int64, committed slots of each row; used with `tree_BMM` only.
-        tree_BMM: bool, entry (m, n): token m sees token n, which stands at slot base + n. None: a token sees every slot
-            up to its own position (chains, prompts).
+        base_B: int64, committed slots of each row; used with `tree_BMW` only.
+        tree_BMW: bool, entry (m, n): token m sees slot base + n, beside the committed ones. W ≥ M: what a forward
+            writes, and what earlier forwards of the same tree wrote. None: a token sees every slot up to its own
+            position (chains, prompts).
     Kernels index the tensors by row, so expanded ones are copied here, once per forward.
     """
 
     position_BM: Tensor
     write_BM: Tensor
     base_B: Tensor
-    tree_BMM: Tensor | None = None
+    tree_BMW: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("position_BM", "write_BM", "base_B", "tree_BMM"):
+        for name in ("position_BM", "write_BM", "base_B", "tree_BMW"):
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, given.contiguous())
+
+    def check_window(self) -> None:
+        """Raises ValueError where positions of slots that a sliding window asks for are unknown."""
+        if self.tree_BMW is not None and self.tree_BMW.shape[2] != self.tree_BMW.shape[1]:
+            count, width = self.tree_BMW.shape[1:]
+            raise ValueError(f"a sliding window needs a square tree mask, found {count} tokens that see {width} slots")
 
 
 @dataclass(frozen=True)
@@ -70,15 +77,17 @@ def visible_slots(visibility: Visibility, window: int | None, slots: int) -> Ten
     position_BM = visibility.position_BM
     slot_S = torch.arange(slots, device=position_BM.device)
     distance_BMS = position_BM[:, :, None] - slot_S
-    if visibility.tree_BMM is None:
+    if visibility.tree_BMW is None:
         seen = distance_BMS >= 0
     else:
-        batch, count = position_BM.shape
+        batch, count, width = visibility.tree_BMW.shape
         seen = (slot_S < visibility.base_B[:, None])[:, None, :].expand(batch, count, slots)
-        place_BM = visibility.base_B[:, None] + torch.arange(count, device=position_BM.device)
-        seen = seen.scatter(2, place_BM[:, None, :].expand(batch, count, count), visibility.tree_BMM)
-        at_BS = slot_S.expand(batch, slots).scatter(1, place_BM, position_BM)
-        distance_BMS = position_BM[:, :, None] - at_BS[:, None, :]
+        place_BW = visibility.base_B[:, None] + torch.arange(width, device=position_BM.device)
+        seen = seen.scatter(2, place_BW[:, None, :].expand(batch, count, width), visibility.tree_BMW)
+        if window is not None:
+            visibility.check_window()
+            at_BS = slot_S.expand(batch, slots).scatter(1, place_BW, position_BM)
+            distance_BMS = position_BM[:, :, None] - at_BS[:, None, :]
     seen = seen & (position_BM >= 0)[:, :, None]
     return seen if window is None else seen & (distance_BMS < window)
 
@@ -133,12 +142,15 @@ def attend_kernel(
     if splits > 1:
         partial = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=out.device)
         stats = torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=out.device)
-    tree = visibility.tree_BMM
+    tree = visibility.tree_BMW
+    if shape.window is not None:
+        visibility.check_window()
     sinks = shape.sinks_h
     _attend_kernel[(splits, batch * kv_heads, tiles)](
         q_Rhd, keys, values, visibility.position_BM, visibility.base_B,
         visibility.base_B if tree is None else tree.view(torch.uint8), out if sinks is None else sinks,
-        partial, stats, out, count, rows, splits, shape.scale, shape.softcap or 0.0, shape.window or 0,
+        partial, stats, out, count, count if tree is None else tree.shape[2], rows, splits,
+        shape.scale, shape.softcap or 0.0, shape.window or 0,
         keys.stride(0), keys.stride(1), keys.stride(2),
         H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=BLOCK_SLOTS,
         TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
@@ -159,7 +171,7 @@ if triton is not None:
     @triton.jit
     def _attend_kernel(
         q, keys, values, position, base, tree, sinks, partial, stats, out,
-        tokens, rows, splits, scale, softcap, window, stride_b, stride_g, stride_s,
+        tokens, width, rows, splits, scale, softcap, window, stride_b, stride_g, stride_s,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
         TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
         OVERLAP: tl.constexpr,
@@ -183,7 +195,7 @@ if triton is not None:
         )  # fmt: skip
         if TREE:
             committed = tl.load(base + batch).to(tl.int32)
-            end = committed + tokens
+            end = committed + width
         else:
             end = tl.max(at, 0) + 1
         low = end * 0
@@ -211,7 +223,7 @@ if triton is not None:
                 node = slot - committed
                 new = node >= 0
                 linked = tl.load(
-                    tree + batch * tokens * tokens + (token * tokens)[:, None] + node[None, :],
+                    tree + batch * tokens * width + (token * width)[:, None] + node[None, :],
                     mask=real[:, None] & (new & there)[None, :], other=0,
                 )  # fmt: skip
                 seen = tl.where(new[None, :], linked != 0, there[None, :] & real[:, None])

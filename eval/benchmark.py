@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
-from headstart.eval.decode import Answer, Cycle, Decoded, decode, slots_needed
+from headstart.eval.decode import Answer, Cycle, CycleGraphs, Decoded, decode, slots_needed
 from headstart.eval.drafters import Drafter, build_drafter
-from headstart.eval.engine import Engine
+from headstart.eval.engine import Engine, attention_windows
+from headstart.eval.fused import FusedModel, Unfusable
 from headstart.eval.metrics import acceptance, bootstrap_tau, expected_tau
 from headstart.eval.prompts import EvalPrompt, load_prompts, render
 from headstart.eval.report import Report, Section
@@ -60,33 +61,65 @@ class _Tally:
 
 
 class Decoder:
-    """A target's engine, resized as needed and shared by plain and speculative decoding."""
+    """A target's engine, resized as needed and shared by plain and speculative decoding.
+
+    Attributes:
+        unfused: why `eval.engine: auto` had to take transformers' own forward, else None.
+        graphs: captured cycles, with the seconds that took.
+    """
 
     def __init__(self, target: Target, config: EvalConfig):
         self.target, self.config = target, config
         self.sampling = Sampling.from_config(config)
         self.engine: Engine | None = None
+        self.unfused: str | None = None
+        self.fused = self._fuse()
+        self.graphs = CycleGraphs()
+        # one generator for all runs: captured graphs hold on to it
+        self.generator = torch.Generator(target.device)
 
-    def run(
-        self, contexts: list[list[int]], drafter: Drafter | None, max_new_tokens: int, seed: int, gaps: bool = False
-    ) -> Decoded:
+    def _fuse(self) -> FusedModel | None:
+        kind, model = self.config.engine, self.target.model
+        if kind == "transformers" or (kind == "auto" and self.target.device.type != "cuda"):
+            return None
+        try:
+            return FusedModel(model, attention_windows(model.config))
+        except Unfusable as reason:
+            if kind == "fused":
+                raise ConfigError(f"eval.engine: found 'fused', but {reason}; set eval.engine=transformers") from reason
+            self.unfused = str(reason)
+            return None
+
+    def gap(self, context: list[int]) -> float:
+        """The target's top-1 minus top-2 logit after a context."""
+        engine = Engine(
+            self.target.model, 1, len(context) + 1, prefill_chunk=self.config.prefill_chunk, fused=self.fused
+        )
+        top = engine.prefill([context])[0].float().topk(2).values[0]
+        return float(top[0] - top[1])
+
+    def run(self, contexts: list[list[int]], drafter: Drafter | None, max_new_tokens: int, seed: int) -> Decoded:
         needed = slots_needed(max(map(len, contexts)), max_new_tokens, drafter)
         engine = self.engine
-        if engine is None or engine.batch != len(contexts) or engine.kv.capacity < needed:
+        if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
             bucket = self.config.kv_bucket
             # free the old buffers before the new ones are made
             self.engine = engine = None
+            self.graphs.clear()
             self.engine = engine = Engine(
                 self.target.model,
                 len(contexts),
                 -(-needed // bucket) * bucket,
                 bucket=bucket,
                 prefill_chunk=self.config.prefill_chunk,
+                fused=self.fused,
             )
         engine.spec = drafter.spec if drafter is not None else None
-        generator = torch.Generator(self.target.device).manual_seed(seed)
+        self.generator.manual_seed(seed)
         stops = set(self.target.stop_token_ids)
-        return decode(engine, contexts, drafter, self.sampling, max_new_tokens, stops, generator, record_gaps=gaps)
+        return decode(
+            engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator, graphs=self.graphs
+        )
 
 
 def evaluate(
@@ -162,9 +195,11 @@ def _measure(
         if progress is not None:
             progress(decoded_turns, total, task)
         tally, seed = tallies[task], config.seed + number
-        base = decoder.run(contexts, None, config.max_new_tokens, seed, gaps=True) if plain else None
+        base = decoder.run(contexts, None, config.max_new_tokens, seed) if plain else None
         spec = decoder.run(contexts, drafter, config.max_new_tokens, seed) if drafter is not None else None
-        _book(tally, batch, turn, base, spec, decoder.sampling.greedy and not decoder.sampling.lossy)
+        _book(tally, batch, turn, base, spec)
+        if base is not None and spec is not None and decoder.sampling.greedy and not decoder.sampling.lossy:
+            _compare(tally, decoder, batch, turn, contexts, base, spec)
         # plain answers go on into the next turn, so that both ways see the same context
         answers = (base or spec).answers  # type: ignore[union-attr]
         for prompt, answer in zip(batch, answers, strict=True):
@@ -197,9 +232,7 @@ def _context(
     return render(conversation, target.tokenizer, template_kwargs)
 
 
-def _book(
-    tally: _Tally, batch: list[EvalPrompt], turn: int, base: Decoded | None, spec: Decoded | None, greedy: bool
-) -> None:
+def _book(tally: _Tally, batch: list[EvalPrompt], turn: int, base: Decoded | None, spec: Decoded | None) -> None:
     if base is not None:
         tally.plain.add(base)
     if spec is not None:
@@ -208,15 +241,26 @@ def _book(
     for row, prompt in enumerate(batch):
         if counted is not None:
             tally.cycles.setdefault(id(prompt), []).extend(counted.answers[row].cycles)
-        if base is not None and spec is not None and greedy:
-            tally.sequences += 1
-            place = first_difference(base.answers[row], spec.answers[row])
-            if place is None:
-                tally.identical += 1
-            else:
-                gaps = base.answers[row].gaps
-                gap = gaps[place] if place < len(gaps) else 0.0
-                tally.divergences.append({"id": prompt.id, "turn": turn, "position": place, "gap": gap})
+
+
+def _compare(
+    tally: _Tally,
+    decoder: Decoder,
+    batch: list[EvalPrompt],
+    turn: int,
+    contexts: list[list[int]],
+    base: Decoded,
+    spec: Decoded,
+) -> None:
+    """Count identical greedy answers; of the others, note where they part and how close the target's choice was."""
+    for prompt, context, plain, drafted in zip(batch, contexts, base.answers, spec.answers, strict=True):
+        tally.sequences += 1
+        place = first_difference(plain, drafted)
+        if place is None:
+            tally.identical += 1
+        else:
+            gap = decoder.gap([*context, *plain.tokens[:place]])
+            tally.divergences.append({"id": prompt.id, "turn": turn, "position": place, "gap": gap})
 
 
 def first_difference(plain: Answer, speculative: Answer) -> int | None:

@@ -91,6 +91,10 @@ class StaticKV(Cache):
     def capacity(self) -> int:
         return self.slots.capacity
 
+    @property
+    def bin(self) -> int:
+        return self.slots.bin
+
     def aim(self, write_BM: Tensor, extent: int) -> None:
         """Set the slots that the next forward writes, and the number of slots it attends to."""
         self.slots.write_BM, self.slots.extent = write_BM, extent

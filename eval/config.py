@@ -10,6 +10,7 @@ from headstart.heads.errors import ConfigError
 TREE_KINDS = ("chain", "dynamic", "static")
 DRAFTERS = ("auto", "ngram", "none")
 ACCEPTANCE = ("lossless", "typical")
+ENGINES = ("auto", "fused", "transformers")
 
 
 @dataclass
@@ -61,6 +62,9 @@ class EvalConfig:
     #: accept by chance instead of by the target, to see what a head of that quality gains. LOSSY. One probability for
     #: every level, or a list by level, given that earlier levels were accepted; levels beyond the list are refused
     synthetic_acceptance: Any = None
+    #: auto = fused kernels and captured cycles on a GPU where the target's layers allow | fused | transformers = the
+    #: target's own forward
+    engine: str = "auto"
     #: conversations decoded together
     batch_size: int = 1
     #: auto = as the target was loaded; another value must equal the target's dtype (set target.dtype)
@@ -97,6 +101,7 @@ def check_config(config: EvalConfig) -> None:
         ("eval.tree.kind", config.tree.kind, TREE_KINDS),
         ("eval.drafter", config.drafter, DRAFTERS),
         ("eval.acceptance", config.acceptance, ACCEPTANCE),
+        ("eval.engine", config.engine, ENGINES),
     ):
         if value not in allowed:
             raise ConfigError(f"{name}: found {value!r}, expected one of {list(allowed)}")

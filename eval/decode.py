@@ -6,14 +6,15 @@ Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, V voca
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from headstart.eval.drafters.base import Drafter
-from headstart.eval.engine import Engine
-from headstart.eval.sampling import Sampling, draw, penalise, probabilities
+from headstart.eval.engine import Engine, Rows
+from headstart.eval.sampling import Sampling, best, draw, probabilities
 from headstart.eval.tree import Tree, empty
 from headstart.eval.verify import verify
 
@@ -84,6 +85,7 @@ def decode(
     stop_ids: set[int] | list[set[int]],
     generator: torch.Generator | None = None,
     record_gaps: bool = False,
+    graphs: CycleGraphs | None = None,
 ) -> Decoded:
     """Decode a batch to the end.
 
@@ -91,53 +93,227 @@ def decode(
         contexts: one non-empty token list per row of the engine.
         drafter: None = plain decoding (τ = 1).
         max_new_tokens, stop_ids: for all rows, or one per row.
-        generator: on the engine's device; used at temperature > 0 only.
-        record_gaps: fill Answer.gaps (plain decoding only).
+        generator: on the engine's device; used at temperature > 0 and by synthetic acceptance.
+        record_gaps: fill Answer.gaps (plain decoding only; never with `graphs`).
+        graphs: where captured cycles are kept; None = every cycle runs operation by operation.
     """
-    rows = _Rows(len(contexts), max_new_tokens, stop_ids)
+    book = _Rows(len(contexts), max_new_tokens, stop_ids)
     device = engine.device
     synchronize(device)
     began = time.perf_counter()
-    logits_BV, context = engine.prefill(contexts)
-    seen_BV = _seen(context.tokens_BJ, context.count_B, logits_BV.shape[-1]) if sampling.penalises else None
-    roots_B = _first(logits_BV, sampling, generator, seen_BV)
-    if drafter is not None:
-        drafter.start(context, engine.kv.capacity)
+    loop = Loop(engine, drafter, sampling, generator)
+    loop.start(contexts, book.limits, book.stops)
     synchronize(device)
     prefilled = time.perf_counter()
     arrivals = [prefilled]
 
-    gaps = [_gap(logits_BV)] if record_gaps else []
-    for row, token in enumerate(roots_B.tolist()):
-        rows.take(row, [token])
-    active_B = rows.active_B(device)
-    while rows.any_active:
-        if seen_BV is not None:
-            seen_BV.scatter_(1, roots_B[:, None], True)
-        proposed = drafter.propose(roots_B, generator) if drafter is not None else empty(engine.batch, device)
-        tree = proposed.limit(active_B)
-        step = engine.verify(roots_B, tree)
-        verdict = verify(tree, step.logits_BMV, sampling, generator, seen_BV)
-        accepted = engine.commit(roots_B, tree, step, verdict.path_BK, active_B)
-        if seen_BV is not None:
-            seen_BV |= _seen(accepted.tokens_BJ, accepted.count_B, seen_BV.shape[1])
-        if record_gaps:
-            gaps.append(_gap(step.logits_BMV[:, 0]))
-        roots_B = torch.where(active_B, verdict.next_B, roots_B)
-        if rows.cycle(accepted.tokens_BJ, accepted.count_B, roots_B, drafted_levels(tree), engine):
-            active_B = rows.active_B(device)
-        arrivals.append(time.perf_counter())
-        if drafter is not None:
-            accepted.longest = engine.longest
-            drafter.commit(accepted)
+    gaps = [_gap(loop.logits_BV)] if record_gaps else []
+    for row, token in enumerate(loop.roots_B.tolist()):
+        book.take(row, [token])
+    if graphs is not None and loop.captures and not record_gaps:
+        if book.any_active:
+            for table in graphs.run(loop):
+                arrivals.append(time.perf_counter())
+                book.cycle(table)
+                if not book.any_active:
+                    break
+    else:
+        while book.any_active:
+            rows_table = loop.verify().tolist()
+            engine.longest = max(line[LENGTH] for line in rows_table)
+            book.cycle(rows_table)
+            arrivals.append(time.perf_counter())
+            if record_gaps:
+                gaps.append(_gap(loop.logits_BV))
+            loop.commit()
     synchronize(device)
     finished = time.perf_counter()
     if record_gaps:
-        table = torch.stack(gaps, 1).tolist()
-        for answer, row_gaps in zip(rows.answers, table, strict=True):
+        table_GB = torch.stack(gaps, 1).tolist()
+        for answer, row_gaps in zip(book.answers, table_GB, strict=True):
             answer.gaps = row_gaps[: len(answer.tokens)]
     cycle_s = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
-    return Decoded(rows.answers, prefilled - began, finished - prefilled, cycle_s)
+    return Decoded(book.answers, prefilled - began, finished - prefilled, cycle_s)
+
+
+#: columns of a cycle's table that follow the committed tokens: how many, the next root, levels drafted, context length
+COUNT, NEXT, DRAFTED, LENGTH = -4, -3, -2, -1
+
+
+class Loop:
+    """Propose, verify, commit for one batch: device tensors only, so that a cycle can be captured.
+
+    Attributes:
+        roots_B: int64, tokens that the target has chosen and not yet read.
+        active_B: bool, rows that go on.
+        left_B: int64, tokens that a row may still commit.
+        stop_BS: int64, stop tokens of each row, -1 = none.
+        seen_BV: bool, tokens of each context, where the repetition penalty asks for it.
+        logits_BV: the target's, at the last root.
+    """
+
+    def __init__(self, engine: Engine, drafter: Drafter | None, sampling: Sampling, generator: torch.Generator | None):
+        self.engine, self.drafter, self.sampling, self.generator = engine, drafter, sampling, generator
+        self.seen_BV: Tensor | None = None
+
+    @property
+    def captures(self) -> bool:
+        return self.engine.captures and (self.drafter is None or self.drafter.captures)
+
+    @property
+    def state(self) -> list[tuple[object, str]]:
+        """Where the tensors live that a cycle reads and changes, KV apart."""
+        names = ["roots_B", "active_B", "left_B", "stop_BS", *(["seen_BV"] if self.seen_BV is not None else [])]
+        owners: list[tuple[object, list[str]]] = [(self, names), (self.engine, self.engine.state)]
+        if self.drafter is not None:
+            owners.append((self.drafter, self.drafter.state))
+        return [(owner, name) for owner, names in owners for name in names]
+
+    def tune(self) -> None:
+        """Choose how the products of a cycle run, by measurement (CUDA only), after `start`."""
+        nodes = self.drafter.max_nodes if self.drafter is not None else 0
+        if self.engine.fused is not None:
+            self.engine.fused.tune(self.engine.batch * (nodes + 1))
+        if self.drafter is not None:
+            self.drafter.tune(self.engine.batch)
+
+    def start(self, contexts: list[list[int]], limits: list[int], stops: list[set[int]]) -> None:
+        """Prefill, choose the first roots, hand the contexts to the drafter."""
+        engine, device = self.engine, self.engine.device
+        self.logits_BV, context = engine.prefill(contexts)
+        if self.sampling.penalises:
+            self.seen_BV = _seen(context.tokens_BJ, context.count_B, self.logits_BV.shape[-1])
+        self.roots_B = _first(self.logits_BV, self.sampling, self.generator, self.seen_BV)
+        widest = max(1, *(len(stop) for stop in stops))
+        padded = [[*sorted(stop), *[-1] * (widest - len(stop))] for stop in stops]
+        self.stop_BS = torch.tensor(padded, device=device)
+        self.left_B = torch.tensor(limits, device=device) - 1
+        self.active_B = (self.left_B > 0) & ~self._stops(self.roots_B[:, None])[:, 0]
+        if self.drafter is not None:
+            self.drafter.start(context, engine.capacity)
+
+    def _stops(self, tokens_BJ: Tensor) -> Tensor:
+        return (tokens_BJ[:, :, None] == self.stop_BS[:, None, :]).any(-1)
+
+    def verify(self) -> Tensor:
+        """Propose and verify. Returns the cycle's table: int64 [B, J + 4], see COUNT; `commit` must follow."""
+        engine, roots_B, active_B = self.engine, self.roots_B, self.active_B
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
+        if self.drafter is not None:
+            tree = self.drafter.propose(roots_B, self.generator).limit(active_B)
+        else:
+            tree = empty(engine.batch, engine.device)
+        step = engine.verify(roots_B, tree)
+        self.logits_BV = step.logits_BMV[:, 0]
+        verdict = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV)
+        self.accepted = accepted = engine.commit(roots_B, tree, step, verdict.path_BK, active_B)
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV | _seen(accepted.tokens_BJ, accepted.count_B, self.seen_BV.shape[1])
+        self.roots_B = torch.where(active_B, verdict.next_B, roots_B)
+        self._advance(accepted)
+        columns = [accepted.count_B, self.roots_B, drafted_levels(tree), engine.length_B]
+        return torch.cat([accepted.tokens_BJ, torch.stack(columns, 1)], 1)
+
+    def _advance(self, accepted: Rows) -> None:
+        """Which rows go on: none that has said a stop token or all it may."""
+        self.left_B = self.left_B - accepted.count_B
+        # new tokens are the accepted drafts (the root before them is old) and the next root
+        column_J = torch.arange(accepted.tokens_BJ.shape[1], device=self.engine.device)
+        fresh_BJ = (column_J > 0) & (column_J < accepted.count_B[:, None])
+        said_B = (self._stops(accepted.tokens_BJ) & fresh_BJ).any(1) | self._stops(self.roots_B[:, None])[:, 0]
+        self.active_B = self.active_B & ~said_B & (self.left_B > 0)
+
+    def commit(self) -> None:
+        """Give the drafter the rows of the last `verify`."""
+        if self.drafter is not None:
+            self.drafter.commit(self.accepted)
+
+    def cycle(self) -> Tensor:
+        table = self.verify()
+        self.commit()
+        return table
+
+
+class CycleGraphs:
+    """Cycles captured as CUDA graphs, by what they run on; each is captured at its first use."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[object, ...], _CycleGraph] = {}
+        #: seconds spent on choosing kernels and on capturing
+        self.seconds = 0.0
+
+    @property
+    def captured(self) -> int:
+        return len(self._graphs)
+
+    def clear(self) -> None:
+        """Forget all graphs, as the buffers they run on are to go."""
+        self._graphs.clear()
+
+    def run(self, loop: Loop) -> Iterator[list[list[int]]]:
+        """Tables of the cycles, without end. The next cycle runs while the host looks at a table."""
+        shapes = tuple((name, tuple(getattr(owner, name).shape)) for owner, name in loop.state)
+        # the objects themselves are part of the key: an id would be taken again once they are gone
+        key = (loop.engine, loop.engine.spec, loop.drafter, loop.sampling, loop.generator, shapes)
+        if key not in self._graphs:
+            began = time.perf_counter()
+            self._graphs[key] = _CycleGraph(loop)
+            self.seconds += time.perf_counter() - began
+        return self._graphs[key].run(loop)
+
+
+class _CycleGraph:
+    def __init__(self, loop: Loop):
+        device = loop.engine.device
+        loop.tune()
+        self.held = [getattr(owner, name).clone() for owner, name in loop.state]
+        before = [value.clone() for value in self.held]
+        noise = loop.generator.get_state() if loop.generator is not None else None
+        # kernels compile and libraries set themselves up outside the capture; KV that this cycle writes lies beyond
+        # the contexts, where the next one writes it again
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            loop.cycle()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._attach(loop)
+        self.graph = torch.cuda.CUDAGraph()
+        if loop.generator is not None:
+            self.graph.register_generator_state(loop.generator)
+        with torch.cuda.graph(self.graph):
+            self.table = loop.cycle()
+            for held, (owner, name) in zip(self.held, loop.state, strict=True):
+                held.copy_(getattr(owner, name))
+        self._attach(loop)
+        for held, value in zip(self.held, before, strict=True):
+            held.copy_(value)
+        if loop.generator is not None:
+            loop.generator.set_state(noise)
+        self.host = [torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=True) for _ in range(2)]
+        self.done = [torch.cuda.Event() for _ in range(2)]
+
+    def _attach(self, loop: Loop) -> None:
+        for held, (owner, name) in zip(self.held, loop.state, strict=True):
+            setattr(owner, name, held)
+
+    def run(self, loop: Loop) -> Iterator[list[list[int]]]:
+        for held, (owner, name) in zip(self.held, loop.state, strict=True):
+            if getattr(owner, name) is not held:
+                held.copy_(getattr(owner, name))
+        self._attach(loop)
+        turn = 0
+        self._launch(turn)
+        while True:
+            self._launch(1 - turn)
+            self.done[turn].synchronize()
+            yield self.host[turn].tolist()
+            turn = 1 - turn
+
+    def _launch(self, turn: int) -> None:
+        self.graph.replay()
+        self.host[turn].copy_(self.table, non_blocking=True)
+        self.done[turn].record()
 
 
 def drafted_levels(tree: Tree) -> Tensor:
@@ -160,9 +336,6 @@ class _Rows:
     def any_active(self) -> bool:
         return any(self.active)
 
-    def active_B(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.active, device=device)
-
     def take(self, row: int, tokens: list[int]) -> int:
         """Append until a stop token or the limit; returns how many tokens were kept."""
         answer = self.answers[row]
@@ -177,25 +350,19 @@ class _Rows:
                 return kept
         return len(tokens)
 
-    def cycle(self, tokens_BJ: Tensor, count_B: Tensor, next_B: Tensor, drafted_B: Tensor, engine: Engine) -> bool:
-        """Book one cycle (one transfer to the host). Returns whether a row finished."""
-        columns = [tokens_BJ, count_B[:, None], next_B[:, None], drafted_B[:, None], engine.length_B[:, None]]
-        table = torch.cat(columns, 1).tolist()
-        engine.longest = max(line[-1] for line in table)
-        finished = False
+    def cycle(self, table: list[list[int]]) -> None:
+        """Book one cycle."""
         for row, line in enumerate(table):
             if not self.active[row]:
                 continue
-            count, following, drafted = line[-4], line[-3], line[-2]
-            kept = self.take(row, [*line[1:count], following])
-            self.answers[row].cycles.append(Cycle(drafted, min(count - 1, kept), kept))
-            finished |= not self.active[row]
-        return finished
+            count = line[COUNT]
+            kept = self.take(row, [*line[1:count], line[NEXT]])
+            self.answers[row].cycles.append(Cycle(line[DRAFTED], min(count - 1, kept), kept))
 
 
 def _first(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | None, seen_BV: Tensor | None) -> Tensor:
     if sampling.greedy:
-        return penalise(logits_BV, sampling, seen_BV).argmax(-1)
+        return best(logits_BV, sampling, seen_BV)
     return draw(probabilities(logits_BV, sampling, seen_BV), generator)
 
 

@@ -31,10 +31,35 @@ class Unfusable(Exception):
 
 
 class Buffers:
-    """Key and value buffers of all layers, [B, g, S + 1, d] each; slot S is the bin that padding is written to."""
+    """Zeroed key and value buffers of all layers, [B, g, S + 1, d] each; slot S is the bin that padding is written to.
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor]):
-        self.keys, self.values = keys, values
+    Zeros: a masked slot has weight 0, and 0 × garbage must not be NaN.
+
+    Args: shapes: (kv heads, head dim) of every layer; layers of one shape share one allocation.
+    """
+
+    def __init__(
+        self, shapes: list[tuple[int, int]], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.capacity = capacity
+        self._rows_B1 = torch.arange(batch, device=device)[:, None]
+        self._wholes = [
+            torch.zeros((shapes.count(shape), 2, batch, shape[0], capacity + 1, shape[1]), dtype=dtype, device=device)
+            for shape in dict.fromkeys(shapes)
+        ]
+        rest = {shape: iter(whole) for shape, whole in zip(dict.fromkeys(shapes), self._wholes, strict=True)}
+        pairs = [next(rest[shape]) for shape in shapes]
+        self.keys, self.values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+    @property
+    def bin(self) -> int:
+        return self.capacity
+
+    def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
+        """Copy slots `source` onto `target` in every layer (send what is not wanted to the bin)."""
+        for whole in self._wholes:
+            # the gather makes a copy first, so source and target may overlap
+            whole[:, :, self._rows_B1, :, target_BJ] = whole[:, :, self._rows_B1, :, source_BJ]
 
 
 @dataclass
@@ -126,13 +151,13 @@ def _activation(module: nn.Module) -> str | None:
 
 
 class FusedMLP(nn.Module):
-    """down(act(gate(x)) · up(x)) with the residual added in the last product."""
+    """down(act(gate(x)) · up(x)); the last product adds the residual where there is one (`adds`)."""
 
-    def __init__(self, mlp: nn.Module, activation: str):
+    def __init__(self, mlp: nn.Module, activation: str, adds: bool):
         super().__init__()
         gate_up, bias = _merged([mlp.gate_proj, mlp.up_proj])
         self.gate_up = Linear(gate_up, bias, activation)
-        self.down = Linear(*_merged([mlp.down_proj]))
+        self.down = Linear(*_merged([mlp.down_proj]), residual=adds)
 
     def forward(self, x_RD: Tensor, residual_RD: Tensor | None) -> Tensor:
         return self.down(self.gate_up(x_RD), residual_RD)
@@ -150,7 +175,8 @@ class FusedLayer(nn.Module):
         if attention is None or missing:
             raise Unfusable(f"attention of {type(layer).__name__} lacks {missing}")
         self.qkv = Linear(*_merged([attention.q_proj, attention.k_proj, attention.v_proj]))
-        self.out = Linear(*_merged([attention.o_proj]))
+        four = hasattr(layer, "pre_feedforward_layernorm")
+        self.out = Linear(*_merged([attention.o_proj]), residual=not four)
         d = attention.head_dim
         heads, kv_heads = attention.q_proj.out_features // d, attention.k_proj.out_features // d
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -160,14 +186,13 @@ class FusedLayer(nn.Module):
             getattr(attention, "sinks", None),
         )  # fmt: skip
         self.input_norm = norm_weights(layer.input_layernorm)
-        four = hasattr(layer, "pre_feedforward_layernorm")
         self.mlp_norm = norm_weights(layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm)
         self.after_attention = norm_weights(layer.post_attention_layernorm) if four else None
         self.after_mlp = norm_weights(layer.post_feedforward_layernorm) if four else None
         mlp = layer.mlp
         gated = all(type(getattr(mlp, name, None)) is nn.Linear for name in ("gate_proj", "up_proj", "down_proj"))
         activation = _activation(mlp) if gated else None
-        self.mlp = FusedMLP(mlp, activation) if activation is not None else mlp
+        self.mlp = FusedMLP(mlp, activation, not four) if activation is not None else mlp
 
     def linears(self) -> list[Linear]:
         own = [self.qkv, self.out]
@@ -281,19 +306,9 @@ class FusedModel:
         return tune(self.linears(), rows)
 
     def buffers(self, batch: int, capacity: int) -> Buffers:
-        """Zeroed buffers: a masked slot has weight 0, and 0 × garbage must not be NaN."""
-        made = []
-        for _ in range(2):
-            made.append(
-                [
-                    torch.zeros(
-                        (batch, layer.rope.kv_heads, capacity + 1, layer.rope.head_dim),
-                        dtype=self.dtype, device=self.device,
-                    )
-                    for layer in self.layers
-                ]
-            )  # fmt: skip
-        return Buffers(*made)
+        """Buffers for `batch` rows of `capacity` slots."""
+        shapes = [(layer.rope.kv_heads, layer.rope.head_dim) for layer in self.layers]
+        return Buffers(shapes, batch, capacity, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(

@@ -68,12 +68,14 @@ class Linear:
         weight_NK: the matrix; with `activation` the rows of gate, then those of up (N twice the outputs).
         bias_N: or None.
         activation: None, or a key of ACTIVATIONS.
-        tiles: rows (1, or the bucket 16, 32, 64) → Tiles, or None = cuBLAS; a missing bucket takes the first candidate.
+        residual: whether calls add a residual, which tuning then does as well.
+        tiles: row bucket → Tiles, or None = cuBLAS; a missing bucket takes the first candidate.
     """
 
     weight_NK: Tensor
     bias_N: Tensor | None = None
     activation: str | None = None
+    residual: bool = False
     tiles: dict[int, Tiles | None] = field(default_factory=dict)
 
     @property
@@ -84,15 +86,15 @@ class Linear:
         rows = x_RK.shape[0]
         if rows > MAX_ROWS or not wants_kernel(x_RK):
             return linear_eager(x_RK, self, residual_RN)
-        tiles = self.tiles.get(1 if rows == 1 else row_bucket(rows), CANDIDATES[0])
+        tiles = self.tiles.get(row_bucket(rows), CANDIDATES[0])
         if tiles is None:
             return linear_eager(x_RK, self, residual_RN)
         return linear_kernel(x_RK, self, residual_RN, tiles)
 
 
 def row_bucket(rows: int) -> int:
-    """Rows that a tile of the matrix units is padded to: 16, 32 or 64."""
-    return next(size for size in (16, 32, 64) if rows <= size)
+    """Rows that one choice of tiles serves: 1, or what the matrix units' operand is padded to (16, 32, 64)."""
+    return 1 if rows == 1 else next(size for size in (16, 32, 64) if rows <= size)
 
 
 def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None) -> Tensor:
@@ -129,7 +131,8 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     tile_outputs = max(16, tiles.outputs // 2) if paired else tiles.outputs
     _linear_kernel[(triton.cdiv(outputs, tile_outputs),)](
         x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
-        BR=row_bucket(rows), BN=tile_outputs, BK=tiles.inputs, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
+        BR=max(16, row_bucket(rows)), BN=tile_outputs, BK=tiles.inputs, num_warps=tiles.warps,
+        num_stages=tiles.stages, **flags,
     )  # fmt: skip
     return out_RN
 
@@ -145,9 +148,10 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]
         return chosen
     groups: dict[tuple[Any, ...], list[Linear]] = {}
     for linear in linears:
-        key = (tuple(linear.weight_NK.shape), linear.activation, linear.bias_N is not None)
-        groups.setdefault(key, []).append(linear)
-    for (shape, activation, _), members in groups.items():
+        key = (tuple(linear.weight_NK.shape), linear.activation, linear.bias_N is not None, linear.residual)
+        if row_bucket(rows) not in linear.tiles:
+            groups.setdefault(key, []).append(linear)
+    for (shape, activation, _, _), members in groups.items():
         times = measure(members[:8], rows, replays)
         best = min(times, key=lambda tiles: times[tiles])
         for linear in members:
@@ -160,15 +164,16 @@ def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | 
     """Microseconds per product of every candidate (None = cuBLAS) on products of one shape."""
     weight_NK = members[0].weight_NK
     x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
+    residual_RN = x_RK.new_zeros((rows, members[0].outputs)) if members[0].residual else None
     times: dict[Tiles | None, float] = {}
     for tiles in (None, *CANDIDATES, *(VECTOR_CANDIDATES if rows == 1 else ())):
 
         def run(tiles: Tiles | None = tiles) -> None:
             for linear in members:
                 if tiles is None:
-                    linear_eager(x_RK, linear)
+                    linear_eager(x_RK, linear, residual_RN)
                 else:
-                    linear_kernel(x_RK, linear, None, tiles)
+                    linear_kernel(x_RK, linear, residual_RN, tiles)
 
         try:
             times[tiles] = graph_time(run, replays) / len(members) * 1e3

@@ -54,6 +54,11 @@ def penalise(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
+def best(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
+    """Most likely token after the repetition penalty: […, V] → int64 […]."""
+    return (logits if seen is None else penalise(logits, sampling, seen)).argmax(-1)
+
+
 def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
     """Distribution after all processors, […, V], float32 (float64 stays). Temperature 0 gives one-hot argmax.
 
@@ -81,6 +86,9 @@ def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Sample token ids from distributions […, V] → int64 […]."""
-    flat = p.reshape(-1, p.shape[-1])
-    return torch.multinomial(flat, 1, generator=generator).reshape(p.shape[:-1])
+    """Sample token ids from distributions […, V] → int64 […].
+
+    A race of exponential clocks: the first of Exp(1) / p to ring is token x with probability p(x).
+    """
+    clock = torch.empty_like(p).exponential_(generator=generator)
+    return (p / clock.clamp(min=torch.finfo(p.dtype).tiny)).argmax(-1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.errors import ConfigError
+from headstart.heads.numerics import wide
 
 #: nodes per depth of Medusa's published tree for 7B targets (63 nodes)
 MEDUSA_WIDTHS = (10, 28, 23, 2)
@@ -130,11 +131,14 @@ class StaticShape:
     levels: int
     ranks: int
 
+    def to(self, device: torch.device) -> StaticShape:
+        moved = (x.to(device) for x in (self.parent_N, self.depth_N, self.rank_N))
+        return StaticShape(*moved, self.levels, self.ranks)
+
     def fill(self, candidates_BKR: Tensor) -> Tree:
         """Tree whose tokens are picked from the top-R candidates of K heads."""
         batch = candidates_BKR.shape[0]
-        device = candidates_BKR.device
-        parent_N, depth_N, rank_N = (x.to(device) for x in (self.parent_N, self.depth_N, self.rank_N))
+        parent_N, depth_N, rank_N = self.parent_N, self.depth_N, self.rank_N
         tokens_BN = candidates_BKR[:, depth_N - 1, rank_N]
         linear = self.levels == parent_N.shape[0]
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
@@ -220,19 +224,40 @@ class Expansion:
     frontier_Bk: Tensor
 
 
-def expand(logp_BfU: Tensor, score_Bf: Tensor, k: int) -> Expansion:
+def expand(logits_BfU: Tensor, score_Bf: Tensor, k: int) -> Expansion:
     """Score the top-k children of every frontier node (methods §3). Token ids are draft-vocabulary indices.
 
-    Args: logp_BfU: log-softmax at temperature 1 of each frontier node; score_Bf: its cumulative log-probability.
+    Args: logits_BfU: of each frontier node, taken at temperature 1; score_Bf: its cumulative log-probability.
     """
-    batch, frontier, _ = logp_BfU.shape
-    width = min(k, logp_BfU.shape[-1])
-    top = logp_BfU.topk(width, dim=-1)
+    batch, frontier, _ = logits_BfU.shape
+    width = min(k, logits_BfU.shape[-1])
+    values_Bfw, index_Bfw = top_candidates(logits_BfU, width)
+    logp_Bfw = wide(values_Bfw) - log_total(logits_BfU)
     # a log-probability never above 0, even by rounding, keeps a child's score at or below its parent's
-    score_BM = (score_Bf[:, :, None] + top.values.clamp(max=0.0)).reshape(batch, -1)
+    score_BM = (score_Bf[:, :, None] + logp_Bfw.clamp(max=0.0)).reshape(batch, -1)
     parent_BM = torch.arange(frontier, device=score_BM.device).repeat_interleave(width).expand(batch, -1)
     best = torch.sort(score_BM, dim=1, descending=True, stable=True).indices[:, :k]
-    return Expansion(top.indices.reshape(batch, -1), score_BM, parent_BM, best)
+    return Expansion(index_Bfw.reshape(batch, -1), score_BM, parent_BM, best)
+
+
+def log_total(logits: Tensor) -> Tensor:
+    """log Σ exp over the last axis (kept, of size 1) in float32; float64 stays."""
+    return wide(logits).logsumexp(-1, keepdim=True)
+
+
+def top_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(values, indices) of the k largest over the last axis, best first: in parts first, where the axis is long.
+
+    A few long rows would leave most of a GPU idle; the best of every part hold the best of all.
+    """
+    size = logits.shape[-1]
+    parts = next((parts for parts in (64, 32, 16, 8) if size % parts == 0 and size // parts >= 8 * k), 1)
+    if parts == 1 or not logits.is_cuda:
+        return logits.topk(k, dim=-1)
+    some = logits.unflatten(-1, (parts, -1)).topk(k, dim=-1)
+    first = torch.arange(parts, device=logits.device)[:, None] * (size // parts)
+    values, order = some.values.flatten(-2).topk(k, dim=-1)
+    return values, (some.indices + first).flatten(-2).gather(-1, order)
 
 
 def select(score_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, tokens_BM: Tensor, nodes: int, levels: int) -> Tree:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.sampling import Sampling, draw, penalise, probabilities
+from headstart.eval.sampling import Sampling, best, draw, probabilities
 from headstart.eval.tree import Tree
 
 
@@ -48,12 +48,12 @@ def verify(
     seen_BMV = seen_tokens(tree, seen_BV) if seen_BV is not None and sampling.penalises else None
     if sampling.synthetic is not None:
         if sampling.greedy:
-            choice_BM = penalise(logits_BMV, sampling, seen_BMV).argmax(-1)
+            choice_BM = best(logits_BMV, sampling, seen_BMV)
         else:
             choice_BM = draw(probabilities(logits_BMV, sampling, seen_BMV), generator)
         return synthetic(tree, choice_BM, sampling.synthetic, generator)
     if sampling.greedy:
-        return walk_choices(tree, penalise(logits_BMV, sampling, seen_BMV).argmax(-1))
+        return walk_choices(tree, best(logits_BMV, sampling, seen_BMV))
     p_BMV = probabilities(logits_BMV, sampling, seen_BMV)
     if sampling.typical is not None:
         return typical(tree, p_BMV, draw(p_BMV, generator), *sampling.typical)
@@ -198,9 +198,10 @@ def synthetic(
     if tree.nodes == 0:
         end_B, path_BK, count_B = _path(tree, tree.valid_BN)
         return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
-    rate_K = torch.tensor([*rates, *[0.0] * tree.levels][: tree.levels], device=device)
+    rate_K = [*rates, *[0.0] * tree.levels][: tree.levels]
     uniform_BK = torch.rand((batch, tree.levels), device=device, generator=generator)
-    levels_B = (uniform_BK < rate_K).long().cumprod(1).sum(1)
+    passed_BK = torch.stack([uniform_BK[:, d] < rate for d, rate in enumerate(rate_K)], 1)
+    levels_B = passed_BK.long().cumprod(1).sum(1)
     deepest_B1 = torch.where(tree.valid_BN, tree.depth_BN, 0).argmax(1, keepdim=True)
     rows_B = torch.arange(batch, device=device)
     ancestors_BN = tree.mask_BNN[rows_B, deepest_B1[:, 0]]

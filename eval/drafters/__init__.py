@@ -27,7 +27,7 @@ def build_drafter(head: Head | None, config: EvalConfig) -> Drafter | None:
     if config.drafter == "ngram":
         return NgramDrafter(config.tree.depth, config.ngram_min, config.ngram_max)
     if isinstance(head, AutoregressiveHead):
-        return AutoregressiveDrafter(head, config.tree, sampling, config.kv_bucket)
+        return AutoregressiveDrafter(head, config.tree, sampling)
     if isinstance(head, MedusaHead):
         return MedusaDrafter(head, config.tree, sampling)
     raise ConfigError(f"eval: no drafter for a head of type {type(head).__name__}; set eval.drafter to ngram or none")

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.eval.cache import SlotLayer, Slots
+from headstart.eval.attention import Visibility
 from headstart.eval.config import TreeConfig
+from headstart.eval.draft import DraftStep
 from headstart.eval.engine import Rows
+from headstart.eval.fused import Buffers
 from headstart.eval.sampling import Sampling, draw, penalise, probabilities
 from headstart.eval.tree import Tree, chain, expand, select
 from headstart.heads.autoregressive import AutoregressiveHead
@@ -26,16 +28,35 @@ START_CHUNK = 256
 
 
 class AutoregressiveDrafter:
-    """Drafts one token after another with an AutoregressiveHead that is bound to its target."""
+    """Drafts token after token with an AutoregressiveHead bound to its target, as it stands at the first `start`."""
 
-    def __init__(self, head: AutoregressiveHead, tree: TreeConfig, sampling: Sampling, bucket: int = 128):
+    captures = True
+
+    def __init__(self, head: AutoregressiveHead, tree: TreeConfig, sampling: Sampling):
         if tree.kind not in ("chain", "dynamic"):
             raise ConfigError(f"eval.tree.kind: {head.family} drafts a chain or a dynamic tree, found {tree.kind!r}")
-        self.head, self.tree, self.sampling, self.bucket = head, tree, sampling, bucket
+        self.head, self.tree, self.sampling = head, tree, sampling
         self.name = head.family
         self.spec: FeatureSpec | None = head.spec
         self.dynamic = tree.kind == "dynamic"
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
+        #: rows that a commit can bring: the root and one node per level
+        self.width = tree.depth + 1
+        self.step: DraftStep | None = None
+        self.kv: Buffers | None = None
+
+    @property
+    def state(self) -> list[str]:
+        names = ["length_B", "pending_BJ", "pending_g_BJH", "pending_B"]
+        return names if self.seen_BV is None else [*names, "seen_BV"]
+
+    def tune(self, batch: int) -> dict[str, float]:
+        """Choose how the draft's products run, by measurement (CUDA only)."""
+        assert self.step is not None
+        chosen = {}
+        for rows in sorted({batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}):
+            chosen.update(self.step.tune(rows))
+        return chosen
 
     # context -----------------------------------------------------------------------------------------------------
 
@@ -43,10 +64,8 @@ class AutoregressiveDrafter:
     def start(self, context: Rows, capacity: int) -> None:
         batch, width = context.tokens_BJ.shape
         scratch = self.tree.depth * (self.tree.k if self.dynamic else 1)
-        self.slots = Slots(batch, capacity + scratch, context.tokens_BJ.device)
-        self.cache = SlotLayer(self.slots)
+        self._prepare(batch, capacity + scratch, context.tokens_BJ.device)
         self.length_B = torch.zeros_like(context.count_B)
-        self.longest = 0
         self.seen_BV: Tensor | None = None
         if self.sampling.penalises:
             shape = (batch, self.head.dims.vocab_size)
@@ -57,9 +76,9 @@ class AutoregressiveDrafter:
         known_B = context.count_B - 1
         for begin in range(0, width - 1, START_CHUNK):
             columns = slice(begin, min(begin + START_CHUNK, width - 1))
-            self.longest = columns.stop
             count_B = (known_B - begin).clamp(0, columns.stop - begin)
-            self._rows(next_BJ[:, columns], self._fuse(context, columns), count_B)
+            # keys and values are wanted, drafts are not: one column is drafted for form's sake
+            self._rows(next_BJ[:, columns], self._fuse(context, columns), count_B, torch.zeros_like(count_B)[:, None])
         last_B11 = known_B[:, None, None]
         last = Rows(
             context.tokens_BJ.gather(1, known_B[:, None]),
@@ -70,18 +89,25 @@ class AutoregressiveDrafter:
             else _at(context.streams_BJkD.flatten(2), last_B11).unflatten(2, context.streams_BJkD.shape[2:]),
         )
         self._pend(last)
-        self.longest = context.longest
+
+    def _prepare(self, batch: int, slots: int, device: torch.device) -> None:
+        """Weights and buffers; those of an earlier batch serve again where they fit."""
+        if self.step is None or self.step.tables[0].shape[0] < slots:
+            self.step = DraftStep(self.head, slots)
+        if self.kv is None or self.kv.keys[0].shape[0] != batch or self.kv.capacity != slots:
+            shape = (self.head.num_kv_heads, self.head.head_dim)
+            self.kv = Buffers([shape], batch, slots, self.step.dtype, device)
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
         self._see(accepted.tokens_BJ, accepted.count_B)
         self._pend(accepted)
-        self.longest = accepted.longest
 
     def _pend(self, rows: Rows) -> None:
         """Remember rows whose last one still lacks its next token."""
-        self.pending_BJ = F.pad(rows.tokens_BJ[:, 1:], (0, 1))
-        self.pending_g_BJH = self._fuse(rows, slice(None))
+        missing = self.width - rows.tokens_BJ.shape[1]
+        self.pending_BJ = F.pad(rows.tokens_BJ[:, 1:], (0, 1 + missing))
+        self.pending_g_BJH = F.pad(self._fuse(rows, slice(None)), (0, 0, 0, missing))
         self.pending_B = rows.count_B
 
     def _fuse(self, rows: Rows, columns: slice) -> Tensor:
@@ -104,8 +130,7 @@ class AutoregressiveDrafter:
         last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
         tokens_BJ = self.pending_BJ.scatter(1, last_B1, roots_B[:, None])
         self._see(roots_B[:, None], torch.ones_like(roots_B))
-        g_BJH, logits_BJU = self._rows(tokens_BJ, self.pending_g_BJH, self.pending_B)
-        g_B1H, logits_B1U = _at(g_BJH, last_B1[:, :, None]), _at(logits_BJU, last_B1[:, :, None])
+        g_B1H, logits_B1U = self._rows(tokens_BJ, self.pending_g_BJH, self.pending_B, last_B1)
         if self.dynamic:
             return self._propose_tree(g_B1H, logits_B1U)
         return self._propose_chain(g_B1H, logits_B1U, generator)
@@ -129,10 +154,8 @@ class AutoregressiveDrafter:
             if seen_BV is not None:
                 seen_BV = seen_BV.scatter(1, tokens[-1], True)
             position_B1 = self.length_B[:, None] + depth - 1
-            extent = self._extent(depth)
-            slot_S = torch.arange(extent, device=position_B1.device)
-            visible_B1S = slot_S <= position_B1[:, :, None]
-            g_B1H, logits_B1U = self._pass(tokens[-1], g_B1H, position_B1, position_B1, visible_B1S)
+            visibility = Visibility(position_B1, position_B1, self.length_B)
+            g_B1H, logits_B1U = self._pass(tokens[-1], g_B1H, visibility)
         return chain(torch.cat(tokens, 1), q_BKV=torch.stack(qs, 1) if qs else None)
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
@@ -140,7 +163,7 @@ class AutoregressiveDrafter:
         k, depth = self.tree.k, self.tree.depth
         batch, device = logits_B1U.shape[0], logits_B1U.device
         scratch = torch.arange(depth * k, device=device)
-        level = expand(self._log_probs(logits_B1U), logits_B1U.new_zeros((batch, 1), dtype=torch.float32), k)
+        level = expand(self._penalised(logits_B1U), logits_B1U.new_zeros((batch, 1), dtype=torch.float32), k)
         tokens, scores = [level.tokens_BM], [level.score_BM]
         parents, depths = [torch.full_like(level.parent_BM, -1)], [torch.ones_like(level.parent_BM)]
         base = 0
@@ -155,7 +178,7 @@ class AutoregressiveDrafter:
             draft_Bk = level.tokens_BM.gather(1, frontier_Bk)
             g_BkH, logits_BkU = self._frontier_pass(draft_Bk, parent_g_BkH, ancestors_Bkn, own_k, number)
             score_Bk = level.score_BM.gather(1, frontier_Bk)
-            level = expand(self._log_probs(logits_BkU), score_Bk, k)
+            level = expand(self._penalised(logits_BkU), score_Bk, k)
             tokens.append(level.tokens_BM)
             scores.append(level.score_BM)
             parents.append((base + frontier_Bk).gather(1, level.parent_BM))
@@ -174,51 +197,33 @@ class AutoregressiveDrafter:
         self, draft_Bk: Tensor, g_BkH: Tensor, ancestors_Bkn: Tensor, own_k: Tensor, number: int
     ) -> tuple[Tensor, Tensor]:
         """Run the frontier of level `number`: nodes see the context, their ancestors and themselves."""
-        batch, width = draft_Bk.shape
-        scratch_n = torch.arange(ancestors_Bkn.shape[2], device=draft_Bk.device)
-        extent = self._extent(ancestors_Bkn.shape[2])
-        slot_S = torch.arange(extent, device=draft_Bk.device)
-        visible_BkS = (slot_S < self.length_B[:, None])[:, None, :].expand(batch, width, extent).clone()
-        slots_Bkn = (self.length_B[:, None] + scratch_n)[:, None, :].expand_as(ancestors_Bkn)
-        visible_BkS.scatter_(2, slots_Bkn, ancestors_Bkn)
-        position_Bk = (self.length_B[:, None] + number - 1).expand(batch, width)
-        return self._pass(
-            self.head.target_ids(draft_Bk), g_BkH, position_Bk, self.length_B[:, None] + own_k, visible_BkS
-        )
+        position_Bk = (self.length_B[:, None] + number - 1).expand(draft_Bk.shape)
+        visibility = Visibility(position_Bk, self.length_B[:, None] + own_k, self.length_B, ancestors_Bkn)
+        return self._pass(self.head.target_ids(draft_Bk), g_BkH, visibility)
 
     # passes ------------------------------------------------------------------------------------------------------
 
-    def _rows(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute committed rows from target features and append the first `count_B` of each to the draft KV."""
+    def _rows(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor, only_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the first `count_B` rows of each to the draft KV, from target features; draft after row `only_B1`."""
+        assert self.kv is not None
         column_J = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device)
         position_BJ = self.length_B[:, None] + column_J
-        write_BJ = torch.where(column_J < count_B[:, None], position_BJ, self.slots.bin)
-        slot_S = torch.arange(self._extent(0), device=tokens_BJ.device)
-        result = self._pass(tokens_BJ, g_BJH, position_BJ, write_BJ, slot_S <= position_BJ[:, :, None])
+        write_BJ = torch.where(column_J < count_B[:, None], position_BJ, self.kv.bin)
+        result = self._pass(tokens_BJ, g_BJH, Visibility(position_BJ, write_BJ, self.length_B), only_B1)
         self.length_B = self.length_B + count_B
         return result
 
     def _pass(
-        self, tokens_BN: Tensor, g_BNH: Tensor, position_BN: Tensor, write_BN: Tensor, visible_BNS: Tensor
+        self, tokens_BN: Tensor, g_BNH: Tensor, visibility: Visibility, only_B1: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        self.slots.write_BM, self.slots.extent = write_BN, visible_BNS.shape[-1]
-        grouped = self.head.num_heads != self.head.num_kv_heads
-
-        def attend(q_BhNd: Tensor, k_BgNd: Tensor, v_BgNd: Tensor) -> Tensor:
-            keys, values = self.cache.update(k_BgNd, v_BgNd)
-            return F.scaled_dot_product_attention(q_BhNd, keys, values, visible_BNS[:, None], enable_gqa=grouped)
-
-        return self.head.step(tokens_BN, g_BNH, position_BN, attend)
-
-    def _extent(self, scratch: int) -> int:
-        needed = self.longest + scratch
-        return min(-(-needed // self.bucket) * self.bucket, self.slots.capacity)
+        assert self.step is not None and self.kv is not None
+        return self.step(tokens_BN, g_BNH, visibility, self.kv.keys[0], self.kv.values[0], only_B1)
 
     # vocabulary --------------------------------------------------------------------------------------------------
 
-    def _log_probs(self, logits_BNU: Tensor) -> Tensor:
+    def _penalised(self, logits_BNU: Tensor) -> Tensor:
         seen_BU = self._in_draft_vocabulary(self.seen_BV)
-        return penalise(logits_BNU, self.sampling, None if seen_BU is None else seen_BU[:, None]).log_softmax(-1)
+        return logits_BNU if seen_BU is None else penalise(logits_BNU, self.sampling, seen_BU[:, None])
 
     def _in_draft_vocabulary(self, seen_BV: Tensor | None) -> Tensor | None:
         ids_U = self.head.draft_ids_U

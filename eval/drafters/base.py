@@ -22,11 +22,24 @@ class Drafter(Protocol):
         name: what reports call it.
         spec: target features it reads; None = none.
         max_nodes: most nodes a tree of it can have (sizes the KV buffers).
+        captures: whether `propose` and `commit` ask nothing of the host, so that a CUDA graph can hold them.
+        state: names of the tensors that they change, KV apart; their shapes stay from `start` on.
     """
 
     name: str
     spec: FeatureSpec | None
     max_nodes: int
+    captures: bool
+
+    @property
+    def state(self) -> list[str]: ...
+
+    def tune(self, batch: int) -> dict[str, float]:
+        """Choose how the draft's products run, by measurement, after a first `start` (CUDA only).
+
+        Returns: product → microseconds.
+        """
+        ...
 
     def start(self, context: Rows, capacity: int) -> None:
         """A new batch: all context tokens with their features. No context will grow beyond `capacity` tokens."""

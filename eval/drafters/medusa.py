@@ -22,6 +22,8 @@ class MedusaDrafter:
             `tree.total_tokens - 1` nodes, or a calibrated one (`calibrated_paths`).
     """
 
+    captures = True
+
     def __init__(self, head: MedusaHead, tree: TreeConfig, sampling: Sampling, shape: StaticShape | None = None):
         if tree.kind not in ("chain", "static"):
             raise ConfigError(f"eval.tree.kind: {head.family} drafts a chain or a static tree, found {tree.kind!r}")
@@ -37,9 +39,18 @@ class MedusaDrafter:
                 raise ConfigError(f"static tree: has {self.shape.levels} levels, the head drafts {head.depth}")
         self.max_nodes = self.shape.parent_N.shape[0] if self.shape is not None else self.depth
 
+    @property
+    def state(self) -> list[str]:
+        return ["hidden_BD"] if self.seen_BV is None else ["hidden_BD", "seen_BV"]
+
+    def tune(self, batch: int) -> dict[str, float]:
+        return {}
+
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:
         self.hidden_BD = self._last(context)
+        if self.shape is not None:
+            self.shape = self.shape.to(context.tokens_BJ.device)
         self.seen_BV: Tensor | None = None
         if self.sampling.penalises:
             batch, vocab = context.tokens_BJ.shape[0], self.head.dims.vocab_size

@@ -41,10 +41,15 @@ class NgramDrafter:
 
     name = "ngram"
     spec: FeatureSpec | None = None
+    captures = False
+    state: list[str] = []  # noqa: RUF012
 
     def __init__(self, depth: int, shortest: int = 1, longest: int = 4):
         self.max_nodes, self.shortest, self.longest = depth, shortest, longest
         self.rows: list[NgramIndex] = []
+
+    def tune(self, batch: int) -> dict[str, float]:
+        return {}
 
     def start(self, context: Rows, capacity: int) -> None:
         self.rows = [NgramIndex(self.shortest, self.longest) for _ in range(context.tokens_BJ.shape[0])]

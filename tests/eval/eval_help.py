@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def run(
     stops: set[int] | list[set[int]] = frozenset(),  # type: ignore[assignment]
     sampling: Sampling | None = None,
     seed: int = 0,
-    **options: int,
+    **options: Any,
 ) -> list[Answer]:
     """Decode with small buckets and chunks, so that their edges are crossed."""
     longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)

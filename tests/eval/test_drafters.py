@@ -69,11 +69,11 @@ def test_dynamic_tree_is_the_naive_one(target: Target, family: str, request: pyt
     head = trained.head
     assert isinstance(head, AutoregressiveHead)
     k, depth, total = 3, 3, 9
-    drafter = AutoregressiveDrafter(head, TreeConfig("dynamic", depth, k, total), Sampling(), bucket=8)
+    drafter = AutoregressiveDrafter(head, TreeConfig("dynamic", depth, k, total), Sampling())
     contexts = [list(context) for context in CONTEXTS]
     engine = Engine(target.model, len(contexts), 48, drafter.spec, bucket=8, prefill_chunk=4)
     logits_BV, rows = engine.prefill(contexts)
-    drafter.start(rows, engine.kv.capacity)
+    drafter.start(rows, engine.capacity)
     roots_B = logits_BV.argmax(-1)
     for _ in range(2):
         tree = drafter.propose(roots_B)

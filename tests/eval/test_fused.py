@@ -82,7 +82,7 @@ def test_visibility_holds_rows_that_kernels_can_index() -> None:
     for name, given in (("position_BM", shared), ("write_BM", shared), ("base_B", torch.tensor([3, 3]))):
         held = getattr(visibility, name)
         assert held.is_contiguous() and torch.equal(held, given)
-    assert visibility.tree_BMM is not None and visibility.tree_BMM.is_contiguous()
+    assert visibility.tree_BMW is not None and visibility.tree_BMW.is_contiguous()
 
 
 @pytest.mark.gpu

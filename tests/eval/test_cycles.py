@@ -1,0 +1,154 @@
+"""The fused target in the decode loop: eager twins on a CPU and captured cycles on a GPU give the same answers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from eval_help import CONTEXTS, Trained, run
+from torch import Tensor
+
+from headstart.eval.attention import Visibility
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decode import Answer, CycleGraphs, Loop, decode, slots_needed
+from headstart.eval.draft import DraftStep
+from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.engine import Engine, attention_windows
+from headstart.eval.fused import Buffers, FusedModel
+from headstart.eval.sampling import Sampling
+from headstart.eval.tree import top_candidates
+from headstart.heads.target import Target
+
+CHAIN, DYNAMIC, STATIC = TreeConfig("chain", 4), TreeConfig("dynamic", 3, 3, 12), TreeConfig("static", 3, 3, 20)
+WAYS = [
+    ("eagle3", CHAIN),
+    ("eagle3", DYNAMIC),
+    ("eagle", CHAIN),
+    ("eagle", DYNAMIC),
+    ("medusa", CHAIN),
+    ("medusa", STATIC),
+]
+
+
+def fused(target: Target) -> FusedModel:
+    return FusedModel(target.model, attention_windows(target.model.config))
+
+
+def drafter_of(kind: str, tree: TreeConfig, request: pytest.FixtureRequest, **config: object) -> Drafter:
+    trained: Trained = request.getfixturevalue(kind)
+    drafter = build_drafter(trained.head, EvalConfig(tree=tree, **config))  # type: ignore[arg-type]
+    assert drafter is not None
+    return drafter
+
+
+@pytest.mark.parametrize(("kind", "tree"), WAYS)
+def test_fused_target_gives_the_plain_answers(
+    target: Target, plain: list[Answer], kind: str, tree: TreeConfig, request: pytest.FixtureRequest
+) -> None:
+    ordinary = run(target, drafter_of(kind, tree, request))
+    answers = run(target, drafter_of(kind, tree, request), fused=fused(target))
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert [answer.cycles for answer in answers] == [answer.cycles for answer in ordinary]
+    assert any(cycle.accepted for answer in answers for cycle in answer.cycles)
+
+
+def test_device_and_host_agree_on_who_goes_on(target: Target, plain: list[Answer]) -> None:
+    """Stops inside accepted paths, at the first token, limits of one and of two tokens: the same rows stay active."""
+    limits, stops = [30, 1, 2], [{plain[0].tokens[7]}, set(), {plain[2].tokens[0]}]
+    contexts = [CONTEXTS[0], CONTEXTS[1], CONTEXTS[2]]
+    engine = Engine(target.model, 3, 80, bucket=8)
+    loop = Loop(engine, None, Sampling(), None)
+    loop.start(contexts, limits, stops)
+    assert loop.active_B.tolist() == [True, False, False]
+    answers = run(target, None, max_new_tokens=limits, stops=stops)
+    while loop.active_B.any():
+        table = loop.cycle().tolist()
+        engine.longest = max(line[-1] for line in table)
+    ends = [len(context) + max(len(answer.tokens) - 1, 0) for context, answer in zip(contexts, answers, strict=True)]
+    assert engine.length_B.tolist() == ends
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_draft_step_equals_the_heads_own(kind: str, request: pytest.FixtureRequest) -> None:
+    """A chain row by row on buffers against AutoregressiveHead.step with plain attention."""
+    head = request.getfixturevalue(kind).head
+    noise = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 61, (2, 6), generator=noise)
+    features = torch.randn((2, 6, 32), generator=noise)
+    position = torch.arange(6).expand(2, 6)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, causal, enable_gqa=True)
+
+    expected = head.step(tokens, features, position, attend)
+    step = DraftStep(head, 16)
+    kv = Buffers([(head.num_kv_heads, head.head_dim)], 2, 16, torch.float32, torch.device("cpu"))
+    visibility = Visibility(position, position, torch.zeros(2, dtype=torch.int64))
+    found = step(tokens, features, visibility, kv.keys[0], kv.values[0])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    only = torch.tensor([[4], [1]])
+    some = step(tokens, features, visibility, kv.keys[0], kv.values[0], only)
+    for a, b in zip(some, expected, strict=True):
+        torch.testing.assert_close(a, b[torch.arange(2), only[:, 0]][:, None], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("kind", "tree"), [("plain", CHAIN), *WAYS])
+def test_captured_cycles_give_the_plain_answers(
+    target: Target, plain: list[Answer], kind: str, tree: TreeConfig, request: pytest.FixtureRequest
+) -> None:
+    """Three batches through one graph, the second with stops and limits of its own."""
+    card = torch.device("cuda")
+    there = Target.from_model(copy.deepcopy(target.model).to(card))
+    drafter = None
+    if kind != "plain":
+        head = copy.deepcopy(request.getfixturevalue(kind).head).to(card)
+        head.bind(there.embed_VD, there.teacher)
+        drafter = build_drafter(head, EvalConfig(tree=tree))
+    spec = drafter.spec if drafter is not None else None
+    engine = Engine(there.model, 3, slots_needed(12, 30, drafter), spec, prefill_chunk=4, fused=fused(there))
+    graphs, generator = CycleGraphs(), torch.Generator(card)
+    stops: list[set[int]] = [{plain[0].tokens[7]}, set(), {plain[2].tokens[0]}]
+    for limits, stop in ((30, set()), ([30, 2, 30], stops), (30, set())):
+        expected = run(target, None, max_new_tokens=limits, stops=stop)
+        decoded = decode(engine, CONTEXTS, drafter, Sampling(), limits, stop, generator, graphs=graphs)
+        assert [answer.tokens for answer in decoded.answers] == [answer.tokens for answer in expected]
+        assert len(decoded.cycle_s) >= max(len(answer.cycles) for answer in decoded.answers)
+    # the second batch has as many stop columns as the others, so that one graph serves all
+    assert graphs.captured == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_sampling_follows_its_seed(target: Target, request: pytest.FixtureRequest) -> None:
+    card = torch.device("cuda")
+    there = Target.from_model(copy.deepcopy(target.model).to(card))
+    head = copy.deepcopy(request.getfixturevalue("eagle3").head).to(card)
+    head.bind(there.embed_VD, there.teacher)
+    sampling = Sampling(temperature=1.0)
+    drafter = build_drafter(head, EvalConfig(tree=CHAIN, temperature=1.0))
+    assert drafter is not None
+    engine = Engine(there.model, 3, slots_needed(12, 30, drafter), drafter.spec, fused=fused(there))
+    graphs, generator = CycleGraphs(), torch.Generator(card)
+    said = []
+    for seed in (1, 1, 2):
+        generator.manual_seed(seed)
+        decoded = decode(engine, CONTEXTS, drafter, sampling, 30, set(), generator, graphs=graphs)
+        said.append([answer.tokens for answer in decoded.answers])
+    assert said[0] == said[1] != said[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("size", [32000, 49152, 61, 1000])
+def test_top_candidates_in_parts(size: int) -> None:
+    logits = torch.randn((2, 5, size), device="cuda").to(torch.bfloat16)
+    values, indices = top_candidates(logits, 10)
+    assert torch.equal(values, logits.topk(10, dim=-1).values)
+    assert torch.equal(logits.gather(-1, indices), values)
+    assert all(len(set(row)) == 10 for row in indices.flatten(0, 1).tolist())

@@ -163,21 +163,24 @@ class FeatureBatch:
     def padded(self, rows: int, anchors: int, documents: int) -> FeatureBatch:
         """The same batch in fixed shapes (for captured graphs): R = `rows`, A = `anchors`, E = `documents` + 2.
 
-        Padding anchors point at the last row, which must be padding, and have no supervised depth; every depth's
-        count becomes A and `depths_A` says which rows are active. `longest` becomes R, the one bound that no later
-        batch of these shapes can pass.
-        Raises: ValueError when the batch does not fit, padding row included.
+        Padding anchors point at the last row, be it padding or the last of a document, which is never an anchor
+        itself; they have no supervised depth. Every depth's count becomes A and `depths_A` says which rows are active.
+        `longest` becomes R, the one bound that no later batch of these shapes can pass.
+        Raises: ValueError when the batch does not fit.
         """
-        have = self.tokens_R.shape[0]
         used = sum(self.doc_lengths)
-        if used >= rows or have > rows or len(self.anchors) > anchors or len(self.doc_lengths) > documents:
+        if used > rows or len(self.anchors) > anchors or len(self.doc_lengths) > documents:
             raise ValueError(
                 f"batch of {used} rows, {len(self.anchors)} anchors, {len(self.doc_lengths)} documents "
-                f"does not fit {rows - 1} rows, {anchors} anchors, {documents} documents"
+                f"does not fit {rows} rows, {anchors} anchors, {documents} documents"
             )
 
         def grow(x: Tensor | None, size: int, value: int) -> Tensor | None:
-            return None if x is None else torch.cat((x, x.new_full((size - x.shape[0], *x.shape[1:]), value)))
+            if x is None or x.shape[0] == size:
+                return x
+            if x.shape[0] > size:
+                return x[:size]  # more padding than wanted
+            return torch.cat((x, x.new_full((size - x.shape[0], *x.shape[1:]), value)))
 
         edges = self.edges_E[: len(self.doc_lengths) + 1]
         return replace(

@@ -165,15 +165,15 @@ class Eagle3Head(AutoregressiveHead):
         rows = anchors.weights()
         teacher_row = [anchors.teacher_AK[:count, d] for d, count in enumerate(anchors.count_K)]
         weight = [inside_A[source] * on for source, on in zip(teacher_row, rows, strict=True)]
-        outputs, matrix, kind = list(self.rollout(batch).split(anchors.count_K)), self.lm_head.weight, self.config.loss
+        output_MH, matrix, kind = self.rollout(batch), self.lm_head.weight, self.config.loss
         if scale_K is None:
             pairs = [
                 fused.soft_loss(h, matrix, teacher_AU, row, w, kind)
-                for h, row, w in zip(outputs, teacher_row, weight, strict=True)
+                for h, row, w in zip(output_MH.split(anchors.count_K), teacher_row, weight, strict=True)
             ]
             loss_K, argmax = torch.stack([loss for loss, _ in pairs]), [best for _, best in pairs]
         else:
-            loss_K, argmax = fused.soft_loss_depths(outputs, matrix, teacher_AU, teacher_row, weight, scale_K, kind)
+            loss_K, argmax = fused.soft_loss_depths(output_MH, matrix, teacher_AU, teacher_row, weight, scale_K, kind)
         hits = [
             (self.target_ids(best) == batch.teacher_argmax_A[source]) & (on > 0)
             for best, source, on in zip(argmax, teacher_row, rows, strict=True)

@@ -9,3 +9,10 @@ from torch import Tensor
 def wide(x: Tensor) -> Tensor:
     """At least float32: float64 stays (reference tests), everything else becomes float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def weight_grad(grad_nO: Tensor, x_nI: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradᵀ x in the dtype of the parameter: on CUDA the float32 sums of the matrix unit, not rounded in between."""
+    if grad_nO.is_cuda and grad_nO.dtype != dtype == torch.float32:
+        return torch.mm(grad_nO.t(), x_nI, out_dtype=torch.float32)
+    return (grad_nO.t() @ x_nI).to(dtype)

@@ -26,7 +26,7 @@ from torch import Tensor
 from headstart.heads.attention import TrainAttention
 from headstart.heads.base import FeatureBatch
 from headstart.heads.layers import DraftLayer, RMSNorm, Rope
-from headstart.heads.numerics import wide
+from headstart.heads.numerics import weight_grad, wide
 from headstart.heads.rows import (
     add_rows,
     collect_steps,
@@ -81,13 +81,6 @@ def _packed(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     for into, weight in zip(packed.split([w.shape[0] for w in weights]), weights, strict=True):
         into.copy_(weight)
     return packed
-
-
-def _weight_grad(grad_nO: Tensor, x_nI: Tensor, like: Tensor) -> Tensor:
-    """gradᵀ x in the dtype of the parameter, accumulated there in one product."""
-    if grad_nO.is_cuda and grad_nO.dtype != like.dtype == torch.float32:
-        return torch.mm(grad_nO.t(), x_nI, out_dtype=torch.float32)
-    return (grad_nO.t() @ x_nI).to(like.dtype)
 
 
 class _Rollout(torch.autograd.Function):
@@ -190,12 +183,12 @@ class _Rollout(torch.autograd.Function):
                 packed_AI = n2_AH @ w_gated.t()
                 act_AI = packed_AI.new_empty(count, w_back.shape[1])
                 gated(packed_AI, act_AI, plan.act)
-                d_down += _weight_grad(dg, act_AI, w_down)
+                d_down += weight_grad(dg, act_AI, w_down.dtype)
             else:
                 packed_AI = packed_MI[part]
             gated_backward(packed_AI, dg @ w_back, plan.act)
             if plan.recompute:
-                d_gated += _weight_grad(packed_AI, n2_AH, w_gate)
+                d_gated += weight_grad(packed_AI, n2_AH, w_gate.dtype)
             dx = dx_MH[part]
             d_norm_2 += rms_norm_backward(packed_AI @ w_gated, x_MH[part], norm_2, plan.eps, dx, dg)
             d_context = (dx @ w_out).unflatten(1, (heads, width))
@@ -236,14 +229,14 @@ class _Rollout(torch.autograd.Function):
         add_rows(de_RW[:, :queries], row_A, dq_AW)
         de_RH = de_RW @ w_qkv[:, :hidden]
         d_qkv = torch.empty(w_qkv.shape, dtype=wq.dtype, device=wq.device)
-        d_qkv[:, :hidden] = _weight_grad(de_RW, e_RH, wq)
-        d_qkv[:, hidden:] = _weight_grad(dqkv_MW, n1_MH[counts[0] :], wq)
-        d_qkv[:queries, hidden:] += _weight_grad(dq_AW, n1_MH[: counts[0]], wq)
-        d_qkv[queries:, hidden:] += _weight_grad(dkv_RW, n1_RH, wq)
-        d_out = _weight_grad(dx_MH, context_MC, wo)
+        d_qkv[:, :hidden] = weight_grad(de_RW, e_RH, wq.dtype)
+        d_qkv[:, hidden:] = weight_grad(dqkv_MW, n1_MH[counts[0] :], wq.dtype)
+        d_qkv[:queries, hidden:] += weight_grad(dq_AW, n1_MH[: counts[0]], wq.dtype)
+        d_qkv[queries:, hidden:] += weight_grad(dkv_RW, n1_RH, wq.dtype)
+        d_out = weight_grad(dx_MH, context_MC, wo.dtype)
         if not plan.recompute:
-            d_gated = _weight_grad(packed_MI, n2_MH, w_gate)
-            d_down = _weight_grad(dg_MH, act_MI, w_down)
+            d_gated = weight_grad(packed_MI, n2_MH, w_gate.dtype)
+            d_down = weight_grad(dg_MH, act_MI, w_down.dtype)
         return (
             None, de_RH, dg_RH, d_norm_1.to(hidden_weight.dtype), d_norm_2.to(post_weight.dtype),
             *d_qkv.split((wq.shape[0], wk.shape[0], wv.shape[0])), d_out,

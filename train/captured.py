@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,13 @@ class PackShape:
 
     @classmethod
     def covering(cls, batches: list[FeatureBatch], multiple: int = 128) -> PackShape:
-        """Smallest shape (in multiples; documents to a power of two) that holds every batch and one padding row."""
+        """Smallest shape (in multiples; documents to a power of two) that holds every batch."""
 
         def up(value: int) -> int:
             return -(-value // multiple) * multiple
 
         return cls(
-            rows=up(max(sum(b.doc_lengths) for b in batches) + 1),
+            rows=up(max(sum(b.doc_lengths) for b in batches)),
             anchors=up(max(len(b.anchors) for b in batches)),
             documents=1 << (max(len(b.doc_lengths) for b in batches) - 1).bit_length(),
         )
@@ -58,6 +59,16 @@ def tensors_of(batch: FeatureBatch) -> list[Tensor]:
     return found
 
 
+def _copied(batch: FeatureBatch) -> FeatureBatch:
+    """The same batch in memory of its own."""
+
+    def tensors(owner: Any) -> dict[str, Tensor]:
+        values = {f.name: getattr(owner, f.name) for f in fields(owner)}
+        return {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+
+    return replace(batch, anchors=replace(batch.anchors, **tensors(batch.anchors)), **tensors(batch))
+
+
 class CapturedBackward:
     """`backward(batch, scale_K)` adds the gradient of Σ_d scale_d · S_d to `.grad` and returns the loss sums.
 
@@ -78,7 +89,7 @@ class CapturedBackward:
         pool: tuple[int, int] | None = None,
     ):
         self.shape = shape
-        self._batch = shape.pad(example)
+        self._batch = _copied(shape.pad(example))
         self._scale_K = torch.zeros(depth, device=example.tokens_R.device)
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.grad is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.heads.losses import eager
-from headstart.heads.numerics import wide
+from headstart.heads.numerics import weight_grad, wide
 
 try:
     import triton
@@ -23,25 +23,42 @@ except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
 #: logits held at once (elements of a row chunk)
-CHUNK_ELEMENTS = 1 << 29
+CHUNK_ELEMENTS = 5 << 27
+
+#: rows of a chunk are a multiple of this where the limit leaves a choice
+CHUNK_MULTIPLE = 128
 
 #: columns a kernel holds at once
 BLOCK = 4096
+SCALE_BLOCK = 8192
 
 #: (logits_CU, rows of this chunk) → (loss_C float32, argmax_C int64, gradient_CU in the dtype of logits)
 RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]
 
 
+def chunk_rows(rows: int, tokens: int) -> int:
+    """Rows of a chunk: as few chunks as CHUNK_ELEMENTS allows, of equal size."""
+    most = max(1, CHUNK_ELEMENTS // tokens)
+    even = -(-rows // max(1, -(-rows // most)))
+    return max(1, min(rows, most, -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE))
+
+
 def _linear_loss(
-    hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss, wants_hidden: bool, wants_weight: bool
+    hidden_AH: Tensor, master_UH: Tensor, row_loss: RowLoss, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Chunk by chunk: (loss of each row, argmax of each row, gradient of hidden, gradient of weight)."""
+    """Chunk by chunk: (loss of each row, argmax of each row, gradient of hidden, gradient of weight).
+
+    The matrix is used in the dtype of `hidden`; its gradient has the matrix's own, and no rounding in between.
+    """
+    weight_UH = master_UH.to(hidden_AH.dtype)
     rows, tokens = hidden_AH.shape[0], weight_UH.shape[0]
-    chunk = max(1, min(rows, CHUNK_ELEMENTS // tokens))
+    chunk = chunk_rows(rows, tokens)
     loss_A = hidden_AH.new_empty(rows, dtype=torch.promote_types(hidden_AH.dtype, torch.float32))
     argmax_A = torch.empty(rows, dtype=torch.int64, device=hidden_AH.device)
     grad_hidden = torch.empty_like(hidden_AH) if wants_hidden else None
-    grad_weight = torch.zeros_like(weight_UH) if wants_weight and rows == 0 else None
+    grad_weight = torch.zeros_like(master_UH) if wants_weight and rows == 0 else None
+    # one chunk keeps the parameter's dtype; several are summed in float32
+    sum_dtype = master_UH.dtype if rows <= chunk else torch.promote_types(master_UH.dtype, torch.float32)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         logits_CU = F.linear(hidden_AH[part], weight_UH)
@@ -49,10 +66,11 @@ def _linear_loss(
         if grad_hidden is not None:
             torch.mm(grad_CU, weight_UH, out=grad_hidden[part])
         if wants_weight:
-            update = grad_CU.t() @ hidden_AH[part]
-            # one chunk keeps the product's dtype; several are summed in float32
-            grad_weight = update if rows <= chunk else wide(update).add_(0 if grad_weight is None else grad_weight)
-    return loss_A, argmax_A, grad_hidden, grad_weight
+            update = weight_grad(grad_CU, hidden_AH[part], sum_dtype)
+            grad_weight = update if grad_weight is None else grad_weight.add_(update)
+            del update
+        del logits_CU, grad_CU  # not beside the next chunk's
+    return loss_A, argmax_A, grad_hidden, None if grad_weight is None else grad_weight.to(master_UH.dtype)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -63,15 +81,14 @@ class _LinearLoss(torch.autograd.Function):
         loss_A, argmax_A, grad_hidden, grad_weight = _linear_loss(
             hidden_AH, weight_UH, row_loss, *ctx.needs_input_grad[:2]
         )
-        ctx.weight_dtype = weight_UH.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(argmax_A)
         return loss_A.sum(), argmax_A
 
     @staticmethod
     def backward(ctx, grad_total: Tensor, _grad_argmax):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return (*_scaled(grad_hidden, grad_weight, grad_total, ctx.weight_dtype), None)
+        grad_hidden, grad_weight = _taken(ctx)
+        return (*_scaled(grad_hidden, grad_weight, grad_total), None)
 
 
 class _LinearLossDepths(torch.autograd.Function):
@@ -86,24 +103,38 @@ class _LinearLossDepths(torch.autograd.Function):
             hidden_MH, weight_UH, row_loss, *ctx.needs_input_grad[:2]
         )
         loss_K = loss_M.new_zeros(scale_K.shape[0]).index_add_(0, depth_M, loss_M * row_weight_M)
-        ctx.weight_dtype = weight_UH.dtype
         ctx.save_for_backward(grad_hidden, grad_weight, scale_K)
         ctx.mark_non_differentiable(argmax_M)
         return loss_K, argmax_M
 
     @staticmethod
     def backward(ctx, grad_K: Tensor, _grad_argmax):
-        grad_hidden, grad_weight, scale_K = ctx.saved_tensors
+        grad_hidden, grad_weight, scale_K = _taken(ctx)
         multiple = (grad_K * scale_K).sum() / scale_K.square().sum().clamp(min=torch.finfo(scale_K.dtype).tiny)
-        return (*_scaled(grad_hidden, grad_weight, multiple, ctx.weight_dtype), None, None, None, None)
+        return (*_scaled(grad_hidden, grad_weight, multiple), None, None, None, None)
 
 
-def _scaled(
-    grad_hidden: Tensor | None, grad_weight: Tensor | None, by: Tensor, weight_dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    hidden = None if grad_hidden is None else grad_hidden * by.to(grad_hidden.dtype)
-    weight = None if grad_weight is None else (grad_weight * by.to(grad_weight.dtype)).to(weight_dtype)
-    return hidden, weight
+def _taken(ctx) -> tuple[Tensor, ...]:
+    """The saved tensors, once: they are scaled in place."""
+    if getattr(ctx, "taken", False):
+        raise RuntimeError("fused loss: found a second backward pass, expected one; compute the loss again")
+    ctx.taken = True
+    return ctx.saved_tensors
+
+
+def _scaled(grad_hidden: Tensor | None, grad_weight: Tensor | None, by: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Both gradients times `by`, in place, which nearly always is 1."""
+    for gradient in (grad_hidden, grad_weight):
+        if gradient is not None:
+            _scale_(gradient, by)
+    return grad_hidden, grad_weight
+
+
+def _scale_(x: Tensor, by: Tensor) -> None:
+    if not _kernels(x) or x.dtype == torch.float64:
+        x.copy_(wide(x) * by)
+    elif x.numel():
+        _scale_kernel[(triton.cdiv(x.numel(), SCALE_BLOCK),)](x, by, x.numel(), BLOCK=SCALE_BLOCK, num_warps=8)
 
 
 def _compute_dtype(weight_UH: Tensor) -> torch.dtype:
@@ -114,7 +145,7 @@ def _compute_dtype(weight_UH: Tensor) -> torch.dtype:
 def _apply(hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss) -> tuple[Tensor, Tensor]:
     dtype = _compute_dtype(weight_UH)
     with torch.autocast(hidden_AH.device.type, enabled=False):
-        return _LinearLoss.apply(hidden_AH.to(dtype), weight_UH.to(dtype), row_loss)
+        return _LinearLoss.apply(hidden_AH.to(dtype), weight_UH, row_loss)
 
 
 def _kernels(x: Tensor) -> bool:
@@ -163,7 +194,7 @@ def soft_loss(
 
 
 def soft_loss_depths(
-    hidden: list[Tensor],
+    hidden_MH: Tensor,
     weight_UH: Tensor,
     teacher_TU: Tensor,
     teacher_row: list[Tensor],
@@ -173,8 +204,11 @@ def soft_loss_depths(
 ) -> tuple[Tensor, list[Tensor]]:
     """`soft_loss` of K depths with one output matrix, for a caller that minimises a multiple of Σ_d scale_d · S_d.
 
-    Args: one entry per depth, as soft_loss's; scale_K: float32 [K]. The upstream gradient of the result *must* be a
-        multiple of scale_K, because the weight gradient is formed with it here.
+    Args:
+        hidden_MH: the depths' rows laid end to end.
+        teacher_row, row_weight: one entry per depth, as soft_loss's.
+        scale_K: float32 [K]. The upstream gradient of the result *must* be a multiple of it, because the weight
+            gradient is formed with it here.
     Returns: (S_d, float32 [K]; argmax of each depth's rows).
     """
     counts = [len(rows) for rows in row_weight]
@@ -185,7 +219,7 @@ def soft_loss_depths(
     dtype = _compute_dtype(weight_UH)
     with torch.autocast(weight_UH.device.type, enabled=False):
         loss_K, argmax_M = _LinearLossDepths.apply(
-            torch.cat(hidden).to(dtype), weight_UH.to(dtype), row_loss, row_weight_M, depth_M, scale_K
+            hidden_MH.to(dtype), weight_UH, row_loss, row_weight_M, depth_M, scale_K
         )
     return loss_K, list(argmax_M.split(counts))
 
@@ -206,6 +240,15 @@ def hard_ce(hidden_AH: Tensor, weight_UH: Tensor, label_A: Tensor, row_weight_A:
 
 
 if triton is not None:
+
+    @triton.jit
+    def _scale_kernel(x, by, count, BLOCK: tl.constexpr):
+        """x *= by; a factor of 1 reads and writes nothing."""
+        factor = tl.load(by).to(tl.float32)
+        if factor != 1.0:
+            index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(x + index, mask=index < count, other=0.0).to(tl.float32) * factor
+            tl.store(x + index, value.to(x.dtype.element_ty), mask=index < count)
 
     @triton.jit
     def _lse_kernel(x, out, tokens, stride, BLOCK: tl.constexpr):

@@ -88,9 +88,13 @@ def test_splitting_into_packs_changes_nothing(name: str):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_fixed_shapes_change_nothing(name: str):
+@pytest.mark.parametrize("spare", [0, 23])
+def test_fixed_shapes_change_nothing(name: str, spare: int):
+    """Without a row to spare, padding anchors sit at the last row of the last document."""
+
     def layout(head: Head, ends: Ends, docs: list[Document]) -> list[FeatureBatch]:
-        return [feature_batch(docs, ends, head.depth).padded(rows=90, anchors=70, documents=12)]
+        rows = sum(len(doc.tokens) for doc in docs) + spare
+        return [feature_batch(docs, ends, head.depth).padded(rows=rows, anchors=70, documents=12)]
 
     check_same(name, layout)
 

@@ -173,3 +173,21 @@ def test_the_kernel_interpreted_is_eager(
     for name, a, b in zip(("loss", "argmax", "gradient of hidden", "gradient of weight"), expected, found, strict=True):
         error = (b.double() - a.double()).abs().max()
         assert error <= relative * a.double().abs().max(), f"{name}: {error}"
+
+
+def test_chunks_are_few_and_even():
+    # 7 depths of 8,192 rows and 32,000 tokens: 20,971 rows fit
+    assert fused.chunk_rows(57344, 32000) == 19200
+    assert [fused.chunk_rows(rows, 32000) for rows in (0, 1, 300, 20971)] == [1, 1, 300, 20971]
+    for rows in (20972, 41943, 100001):
+        chunk = fused.chunk_rows(rows, 32000)
+        assert chunk % 128 == 0 and chunk * 32000 <= fused.CHUNK_ELEMENTS
+        assert -(-rows // chunk) == -(-rows // 20971)
+
+
+def test_gradients_are_formed_once():
+    x = inputs()
+    loss, _ = fused.soft_loss(x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass"):
+        loss.backward()

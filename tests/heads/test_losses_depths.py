@@ -22,7 +22,7 @@ def test_equals_depth_by_depth(counts, kind, chunk, monkeypatch):
     scale_K = torch.rand(len(counts), dtype=torch.float64)
     pairs = [eager.soft_loss(h, weight, teacher, r, w, kind) for h, r, w in zip(hidden, rows, row_weight, strict=True)]
     expected = sum(scale * loss for scale, (loss, _) in zip(scale_K, pairs, strict=True)) * 3
-    loss_K, argmax = fused.soft_loss_depths(hidden, weight, teacher, rows, row_weight, scale_K, kind)
+    loss_K, argmax = fused.soft_loss_depths(torch.cat(hidden), weight, teacher, rows, row_weight, scale_K, kind)
     torch.testing.assert_close(loss_K, torch.stack([loss for loss, _ in pairs]))
     assert all(torch.equal(a, b) for a, (_, b) in zip(argmax, pairs, strict=True))
     inputs = [weight, *hidden]

@@ -15,9 +15,12 @@ from headstart.train.config import TrainConfig
 from headstart.train.setup import captures
 
 
+def documents(*lengths: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.arange(n), torch.tensor([-1] * 2 + [0] * (n - 2))) for n in lengths]
+
+
 def batch_of(*lengths: int) -> FeatureBatch:
-    documents = [(torch.arange(n), torch.tensor([-1] * 2 + [0] * (n - 2))) for n in lengths]
-    return FeatureBatch.pack(documents, 3)
+    return FeatureBatch.pack(documents(*lengths), 3)
 
 
 def test_a_shape_covers_what_it_was_made_for_and_every_pack_gets_equal_shapes():
@@ -30,8 +33,19 @@ def test_a_shape_covers_what_it_was_made_for_and_every_pack_gets_equal_shapes():
     assert shape.pad(small).longest == shape.pad(large).longest == 256
 
 
-def test_a_full_pack_still_gets_its_padding_row():
-    assert PackShape.covering([batch_of(64, 64)]).rows == 256
+def test_a_full_pack_needs_no_padding():
+    batch = batch_of(64, 64)
+    shape = PackShape.covering([batch])
+    assert shape.rows == 128
+    padded = shape.pad(batch)
+    assert padded.tokens_R is batch.tokens_R
+    # row 127 ends a document, so it is nobody's anchor
+    assert padded.anchors.row_A[len(batch.anchors) :].tolist() == [127] * (128 - len(batch.anchors))
+    assert 127 not in batch.anchors.row_A
+    loose = FeatureBatch.pack(documents(64, 64), 3, pad_to=140)
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(shape.pad(loose)), tensors_of(padded), strict=True))
+    with pytest.raises(ValueError, match="does not fit 127 rows"):
+        batch.padded(127, 128, 2)
 
 
 @pytest.mark.parametrize(

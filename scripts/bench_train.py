@@ -119,6 +119,11 @@ class Record:
     command: str = ""
     git_revision: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    row_fraction: float = 1.0
+
+    @property
+    def key(self) -> tuple[str, str, float]:
+        return self.case, self.preset, self.row_fraction
 
 
 def real_samples(data: Path, target: str) -> list[Sample]:
@@ -259,7 +264,12 @@ def bench_case(
 ) -> Record:
     device = teacher.weight_VD.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    batch = make_batch(case, head, head.dims.vocab_size, device, dtype)
+    whole = make_batch(case, head, head.dims.vocab_size, device, dtype)
+
+    def batch_of(step: int) -> FeatureBatch:
+        return whole if head.keep_K is None else whole.subsampled(head.keep_K, step)
+
+    batch = batch_of(0)
     module = LossModule(head, teacher, torch.bfloat16 if device.type == "cuda" else None)
     optimizer = build_optimizer(head, TrainConfig(steps=1))
     scale_K = head.depth_weights().to(device) / head.depth_counts(batch).clamp(min=1)
@@ -269,17 +279,18 @@ def bench_case(
     started = time.perf_counter()
     if case.online:
         assert target is not None
-        batch = target.extract(batch, head.spec)  # compiles the target
+        whole = target.extract(whole, head.spec)  # compiles the target
+        batch = batch_of(0)
     backward, captures = _backward_of(module, batch, head.depth)
     compile_s = time.perf_counter() - started
     timer = Timer(device)
-    for _ in range(steps + 4):
+    for step in range(steps + 4):
         timer.start()
         if case.online:
             assert target is not None
-            batch = target.extract(batch, head.spec)
+            whole = target.extract(whole, head.spec)
             timer.mark("target")
-        backward(batch, scale_K, lambda: timer.mark("draft_forward"))
+        backward(batch_of(step), scale_K, lambda: timer.mark("draft_forward"))
         timer.mark("draft_backward")
         torch.nn.utils.clip_grad_norm_(parameters, 0.5)
         optimizer.step()
@@ -302,7 +313,7 @@ def bench_case(
         case.name, preset, tokens / step_ms * 1e3, supervised / step_ms * 1e3, flops / (step_ms / 1e3) / matmul, peak,
         compile_s, captures, step_ms, split, tokens, supervised, len(case.lengths), steps, matmul / 1e12,
         origin["device"], "python -m headstart.bench_train " + " ".join(sys.argv[1:]), origin["git_revision"],
-        origin["versions"],
+        origin["versions"], getattr(head.config, "row_fraction", 1.0),
     )  # fmt: skip
 
 
@@ -364,7 +375,8 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
     first, last = half[0], half[-1]
     seconds, steps = last["seconds"] - first["seconds"], last["step"] - first["step"]
     rate = statistics.median(record["tokens_per_s"] for record in half)
-    captured = records[0]["seconds"] - records[0]["step"] * seconds / steps
+    # a run that did not write down its captures: what the first steps took beyond the later ones' pace
+    captured = last.get("capture_s", records[0]["seconds"] - records[0]["step"] * seconds / steps)
     sidecar = json.loads((arguments.run / "head" / "headstart.json").read_text())
     origin = sidecar.get("provenance", sidecar)
     return Record(
@@ -373,6 +385,7 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
         seconds / steps * 1e3, {"data_wait": statistics.mean(r["data_wait"] for r in half) * seconds / steps * 1e3},
         tokens, last["supervised_tokens"], len(trained), last["step"], matmul / 1e12, origin["device"],
         "python -m headstart.bench_train " + " ".join(sys.argv[1:]), origin["git_revision"], origin["versions"],
+        getattr(head.config, "row_fraction", 1.0),
     )  # fmt: skip
 
 
@@ -396,7 +409,9 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
         else:
             teacher = Teacher(torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype) * 0.02)
             embed_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype)
-        head_config: Any = HEADS["eagle3"].config(depth=arguments.depth, draft_vocab_size=vocab)  # type: ignore[call-arg]
+        head_config: Any = HEADS["eagle3"].config(  # type: ignore[call-arg]
+            depth=arguments.depth, draft_vocab_size=vocab, row_fraction=arguments.row_fraction
+        )
         head = build_head(head_config, dims).to(device).train()
         head.init_from_target(embed_VD, teacher, torch.arange(vocab, device=device))
         try:
@@ -437,21 +452,25 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="conversations, for the `real` cases")
     parser.add_argument("--target", default="smollm2-135m-instruct", help="tokenizer of --data and of --run")
     parser.add_argument("--depth", type=int, default=7, help="TTT steps")
+    parser.add_argument("--row-fraction", type=float, default=1.0, help="head.row_fraction: rows that later steps run")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--run", type=Path, help="run directory of smollm2_real")
     parser.add_argument("--matmul-tflops", type=float, help="MFU's denominator, where the run was on another machine")
     parser.add_argument("--profile", action="store_true", help="print device time by kernel")
-    parser.add_argument("--out", type=Path, help="JSON list to write: rows of the same case and preset are replaced")
+    parser.add_argument(
+        "--out", type=Path, help="JSON list to write: rows of the same case, preset and row fraction are replaced"
+    )
     arguments = parser.parse_args()
     arguments.cases = arguments.cases or ["custom"]
     try:
-        records = [asdict(record) for record in bench(arguments)]
+        records = bench(arguments)
     except HeadstartError as error:
         parser.exit(2, f"error: {error}\n")
     if arguments.out is not None:
-        new = {(record["case"], record["preset"]) for record in records}
+        new = {record.key for record in records}
         earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
-        write_json(arguments.out, [r for r in earlier if (r["case"], r["preset"]) not in new] + records)
+        kept = [r for r in earlier if (r["case"], r["preset"], r.get("row_fraction", 1.0)) not in new]
+        write_json(arguments.out, kept + [asdict(record) for record in records])
 
 
 if __name__ == "__main__":

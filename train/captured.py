@@ -5,6 +5,7 @@ A head's step launches some thousand small kernels; issued from Python one by on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -137,13 +138,14 @@ class CapturedPacks:
     A pack that fits no shape so far enlarges the shape: a capture costs a fraction of a second, and there are few.
     Attributes:
         captures: how many graphs were captured, those that a larger shape replaced included.
+        seconds: host time that took, kernel compilation included.
     """
 
     def __init__(self, module: nn.Module, depth: int):
         self._module, self._depth = module, depth
         self._graphs: dict[tuple[int, int, int | None], CapturedBackward] = {}
         self._shape = PackShape(0, 0, 0)
-        self.captures = 0
+        self.captures, self.seconds = 0, 0.0
 
     def backward(self, batch: FeatureBatch, scale_K: Tensor) -> tuple[Tensor, ...]:
         """As CapturedBackward.backward."""
@@ -157,8 +159,10 @@ class CapturedPacks:
         length = same_length(batch)
         key = (anchors, 0 if length is None else len(batch.doc_lengths), length)
         if key not in self._graphs:
+            started = time.perf_counter()
             shape = replace(self._shape, anchors=anchors)
             pool = next(iter(self._graphs.values())).pool if self._graphs else None
             self._graphs[key] = CapturedBackward(self._module, batch, shape, self._depth, pool)
             self.captures += 1
+            self.seconds += time.perf_counter() - started
         return self._graphs[key].backward(batch, scale_K)

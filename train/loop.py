@@ -381,7 +381,7 @@ class _Trainer:
             )
         epoch = self.stream.locate(max(state.packs - 1, 0)).epoch
         if self.captured is not None:
-            values["captures"] = self.captured.captures
+            values["captures"], values["capture_s"] = self.captured.captures, self.captured.seconds
         self._log({**values, "epoch": epoch, "seconds": self._elapsed(), "supervised_tokens": state.supervised})
 
     def _log(self, values: dict[str, float]) -> None:

@@ -1,0 +1,83 @@
+"""`python -m headstart.bench_train` at sizes of a toy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart import bench_train
+
+SMALL = "--preset tiny --tokens 128 --length 64 --depth 3 --steps 2 --matmul-tflops 0.01".split()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Rows of --out after the benchmark ran with these arguments."""
+
+    def call(*arguments: str | Path) -> list[dict[str, Any]]:
+        out = tmp_path / "speed.json"
+        monkeypatch.setattr("sys.argv", ["bench_train", *map(str, arguments), "--out", str(out)])
+        bench_train.main()
+        return json.loads(out.read_text())
+
+    return call
+
+
+def flops(row: dict[str, Any]) -> float:
+    return row["mfu"] * row["matmul_tflops"] * 1e12 * row["step_ms"] / 1e3
+
+
+def test_rows_carry_rates_and_their_split(bench: Callable):
+    all_rows, some_rows = bench(*SMALL, "--cases", "fixed_all", "fixed_40")
+    assert (all_rows["case"], some_rows["case"]) == ("fixed_all", "fixed_40")
+    for row in (all_rows, some_rows):
+        assert row["tokens_per_s"] == pytest.approx(128 / row["step_ms"] * 1e3)
+        assert set(row["split_ms"]) == {"draft_forward", "draft_backward", "optimiser"}
+        assert row["compiles"] == 0 and row["row_fraction"] == 1.0 and "--preset tiny" in row["command"]
+    assert (all_rows["supervised_tokens"], some_rows["supervised_tokens"]) == (128, 52)
+    assert flops(some_rows) < flops(all_rows)
+
+
+def test_online_times_the_target_too(bench: Callable):
+    (row,) = bench(*SMALL, "--online", "--no-compile-target", "--supervised-fraction", "0.5")
+    assert row["case"] == "custom" and row["split_ms"]["target"] > 0 and row["supervised_tokens"] == 64
+
+
+def test_row_fraction_runs_fewer_rows_and_keeps_a_row_of_its_own(bench: Callable):
+    bench(*SMALL, "--cases", "fixed_all")
+    whole, half = bench(*SMALL, "--cases", "fixed_all", "--row-fraction", "0.5")
+    assert (whole["row_fraction"], half["row_fraction"]) == (1.0, 0.5)
+    # per row of a step (see train/flops.py): half of the rows at depth 2, a quarter at depth 3
+    hidden, inner, vocab, queries, keys = 64, 128, 128, 64, 64
+    later = hidden * (queries + keys) + queries * hidden + 3 * hidden * inner + hidden * vocab
+    # of each of two documents 62, 61 and 60 rows: groups of 120, 2 and 2 rows that reach depth 3, 2 and 1
+    dropped = (122 - 60 - 1) + (120 - 30)
+    assert flops(whole) - flops(half) == pytest.approx(6 * later * dropped, rel=1e-6)
+
+
+def test_a_finished_run_is_a_row(
+    bench: Callable, headstart: Callable, recipe: Path, tmp_path: Path, tiny_target: Path, conversations: Path
+):
+    assert headstart("train", recipe).code == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    arguments = ("--cases", "smollm2_real", "--run", tmp_path / "run", "--target", tiny_target, "--matmul-tflops", "1")
+    (row,) = bench(*arguments)
+    trained = [record for record in records if "tokens_per_s" in record]
+    assert row["steps"] == trained[-1]["step"] and row["compiles"] == 0
+    assert min(r["tokens_per_s"] for r in trained) <= row["tokens_per_s"] <= max(r["tokens_per_s"] for r in trained)
+    captured = [{**record, "captures": 3, "capture_s": 1.25} for record in records]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in captured))
+    (row,) = bench(*arguments)
+    assert (row["compiles"], row["compile_s"]) == (3, 1.25)
+
+
+def test_what_is_missing_is_named(bench: Callable, capsys: pytest.CaptureFixture[str]):
+    for arguments, words in ((("--cases", "smollm2_real"), "--run: not given"), (("--lengths", "real"), "--data: not")):
+        with pytest.raises(SystemExit):
+            bench(*SMALL, *arguments)
+        assert words in capsys.readouterr().err

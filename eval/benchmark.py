@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from headstart.eval.decode import Answer, Cycle, CycleGraphs, Decoded, decode, s
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
-from headstart.eval.metrics import acceptance, bootstrap_tau, expected_tau
+from headstart.eval.generate import GenerateBaseline
+from headstart.eval.metrics import Timed, acceptance, bootstrap_tau, expected_tau
 from headstart.eval.prompts import EvalPrompt, load_prompts, render
 from headstart.eval.report import Report, Section
 from headstart.eval.sampling import Sampling
+from headstart.eval.sweep import check_contexts, sweep, sweep_points
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
@@ -31,21 +34,12 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass
-class _Timed:
-    """Seconds and tokens of one way of decoding."""
+class _Found:
+    """Everything that was measured: by task, over batches and contexts, and with HF `generate`."""
 
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    tokens: int = 0
-
-    def add(self, decoded: Decoded) -> None:
-        self.prefill_s += decoded.prefill_s
-        self.decode_s += decoded.decode_s
-        self.tokens += decoded.decode_tokens
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        return self.tokens / self.decode_s if self.tokens and self.decode_s else None
+    tallies: dict[str, _Tally]
+    sweeps: dict[str, Any] = field(default_factory=dict)
+    generate: GenerateBaseline | None = None
 
 
 @dataclass
@@ -53,8 +47,8 @@ class _Tally:
     """What a task has gathered; cycles are kept per prompt for the bootstrap."""
 
     cycles: dict[int, list[Cycle]] = field(default_factory=dict)
-    plain: _Timed = field(default_factory=_Timed)
-    speculative: _Timed = field(default_factory=_Timed)
+    plain: Timed = field(default_factory=Timed)
+    speculative: Timed = field(default_factory=Timed)
     sequences: int = 0
     identical: int = 0
     divergences: list[dict[str, Any]] = field(default_factory=list)
@@ -141,6 +135,7 @@ def evaluate(
     Raises: ConfigError, DataError, TemplateError naming field or file.
     """
     check_config(config)
+    check_contexts(config, target)
     dtype = str(target.dtype).removeprefix("torch.")
     if config.dtype not in ("auto", dtype):
         raise ConfigError(
@@ -156,11 +151,11 @@ def evaluate(
     try:
         if head is not None:
             head.eval()
-        tallies = _measure(target, drafter, config, prompts, progress)
+        found = _measure(target, drafter, config, prompts, progress)
     finally:
         if head is not None:
             head.train(training)
-    return _report(target, head, drafter, config, dtype, len(prompts), tallies, recipe, head_info)
+    return _report(target, head, drafter, config, dtype, len(prompts), found, recipe, head_info)
 
 
 def _attach(head: Head, target: Target) -> None:
@@ -178,19 +173,24 @@ def _attach(head: Head, target: Target) -> None:
 
 def _measure(
     target: Target, drafter: Drafter | None, config: EvalConfig, prompts: list[EvalPrompt], progress: Progress | None
-) -> dict[str, _Tally]:
+) -> _Found:
     decoder = Decoder(target, config)
     tallies = {prompt.task: _Tally() for prompt in prompts}
+    generate = GenerateBaseline(target, decoder.sampling, config.max_new_tokens) if config.generate_baseline else None
     plain = config.baseline or drafter is None
-    decoded_turns, total = 0, sum(max(len(prompt.turns), 1) for prompt in prompts)
+    decoded_turns, total = 0, sum(max(len(prompt.turns), 1) for prompt in prompts) + sweep_points(config)
+    first_contexts: list[list[int]] = []
     conversations = {id(prompt): list(prompt.messages) for prompt in prompts}
     warm = config.warmup_tokens < 1
     for number, (task, turn, batch) in enumerate(_batches(prompts, config.batch_size)):
         given = dict(config.template_kwargs)
         contexts = [_context(prompt, turn, conversations[id(prompt)], target, given) for prompt in batch]
+        first_contexts += contexts if turn == 0 else []
         if not warm:
             for way in [None] * plain + [drafter] * (drafter is not None):
                 decoder.run(contexts, way, config.warmup_tokens, config.seed)
+            if generate is not None:
+                GenerateBaseline(target, decoder.sampling, config.warmup_tokens).run(contexts[0])
             warm = True
         if progress is not None:
             progress(decoded_turns, total, task)
@@ -200,6 +200,8 @@ def _measure(
         _book(tally, batch, turn, base, spec)
         if base is not None and spec is not None and decoder.sampling.greedy and not decoder.sampling.lossy:
             _compare(tally, decoder, batch, turn, contexts, base, spec)
+        for row, context in enumerate(contexts if generate is not None else []):
+            generate.run(context, seed + row)  # type: ignore[union-attr]
         # plain answers go on into the next turn, so that both ways see the same context
         answers = (base or spec).answers  # type: ignore[union-attr]
         for prompt, answer in zip(batch, answers, strict=True):
@@ -207,9 +209,12 @@ def _measure(
                 text = target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
                 conversations[id(prompt)].append({"role": "assistant", "content": text})
         decoded_turns += len(batch)
+    steps = count(decoded_turns)
+    say = None if progress is None else lambda what: progress(next(steps), total, what)
+    sweeps = sweep(decoder, drafter, config, first_contexts, say)
     if progress is not None:
         progress(total, total, "done")
-    return tallies
+    return _Found(tallies, sweeps, generate)
 
 
 def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, list[EvalPrompt]]]:
@@ -274,12 +279,8 @@ def first_difference(plain: Answer, speculative: Answer) -> int | None:
 def _section(tallies: list[_Tally], config: EvalConfig, identity: bool) -> Section:
     per_prompt = [cycles for tally in tallies for cycles in tally.cycles.values()]
     found = acceptance(cycle for cycles in per_prompt for cycle in cycles)
-    plain, speculative = _Timed(), _Timed()
-    for tally in tallies:
-        for total, part in ((plain, tally.plain), (speculative, tally.speculative)):
-            total.prefill_s += part.prefill_s
-            total.decode_s += part.decode_s
-            total.tokens += part.tokens
+    plain = Timed.sum(tally.plain for tally in tallies)
+    speculative = Timed.sum(tally.speculative for tally in tallies)
     rates = plain.tokens_per_s, speculative.tokens_per_s
     interval = bootstrap_tau(per_prompt, config.bootstrap, config.seed)
     return Section(
@@ -296,6 +297,7 @@ def _section(tallies: list[_Tally], config: EvalConfig, identity: bool) -> Secti
         identity={"sequences": sum(t.sequences for t in tallies), "identical": sum(t.identical for t in tallies)}
         if identity
         else None,
+        latency={"baseline": plain.latency(), "speculative": speculative.latency()},
     )
 
 
@@ -306,11 +308,11 @@ def _report(
     config: EvalConfig,
     dtype: str,
     prompts: int,
-    tallies: dict[str, _Tally],
+    measured: _Found,
     recipe: dict[str, Any] | None,
     head_info: dict[str, Any] | None,
 ) -> Report:
-    sampling = Sampling.from_config(config)
+    sampling, tallies = Sampling.from_config(config), measured.tallies
     identity = sampling.greedy and not sampling.lossy and config.baseline and drafter is not None
     total = _section(list(tallies.values()), config, identity)
     divergences = [case for tally in tallies.values() for case in tally.divergences]
@@ -362,6 +364,9 @@ def _report(
         versions=versions(),
         git_revision=git_revision(),
         notes=notes,
+        latency=total.latency,
+        sweeps=measured.sweeps or None,
+        generate=None if measured.generate is None else measured.generate.report(),
     )
 
 

@@ -8,15 +8,19 @@ from typing import Any
 
 from rich.table import Table
 
-from headstart.eval.report import TAU_NOTE, Report, interval_text, number, rates_text
+from headstart.eval.report import TAU_NOTE, Report, interval_text, latency_cells, number, rates_text, remarks
 from headstart.heads.errors import DataError
 from headstart.heads.files import atomic_write, write_text
 
 BATCHES = "batches.png"
 COLUMNS = (
     "run", "target", "drafter", "tree", "temperature", "acceptance", "batch", "prompts", "τ", "95 %", "by position",
-    "plain tok/s", "spec. tok/s", "speed-up", "identical", "device",
+    "plain tok/s", "spec. tok/s", "speed-up", "first token ms", "plain ms/token", "spec. ms/token", "identical",
+    "device",
 )  # fmt: skip
+
+
+LATENCY_NOTE = "latencies: median / 95th percentile; first token = prefill"
 
 
 def read_reports(places: list[Path]) -> dict[str, Report]:
@@ -48,11 +52,13 @@ def kind_of_acceptance(report: Report) -> str:
 
 def _cells(label: str, report: Report) -> tuple[str, ...]:
     identity = report.greedy_identity
+    plain_first, plain_token, first, token = latency_cells(report.latency)
     return (
         label, str(report.target["name"]), report.drafter, str(report.tree["label"]), f"{report.temperature:g}",
         kind_of_acceptance(report), str(report.batch_size), str(report.prompts), number(report.tau),
         interval_text(report.tau_ci95), rates_text(report.per_position_acceptance),
         number(report.baseline_tokens_per_s, 1), number(report.tokens_per_s, 1), number(report.speedup, 2, "×"),
+        plain_first if first == "–" else first, plain_token, token,
         "–" if identity is None else f"{identity['identical']}/{identity['sequences']}", report.device,
     )  # fmt: skip
 
@@ -74,10 +80,10 @@ def differences(reports: dict[str, Report]) -> list[str]:
 
 def comparison_table(reports: dict[str, Report]) -> Table:
     """One row per run; columns that are the same everywhere are kept, so that each row stands alone."""
-    caption = "\n".join([TAU_NOTE, *differences(reports)])
+    caption = "\n".join([f"{TAU_NOTE}; {LATENCY_NOTE}", *differences(reports)])
     table = Table(title="runs side by side", caption=caption, title_justify="left")
     for n, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if n in (0, 1, 2, 3, 10, 15) else "right")
+        table.add_column(column, justify="left" if n in (0, 1, 2, 3, 10, 18) else "right")
     for label, report in reports.items():
         table.add_row(*_cells(label, report))
     return table
@@ -101,17 +107,21 @@ def comparison_markdown(reports: dict[str, Report]) -> str:
                 (task, *(text(r.tasks[task]) if task in r.tasks else "–" for r in reports.values())) for task in tasks
             ]
             lines += ["", f"## {title}", "", *_markdown_table(("task", *reports), rows)]
-    lines += ["", f"{TAU_NOTE}.", ""]
+    lines += ["", f"{TAU_NOTE}; {LATENCY_NOTE}.", ""]
     lines += [f"- {note}" for note in differences(reports)]
-    lines += [f"- {label}: {note}" for label, report in reports.items() for note in report.notes]
+    lines += [f"- {label}: {note}" for label, report in reports.items() for note in (*report.notes, *remarks(report))]
     return "\n".join(lines) + "\n"
 
 
 def speedups_by_batch(reports: dict[str, Report]) -> dict[str, list[tuple[int, float]]]:
-    """Runs that differ in batch size only, as curves: description → (batch, speed-up), two points or more."""
+    """Sweeps of the runs, and runs that differ in batch size only: description → (batch, speed-up), two or more."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for report in reports.values():
-        if report.speedup is not None:
+    for label, report in reports.items():
+        points = ((report.sweeps or {}).get("batch") or {}).get("points", [])
+        swept = [(point["batch"], point["speedup"]) for point in points if point.get("speedup") is not None]
+        if swept:
+            curves[label] = swept
+        elif report.speedup is not None:
             name = (
                 f"{report.drafter} on {report.target['name']}, {report.tree['label']}, temperature "
                 f"{report.temperature:g}, {kind_of_acceptance(report)}, {report.device}"

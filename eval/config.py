@@ -87,6 +87,15 @@ class EvalConfig:
     prefill_chunk: int = 512
     #: attention reads the KV buffer up to the next multiple of this many slots
     kv_bucket: int = 128
+    #: batch sizes at which plain and speculative decoding are timed besides, e.g. [1,2,4,8,16,32,64]
+    batch_sizes: list[int] = field(default_factory=list)
+    #: context lengths in tokens at which they are timed besides, at batch_size; a context is its prompt's own tokens
+    #: repeated, or the last of them
+    context_lengths: list[int] = field(default_factory=list)
+    #: prompts decoded at every point of a sweep at least; batches are filled up by repeating prompts
+    sweep_prompts: int = 16
+    #: also time HF `generate` at batch 1 on the same contexts (slow; not the baseline of the speed-up)
+    generate_baseline: bool = False
     #: bootstrap resamples behind tau_ci95
     bootstrap: int = 1000
     #: n-gram drafter: longest suffix that is looked up in the context
@@ -118,6 +127,9 @@ def check_config(config: EvalConfig) -> None:
         ("eval.top_k", config.top_k, 0),
         ("eval.temperature", config.temperature, 0),
         ("eval.bootstrap", config.bootstrap, 0),
+        ("eval.sweep_prompts", config.sweep_prompts, 1),
+        *((f"eval.batch_sizes[{n}]", size, 1) for n, size in enumerate(config.batch_sizes)),
+        *((f"eval.context_lengths[{n}]", length, 2) for n, length in enumerate(config.context_lengths)),
     ):
         if number < low:
             raise ConfigError(f"{name}: found {number}, expected at least {low}")
@@ -126,6 +138,9 @@ def check_config(config: EvalConfig) -> None:
     if not 0 <= config.min_p < 1:
         raise ConfigError(f"eval.min_p: found {config.min_p}, expected 0 ≤ min_p < 1 (0 keeps every token)")
     synthetic_rates(config)
+    for name, sweep in (("batch_sizes", config.batch_sizes), ("context_lengths", config.context_lengths)):
+        if len(set(sweep)) < len(sweep):
+            raise ConfigError(f"eval.{name}: found {list(sweep)}, expected every value once")
     if config.repetition_penalty <= 0:
         raise ConfigError(f"eval.repetition_penalty: found {config.repetition_penalty}, expected more than 0 (1 = off)")
 

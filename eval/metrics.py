@@ -1,13 +1,13 @@
-"""τ and acceptance from cycles, by the one definition of methods §0."""
+"""τ and acceptance from cycles, by the one definition of methods §0; speed and latency from what was timed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from headstart.eval.decode import Cycle
+from headstart.eval.decode import Cycle, Decoded
 
 
 @dataclass(frozen=True)
@@ -67,3 +67,74 @@ def expected_tau(rates: Sequence[float]) -> float:
     Answers' last cycles are cut by a stop token or the length limit, so measured τ lies a little below.
     """
     return 1.0 + float(np.cumprod(np.asarray(rates, dtype=np.float64)).sum())
+
+
+@dataclass
+class Timed:
+    """Seconds and tokens of one way of decoding, gathered over batches.
+
+    Attributes:
+        first_s: seconds to the first token, one per prompt (all prompts of a batch wait for the batch's prefill).
+        token_s: seconds per token of the decode phase, one per token: a cycle's seconds spread over the tokens that it
+            committed for a row.
+        rows: rows that were still decoding, summed over the batches' cycles; cycles: the number of those.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    tokens: int = 0
+    first_s: list[float] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+    rows: int = 0
+    cycles: int = 0
+
+    def add(self, decoded: Decoded) -> None:
+        self.prefill_s += decoded.prefill_s
+        self.decode_s += decoded.decode_s
+        self.tokens += decoded.decode_tokens
+        self.first_s += [decoded.prefill_s] * len(decoded.answers)
+        self.token_s += token_seconds(decoded)
+        self.rows += sum(len(answer.cycles) for answer in decoded.answers)
+        self.cycles += max(len(answer.cycles) for answer in decoded.answers)
+
+    @classmethod
+    def sum(cls, parts: Iterable[Timed]) -> Timed:
+        total = cls()
+        for part in parts:
+            total.prefill_s += part.prefill_s
+            total.decode_s += part.decode_s
+            total.tokens += part.tokens
+            total.first_s += part.first_s
+            total.token_s += part.token_s
+            total.rows += part.rows
+            total.cycles += part.cycles
+        return total
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens / self.decode_s if self.tokens and self.decode_s else None
+
+    @property
+    def active(self) -> float | None:
+        """Rows that a cycle decoded on average: a batch thins out as its rows end."""
+        return self.rows / self.cycles if self.cycles else None
+
+    def latency(self) -> dict[str, float | None] | None:
+        """Milliseconds to the first token and per later token, median and 95th percentile; None where nothing ran."""
+        if not self.first_s:
+            return None
+        return {
+            f"{name}_p{percent}_ms": float(np.percentile(values, percent)) * 1e3 if values else None
+            for name, values in (("first_token", self.first_s), ("token", self.token_s))
+            for percent in (50, 95)
+        }
+
+
+def token_seconds(decoded: Decoded) -> list[float]:
+    """Seconds of every token of the decode phase: a cycle's seconds ÷ the tokens it committed for the row."""
+    return [
+        seconds / cycle.committed
+        for answer in decoded.answers
+        for cycle, seconds in zip(answer.cycles, decoded.cycle_s, strict=False)
+        for _ in range(cycle.committed)
+    ]

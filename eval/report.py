@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from headstart.heads.errors import DataError
@@ -25,6 +26,8 @@ class Section:
         per_position_conditional: given that all earlier depths were accepted.
         baseline_tokens_per_s, tokens_per_s: decode phase only, plain and speculative, in the same loop.
         identity: {"sequences", "identical"} of speculative against plain, greedy runs with a baseline only.
+        latency: of "baseline" and "speculative" (None where it did not run): `first_token_p50_ms`, `first_token_p95_ms`
+            (prefill; a batch's prompts wait together), `token_p50_ms`, `token_p95_ms` (a cycle's time ÷ its tokens).
     """
 
     prompts: int
@@ -38,6 +41,7 @@ class Section:
     baseline_tokens_per_s: float | None
     speedup: float | None
     identity: dict[str, int] | None = None
+    latency: dict[str, dict[str, float | None] | None] | None = None
 
 
 @dataclass
@@ -77,6 +81,11 @@ class Report:
     engine: dict[str, Any] | None = None
     #: acceptance by level that was asked for (eval.synthetic_acceptance), τ is not the head's; None: the target decided
     synthetic: list[float] | None = None
+    latency: dict[str, dict[str, float | None] | None] | None = None
+    #: plain and speculative decoding over batch sizes ("batch") and context lengths ("context"), where asked for
+    sweeps: dict[str, Any] | None = None
+    #: HF generate at batch 1, where asked for; its label stands beside it
+    generate: dict[str, Any] | None = None
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -87,12 +96,11 @@ class Report:
         """Raises DataError when the schema is another or a field is missing."""
         if value.get("schema") != SCHEMA:
             raise DataError(f"{where}: schema: found {value.get('schema')!r}, expected {SCHEMA}")
-        known = {f.name for f in fields(cls)}
-        value = {"engine": None, "synthetic": None, **value}  # reports of the first release do not say
-        missing = sorted(known - set(value))
+        needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+        missing = sorted(needed - set(value))
         if missing:
             raise DataError(f"{where}: fields missing: {missing}")
-        kept = {name: value[name] for name in known}
+        kept = {f.name: value[f.name] for f in fields(cls) if f.name in value}
         kept["tasks"] = {name: Section(**section) for name, section in kept["tasks"].items()}
         return cls(**kept)
 
@@ -125,8 +133,11 @@ class Report:
             self.baseline_tokens_per_s,
             self.speedup,
             {k: identity[k] for k in ("sequences", "identical")} if identity else None,
+            self.latency,
         )
 
+
+TAU_NOTE = "τ = tokens committed per target forward after prefill (plain decoding = 1)"
 
 COLUMNS = (
     "task",
@@ -193,11 +204,78 @@ def render_table(report: Report) -> Table:
     return table
 
 
-TAU_NOTE = "τ = tokens committed per target forward after prefill (plain decoding = 1)"
+def render_tables(report: Report) -> Group:
+    """Everything for the terminal: `render_table`, latency, sweeps, HF `generate`."""
+    tables: list[RenderableType] = [render_table(report)]
+    for title, columns, rows in _more_tables(report):
+        table = Table(title=title, title_justify="left")
+        for n, column in enumerate(columns):
+            table.add_column(column, justify="right" if n else "left")
+        for row in rows:
+            table.add_row(*row)
+        tables.append(table)
+    return Group(*tables, *remarks(report))
 
 
 def print_report(report: Report, console: Console) -> None:
-    console.print(render_table(report))
+    console.print(render_tables(report))
+
+
+WAYS = ("baseline", "speculative")
+LATENCY_COLUMNS = ("task", *(f"{way} {what}" for way in ("plain", "spec.") for what in ("first token", "per token")))
+
+
+def _more_tables(report: Report) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """(title, columns, rows) of everything that was timed beside the main numbers."""
+    if report.latency is not None:
+        title = f"latency in ms, median / 95th percentile, batch {report.batch_size} (first token = prefill)"
+        yield title, LATENCY_COLUMNS, [(name, *latency_cells(section.latency)) for name, section in _sections(report)]
+    sweeps = report.sweeps or {}
+    for name, points in ((name, sweep["points"]) for name, sweep in sweeps.items()):
+        title = "speed-up by batch" if name == "batch" else f"speed-up by context, batch {report.batch_size}"
+        yield title, (name, *SWEEP_COLUMNS), [_sweep_cells(name, point) for point in points]
+
+
+def latency_cells(latency: dict[str, dict[str, float | None] | None] | None) -> list[str]:
+    """Plain first token, plain per token, the same of speculation; each "median / 95th percentile" in ms."""
+    shown = []
+    for way in WAYS:
+        values = (latency or {}).get(way) or {}
+        for what in ("first_token", "token"):
+            pair = [values.get(f"{what}_p{percent}_ms") for percent in (50, 95)]
+            shown.append("–" if pair[0] is None else " / ".join(number(value) for value in pair))
+    return shown
+
+
+SWEEP_COLUMNS = (
+    "rows", "prompts", "plain tok/s", "spec. tok/s", "speed-up", "τ", "plain per token", "spec. per token", "active",
+)  # fmt: skip
+
+
+def _sweep_cells(name: str, point: dict[str, Any]) -> tuple[str, ...]:
+    if point.get("out_of_memory"):
+        return (str(point[name]), "out of memory", *["–"] * (len(SWEEP_COLUMNS) - 1))
+    cells = latency_cells({way: point.get(f"{way}_latency") for way in WAYS})
+    active = [point.get(f"{way}_active_rows") for way in WAYS]
+    return (
+        str(point[name]), str(point["rows"]), str(point["prompts"]), number(point["baseline_tokens_per_s"], 1),
+        number(point.get("speculative_tokens_per_s"), 1), number(point.get("speedup"), 2, "×"),
+        number(point.get("tau")), cells[1], cells[3], " / ".join(number(value, 1) for value in active),
+    )  # fmt: skip
+
+
+def remarks(report: Report) -> list[str]:
+    """Sentences that go with the tables."""
+    lines = []
+    for sweep in (report.sweeps or {}).values():
+        lines += [sweep[key] for key in ("says", "note") if sweep.get(key)]
+    if report.sweeps:
+        lines.append("per token in ms, median / 95th percentile; active: rows that a cycle decoded, plain / spec.")
+    if report.generate is not None:
+        found = report.generate
+        rate = number(found["tokens_per_s"], 1)
+        lines.append(f"{found['label']}: {rate} tokens/s at batch 1 on {found['prompts']} contexts, prefill apart")
+    return lines
 
 
 def render_markdown(report: Report) -> str:
@@ -206,6 +284,11 @@ def render_markdown(report: Report) -> str:
     lines += ["| " + " | ".join(_cells(name, section)) + " |" for name, section in _sections(report)]
     lines += ["", f"{TAU_NOTE}.", ""]
     lines += [f"Acceptance given all earlier positions: {rates_text(report.per_position_conditional)}.", ""]
+    for title, columns, rows in _more_tables(report):
+        lines += [f"## {title[0].upper()}{title[1:]}", "", "| " + " | ".join(columns) + " |"]
+        lines += ["|" + "---|" * len(columns), *("| " + " | ".join(row) + " |" for row in rows), ""]
+    for remark in remarks(report):
+        lines += [f"{remark[0].upper()}{remark[1:]}.", ""]
     identity = report.greedy_identity
     if identity:
         lines.append(

@@ -1,4 +1,4 @@
-"""Plots of a model card, from report.json: acceptance by position, τ and speed-up by task."""
+"""Plots of a model card, from report.json: acceptance by position, τ and speed-up by task, batch and context."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.heads.files import atomic_write
 
-ACCEPTANCE, TASKS = "acceptance.png", "tasks.png"
+ACCEPTANCE, TASKS, BATCHES, CONTEXTS = "acceptance.png", "tasks.png", "speedup_by_batch.png", "speedup_by_context.png"
 #: tasks drawn at most: the ones with most prompts
 SHOWN = 12
 
@@ -20,7 +20,12 @@ def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
         report: report.json as parsed.
     """
     written = []
-    for name, figure in ((ACCEPTANCE, _acceptance(report)), (TASKS, _tasks(report))):
+    for name, figure in (
+        (ACCEPTANCE, _acceptance(report)),
+        (TASKS, _tasks(report)),
+        (BATCHES, _sweep(report, "batch")),
+        (CONTEXTS, _sweep(report, "context")),
+    ):
         if figure is None:
             continue
         atomic_write(directory / name, partial(_save, figure))
@@ -38,15 +43,16 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [("all", report), *sorted(tasks)] if len(tasks) > 1 else [("all", report)]
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # the object interface keeps no global state and needs no display
 
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    return figure, axes
+    grid = figure.subplots(rows, squeeze=False)[:, 0]
+    for axes in grid:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    return figure, grid[0] if rows == 1 else grid
 
 
 def _acceptance(report: dict[str, Any]) -> Any | None:
@@ -84,4 +90,27 @@ def _tasks(report: dict[str, Any]) -> Any | None:
     )
     axes.set_title("τ and speed-up by task (plain decoding = 1)" if measured else "τ by task (plain decoding = 1)")
     axes.legend(fontsize="small")
+    return figure
+
+
+def _sweep(report: dict[str, Any], name: str) -> Any | None:
+    """Speed-up over batch sizes or context lengths, the tokens per second of both ways below it."""
+    points = ((report.get("sweeps") or {}).get(name) or {}).get("points") or []
+    points = [point for point in points if point.get("speedup") is not None]
+    if len(points) < 2:
+        return None
+    values = [point[name] for point in points]
+    figure, (above, below) = _figure(6, 5.2, rows=2)
+    above.plot(values, [point["speedup"] for point in points], marker="o", color="black")
+    above.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    above.set(ylabel="speed-up", title=f"Speed-up by {name} (plain decoding = 1)")
+    above.set_ylim(bottom=0)
+    for key, label in (("baseline_tokens_per_s", "plain"), ("speculative_tokens_per_s", "speculative")):
+        below.plot(values, [point[key] for point in points], marker="o", label=label)
+    below.set(ylabel="tokens/s", xlabel=name if name == "batch" else "context in tokens", yscale="log")
+    below.legend(fontsize="small")
+    for axes in (above, below):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values, [str(value) for value in values])
+        axes.minorticks_off()
     return figure

@@ -48,7 +48,7 @@ def command(
     With --engine and --url, the prompts go to a server at temperature 0 and τ comes from its counters.
     """
     with speaking(json) as talk:
-        from headstart.eval.report import Report, render_table
+        from headstart.eval.report import Report, render_tables
         from headstart.heads.errors import ConfigError
 
         words = list(arguments or [])
@@ -66,7 +66,7 @@ def command(
         else:
             directory = _of_head(recipe, words, head, target, data, out, talk)
         report = Report.read(directory)
-        talk.result({**report.to_json(), "report": str(directory / "report.json")}, render_table(report))
+        talk.result({**report.to_json(), "report": str(directory / "report.json")}, render_tables(report))
         if not json:
             talk.result(None, f"report: {directory / 'report.md'} (and report.json)")
 

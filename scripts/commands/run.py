@@ -8,7 +8,7 @@ from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Do every step: distil, train, evaluate, export. Finished steps are skipped, a killed run continues."""
     with speaking(json) as talk:
-        from headstart.eval.report import Report, render_table
+        from headstart.eval.report import Report, render_tables
         from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe
 
@@ -20,7 +20,7 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
             measured = run.eval()
             exported = run.export()
         value = {"run_dir": str(run.dir), "train": trained, "eval": measured, "export": exported}
-        talk.result(value, render_table(Report.read(run.dir)))
+        talk.result(value, render_tables(Report.read(run.dir)))
         if not json:
             talk.result(None, f"report: {run.dir / 'report.md'} (and report.json)")
             for engine, path in exported["exports"].items():

@@ -19,6 +19,12 @@ def section(tau: float, speedup: float | None) -> Section:
     return Section(2, 10, 20, tau, None, [0.5], [0.5], 10.0, 5.0, speedup)
 
 
+def latency(first: float, token: float) -> dict[str, float]:
+    return {
+        "first_token_p50_ms": first, "first_token_p95_ms": first + 0.5, "token_p50_ms": token, "token_p95_ms": token + 1
+    }  # fmt: skip
+
+
 def report(**changes: Any) -> Report:
     made = Report(
         target={"name": "T"}, head=None, drafter="eagle3", data={"path": "d.jsonl", "sha256": "x"}, dtype="bfloat16",
@@ -26,7 +32,7 @@ def report(**changes: Any) -> Report:
         prompts=4, forwards=20, tokens=50, tau=2.5, tau_ci95=[2.25, 2.75], per_position_acceptance=[0.75, 0.5],
         per_position_conditional=[0.75, 0.667], baseline_tokens_per_s=100.0, tokens_per_s=180.0, speedup=1.8,
         tasks={"a": section(2.0, 1.5), "b": section(3.0, None)}, greedy_identity=None, timing={}, sampling={},
-        recipe={}, versions={}, git_revision="r",
+        recipe={}, versions={}, git_revision="r", latency={"baseline": latency(8, 10), "speculative": latency(9, 5)},
     )  # fmt: skip
     return replace(made, **changes)
 
@@ -35,7 +41,8 @@ def test_markdown_holds_every_run_and_task() -> None:
     lossy = report(lossless=False, tau=1.25, speedup=None, tasks={"a": section(1.5, 0.9)}, notes=["careful"])
     text = comparison_markdown({"one": report(), "two": lossy, "three": report(synthetic=[0.5], lossless=False)})
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
-    assert "| lossless | 1 | 4 | 2.50 | 2.25–2.75 | .750 .500 | 100.0 | 180.0 | 1.80× | – | card |" in rows["one"]
+    measured = "| lossless | 1 | 4 | 2.50 | 2.25–2.75 | .750 .500 | 100.0 | 180.0 | 1.80× | 9.00 / 9.50 |"
+    assert f"{measured} 10.00 / 11.00 | 5.00 / 6.00 | – | card |" in rows["one"]
     assert "| LOSSY |" in rows["two"] and "| 1.25 |" in rows["two"]
     assert "| SYNTHETIC |" in rows["three"]
     assert "| a | 2.00 | 1.50 | 2.00 |" in text and "| b | 3.00 | – | 3.00 |" in text
@@ -56,6 +63,14 @@ def test_batch_sweep(tmp_path: Path) -> None:
     assert "(batches.png)" in write_comparison(runs, tmp_path / "sweep").read_text()
     assert (tmp_path / "sweep" / "batches.png").read_bytes().startswith(b"\x89PNG")
     assert "batches.png" not in write_comparison({"1": runs["1"]}, tmp_path / "one").read_text()
+
+
+def test_sweeps_inside_runs_are_compared(tmp_path: Path) -> None:
+    points = [{"batch": 1, "speedup": 2.0}, {"batch": 8, "speedup": 0.9}, {"batch": 16, "out_of_memory": True}]
+    swept = report(sweeps={"batch": {"points": points[:2], "says": "it ends at batch 8"}})
+    assert speedups_by_batch({"one": swept, "two": report()}) == {"one": [(1, 2.0), (8, 0.9)]}
+    text = write_comparison({"one": swept, "two": report()}, tmp_path).read_text()
+    assert "- one: it ends at batch 8" in text and "(batches.png)" in text
 
 
 def test_labels_and_missing_reports(tmp_path: Path) -> None:

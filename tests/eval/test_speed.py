@@ -1,0 +1,192 @@
+"""Latency by hand, sweeps over batches and contexts, HF generate beside them, and how reports show them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eval_help import CONTEXTS, Trained
+from rich.console import Console
+
+from headstart.eval.benchmark import evaluate
+from headstart.eval.config import EvalConfig, TreeConfig, check_config
+from headstart.eval.decode import Answer, Cycle, Decoded
+from headstart.eval.generate import LABEL, GenerateBaseline
+from headstart.eval.metrics import Timed, token_seconds
+from headstart.eval.report import Report, print_report, render_markdown
+from headstart.eval.sampling import Sampling
+from headstart.eval.sweep import fit, gain_ends
+from headstart.heads.errors import ConfigError
+from headstart.heads.target import Target
+
+
+def decoded() -> Decoded:
+    """Two rows: the first ends in the second cycle. Cycles of 4, 6 and 8 ms after a prefill of 20 ms."""
+    first = Answer([1, 2, 3, 4], [Cycle(3, 1, 2), Cycle(3, 0, 1)])
+    second = Answer([1, 2, 3, 4, 5, 6, 7], [Cycle(3, 0, 1), Cycle(3, 2, 3), Cycle(3, 1, 2)])
+    return Decoded([first, second], 0.020, 0.018, [0.004, 0.006, 0.008])
+
+
+def test_latency_by_hand() -> None:
+    """Row 1: 2, 2, 6 ms; row 2: 4, then three of 2, then two of 4 ms. Sorted: 2 2 2 2 2 4 4 4 6."""
+    assert token_seconds(decoded()) == pytest.approx([0.002, 0.002, 0.006, 0.004, 0.002, 0.002, 0.002, 0.004, 0.004])
+    timed = Timed()
+    timed.add(decoded())
+    found = timed.latency()
+    assert found["first_token_p50_ms"] == found["first_token_p95_ms"] == pytest.approx(20)
+    assert found["token_p50_ms"] == pytest.approx(2)
+    # between the 8th (4 ms) and the 9th (6 ms) of nine values: 0.95 · 8 = 7.6
+    assert found["token_p95_ms"] == pytest.approx(4 + 0.6 * 2)
+    # rows decoding: 2, 2, 1
+    assert timed.active == pytest.approx(5 / 3)
+    both = Timed.sum([timed, timed])
+    assert both.tokens_per_s == timed.tokens_per_s == pytest.approx(9 / 0.018)
+    assert (both.latency()["token_p50_ms"], both.rows, both.cycles) == (found["token_p50_ms"], 10, 6)
+    assert Timed().latency() is None
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
+    path.write_text("".join(json.dumps({"prompt_token_ids": context}) + "\n" for context in CONTEXTS))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def swept(target: Target, eagle3: Trained, prompts: str) -> Report:
+    config = EvalConfig(
+        data=prompts, max_new_tokens=5, kv_bucket=8, warmup_tokens=2, bootstrap=0, tree=TreeConfig(depth=2),
+        batch_sizes=[4, 1], context_lengths=[6, 20], sweep_prompts=2, generate_baseline=True,
+    )  # fmt: skip
+    seen: list[tuple[int, int, str]] = []
+    report = evaluate(target, eagle3.head, config, progress=lambda *step: seen.append(step))
+    assert [step for step in seen if " " in step[2]] == [
+        (3, 7, "batch 1"), (4, 7, "batch 4"), (5, 7, "context 6"), (6, 7, "context 20"),
+    ]  # fmt: skip
+    assert seen[-1] == (7, 7, "done")
+    return report
+
+
+def test_sweeps_of_a_report(swept: Report, tmp_path: Path) -> None:
+    batches = swept.sweeps["batch"]
+    assert [(p["batch"], p["rows"], p["prompts"]) for p in batches["points"]] == [(1, 2, 2), (4, 4, 3)]
+    assert batches["says"]
+    contexts = swept.sweeps["context"]
+    assert [(p["context"], p["rows"]) for p in contexts["points"]] == [(6, 2), (20, 2)]
+    assert "repeating" in contexts["note"]
+    for point in (*batches["points"], *contexts["points"]):
+        expected = point["speculative_tokens_per_s"] / point["baseline_tokens_per_s"]
+        assert point["speedup"] == pytest.approx(expected)
+        assert 1 <= point["tau"] <= 3
+        assert point["speculative_latency"]["token_p50_ms"] <= point["speculative_latency"]["token_p95_ms"]
+    assert batches["points"][1]["baseline_active_rows"] == 4
+
+    swept.write(tmp_path)
+    assert Report.read(tmp_path) == swept
+    markdown = (tmp_path / "report.md").read_text()
+    assert "## Speed-up by batch" in markdown and "## Speed-up by context, batch 1" in markdown
+    for name in ("speedup_by_batch.png", "speedup_by_context.png"):
+        assert f"({name})" in markdown and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_latency_and_generate_are_shown_with_their_labels(swept: Report) -> None:
+    for way in ("baseline", "speculative"):
+        found = swept.latency[way]
+        assert 0 < found["token_p50_ms"] <= found["token_p95_ms"] and found["first_token_p50_ms"] > 0
+    assert swept.tasks["all"].latency == swept.latency
+    assert swept.generate["label"] == LABEL and swept.generate["prompts"] == 3
+    assert swept.generate["tokens_per_s"] > 0
+    out = io.StringIO()
+    print_report(swept, Console(file=out, width=200))
+    first = swept.latency["speculative"]["first_token_p50_ms"]
+    for text in (out.getvalue(), render_markdown(swept)):
+        assert LABEL in text and f"{first:.2f} / " in text and "at batch 1 on 3 contexts" in text
+
+
+def test_reports_without_the_newer_fields_are_read(swept: Report) -> None:
+    value = {key: v for key, v in swept.to_json().items() if key not in ("latency", "sweeps", "generate", "engine")}
+    del value["tasks"]["all"]["latency"]
+    old = Report.from_json(value)
+    assert (old.latency, old.sweeps, old.generate) == (None, None, None)
+    assert "latency" not in render_markdown(old)
+
+
+def test_generate_says_what_the_loop_says(target: Target, plain: list[Answer]) -> None:
+    baseline = GenerateBaseline(target, Sampling(), 10)
+    for context, answer in zip(CONTEXTS, plain, strict=True):
+        assert baseline.run(context) == answer.tokens[:10]
+    assert baseline.timed.tokens == 3 * 9 and len(baseline.timed.first_s) == 3
+
+
+def test_generate_samples_by_its_seed_and_leaves_the_global_one(target: Target) -> None:
+    baseline = GenerateBaseline(target, Sampling(temperature=1.0, top_k=8, min_p=0.01), 8)
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    answers = [baseline.run(CONTEXTS[0], seed) for seed in (1, 1, 2, 3)]
+    assert answers[0] == answers[1] and len({tuple(answer) for answer in answers}) > 1
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_fit() -> None:
+    assert fit([1, 2, 3], 2) == [2, 3]
+    assert fit([1, 2, 3], 3) == [1, 2, 3]
+    assert fit([1, 2, 3], 7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("speedups", "ends", "says"),
+    [
+        ([2.0, 1.5, 1.1], None, "gains at every batch measured (1.10× at 4)"),
+        ([2.0, 0.9, 1.1], 2, "the gain ends at batch 2 (0.90×); batch 1 still gains (2.00×)"),
+        ([0.8, 0.7, 0.6], 1, "gains nothing from batch 1 on (0.80×)"),
+        ([None, None, None], None, "no speed-up was measured"),
+    ],
+)
+def test_where_the_gain_ends(speedups: list[float | None], ends: int | None, says: str) -> None:
+    points = [{"batch": batch, "speedup": value} for batch, value in zip((1, 2, 4), speedups, strict=True)]
+    found = gain_ends(points)
+    assert found["gain_ends"] == ends and says in found["says"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_sizes": [4, 0]}, r"eval.batch_sizes\[1\]: found 0, expected at least 1"),
+        ({"batch_sizes": [4, 4]}, r"eval.batch_sizes: found \[4, 4\], expected every value once"),
+        ({"context_lengths": [1]}, r"eval.context_lengths\[0\]: found 1"),
+        ({"sweep_prompts": 0}, "eval.sweep_prompts"),
+    ],
+)
+def test_bad_sweeps(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(EvalConfig(**changes))
+
+
+def test_contexts_beyond_the_targets_positions(target: Target, prompts: str) -> None:
+    config = EvalConfig(data=prompts, context_lengths=[250], max_new_tokens=10)
+    with pytest.raises(ConfigError, match="the target has 256 positions: give at most 246"):
+        evaluate(target, None, config)
+
+
+def test_a_batch_that_does_not_fit_ends_its_sweep(target: Target, prompts: str, monkeypatch: Any) -> None:
+    from headstart.eval.benchmark import Decoder
+
+    original = Decoder.run
+
+    def run(self: Decoder, contexts: list[list[int]], *rest: Any, **options: Any) -> Any:
+        if len(contexts) > 2:
+            raise torch.OutOfMemoryError("no more")
+        return original(self, contexts, *rest, **options)
+
+    monkeypatch.setattr(Decoder, "run", run)
+    config = EvalConfig(
+        data=prompts, max_new_tokens=3, kv_bucket=8, drafter="ngram", batch_sizes=[2, 3, 4], sweep_prompts=1
+    )
+    report = evaluate(target, None, config)
+    points = report.sweeps["batch"]["points"]
+    assert [point["batch"] for point in points] == [2, 3] and points[1]["out_of_memory"]
+    assert "| 3 | out of memory |" in render_markdown(report)

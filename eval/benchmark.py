@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
 from headstart.eval.generate import GenerateBaseline
 from headstart.eval.metrics import Timed, acceptance, bootstrap_tau, expected_tau
-from headstart.eval.prompts import EvalPrompt, load_prompts, render
+from headstart.eval.prompts import EvalPrompt, describe_data, load_prompts, render
 from headstart.eval.report import Report, Section
 from headstart.eval.sampling import Sampling
 from headstart.eval.sweep import check_contexts, sweep, sweep_points
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.files import sha256_file
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.provenance import device_name, git_revision, versions
 from headstart.heads.target import Target
@@ -337,7 +335,7 @@ def _report(
         target=target.fingerprint(),
         head=_describe(head, head_info),
         drafter=drafter.name if drafter is not None else "plain",
-        data={"path": str(config.data), "sha256": sha256_file(Path(str(config.data)))},
+        data=describe_data(config.data),
         dtype=dtype,
         device=device_name(target.device),
         temperature=float(config.temperature),

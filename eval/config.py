@@ -33,8 +33,10 @@ class TreeConfig:
 class EvalConfig:
     """How a head is measured (methods §0, §10, §11)."""
 
-    #: JSONL of prompts: `prompt_token_ids`, `messages`, `turns` (Spec-Bench), `conversations` (ShareGPT) or `prompt`
-    data: str | None = None
+    #: prompts: a JSONL file, a Hub dataset `user/name` (split "test"), {dataset: …, subset: …, split: …}, or a list of
+    #: such. Records hold `prompt_token_ids`, `messages`, `turns` (Spec-Bench), `conversations` (ShareGPT), `prompt`,
+    #: `question` (GSM8K), `problem` (MATH) or `instruction` (Alpaca)
+    data: Any = None
     #: variables passed to the chat template, e.g. {enable_thinking: false}; a recipe's default is data.template_kwargs
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     #: auto = the head's own drafter, or plain decoding without a head | ngram = prompt lookup | none = plain decoding
@@ -69,7 +71,7 @@ class EvalConfig:
     batch_size: int = 1
     #: auto = as the target was loaded; another value must equal the target's dtype (set target.dtype)
     dtype: str = "auto"
-    #: first prompts of the file, or null for all
+    #: first prompts of each file or dataset, or null for all
     limit: int | None = None
     #: first prompts of each task, or null for all
     limit_per_task: int | None = None

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from headstart.eval.api_client import Client, Served, served_model
@@ -21,11 +20,10 @@ from headstart.eval.config import EvalConfig
 from headstart.eval.decode import Cycle
 from headstart.eval.metrics import acceptance, bootstrap_tau
 from headstart.eval.probes import ENGINES, Reading, Sglang, Vllm
-from headstart.eval.prompts import EvalPrompt, load_prompts
+from headstart.eval.prompts import EvalPrompt, describe_data, load_prompts
 from headstart.eval.report import Report, Section
 from headstart.eval.sampling import Sampling
 from headstart.heads.errors import ConfigError, ServerError
-from headstart.heads.files import sha256_file
 from headstart.heads.provenance import git_revision, versions
 
 #: seconds until a server's counters hold the requests it has answered
@@ -215,7 +213,7 @@ def _report(
         target={"name": model},
         head=head_info,
         drafter=probe.drafter,
-        data={"path": str(config.data), "sha256": sha256_file(Path(str(config.data)))},
+        data=describe_data(config.data),
         dtype="the server's dtype",
         device=url,
         temperature=0.0,

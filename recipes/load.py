@@ -164,7 +164,7 @@ def build_recipe(layers: Sequence[Layer], name: str | None = None) -> Recipe:
 
 
 def load_evaluation(
-    recipe: str | Path | None, overrides: Sequence[str] = (), values: dict[str, str | None] | None = None
+    recipe: str | Path | None, overrides: Sequence[str] = (), values: dict[str, Any] | None = None
 ) -> Evaluation:
     """Target and evaluation settings: of a recipe, or of the schema's defaults, with overrides.
 

@@ -314,29 +314,32 @@ class Run:
 
     def eval(self) -> dict[str, Any]:
         """Measure the trained head; writes report.json and report.md."""
+        from headstart.eval.prompts import describe_data
+
         config = self.recipe.eval
-        data = Path(config.data) if config.data else self.held_out_path
+        data = config.data or str(self.held_out_path)
         if not self.head_dir.is_dir():
             raise FormatError(
                 f"{self.head_dir}: no trained head there; run `headstart train` first, or give --head DIR"
             )
-        if config.data is None and not (data.is_file() and data.stat().st_size):
+        held_out = self.held_out_path
+        if not config.data and not (held_out.is_file() and held_out.stat().st_size):
             raise ConfigError("eval.data is not set and the run held no conversation out: set eval.data=FILE.jsonl")
         inputs = {
             "head": identity.of_file(self.head_dir / "headstart.json"),
             "target": identity.of_target(self.recipe.target),
             "eval": dataclasses.asdict(config),
-            "data": identity.of_file(data),
+            "data": describe_data(data),
             "shorter_chains": self.recipe.shorter_chains,
         }
         outputs = [self.dir / "report.json", self.dir / "report.md"]
         return self.steps.run("eval", inputs, outputs, lambda: self._eval(data))
 
-    def _eval(self, data: Path) -> dict[str, Any]:
+    def _eval(self, data: Any) -> dict[str, Any]:
         from headstart.measure import measure
 
         head = bound_head(self.head_dir, self.target)
-        config = replace(self.recipe.eval, data=str(data))
+        config = replace(self.recipe.eval, data=data)
         info = {"path": str(self.head_dir)}
         report = measure(self.target, head, config, self.talk, to_dict(self.recipe), info, self.recipe.shorter_chains)
         path = report.write(self.dir)

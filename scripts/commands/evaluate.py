@@ -28,7 +28,10 @@ def command(
     target: Annotated[
         str | None, typer.Option("--target", help="Registered name, directory or Hub id of the target.")
     ] = None,
-    data: Annotated[str | None, typer.Option("--data", help="JSONL of prompts to measure on.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="JSONL of prompts to measure on, or a Hub dataset user/name; may be repeated."),
+    ] = None,
     out: Annotated[str | None, typer.Option("--out", help="Directory for the report (without a recipe).")] = None,
     engine: Annotated[
         str | None,
@@ -57,7 +60,7 @@ def command(
             directory = _of_server(recipe, words, (engine, url, model or target), head, data, out, talk)
         elif model is not None:
             raise ConfigError("--model names a model of a running server: give --engine and --url as well")
-        elif recipe is None and (target is None or data is None):
+        elif recipe is None and (target is None or not (data or any(word.startswith("eval.data=") for word in words))):
             raise ConfigError(
                 "eval: give a RECIPE, or --target T --data FILE.jsonl with --head DIR; see headstart eval --help"
             )
@@ -71,13 +74,14 @@ def command(
             talk.result(None, f"report: {directory / 'report.md'} (and report.json)")
 
 
-def _of_recipe(recipe: str, overrides: list[str], data: str | None, talk: Talk) -> Path:
+def _of_recipe(recipe: str, overrides: list[str], data: list[str] | None, talk: Talk) -> Path:
     from headstart.pipeline import Run
     from headstart.recipes.load import load_recipe
 
-    if data is not None:
-        overrides = [*overrides, f"eval.data={data}"]
-    run = Run(load_recipe(recipe, overrides), talk)
+    loaded = load_recipe(recipe, overrides)
+    if data:
+        loaded.eval.data = one_or_all(data)
+    run = Run(loaded, talk)
     with run.steps.lock():
         run.eval()
     return run.dir
@@ -88,7 +92,7 @@ def _of_head(
     overrides: list[str],
     head: str | None,
     target: str | None,
-    data: str | None,
+    data: list[str] | None,
     out: str | None,
     talk: Talk,
 ) -> Path:
@@ -98,11 +102,10 @@ def _of_head(
     from headstart.pipeline import bound_head
     from headstart.recipes.load import load_evaluation
 
-    settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": data})
+    settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
     if settings.eval.data is None:
         raise ConfigError("eval.data is not set: give --data FILE.jsonl")
-    if not Path(settings.eval.data).is_file():
-        raise ConfigError(f"eval.data: {settings.eval.data}: no such file")
+    named = _label(settings.eval.data)
     place_of_head = find_head(head) if head is not None else None
     talk.say(f"loading target {settings.target.name} …")
     loaded = Target.load(settings.target)
@@ -110,7 +113,7 @@ def _of_head(
     info: dict[str, Any] | None = {"path": head} if head is not None else None
     report = measure(loaded, drafted, settings.eval, talk, head_info=info)
     label = head.rstrip("/").split("/")[-1] if head is not None else settings.eval.drafter
-    place = Path(out) if out else Path("runs") / "eval" / f"{label}-{Path(settings.eval.data).stem}"
+    place = Path(out) if out else Path("runs") / "eval" / f"{label}-{named}"
     report.write(place)
     return place
 
@@ -120,7 +123,7 @@ def _of_server(
     overrides: list[str],
     server: tuple[str | None, str | None, str | None],
     head: str | None,
-    data: str | None,
+    data: list[str] | None,
     out: str | None,
     talk: Talk,
 ) -> Path:
@@ -133,7 +136,7 @@ def _of_server(
         raise ConfigError("eval: a server needs both --engine (vllm or sglang) and --url http://HOST:PORT")
     # the target is the server's business; the schema wants its name all the same
     named = {"target.name": model or "served"} if recipe is None else {}
-    settings = load_evaluation(recipe, overrides, {**named, "eval.data": data})
+    settings = load_evaluation(recipe, overrides, {**named, "eval.data": one_or_all(data)})
     info = {"path": head} if head is not None else None
     with talk.progress("eval", "prompts") as advance:
         report = evaluate_server(
@@ -146,9 +149,25 @@ def _of_server(
             lambda done, total, _task: advance(done, total, ""),
         )
     label = f"{engine}-{report.target['name'].rstrip('/').split('/')[-1]}"
-    place = Path(out) if out else Path("runs") / "eval" / f"{label}-{Path(str(settings.eval.data)).stem}"
+    place = Path(out) if out else Path("runs") / "eval" / f"{label}-{_label(settings.eval.data)}"
     report.write(place)
     return place
+
+
+def one_or_all(data: list[str] | None) -> str | list[str] | None:
+    """Values of a repeatable option: None where it was not given, the only one as it is."""
+    return data[0] if data and len(data) == 1 else data or None
+
+
+def _label(data: Any) -> str:
+    """Folder name for `eval.data`. Raises ConfigError when a file of it is missing, before anything is loaded."""
+    from headstart.eval.prompts import data_label
+    from headstart.heads.errors import ConfigError, DataError
+
+    try:
+        return data_label(data)
+    except DataError as error:
+        raise ConfigError(f"eval.data: {error}") from error
 
 
 def find_head(head: str) -> Path:

@@ -223,10 +223,12 @@ def test_prompt_formats(tmp_path: Path) -> None:
     [
         ("{", r"bad.jsonl:2: not valid JSON"),
         ("[1]", r"bad.jsonl:2: found list, expected a JSON object"),
-        ('{"text": "x"}', r"bad.jsonl:2: found fields \['text'\], expected one of"),
+        ('{"text": "x"}', r"bad.jsonl:2: found fields \['text'\], expected one of .*, prompt, question"),
         ('{"messages": [{"role": "tool", "content": "x"}]}', r"bad.jsonl:2: .*role 'tool'"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', r"bad.jsonl:2: no user message"),
         ('{"turns": []}', r"bad.jsonl:2: turns"),
+        ('{"turns": "x"}', r"bad.jsonl:2: turns: found 'x', expected a non-empty list of strings"),
+        ('{"prompt": [1]}', r"bad.jsonl:2: prompt: found \[1\], expected a non-empty list"),
         ('{"prompt_token_ids": ["a"]}', r"bad.jsonl:2: prompt_token_ids"),
     ],
 )

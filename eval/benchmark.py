@@ -109,9 +109,16 @@ class Decoder:
         engine.spec = drafter.spec if drafter is not None else None
         self.generator.manual_seed(seed)
         stops = set(self.target.stop_token_ids)
-        return decode(
+        before = self.graphs.seconds
+        decoded = decode(
             engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator, graphs=self.graphs
         )
+        # capturing happens once per buffers, in whichever batch comes first: it is no part of decoding
+        preparing = self.graphs.seconds - before
+        if preparing:
+            decoded.decode_s -= preparing
+            decoded.cycle_s[0] -= preparing
+        return decoded
 
 
 def evaluate(

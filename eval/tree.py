@@ -132,8 +132,8 @@ class StaticShape:
     ranks: int
 
     def to(self, device: torch.device) -> StaticShape:
-        moved = (x.to(device) for x in (self.parent_N, self.depth_N, self.rank_N))
-        return StaticShape(*moved, self.levels, self.ranks)
+        parent_N, depth_N, rank_N = (x.to(device) for x in (self.parent_N, self.depth_N, self.rank_N))
+        return StaticShape(parent_N, depth_N, rank_N, self.levels, self.ranks)
 
     def fill(self, candidates_BKR: Tensor) -> Tree:
         """Tree whose tokens are picked from the top-R candidates of K heads."""

@@ -25,6 +25,8 @@ except ImportError:  # CPU builds of torch come without Triton
 #: query rows of a tile (tokens × heads that share a kv head), slots per step of the loop
 BLOCK_ROWS = 64
 BLOCK_SLOTS = 64
+#: blocks of slots in flight
+STAGES = 2
 #: programs that fill a card when its number of multiprocessors is unknown
 PROGRAMS = 128
 MAX_SPLITS = 32
@@ -155,7 +157,7 @@ def attend_kernel(
         H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=BLOCK_SLOTS,
         TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
         SINKS=sinks is not None, SPLIT=splits > 1,
-        num_warps=8 if block_rows > 32 or d > 128 else 4, num_stages=2, **launch_options(out.device),
+        num_warps=8 if block_rows > 32 or d > 128 else 4, num_stages=STAGES, **launch_options(out.device),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows, heads)](
@@ -167,6 +169,24 @@ def attend_kernel(
 
 
 if triton is not None:
+
+    @triton.jit
+    def _score(query, key, scale, softcap, SOFTCAP: tl.constexpr):
+        score = tl.dot(query, key, input_precision="ieee") * scale
+        if SOFTCAP:
+            score = (2 * tl.sigmoid(2 * score / softcap) - 1) * softcap
+        return score
+
+    @triton.jit
+    def _fold(score, value, peak, total, context):
+        """One more block of the online softmax; a score of -inf is not seen."""
+        higher = tl.maximum(peak, tl.max(score, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp(score - safe[:, None])
+        shrink = tl.exp(peak - safe)
+        total = total * shrink + tl.sum(weight, 1)
+        context = context * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        return higher, total, context
 
     @triton.jit
     def _attend_kernel(
@@ -209,43 +229,49 @@ if triton is not None:
         context = tl.zeros((BR, BD), tl.float32)
         key_base = keys + batch * stride_b + kv_head * stride_g
         value_base = values + batch * stride_b + kv_head * stride_g
-        for first in range(start, stop, BS):
+        wide = (channel < D)[:, None]
+        alive = (at >= 0)[:, None]
+        # committed slots: a tree sees them all, so that only its own few slots need the mask
+        border = stop
+        if TREE:
+            border = tl.minimum(stop, committed)
+        for first in range(start, border, BS):
             slot = first + tl.arange(0, BS)
-            there = slot < stop
-            key = tl.load(
-                key_base + slot[None, :] * stride_s + channel[:, None],
-                mask=there[None, :] & (channel < D)[:, None], other=0.0,
-            )  # fmt: skip
-            score = tl.dot(query, key, input_precision="ieee") * scale
-            if SOFTCAP:
-                score = (2 * tl.sigmoid(2 * score / softcap) - 1) * softcap
-            if TREE:
-                node = slot - committed
-                new = node >= 0
-                linked = tl.load(
-                    tree + batch * tokens * width + (token * width)[:, None] + node[None, :],
-                    mask=real[:, None] & (new & there)[None, :], other=0,
-                )  # fmt: skip
-                seen = tl.where(new[None, :], linked != 0, there[None, :] & real[:, None])
-                if WINDOW:
-                    where = tl.load(position + batch * tokens + node, mask=new & there, other=0).to(tl.int32)
-                    seen = seen & (at[:, None] - tl.where(new, where, slot)[None, :] < window)
-            else:
-                seen = (slot[None, :] <= at[:, None]) & there[None, :]
-                if WINDOW:
-                    seen = seen & (at[:, None] - slot[None, :] < window)
-            score = tl.where(seen & (at >= 0)[:, None], score, float("-inf"))
-            higher = tl.maximum(peak, tl.max(score, 1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp(score - safe[:, None])
-            shrink = tl.exp(peak - safe)
-            total = total * shrink + tl.sum(weight, 1)
+            there = slot < border
+            key = tl.load(key_base + slot[None, :] * stride_s + channel[:, None], mask=there[None, :] & wide, other=0.0)
             value = tl.load(
                 value_base + slot[:, None] * stride_s + channel[None, :],
                 mask=there[:, None] & (channel < D)[None, :], other=0.0,
             )  # fmt: skip
-            context = context * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-            peak = higher
+            seen = there[None, :] & alive
+            if not TREE:
+                seen = seen & (slot[None, :] <= at[:, None])
+            if WINDOW:
+                seen = seen & (at[:, None] - slot[None, :] < window)
+            score = _score(query, key, scale, softcap, SOFTCAP)
+            peak, total, context = _fold(tl.where(seen, score, float("-inf")), value, peak, total, context)
+        if TREE:
+            for first in range(tl.maximum(start, border), stop, BS):
+                slot = first + tl.arange(0, BS)
+                there = slot < stop
+                node = slot - committed
+                key = tl.load(
+                    key_base + slot[None, :] * stride_s + channel[:, None], mask=there[None, :] & wide, other=0.0
+                )
+                value = tl.load(
+                    value_base + slot[:, None] * stride_s + channel[None, :],
+                    mask=there[:, None] & (channel < D)[None, :], other=0.0,
+                )  # fmt: skip
+                linked = tl.load(
+                    tree + batch * tokens * width + (token * width)[:, None] + node[None, :],
+                    mask=real[:, None] & there[None, :], other=0,
+                )  # fmt: skip
+                seen = (linked != 0) & alive
+                if WINDOW:
+                    where = tl.load(position + batch * tokens + node, mask=there, other=0).to(tl.int32)
+                    seen = seen & (at[:, None] - where[None, :] < window)
+                score = _score(query, key, scale, softcap, SOFTCAP)
+                peak, total, context = _fold(tl.where(seen, score, float("-inf")), value, peak, total, context)
         place = (row * H + head)[:, None] * D + channel[None, :]
         stored = real[:, None] & (channel < D)[None, :]
         if SPLIT:

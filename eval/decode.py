@@ -240,6 +240,7 @@ class CycleGraphs:
 
     def __init__(self) -> None:
         self._graphs: dict[tuple[object, ...], _CycleGraph] = {}
+        self._latest: _CycleGraph | None = None
         #: seconds spent on choosing kernels and on capturing
         self.seconds = 0.0
 
@@ -250,6 +251,7 @@ class CycleGraphs:
     def clear(self) -> None:
         """Forget all graphs, as the buffers they run on are to go."""
         self._graphs.clear()
+        self._latest = None
 
     def run(self, loop: Loop) -> Iterator[list[list[int]]]:
         """Tables of the cycles, without end. The next cycle runs while the host looks at a table."""
@@ -260,7 +262,24 @@ class CycleGraphs:
             began = time.perf_counter()
             self._graphs[key] = _CycleGraph(loop)
             self.seconds += time.perf_counter() - began
-        return self._graphs[key].run(loop)
+        self._latest = self._graphs[key]
+        return self._latest.run(loop)
+
+    def replay_latest(self) -> None:
+        """The cycle that ran last, once more and without looking at it: for measurements, after a run."""
+        assert self._latest is not None
+        self._latest.graph.replay()
+
+    def device_ms(self, repeats: int = 20) -> float:
+        """Milliseconds of the cycle that ran last when the host keeps out of its way."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self.replay_latest()
+        marks[0].record()
+        for _ in range(repeats):
+            self.replay_latest()
+        marks[1].record()
+        marks[1].synchronize()
+        return marks[0].elapsed_time(marks[1]) / repeats
 
 
 class _CycleGraph:

@@ -25,6 +25,9 @@ from headstart.heads.target import decoder_layers, record_layer_inputs
 #: largest relative distance (L2) between fused and original hidden states that passes as rounding
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
+#: bytes of weights that the memory can deliver while attention runs
+ATTENTION_HIDES = 32 << 20
+
 
 class Unfusable(Exception):
     """The model has a structure that the fused layers do not cover; the message names it."""
@@ -176,7 +179,7 @@ class FusedLayer(nn.Module):
             raise Unfusable(f"attention of {type(layer).__name__} lacks {missing}")
         self.qkv = Linear(*_merged([attention.q_proj, attention.k_proj, attention.v_proj]))
         four = hasattr(layer, "pre_feedforward_layernorm")
-        self.out = Linear(*_merged([attention.o_proj]), residual=not four)
+        self.out = Linear(*_merged([attention.o_proj]), residual=not four, ahead=ATTENTION_HIDES)
         d = attention.head_dim
         heads, kv_heads = attention.q_proj.out_features // d, attention.k_proj.out_features // d
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]

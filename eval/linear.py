@@ -26,6 +26,8 @@ except ImportError:  # CPU builds of torch come without Triton
 
 #: rows beyond which products go to cuBLAS
 MAX_ROWS = 64
+#: cuBLAS is taken where it is this much faster
+LIBRARY_HANDICAP = 1.06
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -69,6 +71,8 @@ class Linear:
         bias_N: or None.
         activation: None, or a key of ACTIVATIONS.
         residual: whether calls add a residual, which tuning then does as well.
+        ahead: bytes of the matrix that are asked for while the kernels before it still run (those that leave the
+            memory idle, as attention does).
         tiles: row bucket → Tiles, or None = cuBLAS; a missing bucket takes the first candidate.
     """
 
@@ -76,6 +80,7 @@ class Linear:
     bias_N: Tensor | None = None
     activation: str | None = None
     residual: bool = False
+    ahead: int = 0
     tiles: dict[int, Tiles | None] = field(default_factory=dict)
 
     @property
@@ -120,6 +125,8 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         "BIAS": bias_N is not None,
         "RESIDUAL": residual_RN is not None,
         "EVEN": inputs % tiles.inputs == 0,
+        "AHEAD": ahead_tiles(linear, tiles),
+        "LINE": min(tiles.inputs, 128 // weight_NK.element_size()),
         **launch_options(x_RK.device),
     }
     if tiles.vector:
@@ -135,6 +142,13 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         num_stages=tiles.stages, **flags,
     )  # fmt: skip
     return out_RN
+
+
+def ahead_tiles(linear: Linear, tiles: Tiles) -> int:
+    """Input tiles that every program asks for before it may read anything else: at least as many as fly at once."""
+    outputs, inputs = linear.weight_NK.shape
+    wanted = linear.ahead // (outputs * linear.weight_NK.element_size() * tiles.inputs)
+    return min(max(wanted, tiles.stages), -(-inputs // tiles.inputs))
 
 
 def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]:
@@ -153,7 +167,8 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]
             groups.setdefault(key, []).append(linear)
     for (shape, activation, _, _), members in groups.items():
         times = measure(members[:8], rows, replays)
-        best = min(times, key=lambda tiles: times[tiles])
+        # a library's kernel overlaps with neither neighbour, which this measurement does not see
+        best = min(times, key=lambda tiles: times[tiles] * (LIBRARY_HANDICAP if tiles is None else 1))
         for linear in members:
             linear.tiles[row_bucket(rows)] = best
         chosen[f"{shape[0]}×{shape[1]}{' ' + activation if activation else ''} {rows}"] = times[best]
@@ -224,7 +239,8 @@ if triton is not None:
     def _linear_kernel(
         x, weight, bias, residual, out, rows, outputs, inputs,
         PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-        BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+        BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+        LINE: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """BN outputs of all rows. PAIRED: output n comes from weight rows n (gate) and `outputs` + n (up)."""
         output = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -239,12 +255,14 @@ if triton is not None:
         if PAIRED:
             up_at = weight_at + tl.cast(outputs, tl.int64) * inputs
         if OVERLAP:
-            # weights do not depend on the previous kernel: fetch the first tiles while it drains
-            line = tl.minimum(tl.arange(0, BK // 16) * 64, inputs - 1)
-            _prefetch(weight + weight_row[:, None] * inputs + line[None, :])
-            if PAIRED:
-                _prefetch(weight + (outputs + weight_row)[:, None] * inputs + line[None, :])
             tl.extra.cuda.gdc_launch_dependents()
+            # weights do not depend on the previous kernel: fetch the first tiles while it drains
+            line = tl.arange(0, BK // LINE) * LINE
+            for tile in range(0, AHEAD):
+                at = tl.minimum(tile * BK + line, inputs - 1)
+                _prefetch(weight + weight_row[:, None] * inputs + at[None, :])
+                if PAIRED:
+                    _prefetch(weight + (outputs + weight_row)[:, None] * inputs + at[None, :])
             tl.extra.cuda.gdc_wait()
         x_at = x + row[None, :] * inputs + channel[:, None]
         sums = tl.zeros((BN, BR), tl.float32)
@@ -282,7 +300,8 @@ if triton is not None:
     def _vector_kernel(
         x, weight, bias, residual, out, outputs, inputs,
         PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-        BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+        BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+        OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One row: sums are kept per input channel of a tile and added up once at the end."""
         output = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -300,6 +319,12 @@ if triton is not None:
         if OVERLAP:
             # the first tiles are on their way before the previous kernel's results are needed
             tl.extra.cuda.gdc_launch_dependents()
+            line = tl.arange(0, BK // LINE) * LINE
+            for ahead in range(1, AHEAD):
+                at = tl.minimum(ahead * BK + line, inputs - 1)
+                _prefetch(weight + weight_row[:, None] * inputs + at[None, :])
+                if PAIRED:
+                    _prefetch(weight + (outputs + weight_row)[:, None] * inputs + at[None, :])
             tl.extra.cuda.gdc_wait()
         part = tl.load(x + channel, mask=here, other=0.0).to(tl.float32)[None, :]
         sums = tile.to(tl.float32) * part

@@ -2,14 +2,24 @@
 
     python -m headstart.bench_decode --preset llama-3.1-8b --out results.json
 
-Weights are random (shapes decide the speed). One record per case: `plain_ms` (one token), `verify64_ms` (a tree of 64
-tokens). Times are device events around replays of captured graphs; on a CPU, wall time of the eager twins.
-`--profile` prints device time by kernel, `--products` every way of every matrix product.
+Weights are random (shapes decide the speed), acceptance is synthetic (a probability per level). Cases:
+
+    plain_ms, verify64_ms     one forward of the target: one token, a tree of 64
+    frontier_ms               one level of an EAGLE-3 tree: 10 nodes through the draft, the 10 best of their children
+    plain_cycle_ms            plain decoding through the decode loop, per token
+    chain3_…                  the loop with a chain of 3 and τ = 2.8: cycle_ms, ms_per_token, speedup over plain
+    tree60_…                  the loop with EAGLE-2 trees of 60 tokens and 8 levels, τ = 6.1
+    host_share                part of the chain's cycle that the device spends waiting for the host
+
+The first three are device events around replays of captured graphs; the loop's are wall time per cycle, host included.
+On a CPU everything is wall time of the eager twins. `--profile` prints device time by kernel, `--products` every way of
+every matrix product, `--attention` ways of splitting attention.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -23,15 +33,25 @@ import torch
 from torch import Tensor
 
 from headstart.bench_train import PRESETS, print_kernels, random_target
+from headstart.eval import attention
 from headstart.eval.attention import Visibility
-from headstart.eval.engine import attention_windows
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decode import CycleGraphs, Decoded, decode, slots_needed
+from headstart.eval.drafters import AutoregressiveDrafter, Drafter, build_drafter
+from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel
 from headstart.eval.linear import graph_time, measure
+from headstart.eval.sampling import Sampling
+from headstart.eval.tree import expand
+from headstart.heads import HEADS
+from headstart.heads.base import build_head
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target
 
-CASES = ("plain_ms", "verify64_ms")
+#: acceptance by level: τ = 1 + Σ Π = 2.8 in a chain of 3, 6.1 in a tree of 8 levels
+CHAIN_RATES, TREE_RATES = (0.766,) * 3, (0.899,) * 8
+DRAFT_VOCABULARY = 32000
 
 
 @dataclass
@@ -76,11 +96,12 @@ def random_tree_mask(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]
 class ForwardBench:
     """Forwards of a fused target over a context of given length."""
 
-    def __init__(self, target: Target, context: int, batch: int, capacity: int):
-        self.model = FusedModel(target.model, attention_windows(target.model.config))
+    def __init__(self, target: Target, model: FusedModel, context: int, batch: int, capacity: int):
+        self.model = model
         self.buffers = self.model.buffers(batch, capacity)
         for part in (*self.buffers.keys, *self.buffers.values):
             part.normal_()
+        self.capacity = capacity
         self.length_B = torch.full((batch,), context, dtype=torch.int64, device=target.device)
         self.vocabulary = target.dims.vocab_size
 
@@ -96,6 +117,63 @@ class ForwardBench:
         return lambda: self.model.forward(tokens_BM, visibility, self.buffers)
 
 
+class CycleBench:
+    """The decode loop over random prompts with synthetic acceptance."""
+
+    def __init__(self, target: Target, model: FusedModel, context: int, batch: int, new_tokens: int):
+        self.target, self.batch, self.new_tokens = target, batch, new_tokens
+        # the context grows through the run: it is `context` halfway
+        start = max(1, context - new_tokens // 2)
+        noise = torch.Generator().manual_seed(0)
+        self.contexts = torch.randint(0, target.dims.vocab_size, (batch, start), generator=noise).tolist()
+        self.engine = Engine(target.model, batch, slots_needed(start, new_tokens, None) + 256, fused=model)
+        self.graphs, self.generator = CycleGraphs(), torch.Generator(target.device)
+
+    def run(self, drafter: Drafter | None, sampling: Sampling, new_tokens: int | None = None) -> Decoded:
+        self.engine.spec = drafter.spec if drafter is not None else None
+        self.generator.manual_seed(0)
+        limit = new_tokens or self.new_tokens
+        return decode(self.engine, self.contexts, drafter, sampling, limit, set(), self.generator, graphs=self.graphs)
+
+    def measure(self, drafter: Drafter | None, sampling: Sampling) -> tuple[float, float, float]:
+        """(milliseconds per cycle, milliseconds per token of a row, τ), after a run that captures."""
+        self.run(drafter, sampling, 8)
+        decoded = self.run(drafter, sampling)
+        seconds, cycles = sum(decoded.cycle_s), sum(len(answer.cycles) for answer in decoded.answers)
+        per_row = decoded.decode_tokens / self.batch
+        return seconds / len(decoded.cycle_s) * 1e3, seconds / per_row * 1e3, decoded.decode_tokens / cycles
+
+
+def random_drafter(target: Target, tree: TreeConfig, rates: tuple[float, ...]) -> AutoregressiveDrafter:
+    """EAGLE-3 with random weights and synthetic acceptance."""
+    size = min(DRAFT_VOCABULARY, target.dims.vocab_size // 2)
+    head = build_head(HEADS["eagle3"].config(draft_vocab_size=size), target.dims)
+    head = head.to(target.device, target.dtype).eval()
+    head.init_from_target(target.embed_VD, target.teacher, torch.arange(size, device=target.device))
+    # as sure of itself as a trained head: trees of a flat distribution would all be broad and shallow
+    head.norm.weight.data.mul_(8)
+    drafter = build_drafter(head, EvalConfig(tree=tree, synthetic_acceptance=list(rates)))
+    assert isinstance(drafter, AutoregressiveDrafter)
+    return drafter
+
+
+def frontier(drafter: AutoregressiveDrafter, batch: int) -> Callable[[], object]:
+    """One level of a dynamic tree after the drafter's last batch."""
+    k, width = drafter.tree.k, drafter.tree.depth * drafter.tree.k
+    device, hidden = drafter.length_B.device, drafter.pending_g_BJH.shape[-1]
+    own_k = torch.arange(k, device=device)
+    draft_Bk = torch.zeros((batch, k), dtype=torch.int64, device=device)
+    seen_Bkn = (torch.arange(width, device=device) == own_k[:, None]).expand(batch, k, width).contiguous()
+    g_BkH = torch.zeros((batch, k, hidden), dtype=drafter.pending_g_BJH.dtype, device=device)
+    score_Bk = torch.zeros((batch, k), device=device)
+
+    def run() -> object:
+        _, logits_BkU = drafter._frontier_pass(draft_Bk, g_BkH, seen_Bkn, own_k, 1)
+        return expand(logits_BkU, score_Bk, k)
+
+    return run
+
+
 def bench(arguments: argparse.Namespace) -> list[Record]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -104,7 +182,8 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
     clock = Clock()
     target = random_target(config, device, dtype)
     clock.mark("target")
-    forward = ForwardBench(target, arguments.context, arguments.batch, arguments.context + 128)
+    model = FusedModel(target.model, attention_windows(target.model.config))
+    forward = ForwardBench(target, model, arguments.context, arguments.batch, arguments.context + 128)
     clock.mark("fused")
     origin = provenance(device)
     records = []
@@ -131,8 +210,63 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
         if arguments.profile and device.type == "cuda":
             print_kernels(replayed(step), 20)
             clock.mark("profile")
+    if arguments.attention and device.type == "cuda":
+        print_attention(forward)
+        clock.mark("attention")
+    del forward
+    cycles = CycleBench(target, model, arguments.context, arguments.batch, arguments.new_tokens)
+    plain_ms, plain_token_ms, _ = cycles.measure(None, Sampling())
+    record("plain_cycle_ms", plain_ms)
+    clock.mark("plain cycle")
+    for name, tree, rates in (
+        ("chain3", TreeConfig("chain", 3), CHAIN_RATES),
+        ("tree60", TreeConfig("dynamic", 8, 10, 60), TREE_RATES),
+    ):
+        drafter = random_drafter(target, tree, rates)
+        sampling = Sampling(synthetic=rates)
+        cycle_ms, token_ms, tau = cycles.measure(drafter, sampling)
+        record(f"{name}_cycle_ms", cycle_ms)
+        record(f"{name}_ms_per_token", token_ms)
+        record(f"{name}_tau", tau, "tokens")
+        record(f"{name}_speedup", plain_token_ms / token_ms, "×")
+        if device.type == "cuda":
+            record(f"{name}_device_ms", cycles.graphs.device_ms(arguments.repeats))
+            if name == "chain3":
+                record("host_share", max(0.0, 1 - records[-1].value / cycle_ms), "of a cycle")
+        if name == "tree60":
+            record("frontier_ms", repeat_time(torch.inference_mode()(frontier(drafter, arguments.batch)), device, 20))
+        if arguments.profile and device.type == "cuda":
+            print_kernels(cycles.graphs.replay_latest, 30)
+        clock.mark(name)
+    record("prepare_s", cycles.graphs.seconds, "s")
     print(f"seconds: {clock}")
     return records
+
+
+def print_attention(forward: ForwardBench) -> None:
+    """Ways of cutting one layer's attention: microseconds."""
+    layer, keys, values = forward.model.layers[0], forward.buffers.keys, forward.buffers.values
+    device = keys[0].device
+    for tokens in (1, 4, 64):
+        mask, depth_M = random_tree_mask(tokens, device)
+        slot_BM = forward.length_B[:, None] + torch.arange(tokens, device=device)
+        tree = None if tokens == 1 else mask.expand(len(slot_BM), -1, -1)
+        visibility = Visibility(forward.length_B[:, None] + depth_M, slot_BM, forward.length_B, tree)
+        q_Rhd = torch.randn((slot_BM.numel(), layer.rope.heads, layer.rope.head_dim), device=device).to(keys[0].dtype)
+        found = {}
+        held = attention.BLOCK_ROWS, attention.BLOCK_SLOTS, attention.STAGES
+        for rows, slots, stages, splits in itertools.product((16, 64), (64, 128), (2, 3), (1, 2, 3, 4, 6, 12)):
+            attention.BLOCK_ROWS, attention.BLOCK_SLOTS, attention.STAGES = rows, slots, stages
+
+            def run(q: Tensor = q_Rhd, seen: Visibility = visibility, splits: int = splits) -> None:
+                for key, value in zip(keys, values, strict=True):
+                    attention.attend_kernel(q, key, value, seen, layer.shape, splits)
+
+            found[rows, slots, stages, splits] = graph_time(run) / len(keys) * 1e3
+        attention.BLOCK_ROWS, attention.BLOCK_SLOTS, attention.STAGES = held
+        best = sorted(found.items(), key=lambda item: item[1])[:8]
+        print(f"attention of {tokens} (rows, slots, stages, splits):", flush=True)
+        print("".join(f"  {way}: {microseconds:.1f} µs" for way, microseconds in best), flush=True)
 
 
 class Clock:
@@ -180,6 +314,8 @@ def main() -> None:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="llama-3.1-8b")
     parser.add_argument("--context", type=int, default=512, help="tokens in the KV buffers")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens per row that the loop decodes")
+    parser.add_argument("--attention", action="store_true", help="print ways of splitting attention")
     parser.add_argument("--repeats", type=int, default=20, help="replays per case")
     parser.add_argument("--profile", action="store_true", help="print device time by kernel")
     parser.add_argument("--products", action="store_true", help="print every way of every matrix product")

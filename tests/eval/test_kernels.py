@@ -112,6 +112,22 @@ def test_attention(tree: bool, window: int, softcap: float, sinks: bool, splits:
     close(attend_kernel(q, keys, values, visibility, shape, splits), expected)
 
 
+@pytest.mark.parametrize("splits", [1, 3, None])
+def test_attention_to_nodes_of_earlier_forwards(splits: int) -> None:
+    """Three tokens of a tree whose 20 slots were written in several forwards, some of them not yet."""
+    base = torch.tensor([130, 5], device=DEVICE)
+    noise = torch.Generator().manual_seed(4)
+    mask = (torch.rand((2, 3, 20), generator=noise) < 0.4).to(DEVICE)
+    position = base[:, None] + torch.tensor([2, 2, 2], device=DEVICE)
+    visibility = Visibility(position, base[:, None] + torch.arange(8, 11, device=DEVICE), base, mask)
+    q = random(6, 4, 16)
+    keys, values = (random(2, 2, 160, 16, seed=n) for n in (1, 2))
+    expected = attend_eager(q, keys, values, visibility, AttendShape(0.3))
+    close(attend_kernel(q, keys, values, visibility, AttendShape(0.3), splits), expected)
+    with pytest.raises(ValueError, match="square tree mask"):
+        attend_kernel(q, keys, values, visibility, AttendShape(0.3, window=4), splits)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("tokens", [1, 16, 64])

@@ -52,7 +52,9 @@ def test_continuous_integration_runs_the_documented_command() -> None:
     assert command in (ROOT / ".ci/run").read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", [".ci/run", "scripts/quickstart.sh", "scripts/test.sh", "scripts/venv.sh"])
+@pytest.mark.parametrize(
+    "name", [".ci/run", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "scripts").rglob("*.sh")))]
+)
 def test_shell_scripts_parse(name: str) -> None:
     assert subprocess.run(["bash", "-n", str(ROOT / name)]).returncode == 0
 

@@ -12,50 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_run import losses, make_place
 
 from headstart.train.__main__ import main
 from headstart.train.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<a> {% generation %}{{ m.content }} <e>{% endgeneration %}"
-    "{% else %}<u> {{ m.content }} <e> {% endif %}{% endfor %}{% if add_generation_prompt %}<a> {% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A tiny target directory and twenty conversations."""
-    place = tmp_path_factory.mktemp("launch")
-    words = ["<unk>", "<e>", "<u>", "<a>", *(f"w{i}" for i in range(60))]
-    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, unk_token="<unk>", eos_token="<e>", chat_template=TEMPLATE
-    )
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=len(words), max_position_embeddings=256, eos_token_id=1, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForCausalLM(shape).save_pretrained(place / "target")
-    tokenizer.save_pretrained(place / "target")
-    with open(place / "data.jsonl", "w") as file:
-        for i in range(20):
-            answer = " ".join(f"w{(i + j * j) % 60}" for j in range(8 + i % 5))
-            messages = [{"role": "user", "content": f"w{i} w{i + 1}"}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    (place / "recipe.yaml").write_text(
-        f"name: tiny\ntarget: {{name: {place / 'target'}, device: cpu}}\n"
-        "head: {type: eagle3, depth: 2, draft_vocab_size: 40}\n"
-        f"data: {{sources: [{{path: {place / 'data.jsonl'}}}], pack_tokens: 48, held_out_fraction: 0.2}}\n"
-        "train: {steps: 4, accumulation: 3, lr: 1.0e-3, log_every: 1, tau_prompts: 1, tau_tokens: 4}\n"
-    )
-    return place
+    return make_place(tmp_path_factory.mktemp("launch"))
 
 
 def launch(command: list[str], place: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -65,11 +32,6 @@ def launch(command: list[str], place: Path, name: str, *overrides: str) -> subpr
     return subprocess.run(
         [*command, *arguments], cwd=place, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
-
-
-def losses(run_dir: Path) -> list[float]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["train/loss"] for record in records if "train/loss" in record]
 
 
 @pytest.mark.slow

@@ -11,19 +11,30 @@ largest relative difference from the losses of one GPU at the same global batch.
     fsdp2          the head, its gradients and its optimiser state in shards
     zero2, zero3   the same by DeepSpeed (left out where it is not installed)
     fsdp2_target   the target in shards, the head whole
+    fsdp2_both     target and head in shards
+    70b_target     Llama-3.1-70B's sizes with 16 of its 80 layers, target and head in shards (half the steps)
+    70b_whole      the same with the whole target on every GPU
 
-The parent process starts one `torchrun` per number of GPUs; on CPUs (preset tiny) the ranks use gloo.
+The largest number of GPUs runs every case, one GPU the baseline, any other ddp. The parent process starts one
+`torchrun` per number of GPUs; a case that fails or takes longer than --case-seconds is left out, and the launch is
+started again for those after it. --out is written after every case. On CPUs (preset tiny) the ranks use gloo.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +44,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig
 
 from headstart.bench_train import PRESETS
 from headstart.data.features import OnlineFeatures
@@ -46,18 +58,48 @@ from headstart.heads.target import Target, TargetConfig
 from headstart.train.config import TrainConfig
 from headstart.train.loop import train
 from headstart.train.setup import make_accelerator
+from headstart.train.watch import Watch
 
-#: case → (train.parallel, whether the target is sharded, steps between checkpoints)
+
+@dataclass(frozen=True)
+class Case:
+    """What a case shares over the GPUs, and how.
+
+    Attributes:
+        parallel: train.parallel. sharded: whether the target is in shards. save_every: steps between checkpoints.
+        cut: whether the target is the cut Llama-3.1-70B.
+    """
+
+    parallel: str
+    sharded: bool = False
+    save_every: int = 0
+    cut: bool = False
+
+
 CASES = {
-    "ddp": ("replicated", False, 0),
-    "ddp_saving": ("replicated", False, 8),
-    "fsdp2": ("fsdp2", False, 0),
-    "zero2": ("zero2", False, 0),
-    "zero3": ("zero3", False, 0),
-    "fsdp2_target": ("replicated", True, 0),
+    "ddp": Case("replicated"),
+    "ddp_saving": Case("replicated", save_every=8),
+    "fsdp2": Case("fsdp2"),
+    "zero2": Case("zero2"),
+    "zero3": Case("zero3"),
+    "fsdp2_target": Case("replicated", sharded=True),
+    "fsdp2_both": Case("fsdp2", sharded=True),
+    "70b_target": Case("fsdp2", sharded=True, cut=True),
+    "70b_whole": Case("fsdp2", cut=True),
 }
+CUT_70B = LlamaConfig(
+    vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=16, num_attention_heads=64,
+    num_key_value_heads=8, head_dim=128, max_position_embeddings=131072,
+    rope_parameters=PRESETS["llama-3.1-8b"][0].rope_parameters,
+)  # fmt: skip
 #: steps per record of the loop; the first record holds captures and compilation and is left out of the rates
 RECORD = 4
+#: steps whose losses one GPU makes at the global batch of several
+REFERENCE_STEPS = 2 * RECORD
+
+
+def target_config(preset: str, case: Case) -> PretrainedConfig:
+    return CUT_70B if case.cut and preset != "tiny" else PRESETS[preset][0]
 
 
 @dataclass
@@ -65,16 +107,16 @@ class Row:
     """One row of docs/results/scaling.json.
 
     Attributes:
-        efficiency: tokens/s per GPU over that of one GPU (1 for one GPU itself).
+        efficiency: tokens/s per GPU over that of one GPU (1 for one GPU itself); None without the same work on one.
         target_gib_per_gpu: what the target holds on each GPU between two forwards.
-        loss_delta: see the module's text; None for one GPU.
+        loss_delta: see the module's text; None for one GPU and where one GPU has no losses to compare with.
         save_blocked_ms: longest time that a periodic checkpoint kept the next step from starting.
     """
 
     case: str
     gpus: int
     tokens_per_s: float
-    efficiency: float
+    efficiency: float | None
     peak_gib_per_gpu: float
     target_gib_per_gpu: float
     loss_delta: float | None
@@ -108,11 +150,10 @@ class RandomWeights:
         return whole.normal_(0, 0.02, generator=generator)[first:last]
 
 
-def make_target(preset: str, device: torch.device, sharded: bool) -> Target:
+def make_target(config: PretrainedConfig, device: torch.device, sharded: bool) -> Target:
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = PRESETS[preset][0]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     files, name = RandomWeights(model, device, dtype), TargetConfig(name="random")
@@ -123,9 +164,8 @@ def make_target(preset: str, device: torch.device, sharded: bool) -> Target:
     return Target(model, None, name)
 
 
-def make_samples(preset: str, packs: int, tokens: int, length: int) -> list[Sample]:
+def make_samples(vocab: int, packs: int, tokens: int, length: int) -> list[Sample]:
     generator = np.random.default_rng(0)
-    vocab = PRESETS[preset][0].vocab_size
     turns = np.where(np.arange(length) < 2, -1, 0).astype(np.int32)
     return [
         Sample(
@@ -140,115 +180,194 @@ def make_samples(preset: str, packs: int, tokens: int, length: int) -> list[Samp
 
 
 def run_case(
-    case: str, options: argparse.Namespace, accelerator: Any, accumulation: int, target: Target, samples: list[Sample]
+    case: Case, options: argparse.Namespace, accelerator: Any, accumulation: int, target: Target
 ) -> dict[str, Any]:
     """Train for a few steps; what rank 0 read from the loop's own records."""
-    parallel, _, save_every = CASES[case]
+    config = target_config(options.preset, case)
     cuda, device = accelerator.device.type == "cuda", accelerator.device
+    samples = make_samples(config.vocab_size, max(options.gpus) * 4, options.tokens, options.length)
     draft_ids_U = torch.arange(PRESETS[options.preset][1], device=device)
     head_config: Any = HEADS["eagle3"].config(  # type: ignore[call-arg]
         depth=options.depth, draft_vocab_size=len(draft_ids_U)
     )
     torch.manual_seed(0)
-    head = build_head(head_config, HeadDims.from_hf_config(PRESETS[options.preset][0])).to(device)
+    head = build_head(head_config, HeadDims.from_hf_config(config)).to(device)
     head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)  # type: ignore[attr-defined]
     target.keep_rows(draft_ids_U)
     head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
     source = OnlineFeatures(target, samples, head.spec, head.depth)
-    config = TrainConfig(
-        steps=options.steps, accumulation=accumulation, lr=1e-4, warmup_steps=4, schedule="constant", log_every=RECORD,
-        parallel=parallel, save_every=save_every, keep=1,
+    steps = options.steps + (RECORD if case.save_every else 0)  # the last save is followed by timed steps
+    if case.cut or accumulation > accelerator.num_processes:
+        steps = REFERENCE_STEPS
+    train_config = TrainConfig(
+        steps=steps, accumulation=accumulation, lr=1e-4, warmup_steps=4, schedule="constant", log_every=RECORD,
+        parallel=case.parallel, save_every=case.save_every, keep=1,
     )  # fmt: skip
     if cuda:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(dir=options.scratch) as place:
         run_dir = Path(place) if accelerator.is_main_process else Path(place, "unused")
         result = train(
-            head, source, target.teacher, source.lengths, config, run_dir, provenance={}, pack_tokens=options.tokens,
-            accelerator=accelerator, progress=False,
+            head, source, target.teacher, source.lengths, train_config, run_dir, provenance={},
+            pack_tokens=options.tokens, accelerator=accelerator, progress=False, final_checkpoint=False,
         )  # fmt: skip
+        if result.stopped != "steps":
+            raise SystemExit(f"stopped by a {result.stopped} at step {result.step}")
         found: dict[str, Any] = {"save_blocked_ms": result.save_blocked_ms}
         if accelerator.is_main_process:
             records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
             records = [record for record in records if "train/loss" in record]
-            tokens = result.tokens * (len(records) - 1) / len(records)
             found["losses"] = [record["train/loss"] for record in records]
-            found["tokens_per_s"] = tokens / (records[-1]["seconds"] - records[0]["seconds"])
+            first, last = records[0], records[-1]
             found["tokens_per_step"] = result.tokens // result.step
+            found["step_ms"] = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"]) * 1e3
+            found["record_step_ms"] = [
+                round((b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) * 1e3, 1)
+                for a, b in zip(records, records[1:], strict=False)
+            ]
     found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     return found
 
 
-def rank_main(options: argparse.Namespace) -> None:
-    """One rank of a launch: every case that this number of ranks can run; rank 0 writes what it found."""
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def overdue(name: str, seconds: float) -> None:
+    say(f"{name}: not done after {seconds:.0f} s")
+    faulthandler.dump_traceback()
+    os._exit(3)
+
+
+def run_rank(options: argparse.Namespace) -> None:
     accelerator = make_accelerator("cuda" if torch.cuda.is_available() else "cpu")
-    size, cuda = accelerator.num_processes, accelerator.device.type == "cuda"
-    largest = max(options.gpus)
-    samples = make_samples(options.preset, largest * 4, options.tokens, options.length)
-    found: list[dict[str, Any]] = []
-    for sharded in (False, True):
-        cases = [case for case in options.cases if CASES[case][1] == sharded and (size > 1 or case == "ddp")]
-        if not cases:
-            continue
-        if cuda:
-            torch.cuda.empty_cache()
-        started = time.perf_counter()
-        target = make_target(options.preset, accelerator.device, sharded)
-        if accelerator.is_main_process:
-            print(f"target made in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-        for case in cases:
-            windows = [size] if size > 1 else sorted({1, largest})
-            for accumulation in windows:
-                values = run_case(case, options, accelerator, accumulation, target, samples)
-                held = target.held_bytes() / 2**30
-                found.append({"case": case, "accumulation": accumulation, "target_gib": held, **values})
-                if accelerator.is_main_process:
-                    print(f"{size} × {case}: {json.dumps(found[-1])}", file=sys.stderr, flush=True)
-        del target
-    if accelerator.is_main_process:
-        card = provenance(accelerator.device)["device"]
-        write_json(options.result, {"gpus": size, "card": card, "cases": found})
+    try:
+        with Watch():
+            run_jobs(options, accelerator)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a collective under way would hold an ordinary exit up
     accelerator.end_training()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def launch(gpus: int, arguments: list[str]) -> dict[str, Any] | None:
-    """Run this file on `gpus` ranks; None when it failed, which has then said why."""
-    with tempfile.TemporaryDirectory() as place:
-        result = Path(place, "result.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus), "-m"]
-        code = subprocess.run([*command, "headstart.bench_scaling", *arguments, "--result", str(result)]).returncode
-        return json.loads(result.read_text()) if code == 0 else None
+def run_jobs(options: argparse.Namespace, accelerator: Any) -> None:
+    """Every job (case, accumulation) in turn; rank 0 adds a line to the result after each."""
+    cuda, main = accelerator.device.type == "cuda", accelerator.is_main_process
+    card = provenance(accelerator.device)["device"]
+    if main:
+        say(f"{accelerator.num_processes} ranks on {card}")
+    target, made = None, None
+    for job in options.jobs:
+        name, accumulation = job.split(":")
+        case = CASES[name]
+        timer = threading.Timer(options.case_seconds, overdue, (job, options.case_seconds))
+        timer.daemon = True
+        timer.start()
+        wanted = (case.sharded, case.cut)
+        if made != wanted:
+            target = None
+        gc.collect()  # a head and its optimiser hold each other
+        if cuda:
+            torch.cuda.empty_cache()
+        if target is None:
+            target, made = make_target(target_config(options.preset, case), accelerator.device, case.sharded), wanted
+            if main:
+                say("target made")
+        values = run_case(case, options, accelerator, int(accumulation), target)
+        timer.cancel()
+        if main:
+            values |= {"target_gib": target.held_bytes() / 2**30, "job": job, "card": card}
+            with open(options.result, "a") as file:
+                file.write(json.dumps(values) + "\n")
+            say(f"{accelerator.num_processes} × {job}: {json.dumps(values)}")
 
 
-def rows(launches: list[dict[str, Any]], options: argparse.Namespace) -> list[Row]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Complete lines of a file that may still be growing, or not be there yet."""
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def launch(gpus: int, jobs: list[str], arguments: list[str], report: Callable[[list[dict[str, Any]]], None]) -> bool:
+    """Run this file on `gpus` ranks, again after a job that failed with the jobs behind it; True when all were done."""
+    everything: list[dict[str, Any]] = []
+    whole = True
+    while jobs:
+        with tempfile.TemporaryDirectory() as place:
+            result = Path(place, "result.jsonl")
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m"]
+            command += ["headstart.bench_scaling", *arguments, "--jobs", *jobs, "--result", str(result)]
+            process = subprocess.Popen(command)
+            seen = 0
+            running = True
+            while running:
+                running = process.poll() is None
+                found = read_lines(result)
+                if len(found) > seen:
+                    seen = len(found)
+                    report(everything + found)
+                if running:
+                    time.sleep(0.3)
+            everything += found
+        if process.returncode == 0 or len(found) == len(jobs):
+            break
+        say(f"{gpus} × {jobs[len(found)]} failed (exit code {process.returncode}), its words are above")
+        whole, jobs = False, jobs[len(found) + 1 :]
+    return whole
+
+
+def make_jobs(gpus: int, options: argparse.Namespace) -> list[str]:
+    """`case:accumulation` of a launch; on one GPU also the losses at the global batches of the others."""
+    if gpus == 1:
+        return ["ddp:1", *(f"ddp:{n}" for n in sorted({*options.gpus}) if n > 1)]
+    cases = options.cases if gpus == max(options.gpus) else ["ddp"]
+    return [f"{case}:{gpus}" for case in cases]
+
+
+def rows(launches: dict[int, list[dict[str, Any]]], options: argparse.Namespace) -> list[Row]:
     """Rows of every launch, measured against the one on one GPU."""
-    single = {c["accumulation"]: c for run in launches if run["gpus"] == 1 for c in run["cases"]}
+    single = {found["job"]: found for found in launches.get(1, [])}
     origin = provenance("cpu")
     made = []
-    for run in launches:
-        for c in run["cases"]:
-            gpus = run["gpus"]
-            if gpus == 1 and c["accumulation"] > 1:
+    for gpus, jobs in launches.items():
+        for found in jobs:
+            name = found["job"].split(":")[0]
+            if gpus == 1 and found["job"] != "ddp:1":
                 continue  # only there for its losses
-            reference = single.get(gpus) if gpus > 1 else None
+            case = CASES[name]
+            reference = single.get(f"ddp:{gpus}") if gpus > 1 and not case.cut else None
             delta = None
             if reference is not None:
-                pairs = zip(c["losses"], reference["losses"], strict=True)
+                pairs = zip(found["losses"], reference["losses"], strict=False)  # as many as the reference made
                 delta = max(abs(a - b) / abs(b) for a, b in pairs)
-            base = single[1]["tokens_per_s"] if 1 in single else float("nan")
+            rate = found["tokens_per_step"] / found["step_ms"] * 1e3
+            base = single.get("ddp:1") if not case.cut else None
+            efficiency = None
+            if base is not None:
+                efficiency = rate / gpus / (base["tokens_per_step"] / base["step_ms"] * 1e3)
             made.append(
                 Row(
-                    c["case"], gpus, c["tokens_per_s"], c["tokens_per_s"] / gpus / base, c["peak_gib"],
-                    c["target_gib"], delta, c["save_blocked_ms"], c["tokens_per_step"] / c["tokens_per_s"] * 1e3,
-                    c["tokens_per_step"], c["losses"], options.preset, run["card"],
-                    "python -m headstart.bench_scaling " + " ".join(sys.argv[1:]), origin["git_revision"],
-                    origin["versions"],
+                    name, gpus, rate, efficiency, found["peak_gib"], found["target_gib"], delta,
+                    found["save_blocked_ms"], found["step_ms"], found["tokens_per_step"], found["losses"],
+                    options.preset, found["card"], "python -m headstart.bench_scaling " + " ".join(sys.argv[1:]),
+                    origin["git_revision"], origin["versions"],
                 )
             )  # fmt: skip
     return made
+
+
+def describe(row: Row) -> str:
+    efficiency = "" if row.efficiency is None else f"  efficiency {row.efficiency:.3f}"
+    delta = "" if row.loss_delta is None else f"  loss delta {row.loss_delta:.1e}"
+    blocked = f"  saving blocked {row.save_blocked_ms:.0f} ms" if row.save_blocked_ms else ""
+    memory = f"{row.peak_gib_per_gpu:5.1f} GiB peak  {row.target_gib_per_gpu:5.1f} GiB target"
+    return (
+        f"{row.gpus} × {row.case:13s} {row.tokens_per_s:10.0f} tokens/s{efficiency}  {memory}  {row.step_ms:7.1f} ms"
+        f"{delta}{blocked}"
+    )
 
 
 def main() -> int:
@@ -260,36 +379,41 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=2048, help="rows per document")
     parser.add_argument("--depth", type=int, default=7, help="TTT steps")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--scratch", help="directory for the runs' checkpoints, deleted again (e.g. /dev/shm)")
+    parser.add_argument("--scratch", help="directory for checkpoints of ddp_saving, deleted again (e.g. /dev/shm)")
+    parser.add_argument("--case-seconds", type=float, default=300.0, help="longest time for one case")
     parser.add_argument("--out", type=Path, help="append the rows to this JSON list")
+    parser.add_argument("--jobs", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 2 * RECORD:
         parser.error(f"--steps: found {options.steps}, expected {2 * RECORD} or more: the first {RECORD} are not timed")
     if options.result is not None:
-        rank_main(options)
+        run_rank(options)
         return 0
     absent = [case for case in options.cases if case.startswith("zero") and find_spec("deepspeed") is None]
     if absent:
         print(f"left out, deepspeed is not installed: {', '.join(absent)}", file=sys.stderr)
         options.cases = [case for case in options.cases if case not in absent]
     arguments = ["--preset", options.preset, "--gpus", *map(str, options.gpus), "--cases", *options.cases]
-    for name in ("tokens", "length", "depth", "steps", "scratch"):
+    for name in ("tokens", "length", "depth", "steps", "scratch", "case_seconds"):
         value = getattr(options, name)
-        arguments += [f"--{name}", str(value)] if value is not None else []
-    launches = [launch(gpus, arguments) for gpus in options.gpus]
-    made = rows([run for run in launches if run is not None], options)
-    for row in made:
-        delta = "" if row.loss_delta is None else f"  loss delta {row.loss_delta:.1e}"
-        memory = f"{row.peak_gib_per_gpu:5.1f} GiB peak  {row.target_gib_per_gpu:5.1f} GiB target"
-        print(
-            f"{row.gpus} × {row.case:13s} {row.tokens_per_s:10.0f} tokens/s  efficiency {row.efficiency:.3f}  "
-            f"{memory}  {row.step_ms:7.1f} ms{delta}"
-        )
-    if options.out is not None:
-        earlier = json.loads(options.out.read_text()) if options.out.is_file() else []
-        write_json(options.out, earlier + [asdict(row) for row in made])
-    return int(any(run is None for run in launches))
+        arguments += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+    earlier = json.loads(options.out.read_text()) if options.out is not None and options.out.is_file() else []
+    launches: dict[int, list[dict[str, Any]]] = {}
+    shown: set[tuple[str, int]] = set()
+
+    def report(gpus: int, found: list[dict[str, Any]]) -> None:
+        launches[gpus] = found
+        made = rows(launches, options)
+        if options.out is not None:
+            write_json(options.out, earlier + [asdict(row) for row in made])
+        for row in made:
+            if (row.case, row.gpus) not in shown:
+                shown.add((row.case, row.gpus))
+                print(describe(row), flush=True)
+
+    whole = [launch(n, make_jobs(n, options), arguments, lambda found, n=n: report(n, found)) for n in options.gpus]
+    return int(not all(whole))
 
 
 if __name__ == "__main__":

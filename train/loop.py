@@ -99,6 +99,7 @@ def train(
     supervised: Sequence[int] | None = None,
     accelerator: Accelerator | None = None,
     progress: bool = True,
+    final_checkpoint: bool = True,
 ) -> TrainResult:
     """Train `head` in place until a budget is spent, resuming from `run_dir/checkpoints` where there are any.
 
@@ -112,6 +113,7 @@ def train(
         plan: (lengths, budget, seed, epoch) → packs.
         supervised: supervised tokens of every training sample: packs then hold equally many of them, so that ranks
             finish together; None = balance tokens alone.
+        final_checkpoint: False leaves nothing behind at the end (measurements); the result then names no checkpoint.
     Raises:
         ConfigError: bad configuration or launch. DataError: nothing to train on. StorageError: disk full, or every
         checkpoint damaged. TrainingError: non-finite loss (sample ids named) or no supervised position.
@@ -120,6 +122,7 @@ def train(
     accelerator = accelerator or make_accelerator(teacher.weight_VD.device)
     stream = PackStream(lengths, pack_tokens, config.seed, plan, supervised)
     trainer = _Trainer(head, source, teacher, stream, config, Path(run_dir), validate, accelerator)
+    trainer.final_checkpoint = final_checkpoint
     return trainer.run(tracker, provenance, progress)
 
 
@@ -169,6 +172,7 @@ class _Trainer:
         self.meters = Meters(head.depth, self.device, matmul_flops(self.device, compute))
         self.target_parameters = int(getattr(source, "target_parameters", 0))
         self.skipped_in_a_row = 0
+        self.final_checkpoint = True
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +187,8 @@ class _Trainer:
                 resumed_from = restore(self)
                 if main:
                     self.tracker = open_tracker(self.config, self.run_dir, resumed_from, asdict(self.config), tracker)
-                    self.saver.copies.prepare(self._saved_shapes())
+                    if self.config.save_every or self.final_checkpoint:
+                        self.saver.copies.prepare(self._saved_shapes())
                 self.started = time.perf_counter() - self.state.elapsed
                 self.meters.restart_clock()
                 self.agreed_elapsed = self.state.elapsed
@@ -200,7 +205,7 @@ class _Trainer:
             self.parallel.load_head(self.store.load_best())
         self.parallel.finish()
         return TrainResult(
-            s.step, s.tokens, s.supervised, s.elapsed, reason, str(checkpoint), s.metrics, s.best, resumed_from,
+            s.step, s.tokens, s.supervised, s.elapsed, reason, str(checkpoint or ""), s.metrics, s.best, resumed_from,
             self.signal.received == signal.SIGINT, self.blocked * 1e3,
         )  # fmt: skip
 
@@ -227,12 +232,17 @@ class _Trainer:
             if self.save_due and not last:
                 self._save_soon()
 
-    def _finish(self, reason: str) -> Path:
+    def _finish(self, reason: str) -> Path | None:
         """Final record, checkpoint and validation; nothing at all for a run that had finished before."""
         if self.state.finished is not None and self.state.finished[0] == self.state.step and reason != "signal":
             return self.store.paths()[0]
         if self.meters.steps:
             self._record()
+        if not self.final_checkpoint and reason != "signal":
+            self.saver.finish()
+            self._settle()
+            self.state.elapsed = self._elapsed()
+            return None
         checkpoint = self._save_now()  # before the validation, whose failure must not cost the trained weights
         if reason == "signal":
             self.reporter.say(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,7 +41,11 @@ def test_every_way_of_sharing_has_the_losses_of_one_gpu(tmp_path):
 
 
 def start(place: Path, name: str) -> subprocess.Popen[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     environment = os.environ | {"RANKS": "2", "PYTHON": sys.executable, "CONFIG": "recipes/accelerate/ddp-2.yaml"}
+    environment["PORT"] = port
     arguments = [str(place / "recipe.yaml"), f"run_dir={place / name}", "train.steps=40", "train.save_every=4"]
     return subprocess.Popen(
         ["bash", str(ROOT / "scripts" / "launch" / "node.sh"), *arguments], env=environment, stderr=subprocess.PIPE,
@@ -50,10 +55,8 @@ def start(place: Path, name: str) -> subprocess.Popen[str]:
 
 def test_a_killed_rank_ends_the_job_and_the_next_one_follows_the_same_curve(tmp_path):
     place = make_place(tmp_path, device="cuda", hidden=64)
-    whole = start(place, "whole")
-    _, err = whole.communicate(timeout=300)
-    assert whole.returncode == 0, err
-    job, metrics = start(place, "killed"), place / "killed" / "metrics.jsonl"
+    whole, job = start(place, "whole"), start(place, "killed")
+    metrics = place / "killed" / "metrics.jsonl"
     while not metrics.exists() or len(losses(place / "killed")) < 10:
         assert job.poll() is None, job.stderr.read()
         time.sleep(0.02)
@@ -65,6 +68,8 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_follows_the_same_curve(tmp_
     assert job.returncode != 0 and time.monotonic() - began < 60
     assert "died" in err and "continues from the last checkpoint" in err
     again = start(place, "killed")
+    _, err = whole.communicate(timeout=300)
+    assert whole.returncode == 0, err
     _, err = again.communicate(timeout=300)
     assert again.returncode == 0, err
     assert losses(place / "killed") == pytest.approx(losses(place / "whole"), rel=2e-2)

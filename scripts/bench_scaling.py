@@ -12,7 +12,7 @@ largest relative difference from the losses of one GPU at the same global batch.
     zero2, zero3   the same by DeepSpeed (left out where it is not installed)
     fsdp2_target   the target in shards, the head whole
     fsdp2_both     target and head in shards
-    70b_target     Llama-3.1-70B's sizes with 16 of its 80 layers, target and head in shards (half the steps)
+    70b_target     Llama-3.1-70B's sizes with 16 of its 80 layers, target and head in shards, packs half as long
     70b_whole      the same with the whole target on every GPU
 
 The largest number of GPUs runs every case, one GPU the baseline, any other ddp. The parent process starts one
@@ -36,6 +36,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -185,13 +186,15 @@ def run_case(
     """Train for a few steps; what rank 0 read from the loop's own records."""
     config = target_config(options.preset, case)
     cuda, device = accelerator.device.type == "cuda", accelerator.device
-    samples = make_samples(config.vocab_size, max(options.gpus) * 4, options.tokens, options.length)
+    tokens = options.tokens // 2 if case.cut else options.tokens
+    samples = make_samples(config.vocab_size, max(options.gpus) * 4, tokens, options.length)
     draft_ids_U = torch.arange(PRESETS[options.preset][1], device=device)
     head_config: Any = HEADS["eagle3"].config(  # type: ignore[call-arg]
         depth=options.depth, draft_vocab_size=len(draft_ids_U)
     )
     torch.manual_seed(0)
-    head = build_head(head_config, HeadDims.from_hf_config(config)).to(device)
+    with device:
+        head = build_head(head_config, HeadDims.from_hf_config(config)).to(device)
     head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)  # type: ignore[attr-defined]
     target.keep_rows(draft_ids_U)
     head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
@@ -209,7 +212,7 @@ def run_case(
         run_dir = Path(place) if accelerator.is_main_process else Path(place, "unused")
         result = train(
             head, source, target.teacher, source.lengths, train_config, run_dir, provenance={},
-            pack_tokens=options.tokens, accelerator=accelerator, progress=False, final_checkpoint=False,
+            pack_tokens=tokens, accelerator=accelerator, progress=False, final_checkpoint=False,
         )  # fmt: skip
         if result.stopped != "steps":
             raise SystemExit(f"stopped by a {result.stopped} at step {result.step}")
@@ -412,7 +415,7 @@ def main() -> int:
                 shown.add((row.case, row.gpus))
                 print(describe(row), flush=True)
 
-    whole = [launch(n, make_jobs(n, options), arguments, lambda found, n=n: report(n, found)) for n in options.gpus]
+    whole = [launch(n, make_jobs(n, options), arguments, partial(report, n)) for n in options.gpus]
     return int(not all(whole))
 
 

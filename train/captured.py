@@ -102,9 +102,11 @@ class CapturedBackward:
                 self._backward(self._forward(module))
         torch.cuda.current_stream().wait_stream(stream)
         self._forward_graph, self._backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._forward_graph, pool=pool):
+        # thread_local: NCCL's watchdog and threads that prefetch or save may call the GPU meanwhile
+        with torch.cuda.graph(self._forward_graph, pool=pool, capture_error_mode="thread_local"):
             sums = self._forward(module)
-        with torch.cuda.graph(self._backward_graph, pool=self._forward_graph.pool()):
+        pool = self._forward_graph.pool()
+        with torch.cuda.graph(self._backward_graph, pool=pool, capture_error_mode="thread_local"):
             self._backward(sums)
         self._sums = tuple(part.detach() for part in sums)
 

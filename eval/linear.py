@@ -258,8 +258,8 @@ if triton is not None:
             tl.extra.cuda.gdc_launch_dependents()
             # weights do not depend on the previous kernel: fetch the first tiles while it drains
             line = tl.arange(0, BK // LINE) * LINE
-            for tile in range(0, AHEAD):
-                at = tl.minimum(tile * BK + line, inputs - 1)
+            for ahead in range(0, AHEAD):
+                at = tl.minimum(ahead * BK + line, inputs - 1)
                 _prefetch(weight + weight_row[:, None] * inputs + at[None, :])
                 if PAIRED:
                     _prefetch(weight + (outputs + weight_row)[:, None] * inputs + at[None, :])

@@ -214,6 +214,13 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, size: int = 8192) -
     return 2 * size**3 / (statistics.median(run["matmul"] for run in timer.read()) / 1e3)
 
 
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process, recompilations included."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 class Timer:
     """Marks on the device's clock (events) or the host's; reading them waits for the device, marking does not."""
 
@@ -277,6 +284,7 @@ def bench_case(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
+    compiled = compiled_graphs() if case.online else 0
     if case.online:
         assert target is not None
         whole = target.extract(whole, head.spec)  # compiles the target
@@ -299,6 +307,7 @@ def bench_case(
                 parameter.grad.zero_()
         timer.mark("optimiser")
     splits = timer.read()[3:-1]  # the first warm up, the last has no successor
+    compiles = captures + (compiled_graphs() - compiled if case.online else 0)
     if profile and device.type == "cuda":
         print_kernels(lambda: backward(batch, scale_K, lambda: None))
     split = {name: statistics.median(s[name] for s in splits) for name in splits[0]}
@@ -311,7 +320,7 @@ def bench_case(
     origin = provenance(device)
     return Record(
         case.name, preset, tokens / step_ms * 1e3, supervised / step_ms * 1e3, flops / (step_ms / 1e3) / matmul, peak,
-        compile_s, captures, step_ms, split, tokens, supervised, len(case.lengths), steps, matmul / 1e12,
+        compile_s, compiles, step_ms, split, tokens, supervised, len(case.lengths), steps, matmul / 1e12,
         origin["device"], "python -m headstart.bench_train " + " ".join(sys.argv[1:]), origin["git_revision"],
         origin["versions"], getattr(head.config, "row_fraction", 1.0),
     )  # fmt: skip

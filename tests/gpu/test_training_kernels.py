@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import HEADS, elementwise, rows
 from headstart.heads.attention import TrainAttention
-from headstart.heads.base import FeatureBatch, build_head
+from headstart.heads.base import FeatureBatch, HeadDims, Teacher, build_head
 from headstart.heads.losses import eager, fused
 from headstart.heads.target import Target
+from headstart.train import loop
 from headstart.train.captured import CapturedPacks
+from headstart.train.config import TrainConfig
 from headstart.train.step import LossModule
 
 pytestmark = [
@@ -249,3 +253,57 @@ def test_captured_step_equals_eager_step(family, fields):
         for parameter, gradient in zip(head.parameters(), gradients, strict=True):
             if gradient is not None:
                 assert relative(parameter.grad, 2 * gradient) < 2e-2
+
+
+class StoredFeatures:
+    """Features of equally long documents, kept in the host's memory."""
+
+    def __init__(self, head, count: int = 16, length: int = 64):
+        self.documents, self.head = documents([length] * count, 512), head
+
+    def get(self, pack: list[int]) -> FeatureBatch:
+        batch = FeatureBatch.pack([self.documents[i] for i in pack], self.head.depth)
+        rows, width = len(batch.tokens_R), self.head.dims.hidden_size
+        return replace(
+            batch,
+            hidden_RD=torch.randn(rows, width, dtype=torch.bfloat16),
+            streams_RkD=torch.randn(rows, 3, width, dtype=torch.bfloat16),
+            teacher_argmax_A=torch.randint(0, 200, (len(batch.anchors),)),
+        )
+
+
+@pytest.mark.parametrize("row_fraction", [1.0, 0.7])
+def test_a_step_does_not_wait_for_the_device(row_fraction, tmp_path, monkeypatch):
+    """Operations that make the host wait raise in every step but the first two, which capture."""
+    target = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    config = HEADS["eagle3"].config(depth=3, draft_vocab_size=200, row_fraction=row_fraction)
+    head = build_head(config, HeadDims.from_hf_config(target)).cuda()
+    ends = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16) * 0.1
+    teacher = Teacher(ends)
+    head.init_from_target(ends, teacher, torch.arange(200, device="cuda"))
+    step, seen = loop._Trainer._step, []
+
+    def strict(trainer) -> None:
+        torch.cuda.set_sync_debug_mode("error" if len(seen) >= 2 else "default")
+        try:
+            step(trainer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        seen.append(trainer.captured.captures)
+
+    monkeypatch.setattr(loop._Trainer, "_step", strict)
+    source = StoredFeatures(head)
+    settings = TrainConfig(steps=6, accumulation=2, log_every=3, save_every=0, prefetch=1)
+    loop.train(
+        head, source, teacher, [64] * 16, settings, tmp_path, provenance={}, pack_tokens=256, progress=False
+    )  # fmt: skip
+    assert seen == [1] * 6
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.ones(1, device="cuda").item()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

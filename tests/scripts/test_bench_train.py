@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headstart import bench_train
 
@@ -42,9 +43,14 @@ def test_rows_carry_rates_and_their_split(bench: Callable):
     assert flops(some_rows) < flops(all_rows)
 
 
-def test_online_times_the_target_too(bench: Callable):
-    (row,) = bench(*SMALL, "--online", "--no-compile-target", "--supervised-fraction", "0.5")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_online_times_the_target_too(compiled: bool, bench: Callable, monkeypatch: pytest.MonkeyPatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda work, dynamic: real(work, dynamic=dynamic, backend="eager"))
+    choice = "--compile-target" if compiled else "--no-compile-target"
+    (row,) = bench(*SMALL, "--online", choice, "--supervised-fraction", "0.5")
     assert row["case"] == "custom" and row["split_ms"]["target"] > 0 and row["supervised_tokens"] == 64
+    assert row["compiles"] == int(compiled)  # one graph serves all layers
 
 
 def test_row_fraction_runs_fewer_rows_and_keeps_a_row_of_its_own(bench: Callable):

@@ -95,13 +95,15 @@ class Decoder:
         engine = self.engine
         if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
             bucket = self.config.kv_bucket
+            # captured cycles last as long as the buffers, and kernels read no more of them than is in use
+            capacity = 1 << (needed - 1).bit_length() if self.fused is not None else -(-needed // bucket) * bucket
             # free the old buffers before the new ones are made
             self.engine = engine = None
             self.graphs.clear()
             self.engine = engine = Engine(
                 self.target.model,
                 len(contexts),
-                -(-needed // bucket) * bucket,
+                capacity,
                 bucket=bucket,
                 prefill_chunk=self.config.prefill_chunk,
                 fused=self.fused,

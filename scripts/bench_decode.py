@@ -43,8 +43,8 @@ from headstart.eval.fused import FusedModel
 from headstart.eval.linear import graph_time, measure
 from headstart.eval.sampling import Sampling
 from headstart.eval.tree import expand
-from headstart.heads import HEADS
 from headstart.heads.base import build_head
+from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target
@@ -147,7 +147,7 @@ class CycleBench:
 def random_drafter(target: Target, tree: TreeConfig, rates: tuple[float, ...]) -> AutoregressiveDrafter:
     """EAGLE-3 with random weights and synthetic acceptance."""
     size = min(DRAFT_VOCABULARY, target.dims.vocab_size // 2)
-    head = build_head(HEADS["eagle3"].config(draft_vocab_size=size), target.dims)
+    head = build_head(Eagle3Config(draft_vocab_size=size), target.dims)
     head = head.to(target.device, target.dtype).eval()
     head.init_from_target(target.embed_VD, target.teacher, torch.arange(size, device=target.device))
     # as sure of itself as a trained head: trees of a flat distribution would all be broad and shallow

@@ -7,6 +7,7 @@ so running the same command continues.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,10 @@ HEAD_FILES = [
     "pytorch_model.bin",
     "medusa_lm_head.pt",
 ]
+#: "*" in a pattern also stands for "/"
+BELOW = "*/*"
+#: weight files that exports write; of those in the repository, the ones that an export does not bring are removed
+WRITTEN = re.compile(r"(model(-\d{5}-of-\d{5})?|medusa_lm_head)\.safetensors(\.index\.json)?")
 #: seconds before each new attempt
 WAITS = (1.0, 4.0, 15.0)
 
@@ -42,6 +47,9 @@ def push_export(
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
     """Write the model card into an exported directory, create the repository and upload.
+
+    What lies in folders below it (exports for further engines) stays here: a serving engine reads a repository's root.
+    Weight files of an earlier export that the new one does not bring are removed: engines would load them too.
 
     Args:
         report: report.json of the head's evaluation, for the card.
@@ -84,11 +92,14 @@ def push_export(
 
     def upload() -> str:
         url = api.create_repo(name, private=config.private, repo_type="model", exist_ok=True)
+        old = [file for file in api.list_repo_files(name) if WRITTEN.fullmatch(file)]
         api.upload_folder(
             repo_id=name,
             folder_path=directory,
             commit_message=message,
             allow_patterns=[*HEAD_FILES, "README.md", "report.json", *plots],
+            ignore_patterns=BELOW,
+            delete_patterns=[file for file in old if not (directory / file).is_file()] or None,
         )
         return str(url)
 
@@ -173,6 +184,7 @@ def fetch_head(name: str, revision: str | None = None, cache_dir: Path | None = 
                 repo,
                 revision=revision or tag or None,
                 allow_patterns=HEAD_FILES,
+                ignore_patterns=BELOW,
                 cache_dir=cache_dir,
                 endpoint=os.environ.get("HF_ENDPOINT") or None,
             )

@@ -16,6 +16,14 @@ import huggingface_hub
 import pytest
 
 
+def listing(files: dict[str, bytes]) -> list[dict[str, Any]]:
+    """What the Hub says of a repository's files."""
+    return [
+        {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+        for file, content in files.items()
+    ]
+
+
 class Hub(BaseHTTPRequestHandler):
     """The endpoints of the Hub that an upload and a download use; `server.files` is the repository."""
 
@@ -48,6 +56,8 @@ class Hub(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             hub.created = json.loads(body)
             return self.answer(200, {"url": f"{host}/me/head", "name": "me/head"})
+        if self.path.startswith("/api/models/me/head/tree/main"):
+            return self.answer(200, listing(hub.files))
         if self.path == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})
         if self.path.endswith("/preupload/main"):
@@ -76,6 +86,8 @@ class Hub(BaseHTTPRequestHandler):
                     hub.files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     hub.files[value["path"]] = hub.blobs[value["oid"]]
+                elif line["key"] == "deletedFile":
+                    del hub.files[value["path"]]
             commit = {"commitUrl": f"{host}/me/head/commit/1", "commitOid": "1" * 40, "pullRequestUrl": None}
             return self.answer(200, {"success": True, **commit})
         if self.path == "/api/models/someone/tiny-llama":
@@ -102,11 +114,7 @@ class Hub(BaseHTTPRequestHandler):
                 siblings = [{"rfilename": file} for file in found[commit]]
                 self.answer(200, {"id": "me/published", "sha": commit, "siblings": siblings})
             elif kind == "tree":
-                entries = [
-                    {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                    for file, content in found[commit].items()
-                ]
-                self.answer(200, entries)
+                self.answer(200, listing(found[commit]))
             elif file in found[commit]:
                 content = found[commit][file]
                 etag = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}

@@ -110,6 +110,26 @@ def test_shards_are_pushed_with_their_index(hub: Any, tmp_path: Path) -> None:
     assert {"model-00001-of-00003.safetensors", "model.safetensors.index.json"} <= set(hub.files)
 
 
+def test_only_the_root_of_an_export_is_pushed(hub: Any, tmp_path: Path) -> None:
+    """A folder's weights without its config would be no head, and engines read the root only."""
+    config = ExportConfig(["portable", "sglang"], push_to_hub="me/head")
+    export_head(our_head(EagleConfig()), tmp_path, config, PROVENANCE)
+    push_export(tmp_path, config, None, api_of(hub))
+    assert (tmp_path / "sglang/model.safetensors").is_file()
+    assert set(hub.files) == {"config.json", "headstart.json", "model.safetensors", "README.md"}
+
+
+def test_weights_of_an_earlier_push_are_removed(hub: Any, tmp_path: Path) -> None:
+    head, kept = our_head(Eagle3Config(draft_vocab_size=U)), {"notes.txt": b"mine", "more/model.safetensors": b"other"}
+    for name, size in (("one", None), ("many", "30KB"), ("one", None)):
+        config = ExportConfig(dtype="float32", max_shard_size=size, push_to_hub="me/head")
+        export_head(head, tmp_path / name, config, PROVENANCE)
+        hub.files |= kept
+        push_export(tmp_path / name, config, None, api_of(hub))
+        here = {path.name for path in (tmp_path / name).iterdir()}
+        assert set(hub.files) == {*here, *kept}
+
+
 def test_a_hub_that_stays_down_says_how_to_continue(hub: Any, exported: Path) -> None:
     hub.failures = [503] * 100
     with pytest.raises(StorageError, match="run the same command again"):

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headstart.heads import HEADS
 from headstart.heads.errors import ConfigError
-from headstart.recipes.schema import DEFAULTS, Evaluation, Recipe, check_eval, check_recipe, recipe_class
+from headstart.recipes.schema import DEFAULTS, Evaluation, Exporting, Recipe, check_eval, check_recipe, recipe_class
 
 
 @dataclass(frozen=True)
@@ -171,19 +171,37 @@ def load_evaluation(
     Args:
         values: dotted keys given by other means (command-line options), None = not given; they win over everything.
     """
+    if recipe is not None:
+        loaded = _load_with(recipe, overrides, values)
+        return Evaluation(loaded.seed, loaded.target, loaded.eval)
+    basics = Layer("defaults", {"eval": {"seed": DEFAULTS["eval"]["seed"]}})
+    settings = typing.cast(Evaluation, merge([basics, read_overrides(overrides), _options(values)], Evaluation))
+    check_eval(settings.eval)
+    return settings
+
+
+def load_exporting(
+    recipe: str | Path | None, overrides: Sequence[str] = (), values: dict[str, Any] | None = None
+) -> Exporting:
+    """Target and export settings, as `load_evaluation`."""
+    if recipe is not None:
+        loaded = _load_with(recipe, overrides, values)
+        return Exporting(loaded.target, loaded.export)
+    return typing.cast(Exporting, merge([read_overrides(overrides), _options(values)], Exporting))
+
+
+def _load_with(recipe: str | Path, overrides: Sequence[str], values: dict[str, Any] | None) -> Recipe:
+    path = find_recipe(recipe)
+    return build_recipe([*read_chain(path), read_overrides(overrides), _options(values)], name=path.stem)
+
+
+def _options(values: dict[str, Any] | None) -> Layer:
     given = Layer("option", {})
     for key, value in (values or {}).items():
         if value is not None:
             node, _, leaf = key.partition(".")
             given.values.setdefault(node, {})[leaf] = value
-    if recipe is not None:
-        path = find_recipe(recipe)
-        loaded = build_recipe([*read_chain(path), read_overrides(overrides), given], name=path.stem)
-        return Evaluation(loaded.seed, loaded.target, loaded.eval)
-    basics = Layer("defaults", {"eval": {"seed": DEFAULTS["eval"]["seed"]}})
-    settings = typing.cast(Evaluation, merge([basics, read_overrides(overrides), given], Evaluation))
-    check_eval(settings.eval)
-    return settings
+    return given
 
 
 def merge(layers: Sequence[Layer], schema: type) -> Any:

@@ -30,6 +30,9 @@ class Recipe:
     shorter_chains: bool = False
     #: seeds data split, distillation, initialisation; train.seed and eval.seed follow it unless set
     seed: int = 0
+    #: a head that training goes on from, ours or published: a directory, or user/name[@revision] on the Hub; null: a
+    #: fresh one. `head` must describe it (type, draft_vocab_size, feature_layers, …)
+    start_from: str | None = None
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -45,6 +48,14 @@ class Evaluation:
     seed: int = 0
     target: TargetConfig = field(default_factory=TargetConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass
+class Exporting:
+    """What exporting a ready-made head needs: `headstart export --head DIR --target T`."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
 
 
 #: the least specific layer: what depends on other keys

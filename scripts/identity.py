@@ -49,6 +49,12 @@ def of_target(config: TargetConfig) -> dict[str, Any]:
     return values
 
 
+def of_head(directory: Path) -> dict[str, str]:
+    """Content of a head's files."""
+    files = [p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".json")]
+    return {path.name: of_file(path) for path in sorted(files)}
+
+
 def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
     """A copy without keys that do not change the result."""
     return {name: value for name, value in values.items() if name not in names}

@@ -260,9 +260,9 @@ def compare_family(
     import torch
 
     from headstart.eval.metrics import acceptance
+    from headstart.found_heads import bound_head
     from headstart.heads.formats import ExportConfig, export_head
     from headstart.heads.provenance import git_revision
-    from headstart.pipeline import bound_head
 
     head = bound_head(directory, target, torch.float32)
     exported = arguments.work / "exports" / family

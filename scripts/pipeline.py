@@ -25,11 +25,12 @@ from headstart.data.packing import plan_packs
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import read_prompts
+from headstart.found_heads import bound_head, continued_head, exported, find_head
 from headstart.heads import vocab
 from headstart.heads.base import Head, build_head
 from headstart.heads.errors import ConfigError, FormatError, Terminated
 from headstart.heads.files import read_json, write_json, write_text
-from headstart.heads.formats import load_head, save_head
+from headstart.heads.formats import save_head
 from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target
@@ -116,7 +117,10 @@ class Run:
     @cached_property
     def train_inputs(self) -> dict[str, Any]:
         settings = identity.without(dataclasses.asdict(self.recipe.train), *WATCHING)
-        return {"data": self.data_inputs, "head": dataclasses.asdict(self.recipe.head), "train": settings}
+        inputs = {"data": self.data_inputs, "head": dataclasses.asdict(self.recipe.head), "train": settings}
+        if self.recipe.start_from is not None:
+            inputs["start_from"] = identity.of_head(find_head(self.recipe.start_from, "start_from"))
+        return inputs
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -267,6 +271,12 @@ class Run:
         """The head as training starts: seeded, its draft vocabulary taken from the supervised tokens."""
         target, config = self.target, self.recipe.head
         torch.manual_seed(self.recipe.seed)
+        if self.recipe.start_from is not None:
+            self.talk.say(f"training goes on from {self.recipe.start_from}")
+            head = continued_head(self.recipe.start_from, config, target)
+            ids_U = getattr(head, "draft_ids_U", None)
+            target.keep_rows(ids_U)
+            return head
         head = build_head(config, target.dims)
         size = getattr(config, "draft_vocab_size", 0)
         draft_ids_U = None
@@ -374,40 +384,26 @@ class Run:
 
     def _export(self) -> dict[str, Any]:
         from headstart.heads.formats import export_head
-        from headstart.serving_check import compare_features, require_parity
+        from headstart.serving_check import compare_features, probe_sequences, require_parity
 
         head = bound_head(self.head_dir, self.target, torch.float32)
         origin = {**read_json(self.head_dir / "headstart.json").get("provenance", {}), **provenance(self.target.device)}
         origin |= {"recipe": to_dict(self.recipe), "target": self.target.fingerprint()}
         data = self.prepare()
         samples = [sample for sample in [*data.held_out, *data.train] if len(sample) >= 4][:2]
-        parity = compare_features(
-            self.target, head.spec, [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
-        )
+        texts = [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
+        parity = compare_features(self.target, head.spec, texts or probe_sequences(self.target))
         require_parity(parity, self.recipe.export.force)
         self.talk.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
         origin["serving_parity"] = parity.to_json()
         place = self.dir / "export"
-        reports = export_head(head, place, self.recipe.export, origin)
-        for report in reports.values():
-            self.talk.say(report.render())
-        return {
-            "exports": {name: report.directory for name, report in reports.items()},
-            "checks": {name: report.to_json() for name, report in reports.items()},
-        }
+        return exported(export_head(head, place, self.recipe.export, origin), self.talk)
 
 
 def first_prompt(sample: Sample) -> list[int]:
     """Token ids up to the first supervised token: what the target was asked."""
     first = int((sample.turn_ids >= 0).argmax())
     return sample.token_ids[:first].tolist()
-
-
-def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None) -> Head:
-    """A saved head on the target's device, in its dtype unless another is given, with the frozen ends attached."""
-    head = load_head(directory, target.dims).to(target.device, dtype or target.dtype)
-    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
-    return head.eval()
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,14 @@ from headstart.heads.formats.portable import DTYPES
 from headstart.heads.formats.shards import shard_bytes
 
 WRITERS = {"vllm": vllm.write, "sglang": sglang.write, "tgi": tgi.write, "tensorrt_llm": tensorrt_llm.write}
+#: engine → its name, and the families that it serves
+SERVES = {
+    "portable": ("the portable directory", ("medusa", "eagle", "eagle3")),
+    "vllm": ("vLLM", ("medusa", "eagle", "eagle3")),
+    "sglang": ("SGLang", ("eagle", "eagle3")),
+    "tgi": ("TGI", ("medusa",)),
+    "tensorrt_llm": ("TensorRT-LLM", ("medusa", "eagle3")),
+}
 #: engines that must load the portable directory of a family
 PORTABLE_ENGINES = {"medusa": ("vllm",), "eagle": ("vllm",), "eagle3": ("vllm", "sglang", "tensorrt_llm")}
 
@@ -26,14 +34,21 @@ def export_head(
     Args:
         provenance: as for `save_head`.
     Returns: engine → report of the directory written for it.
-    Raises: ConfigError for an unknown engine, dtype or size; FormatError when a validator finds that an engine it was
-        written for would not load it rightly and `config.force` is off.
+    Raises: ConfigError for an unknown engine, one that does not serve the family, an unknown dtype or size;
+        FormatError when a validator finds that an engine it was written for would not load it rightly and
+        `config.force` is off.
     """
     unknown = [name for name in config.engines if name not in ENGINES]
     if unknown or not config.engines:
         raise ConfigError(f"export.engines: found {list(config.engines)}, expected some of {list(ENGINES)}")
     if config.dtype not in DTYPES:
         raise ConfigError(f"export.dtype: found {config.dtype!r}, expected one of {sorted(DTYPES)}")
+    for name in config.engines:
+        if head.family not in SERVES[name][1]:
+            able = [other for other, (_, families) in SERVES.items() if head.family in families]
+            raise ConfigError(
+                f"export.engines: {SERVES[name][0]} does not serve {head.family} heads; expected some of {able}"
+            )
     limit = shard_bytes(config.max_shard_size)
     reports = {}
     for index, name in enumerate(config.engines):

@@ -96,10 +96,10 @@ def _of_head(
     out: str | None,
     talk: Talk,
 ) -> Path:
+    from headstart.found_heads import bound_head, find_head
     from headstart.heads.errors import ConfigError
     from headstart.heads.target import Target
     from headstart.measure import measure
-    from headstart.pipeline import bound_head
     from headstart.recipes.load import load_evaluation
 
     settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
@@ -168,22 +168,3 @@ def _label(data: Any) -> str:
         return data_label(data)
     except DataError as error:
         raise ConfigError(f"eval.data: {error}") from error
-
-
-def find_head(head: str) -> Path:
-    """Directory of a head given as a path, or as `user/name[@revision]` on the Hub.
-
-    Raises: FormatError when it is neither; ConfigError when the Hub cannot give it.
-    """
-    from headstart.heads.errors import ConfigError, FormatError
-    from headstart.heads.fetch import hub_refusal
-    from headstart.heads.formats import fetch_head
-
-    if Path(head).is_dir():
-        return Path(head)
-    if head.count("/") != 1 or head.startswith((".", "/", "~")):
-        raise FormatError(f"--head {head}: no such directory; expected one with config.json and weights")
-    refusal = hub_refusal()
-    if refusal is not None and "HF_HUB_OFFLINE" not in refusal:
-        raise ConfigError(f"--head {head}: no such directory, and {refusal}; give a local directory")
-    return fetch_head(head)

@@ -1,9 +1,13 @@
-"""headstart export RECIPE, or a second opinion on any head directory: headstart export --check DIR [--target T]"""
+"""headstart export RECIPE
+
+headstart export --head DIR --target T [--out DIR] ['export.engines=[sglang]' …]    any head, for another engine
+headstart export --check DIR [--target T]                                           a second opinion on any directory
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +18,17 @@ from headstart.talk import Talk
 def command(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (not needed with --check), then overrides."),
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]...",
+            help="A recipe (not needed with --head and --target, nor with --check), then overrides.",
+        ),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            "--head",
+            help="A head that is no run's: a directory, ours or published; or user/name[@revision] on the Hub.",
+        ),
     ] = None,
     check: Annotated[
         str | None,
@@ -26,7 +40,14 @@ def command(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option("--target", metavar="T", help="With --check: compare sizes, rope and layer ids with this target."),
+        typer.Option(
+            "--target",
+            metavar="T",
+            help="The head's target. With --check: compare sizes, rope and layer ids with it.",
+        ),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", help="With --head: where to write (default: runs/export/NAME).")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Export although a check failed; the export records it (export.force=true).")
@@ -36,27 +57,62 @@ def command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write the trained head for serving engines and check what was written."""
+    """Write a head for serving engines and check what was written: the recipe's trained one, or --head."""
     with speaking(json) as talk:
         from headstart.heads.errors import ConfigError
 
         if check is not None:
             _check(check, target, talk)
             return
-        if not arguments:
-            raise ConfigError("export: give a RECIPE, or --check DIR; see headstart export --help")
-        from headstart.pipeline import Run
-        from headstart.recipes.load import load_recipe
-
-        if target is not None:
-            raise ConfigError("export --target goes with --check; a recipe names its own (target.name=…)")
-        overrides = [*arguments[1:], *([f"export.push_to_hub={push}"] if push else [])]
-        overrides += ["export.force=true"] if force else []
-        run = Run(load_recipe(arguments[0], overrides), talk)
-        with run.steps.lock():
-            result = run.export()
+        words = list(arguments or [])
+        recipe = words.pop(0) if words and "=" not in words[0] else None
+        words += [f"export.push_to_hub={push}"] if push else []
+        words += ["export.force=true"] if force else []
+        if head is not None:
+            result = _of_head(recipe, words, head, target, out, talk)
+        elif recipe is None:
+            raise ConfigError(
+                "export: give a RECIPE, --head DIR with --target T, or --check DIR; see headstart export --help"
+            )
+        elif target is not None or out is not None:
+            raise ConfigError(
+                "export: --target goes with --check or --head, --out with --head; a recipe names its own "
+                "(target.name=…, run_dir=…)"
+            )
+        else:
+            result = _of_recipe(recipe, words, talk)
         lines = [f"{engine}: {path}" for engine, path in result["exports"].items()]
         talk.result(result, "\n".join([*lines, *([f"on the Hub: {result['url']}"] if "url" in result else [])]))
+
+
+def _of_recipe(recipe: str, overrides: list[str], talk: Talk) -> dict[str, Any]:
+    from headstart.pipeline import Run
+    from headstart.recipes.load import load_recipe
+
+    run = Run(load_recipe(recipe, overrides), talk)
+    with run.steps.lock():
+        return run.export()
+
+
+def _of_head(
+    recipe: str | None, overrides: list[str], head: str, target: str | None, out: str | None, talk: Talk
+) -> dict[str, Any]:
+    from headstart.found_heads import export_found, find_head
+    from headstart.heads.errors import ConfigError
+    from headstart.heads.formats import push_export
+    from headstart.heads.target import Target
+    from headstart.recipes.load import load_exporting
+
+    if recipe is None and target is None:
+        raise ConfigError("export --head: give the head's target as well: --target T")
+    settings = load_exporting(recipe, overrides, {"target.name": target})
+    find_head(head)
+    talk.say(f"loading target {settings.target.name} …")
+    place = Path(out) if out else Path("runs") / "export" / head.rstrip("/").split("/")[-1]
+    result = export_found(head, Target.load(settings.target), settings.export, place, talk)
+    if settings.export.push_to_hub is not None:
+        result["url"] = push_export(place, settings.export)
+    return result
 
 
 def _check(directory: str, target: str | None, talk: Talk) -> None:

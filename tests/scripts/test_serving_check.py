@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -69,3 +70,18 @@ def test_a_wrong_position_is_found(target: Target, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(engine_module.Engine, "verify", late)
     assert not compare_features(target, SPEC, SEQUENCES).passed
+
+
+def test_a_small_shift_of_every_row_is_found(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 the worst row may be far off; a fault that moves all of them a little must not hide behind it."""
+    import headstart.serving_check as module
+
+    half = Target.from_model(copy.deepcopy(target.model).to(torch.bfloat16))
+    rounded = compare_features(half, SPEC, SEQUENCES)
+    assert rounded.passed and rounded.median < 0.02
+    original = module._serving_features
+    monkeypatch.setattr(module, "_serving_features", lambda *args: {k: v * 1.1 for k, v in original(*args).items()})
+    found = compare_features(half, SPEC, SEQUENCES)
+    assert found.worst < found.tolerance and not found.passed
+    with pytest.raises(TargetError, match=r"in the median row, rounding explains 0.05"):
+        require_parity(found)

@@ -12,7 +12,7 @@ from format_layouts import DIMS, LLAMA3, U, our_head, same_state
 from headstart.heads.base import HeadConfig, HeadDims, build_head
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
-from headstart.heads.errors import FormatError
+from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.files import sha256_file
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.portable import portable_config, portable_tensors
@@ -248,9 +248,21 @@ def test_a_shared_lm_head_needs_its_target_to_be_exported(tmp_path: Path) -> Non
         export_head(our_head(CONFIGS["medusa-shared"], bound=False), tmp_path, ExportConfig(), {})
 
 
-def test_export_names_engines_that_do_not_serve_the_family(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="SGLang does not serve medusa"):
-        export_head(our_head(CONFIGS["medusa"]), tmp_path, ExportConfig(["sglang"]), {})
+@pytest.mark.parametrize(
+    ("name", "engines", "words"),
+    [
+        ("medusa", ["portable", "sglang"], r"SGLang does not serve medusa heads; expected.*'tgi'"),
+        ("eagle3", ["tgi"], r"TGI does not serve eagle3 heads; expected.*'tensorrt_llm'"),
+        ("eagle", ["tensorrt_llm"], "TensorRT-LLM does not serve eagle heads"),
+        ("eagle", ["triton"], "expected some of"),
+    ],
+)
+def test_export_names_engines_that_do_not_serve_the_family(
+    tmp_path: Path, name: str, engines: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        export_head(our_head(CONFIGS[name]), tmp_path, ExportConfig(engines), {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_sealed_directory_brings_the_targets_facts_to_its_own_check(tmp_path: Path) -> None:

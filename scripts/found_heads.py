@@ -1,0 +1,138 @@
+"""Heads that are there already, from a directory or the Hub: bound, trained on, exported again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.heads.base import Head, HeadConfig, build_head
+from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.fetch import hub_refusal
+from headstart.heads.files import read_json
+from headstart.heads.formats import ExportConfig, check_embeddings, export_head, fetch_head, load_head
+from headstart.heads.formats.loading import skeleton
+from headstart.heads.formats.sidecar import SIDECAR
+from headstart.heads.provenance import provenance
+from headstart.heads.target import Target
+from headstart.talk import Talk
+
+#: fields of `head` that decide which tensors a head has, and what it reads
+STRUCTURE = (
+    "num_layers",
+    "lm_head",
+    "rank",
+    "draft_vocab_size",
+    "hidden_size",
+    "intermediate_size",
+)
+
+
+def find_head(head: str, said: str = "--head") -> Path:
+    """Directory of a head given as a path, or as `user/name[@revision]` on the Hub.
+
+    Args:
+        said: the option or field that names it, for messages.
+    Raises: FormatError when it is neither; ConfigError when the Hub cannot give it.
+    """
+    if Path(head).is_dir():
+        return Path(head)
+    if head.count("/") != 1 or head.startswith((".", "/", "~")):
+        raise FormatError(f"{said} {head}: no such directory; expected one with config.json and weights")
+    refusal = hub_refusal()
+    if refusal is not None and "HF_HUB_OFFLINE" not in refusal:
+        raise ConfigError(f"{said} {head}: no such directory, and {refusal}; give a local directory")
+    return fetch_head(head)
+
+
+def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None) -> Head:
+    """A saved head on the target's device, in its dtype unless another is given, with the frozen ends attached.
+
+    Raises: FormatError as `load_head`, and where the file brings embeddings that are not the target's.
+    """
+    head = _read_head(directory, target).to(target.device, dtype or target.dtype)
+    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    return head.eval()
+
+
+def _read_head(directory: Path, target: Target) -> Head:
+    head = load_head(directory, target.dims)
+    if not (directory / SIDECAR).exists() and getattr(head, "embed_tokens", None) is None:
+        check_embeddings(directory, target.embed_VD)
+    return head
+
+
+def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:
+    """The head that training goes on from: the weights of `start_from`, trained as `config` says.
+
+    Raises: ConfigError naming the fields of `head` by which the recipe describes another head.
+    """
+    directory = find_head(start_from, "start_from")
+    given = _read_head(directory, target)
+    if given.family != config.type:
+        raise ConfigError(
+            f"start_from: {start_from} is a head of type {given.family!r} and the recipe's is {config.type!r}: set "
+            f"head.type={given.family}, or take a recipe of that family"
+        )
+    # the draft layer's rope and head split are the file's; its MLP's default width is the target's
+    dims = replace(given.dims, intermediate_size=target.dims.intermediate_size)
+    planned = skeleton(config, dims, "the recipe's head")
+    shapes, found = _shapes(planned), _shapes(given)
+    if shapes != found or planned.spec != given.spec:
+        names = (
+            *STRUCTURE,
+            *(("depth",) if config.type == "medusa" else ()),
+            *(("feature_layers",) if planned.spec != given.spec else ()),
+        )
+        pairs = [(name, getattr(config, name, None), getattr(given.config, name, None)) for name in names]
+        differing = [f"head.{name}={theirs}" for name, ours, theirs in pairs if ours != theirs]
+        odd = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+        raise ConfigError(
+            f"start_from: {start_from} is another head than the recipe's"
+            + (f" ({odd[0]} is {found.get(odd[0])}, the recipe makes it {shapes.get(odd[0])})" if odd else "")
+            + f": set {' '.join(differing) or 'the fields of head to its own'}"
+        )
+    head = build_head(config, dims)
+    head.load_state_dict(given.state_dict(), strict=True)
+    head = head.to(target.device)
+    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    return head
+
+
+def _shapes(head: Head) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+
+
+def export_found(head: str, target: Target, config: ExportConfig, out: Path, talk: Talk) -> dict[str, Any]:
+    """Export a head that is no run's: one from elsewhere, or an export for another engine.
+
+    Args:
+        head: directory, or `user/name[@revision]`.
+    Returns: `exports` (engine → directory) and `checks` (engine → report).
+    Raises: ConfigError when `out` is the head's own directory; TargetError when serving would see other features.
+    """
+    from headstart.serving_check import compare_features, probe_sequences, require_parity
+
+    place = find_head(head)
+    if out.resolve() == place.resolve():
+        raise ConfigError(f"--out {out}: that is the head itself; choose another directory")
+    drafted = bound_head(place, target, torch.float32)
+    parity = compare_features(target, drafted.spec, probe_sequences(target))
+    require_parity(parity, config.force)
+    talk.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
+    side = read_json(place / SIDECAR) if (place / SIDECAR).is_file() else {}
+    origin = {"exported_from": head, **(side.get("provenance") or {}), **provenance(target.device)}
+    origin |= {"recipe": side.get("recipe"), "target": target.fingerprint(), "serving_parity": parity.to_json()}
+    return exported(export_head(drafted, out, config, origin), talk)
+
+
+def exported(reports: dict[str, Any], talk: Talk) -> dict[str, Any]:
+    """Say what `export_head` found, and put it in the form of a result."""
+    for report in reports.values():
+        talk.say(report.render())
+    return {
+        "exports": {name: report.directory for name, report in reports.items()},
+        "checks": {name: report.to_json() for name, report in reports.items()},
+    }

@@ -1,0 +1,130 @@
+"""Heads from elsewhere on the command line: exported for another engine, trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headstart.found_heads import continued_head
+from headstart.heads.base import Head, build_head
+from headstart.heads.eagle import EagleConfig
+from headstart.heads.eagle3 import Eagle3Config
+from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.formats import check_directory, load_head, save_head
+from headstart.heads.medusa import MedusaConfig
+from headstart.heads.target import Target, TargetConfig
+
+#: the head of the `recipe` fixture
+SHAPE = Eagle3Config(depth=2, draft_vocab_size=64, intermediate_size=32)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path) -> Target:
+    return Target.load(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
+
+
+def published(head: Head, directory: Path, **more: torch.Tensor) -> Path:
+    """As somebody else would have written it: no headstart.json, maybe embeddings."""
+    save_head(head, directory, {})
+    (directory / "headstart.json").unlink()
+    weights = load_file(directory / "model.safetensors")
+    save_file({**weights, **{name.replace("__", "."): t for name, t in more.items()}}, directory / "model.safetensors")
+    return directory
+
+
+def eagle3(target: Target, seed: int = 1) -> Head:
+    torch.manual_seed(seed)
+    head = build_head(SHAPE, target.dims)
+    head.draft_ids_U.copy_(torch.arange(3, 67))
+    return head
+
+
+def test_a_published_head_is_exported_for_another_engine(
+    headstart: Callable, tiny_target: Path, target: Target, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    head = build_head(EagleConfig(), target.dims)
+    theirs = published(head, tmp_path / "theirs", embed_tokens__weight=target.embed_VD.clone())
+    asked = ("export", "--head", theirs, "--target", tiny_target, "target.device=cpu", "export.dtype=float32")
+    result = headstart(*asked, "export.engines=[sglang]", "--out", tmp_path / "ours", "--json")
+    assert result.code == 0, result.err
+    assert "serving sees the features that training saw" in result.err
+    assert result.json["exports"] == {"sglang": str(tmp_path / "ours")}
+    assert result.json["checks"]["sglang"]["engines"]["sglang"]["verdict"] == "loads"
+    again = load_head(tmp_path / "ours", target.dims).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in head.state_dict().items())
+    side = json.loads((tmp_path / "ours/headstart.json").read_text())
+    assert side["provenance"]["exported_from"] == str(theirs) and side["provenance"]["serving_parity"]["passed"]
+    assert side["target"]["num_layers"] == 8
+
+    itself = headstart(*asked, "--out", theirs)
+    assert itself.code == 2 and "that is the head itself" in itself.err
+    nowhere = headstart("export", "--head", tmp_path / "gone", "--target", tiny_target)
+    assert nowhere.code == 1 and "--head" in nowhere.err and "no such directory" in nowhere.err
+    assert headstart("export", "--head", theirs).code == 2
+    unfit = headstart(*asked, "export.engines=[tgi]", "--out", tmp_path / "tgi")
+    assert unfit.code == 2 and "TGI does not serve eagle heads" in unfit.err
+
+
+def test_a_head_with_other_embeddings_than_the_targets_is_refused(
+    headstart: Callable, tiny_target: Path, target: Target, tmp_path: Path
+) -> None:
+    """Headstart drafts with the target's: a head trained with its own would draft wrongly in silence."""
+    theirs = published(eagle3(target), tmp_path / "theirs", embed_tokens__weight=target.embed_VD + 0.1)
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
+    for command in (("eval", "--data", data), ("export", "--out", tmp_path / "ours")):
+        result = headstart(*command, "--head", theirs, "--target", tiny_target, "target.device=cpu")
+        assert result.code == 1 and "embed_tokens.weight differs from the target's embedding" in result.err
+
+
+def test_training_goes_on_from_a_published_head(
+    headstart: Callable, recipe: Path, target: Target, tmp_path: Path
+) -> None:
+    head = eagle3(target)
+    theirs = published(head, tmp_path / "theirs")
+    asked = ("train", recipe, f"start_from={theirs}", "data.distill.prompts=[]", "train.epochs=1", "train.lr=1e-9")
+    result = headstart(*asked)
+    assert result.code == 0, result.err
+    assert f"training goes on from {theirs}" in result.err
+    trained = load_head(tmp_path / "run/head", target.dims).state_dict()
+    for name, tensor in head.state_dict().items():
+        torch.testing.assert_close(trained[name], tensor, atol=1e-6, rtol=0)
+    assert check_directory(tmp_path / "run/head", target.dims).loads("vllm")
+    assert "train: finished before" in headstart(*asked).err
+    published(eagle3(target, seed=2), theirs)  # another head in its place
+    assert "training goes on from" in headstart(*asked).err
+
+
+def test_our_own_head_is_continued_with_other_settings_of_training(target: Target, tmp_path: Path) -> None:
+    head = eagle3(target)
+    save_head(head, tmp_path, {})
+    longer = Eagle3Config(depth=5, draft_vocab_size=64, intermediate_size=32, feature_layers=[2, 4, 5])
+    found = continued_head(str(tmp_path), longer, target)
+    assert found.depth == 5
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in found.state_dict().items())
+
+
+OTHERS = {
+    "draft vocabulary": (Eagle3Config(draft_vocab_size=65, intermediate_size=32), r"set head.draft_vocab_size=64"),
+    "MLP": (Eagle3Config(draft_vocab_size=64), r"head.intermediate_size=32"),
+    "layers": (
+        Eagle3Config(draft_vocab_size=64, intermediate_size=32, feature_layers=[1, 2, 3]),
+        r"set head.feature_layers=",
+    ),
+    "family": (MedusaConfig(), "is a head of type 'eagle3' and the recipe's is 'medusa': set head.type=eagle3"),
+}
+
+
+@pytest.mark.parametrize(("config", "words"), OTHERS.values(), ids=OTHERS.keys())
+def test_a_recipe_that_describes_another_head(target: Target, tmp_path: Path, config: object, words: str) -> None:
+    theirs = published(eagle3(target), tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=words):
+        continued_head(str(theirs), config, target)  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match="start_from .*no such directory"):
+        continued_head(str(tmp_path / "gone"), config, target)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ def test_check_says_what_engines_do(headstart: Callable, recipe: Path, tmp_path:
     config.write_text(json.dumps({**values, "architectures": ["Eagle3Speculator"], "hidden_act": "gelu"}))
     refused = headstart("export", "--check", tmp_path / "run/head", "--json")
     assert refused.code == 1 and {found["verdict"] for found in refused.json["engines"].values()} >= {"refuses"}
-    check(headstart("export"), 2, "give a RECIPE, or --check DIR")
+    check(headstart("export"), 2, "give a RECIPE, --head DIR with --target T, or --check DIR")
 
 
 def test_error_as_json(headstart: Callable, recipe: Path) -> None:

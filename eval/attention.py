@@ -26,7 +26,7 @@ except ImportError:  # CPU builds of torch come without Triton
 BLOCK_ROWS = 64
 BLOCK_SLOTS = 64
 #: blocks of slots in flight
-STAGES = 2
+STAGES = 3
 #: programs that fill a card when its number of multiprocessors is unknown
 PROGRAMS = 128
 MAX_SPLITS = 32

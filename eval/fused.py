@@ -26,7 +26,7 @@ from headstart.heads.target import decoder_layers, record_layer_inputs
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 #: bytes of weights that the memory can deliver while attention runs
-ATTENTION_HIDES = 32 << 20
+ATTENTION_HIDES = 0
 
 
 class Unfusable(Exception):

@@ -27,7 +27,7 @@ except ImportError:  # CPU builds of torch come without Triton
 #: rows beyond which products go to cuBLAS
 MAX_ROWS = 64
 #: cuBLAS is taken where it is this much faster
-LIBRARY_HANDICAP = 1.06
+LIBRARY_HANDICAP = 1.0
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

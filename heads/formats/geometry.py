@@ -243,14 +243,20 @@ def llama_dims(config: dict[str, Any], where: str, target_layers: int) -> HeadDi
         max_position_embeddings=integer(config, "max_position_embeddings", where, default=2048),
         rope_parameters=rope,
         bos_token_id=_token(config.get("bos_token_id")),
-        eos_token_id=config.get("eos_token_id")
-        if isinstance(config.get("eos_token_id"), list)
-        else _token(config.get("eos_token_id")),
+        eos_token_id=_tokens(config.get("eos_token_id"), where),
     )
 
 
 def _token(value: Any) -> int | None:
     return value if type(value) is int else None
+
+
+def _tokens(value: Any, where: str) -> int | list[int] | None:
+    if not isinstance(value, list):
+        return _token(value)
+    if len(value) > 64 or not all(type(token) is int for token in value):
+        raise FormatError(f"{where}: eos_token_id is a list of {len(value)}, expected at most 64 integers")
+    return value
 
 
 def dims_from_json(value: Any, where: str) -> HeadDims:

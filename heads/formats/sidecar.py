@@ -17,6 +17,8 @@ from headstart.heads.formats.raw import RawCheckpoint
 
 SCHEMA = 1
 SIDECAR = "headstart.json"
+#: of a value in the head's settings
+MAX_ITEMS = 64
 FACTS = {
     "medusa": {
         "feature": "last hidden state after the final norm",
@@ -113,6 +115,9 @@ def family_config(family: Any, values: Any, where: str) -> HeadConfig:
         raise FormatError(f"{where}: type is {family!r}, expected one of {sorted(HEADS)}")
     if not isinstance(values, dict) or "${" in json.dumps(values):
         raise FormatError(f"{where}: config is not a plain object of head settings")
+    for name, value in values.items():
+        if isinstance(value, list | dict | str) and len(value) > MAX_ITEMS:
+            raise FormatError(f"{where}: config.{name} holds {len(value)} items, expected at most {MAX_ITEMS}")
     try:
         merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(HEADS[family].config), values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:

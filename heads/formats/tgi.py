@@ -15,6 +15,7 @@ import torch
 from headstart.heads.base import Head, HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import portable
+from headstart.heads.formats.card import hub_name
 from headstart.heads.formats.findings import EngineVerdict, Row, Verdict, View, guarded, match_rows
 from headstart.heads.formats.geometry import integer
 from headstart.heads.formats.vllm import merge_medusa, own_matrices
@@ -43,6 +44,11 @@ def _medusa(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
     for key in ("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"):
         if key not in config:
             found.add(REFUSES, f"config.json lacks {key}")
+    base = config.get("base_model_name_or_path", "a target")
+    if not isinstance(base, str) or not base:
+        found.add(REFUSES, f"base_model_name_or_path is {base!r}, expected the target: TGI loads it from there")
+    elif base.startswith(("/", ".", "~")):
+        found.add(LOADS, f"base_model_name_or_path is {base!r}: the target must lie there where TGI runs")
     heads = integer(config, "medusa_num_heads", "config.json", default=1)
     layers = integer(config, "medusa_num_layers", "config.json", default=1)
     first = seen.shape("blocks.0.layers.0.weight") or (0, 0)
@@ -95,10 +101,11 @@ def write(
         key = f"{parts[1]}.{parts[3]}.linear.{parts[4]}" if parts[0] == "blocks" else f"{parts[1]}.{layers}.weight"
         renamed[key] = tensor
     target = provenance.get("target") or {}
+    base = hub_name(target) or str(target.get("name", ""))
     config = portable.portable_config(head) | {
         "medusa_num_heads": head.depth,
         "medusa_num_layers": layers,
-        "base_model_name_or_path": str(target.get("name", "")),
+        "base_model_name_or_path": base,
     }
     if shared:  # vLLM would keep random output matrices: an architecture it refuses
         config |= {"architectures": ["MedusaModelV2"], "model_type": "medusa_v2"}

@@ -570,6 +570,13 @@ TGI_TRAPS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str, Ve
     "pickle": (TGI_CONFIG, same, "medusa_lm_head.pt", R, "medusa_lm_head.safetensors only"),
     "bias missing": (TGI_CONFIG, drop("1.0.linear.bias"), "medusa_lm_head.safetensors", R, "blocks have one"),
     "config": ({"medusa_num_heads": 3}, same, "medusa_lm_head.safetensors", R, "base_model_name_or_path"),
+    "no target": (
+        {**TGI_CONFIG, "base_model_name_or_path": ""},
+        same,
+        "medusa_lm_head.safetensors",
+        R,
+        "base_model_name_or_path is '', expected the target",
+    ),
     "undercount": ({**TGI_CONFIG, "medusa_num_heads": 2}, same, "medusa_lm_head.safetensors", W, "never used"),
     "one matrix lost": (TGI_CONFIG, drop("1.1.weight"), "medusa_lm_head.safetensors", W, "falls back to v2"),
     "several blocks without matrices": (

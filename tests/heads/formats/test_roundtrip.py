@@ -230,6 +230,16 @@ def test_every_export_loads_in_its_engine_and_comes_back(tmp_path: Path, name: s
         assert same_state(back, head)
 
 
+def test_tgi_finds_the_target_by_its_hub_name(tmp_path: Path) -> None:
+    """A registered name of Headstart's says nothing to TGI."""
+    head = our_head(CONFIGS["medusa"])
+    export_head(head, tmp_path / "e", ExportConfig(["tgi"]), {"target": {"name": "smollm2-135m-instruct"}})
+    config = json.loads((tmp_path / "e/config.json").read_text())
+    assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    with pytest.raises(FormatError, match="base_model_name_or_path is '', expected the target"):
+        export_head(head, tmp_path / "f", ExportConfig(["tgi"]), {})
+
+
 def test_an_export_can_serve_several_engines(tmp_path: Path) -> None:
     export_head(our_head(CONFIGS["eagle"]), tmp_path / "e", ExportConfig(["portable", "sglang"]), {})
     assert check_directory(tmp_path / "e", DIMS).loads("vllm")

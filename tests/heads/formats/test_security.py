@@ -7,6 +7,7 @@ import pickle
 import random as pyrandom
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ HOSTILE_VALUES: list[tuple[str, Any]] = [
     ("rope_scaling", {"rope_type": ["yarn"], "factor": 2.0}),
     ("rope_scaling", {"rope_type": "yarn", "factor": "two"}),
     ("rope_scaling", {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+    ("eos_token_id", [1, {"a": 2}]),
+    ("eos_token_id", [1] * 100_000),
     ("eagle_config", "yes"),
     ("eagle_config", {"eagle_aux_hidden_state_layer_ids": {"a": 1}}),
     ("eagle_aux_hidden_state_layer_ids", [2, 4, 10**30]),
@@ -213,6 +216,53 @@ def test_a_pickled_tensor_cannot_claim_more_than_the_file_holds(tmp_path: Path) 
     head = write(tmp_path, EAGLE_CONFIG, {"fc.weight": huge}, "pytorch_model.bin")
     with pytest.raises(FormatError, match="more than the file"):
         load_head(head)
+
+
+def test_compressed_archives_are_not_unpacked(tmp_path: Path) -> None:
+    """torch writes archives uncompressed; a small one that unpacks to much is a bomb."""
+    head = write(tmp_path, EAGLE_CONFIG, {"fc.weight": torch.zeros(1 << 20)}, "pytorch_model.bin")
+    with zipfile.ZipFile(head / "pytorch_model.bin") as plain:
+        entries = {entry.filename: plain.read(entry) for entry in plain.infolist()}
+    with zipfile.ZipFile(head / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in entries.items():
+            packed.writestr(name, content)
+    with pytest.raises(FormatError, match="unpacks to .* compressed weight files are refused"):
+        load_head(head)
+
+
+def test_entries_of_an_archive_that_leave_the_directory_are_never_written(tmp_path: Path) -> None:
+    head = write(tmp_path / "a/head", EAGLE_CONFIG, eagle_tensors(), "pytorch_model.bin")
+    with zipfile.ZipFile(head / "pytorch_model.bin", "a") as archive:
+        for name in ("../../escaped", "/tmp/escaped-by-headstart-test", "pytorch_model/data/../../../escaped"):
+            archive.writestr(name, b"out")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    try:
+        load_head(head)
+    except FormatError as error:
+        assert "pytorch_model.bin" in str(error)
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    assert not Path("/tmp/escaped-by-headstart-test").exists()
+
+
+def test_a_sidecar_that_asks_for_much_memory_is_refused_before_it_is_spent(tmp_path: Path) -> None:
+    """Whoever can write the file can seal it: its sizes are bounded and compared with the tensors all the same."""
+    save_head(our_head(Eagle3Config(draft_vocab_size=U)), tmp_path, {})
+    original = json.loads((tmp_path / "headstart.json").read_text())
+    hostile = [
+        ("dims", "max_position_embeddings", 1 << 40),
+        ("dims", "head_dim", 1 << 20),
+        ("dims", "intermediate_size", 1 << 19),
+        ("config", "intermediate_size", 1 << 45),
+        ("config", "draft_vocab_size", 1 << 45),
+        ("config", "hidden_size", 1 << 45),
+        ("config", "feature_layers", [1] * 100_000),
+    ]
+    for node, key, value in hostile:
+        side = json.loads(json.dumps(original))
+        side[node][key] = value
+        (tmp_path / "headstart.json").write_text(json.dumps(seal(side)))
+        with pytest.raises(FormatError):
+            load_head(tmp_path)
 
 
 def test_non_finite_weights_are_named(tmp_path: Path) -> None:
@@ -373,8 +423,14 @@ def test_a_thousand_mutated_checkpoints(tmp_path: Path) -> None:
                 assert loaded.dims.hidden_act == said.get("hidden_act", "silu"), what
                 assert loaded.dims.rope_parameters["rope_theta"] == said.get("rope_theta", 10000.0), what
         try:
-            check_directory(work, DIMS)
+            report = check_directory(work, DIMS)
         except FormatError as error:
             assert len(str(error)) > 20, what
+        else:
+            sealed = (work / "headstart.json").exists() and "headstart.json" not in what
+            weights = [path.name for path in source.iterdir() if path.suffix in (".safetensors", ".bin")]
+            if sealed and any((work / name).read_bytes() != (source / name).read_bytes() for name in weights):
+                # engines that would read the changed weights are named
+                assert not report.served, f"{source.name}: {what}: {report.render()}"
         shutil.rmtree(work)
     assert refused > 500

@@ -68,8 +68,18 @@ def test_engines_that_read_shards_are_named(tmp_path: Path, config: str, engines
 @pytest.mark.parametrize("engine", ["tgi", "tensorrt_llm"])
 def test_engines_that_open_one_file_get_no_shards(tmp_path: Path, engine: str) -> None:
     with pytest.raises(FormatError, match=r"max_shard_size.*no second file"):
-        export_head(our_head(CONFIGS["medusa"]), tmp_path, ExportConfig([engine], max_shard_size="20KB"), {})
-    export_head(our_head(CONFIGS["medusa"]), tmp_path, ExportConfig([engine], max_shard_size="5GB"), {})
+        export_head(
+            our_head(CONFIGS["medusa"]),
+            tmp_path,
+            ExportConfig([engine], max_shard_size="20KB"),
+            {"target": {"name": "someone/target"}},
+        )
+    export_head(
+        our_head(CONFIGS["medusa"]),
+        tmp_path,
+        ExportConfig([engine], max_shard_size="5GB"),
+        {"target": {"name": "someone/target"}},
+    )
     assert [file.name for file in weight_files(tmp_path)] == ["medusa_lm_head.safetensors"]
 
 

@@ -152,7 +152,7 @@ def evaluate(
         raise ConfigError("eval.data is not set: give a JSONL file of prompts, e.g. eval.data=prompts.jsonl")
     prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
     if head is not None:
-        _attach(head, target)
+        attach(head, target)
     drafter = drafter or build_drafter(head, config)
     training = head.training if head is not None else False
     try:
@@ -165,7 +165,7 @@ def evaluate(
     return _report(target, head, drafter, config, dtype, len(prompts), found, recipe, head_info)
 
 
-def _attach(head: Head, target: Target) -> None:
+def attach(head: Head, target: Target) -> None:
     """Give a loaded head the target's frozen ends. Raises ConfigError when it was made for another target."""
     for name in ("hidden_size", "vocab_size", "num_layers"):
         found, expected = getattr(head.dims, name), getattr(target.dims, name)
@@ -233,6 +233,11 @@ def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, l
             for turn in range(max(max(len(prompt.turns), 1) for prompt in group)):
                 batch = [prompt for prompt in group if turn < max(len(prompt.turns), 1)]
                 yield task, turn, batch
+
+
+def first_contexts(prompts: list[EvalPrompt], target: Target, config: EvalConfig) -> list[list[int]]:
+    """Token ids that the first answers of the prompts are to follow."""
+    return [_context(prompt, 0, list(prompt.messages), target, dict(config.template_kwargs)) for prompt in prompts]
 
 
 def _context(

@@ -27,6 +27,9 @@ class TreeConfig:
     total_tokens: int = 60
     #: at temperature > 0 a chain draws its tokens from the draft's distribution; false drafts the most likely ones
     sample: bool = True
+    #: static tree: the nodes as lists of ranks, parents before children and best first, e.g. [[0], [1], [0, 0]]; null =
+    #: the published widths. `headstart tune` finds the best for given prompts
+    paths: Any = None
 
 
 @dataclass
@@ -135,6 +138,14 @@ def check_config(config: EvalConfig) -> None:
     ):
         if number < low:
             raise ConfigError(f"{name}: found {number}, expected at least {low}")
+    paths = config.tree.paths
+    if paths is not None and not (
+        isinstance(paths, list | tuple)
+        and paths
+        and all(isinstance(path, list | tuple) and path for path in paths)
+        and all(isinstance(rank, int) and rank >= 0 for path in paths for rank in path)
+    ):
+        raise ConfigError(f"eval.tree.paths: found {paths!r}, expected lists of ranks, e.g. [[0], [1], [0, 0]]")
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"eval.top_p: found {config.top_p}, expected 0 < top_p ≤ 1 (1 keeps every token)")
     if not 0 <= config.min_p < 1:

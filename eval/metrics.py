@@ -115,6 +115,11 @@ class Timed:
         return self.tokens / self.decode_s if self.tokens and self.decode_s else None
 
     @property
+    def row_tokens_per_s(self) -> float | None:
+        """Tokens per second of a row while it decodes: what a batch loses as its rows end does not count."""
+        return len(self.token_s) / sum(self.token_s) if self.token_s and sum(self.token_s) else None
+
+    @property
     def active(self) -> float | None:
         """Rows that a cycle decoded on average: a batch thins out as its rows end."""
         return self.rows / self.cycles if self.cycles else None

@@ -85,11 +85,16 @@ def sweep(
 def measure_point(
     decoder: Decoder, drafter: Drafter | None, config: EvalConfig, contexts: list[list[int]], batch: int
 ) -> dict[str, Any]:
-    """Plain and speculative decoding of at least `eval.sweep_prompts` rows, `batch` at a time, same rows both ways."""
+    """Plain and speculative decoding of at least `eval.sweep_prompts` rows, `batch` at a time, same rows both ways.
+
+    `speedup` is by the clock, so batches that thin out as their rows end count as they are; `row_speedup` is by the
+    time that rows spent decoding, as where ended rows are replaced at once.
+    """
     count = -(-max(batch, config.sweep_prompts) // batch) * batch
     rows = [contexts[n % len(contexts)] for n in range(count)]
     point: dict[str, Any] = {"rows": count, "prompts": min(count, len(contexts))}
     rates: dict[str, float | None] = {}
+    row_rates: dict[str, float | None] = {}
     for way, name in ((None, "baseline"), (drafter, "speculative")):
         if name == "speculative" and drafter is None:
             continue
@@ -100,13 +105,14 @@ def measure_point(
             decoded = decoder.run(rows[start : start + batch], way, config.max_new_tokens, config.seed + start)
             timed.add(decoded)
             answers += decoded.answers
-        rates[name] = timed.tokens_per_s
+        rates[name], row_rates[name] = timed.tokens_per_s, timed.row_tokens_per_s
         point |= {f"{name}_tokens_per_s": timed.tokens_per_s, f"{name}_latency": timed.latency()}
         point[f"{name}_active_rows"] = timed.active
         if way is not None:
             point["tau"] = acceptance(joined.from_iterable(answer.cycles for answer in answers)).tau
-    plain, speculative = rates["baseline"], rates.get("speculative")
-    point["speedup"] = speculative / plain if plain and speculative else None
+    for key, found in (("speedup", rates), ("row_speedup", row_rates)):
+        plain, speculative = found["baseline"], found.get("speculative")
+        point[key] = speculative / plain if plain and speculative else None
     return point
 
 

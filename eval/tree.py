@@ -8,11 +8,12 @@ Shape legend: B batch, N nodes without the root, K levels, V target vocabulary, 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from headstart.eval.config import TreeConfig
 from headstart.heads.errors import ConfigError
 from headstart.heads.numerics import wide
 
@@ -34,6 +35,7 @@ class Tree:
         q_BNV: None = point mass (the tree is a function of the context); else the distribution the node's token was
             drawn from. Siblings share their parent's q and were drawn without replacement in index order.
         linear: every node's parent is the node before it (a chain): accepted rows need no moving.
+        score_BN: of dynamic trees: cumulative log-probability by which nodes were chosen, never above the parent's.
     """
 
     tokens_BN: Tensor
@@ -43,6 +45,7 @@ class Tree:
     levels: int
     q_BNV: Tensor | None = None
     linear: bool = False
+    score_BN: Tensor | None = None
 
     @property
     def nodes(self) -> int:
@@ -54,15 +57,7 @@ class Tree:
 
     def limit(self, active_B: Tensor) -> Tree:
         """The same tree with nothing drafted in rows where `active_B` is False."""
-        return Tree(
-            self.tokens_BN,
-            self.parent_BN,
-            self.depth_BN,
-            self.valid_BN & active_B[:, None],
-            self.levels,
-            self.q_BNV,
-            self.linear,
-        )
+        return replace(self, valid_BN=self.valid_BN & active_B[:, None])
 
 
 def empty(batch: int, device: torch.device | str = "cpu") -> Tree:
@@ -205,6 +200,12 @@ def zipf_paths(widths: tuple[int, ...] = MEDUSA_WIDTHS, ranks: int = MEDUSA_RANK
     return chosen
 
 
+def static_paths(tree: TreeConfig, depth: int) -> list[tuple[int, ...]]:
+    """`tree.paths`, or methods §1's widths (`zipf_paths`), cut to `depth` levels and `tree.total_tokens - 1` nodes."""
+    paths = zipf_paths() if tree.paths is None else [tuple(path) for path in tree.paths]
+    return [path for path in paths if len(path) <= depth][: tree.total_tokens - 1]
+
+
 # Dynamic trees (EAGLE-2) -----------------------------------------------------------------------------------------
 
 
@@ -275,5 +276,5 @@ def select(score_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, tokens_BM: Ten
     parent_kept = parent_BM.gather(1, kept_BN)
     parent_BN = torch.where(parent_kept >= 0, rank_BM.gather(1, parent_kept.clamp(min=0)), -1)
     tokens_BN, depth_BN = tokens_BM.gather(1, kept_BN), depth_BM.gather(1, kept_BN)
-    valid_BN = torch.isfinite(score_BM.gather(1, kept_BN))
-    return Tree(tokens_BN, parent_BN, depth_BN, valid_BN, levels)
+    score_BN = score_BM.gather(1, kept_BN)
+    return Tree(tokens_BN, parent_BN, depth_BN, torch.isfinite(score_BN), levels, score_BN=score_BN)

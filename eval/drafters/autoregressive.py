@@ -8,6 +8,8 @@ V target vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -190,8 +192,7 @@ class AutoregressiveDrafter:
             ancestors_Bkn = ancestors_Bkn.gather(1, under_Bk[:, :, None].expand(-1, -1, depth * k))
         score_BS, parent_BS, depth_BS, token_BS = (torch.cat(part, 1) for part in (scores, parents, depths, tokens))
         tree = select(score_BS, parent_BS, depth_BS, token_BS, nodes=self.max_nodes, levels=depth)
-        mapped = self.head.target_ids(tree.tokens_BN)
-        return Tree(mapped, tree.parent_BN, tree.depth_BN, tree.valid_BN, tree.levels)
+        return replace(tree, tokens_BN=self.head.target_ids(tree.tokens_BN))
 
     def _frontier_pass(
         self, draft_Bk: Tensor, g_BkH: Tensor, ancestors_Bkn: Tensor, own_k: Tensor, number: int

@@ -8,7 +8,7 @@ from torch import Tensor
 from headstart.eval.config import TreeConfig
 from headstart.eval.engine import Rows
 from headstart.eval.sampling import Sampling, draw, penalise, probabilities
-from headstart.eval.tree import StaticShape, Tree, chain, static_shape, zipf_paths
+from headstart.eval.tree import StaticShape, Tree, chain, static_paths, static_shape
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import ConfigError
 from headstart.heads.medusa import MedusaHead
@@ -18,8 +18,7 @@ class MedusaDrafter:
     """Keeps the feature of the last committed token; the tree is a function of it.
 
     Args:
-        shape: static tree; default: methods §1's widths (`zipf_paths`) cut to the head's depths and to
-            `tree.total_tokens - 1` nodes, or a calibrated one (`calibrated_paths`).
+        shape: static tree; default: the one that `tree` describes (`static_paths`).
     """
 
     captures = True
@@ -33,8 +32,7 @@ class MedusaDrafter:
         self.depth = min(tree.depth, head.depth)
         self.shape: StaticShape | None = None
         if tree.kind == "static":
-            paths = [path for path in zipf_paths() if len(path) <= self.depth][: tree.total_tokens - 1]
-            self.shape = shape or static_shape(paths)
+            self.shape = shape or static_shape(static_paths(tree, self.depth))
             if self.shape.levels > head.depth:
                 raise ConfigError(f"static tree: has {self.shape.levels} levels, the head drafts {head.depth}")
         self.max_nodes = self.shape.parent_N.shape[0] if self.shape is not None else self.depth

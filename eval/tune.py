@@ -1,0 +1,356 @@
+"""Which tree pays on this device: costs measured here × acceptance measured on the user's prompts, per batch size.
+
+    speed-up = τ(tree) · t_plain(batch) / (t_draft(tree) + t_verify(nodes + 1) + rest)          (methods §11)
+
+The best tree of each batch size is then decoded for real, and the measured speed-up stands beside the predicted one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from headstart.eval.benchmark import Decoder, attach, first_contexts
+from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
+from headstart.eval.costs import Costs, measure_costs, measurements, node_count
+from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
+from headstart.eval.profile import Profile, Recorder, StaticProfile, spine
+from headstart.eval.prompts import describe_data, load_prompts
+from headstart.eval.sweep import check_contexts, fit, measure_point
+from headstart.eval.tree import MEDUSA_RANKS
+from headstart.heads.autoregressive import AutoregressiveHead
+from headstart.heads.base import Head
+from headstart.heads.errors import ConfigError, DataError
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.provenance import device_name, git_revision, versions
+from headstart.heads.target import Target
+
+#: how far predicted and measured speed-up may lie apart
+AGREEMENT = 0.1
+#: contexts decoded together while acceptance is recorded
+PROFILE_BATCH = 16
+
+
+@dataclass
+class TuneConfig:
+    """What `headstart tune` searches, and how long it measures."""
+
+    #: batch sizes to choose a tree for
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 4, 16])
+    #: longest chain and deepest tree; heads with a fixed number of depths draft at most those
+    depth: int = 8
+    #: dynamic trees: children per node
+    k: list[int] = field(default_factory=lambda: [4, 10])
+    #: trees: nodes verified at once, the root included
+    total_tokens: list[int] = field(default_factory=lambda: [8, 16, 24, 32, 48, 60])
+    #: prompts whose acceptance is recorded, from the start of the data
+    prompts: int = 32
+    #: context length in tokens for which costs are measured; null = as long as the prompts with half an answer
+    context: int | None = None
+    #: timed repetitions behind each cost
+    repeats: int = 5
+
+
+def check_tune(config: TuneConfig) -> None:
+    """Raises ConfigError naming the field, the value and the remedy."""
+    for name, values, low in (
+        ("batch_sizes", config.batch_sizes, 1),
+        ("k", config.k, 1),
+        ("total_tokens", config.total_tokens, 2),
+        ("depth", [config.depth], 1),
+        ("prompts", [config.prompts], 1),
+        ("repeats", [config.repeats], 1),
+        ("context", [config.context or 2], 2),
+    ):
+        if not values:
+            raise ConfigError(f"tune.{name}: found an empty list, expected at least one value")
+        for value in values:
+            if value < low:
+                raise ConfigError(f"tune.{name}: found {value}, expected at least {low}")
+
+
+def expected_speedup(profile: Profile, costs: Costs, tree: TreeConfig) -> float:
+    """τ · t_plain / t_cycle of a tree, every row of the batch decoding (methods §11)."""
+    return profile.tau(tree) * costs.plain_s / costs.cycle_s(tree)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    tree: TreeConfig
+    tau: float
+    speedup: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "label": tree_label(self.tree, node_count(self.tree)), "tree": asdict(self.tree), "tau": self.tau,
+            "predicted_speedup": self.speedup,
+        }  # fmt: skip
+
+
+@dataclass
+class Choice:
+    """What to do at one batch size.
+
+    Attributes:
+        best: the fastest tree by prediction, whether or not it gains.
+        best_chain: the same among chains, which is what serving engines mostly draft; None where none was searched.
+        measured: `measure_point` of `best`; `measured_speedup` is per row, so that rows which end early do not count.
+    """
+
+    costs: Costs
+    best: Candidate
+    best_chain: Candidate | None
+    measured: dict[str, Any]
+
+    @property
+    def speculate(self) -> bool:
+        return self.measured_speedup > 1 and self.best.speedup > 1
+
+    @property
+    def measured_speedup(self) -> float:
+        return float(self.measured["row_speedup"])
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.best.speedup / self.measured_speedup - 1) <= AGREEMENT
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "batch": self.costs.batch, "speculate": self.speculate, **self.best.to_json(),
+            "measured_speedup": self.measured_speedup, "measured_tau": self.measured["tau"], "agrees": self.agrees,
+            "best_chain": None if self.best_chain is None else self.best_chain.to_json(),
+            "costs": self.costs.to_json(), "measured": self.measured,
+        }  # fmt: skip
+
+
+@dataclass
+class Tuning:
+    """Everything that `tune` found: what reports and the head's sidecar are written from."""
+
+    drafter: str
+    target: dict[str, Any]
+    data: dict[str, Any]
+    device: str
+    dtype: str
+    temperature: float
+    context: int
+    prompts: int
+    cycles: dict[str, int]
+    taus: dict[str, float]
+    choices: list[Choice]
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "choices"}
+        return {
+            **values, "choices": [choice.to_json() for choice in self.choices], "versions": versions(),
+            "git_revision": git_revision(),
+        }  # fmt: skip
+
+    def entry(self) -> dict[str, Any]:
+        """What the head's sidecar keeps: the choice per batch size and what it holds for."""
+        kept = ("label", "tree", "speculate", "tau", "predicted_speedup", "measured_speedup", "agrees")
+        batches = {str(c.costs.batch): {name: c.to_json()[name] for name in kept} for c in self.choices}
+        return {
+            "device": self.device, "dtype": self.dtype, "temperature": self.temperature, "context": self.context,
+            "data": self.data, "batches": batches, "versions": versions(), "git_revision": git_revision(),
+        }  # fmt: skip
+
+
+def tune(
+    target: Target,
+    head: Head | None,
+    config: EvalConfig,
+    search: TuneConfig,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Tuning:
+    """Find the best tree per batch size.
+
+    Args:
+        head: on the target's device; None with `eval.drafter=ngram`.
+        config: prompts, sampling, limits; its `tree` is not used.
+        progress: called with (steps done, steps in all, what is done next).
+    Raises: ConfigError, DataError naming field or file.
+    """
+    check_config(config)
+    check_tune(search)
+    check_contexts(replace(config, context_lengths=[search.context] if search.context else []), target)
+    if config.synthetic_acceptance is not None:
+        raise ConfigError("eval.synthetic_acceptance: tune measures the head's own acceptance: unset it")
+    if config.acceptance != "lossless":
+        raise ConfigError(f"eval.acceptance: found {config.acceptance!r}, tune knows lossless verification only")
+    if config.data is None:
+        raise ConfigError("eval.data is not set: give the prompts that the head is to be tuned for")
+    kinds = tree_kinds(head, config)
+    prompts = load_prompts(config.data, config.limit, config.limit_per_task, 1, config.task_field)[: search.prompts]
+    contexts = first_contexts(prompts, target, config)
+    if search.context is not None:
+        contexts = [fit(context, search.context) for context in contexts]
+    if head is not None:
+        attach(head, target)
+        head.eval()
+    search = replace(search, depth=deepest(head, search))
+    session = _Session(target, head, config, search, contexts, progress)
+    profiles, context = session.profiles(kinds)
+    trees = candidates(profiles, search)
+    session.plan(trees)
+    choices = [session.choose(batch, context, trees, profiles) for batch in sorted(set(search.batch_sizes))]
+    session.say("done")
+    return Tuning(
+        drafter=head.family if head is not None else config.drafter,
+        target=target.fingerprint(),
+        data=describe_data(config.data),
+        device=device_name(target.device),
+        dtype=str(target.dtype).removeprefix("torch."),
+        temperature=float(config.temperature),
+        context=context,
+        prompts=len(contexts),
+        cycles={name: profile.cycles for name, profile in profiles.items()},
+        taus={tree_name(tree): _of(profiles, tree).tau(tree) for tree in trees},
+        choices=choices,
+    )
+
+
+def tree_kinds(head: Head | None, config: EvalConfig) -> tuple[str, ...]:
+    if config.drafter == "ngram":
+        return ("chain",)
+    if isinstance(head, AutoregressiveHead):
+        return ("chain", "dynamic")
+    if isinstance(head, MedusaHead):
+        return ("chain", "static")
+    raise ConfigError("tune: give a head, or eval.drafter=ngram")
+
+
+def deepest(head: Head | None, search: TuneConfig) -> int:
+    return min(search.depth, head.depth) if isinstance(head, MedusaHead) else search.depth
+
+
+def tree_name(tree: TreeConfig) -> str:
+    """Names every candidate: `chain3`, `dynamic k10 d6 n47`, `static n15`."""
+    nodes = node_count(tree)
+    if tree.kind == "dynamic":
+        return f"dynamic k{tree.k} d{tree.depth} n{nodes}"
+    return f"chain{nodes}" if tree.kind == "chain" else f"static n{nodes}"
+
+
+def candidates(profiles: dict[str, Profile], search: TuneConfig) -> list[TreeConfig]:
+    """Every tree that is compared; none twice."""
+    trees = [TreeConfig("chain", depth) for depth in range(1, search.depth + 1)]
+    for k in search.k if f"dynamic{search.k[0]}" in profiles else []:
+        for depth in range(1, search.depth + 1):
+            sizes = {node_count(TreeConfig("dynamic", depth, k, total)) for total in search.total_tokens}
+            trees += [TreeConfig("dynamic", depth, k, nodes + 1) for nodes in sorted(sizes) if nodes > 1]
+    static = profiles.get("static")
+    if isinstance(static, StaticProfile):
+        found = {len(paths): paths for paths in map(static.best_paths, (n - 1 for n in sorted(search.total_tokens)))}
+        for nodes, paths in found.items():
+            if nodes:
+                depth = max(map(len, paths))
+                trees.append(TreeConfig("static", depth, total_tokens=nodes + 1, paths=paths))
+    return trees
+
+
+def _of(profiles: dict[str, Profile], tree: TreeConfig) -> Profile:
+    return profiles[f"dynamic{tree.k}" if tree.kind == "dynamic" else tree.kind]
+
+
+def rank(profiles: dict[str, Profile], costs: Costs, trees: list[TreeConfig]) -> list[Candidate]:
+    """Candidates by predicted speed-up, the best first; equals prefer fewer nodes."""
+    made = []
+    for tree in trees:
+        profile = _of(profiles, tree)
+        made.append(Candidate(tree, profile.tau(tree), expected_speedup(profile, costs, tree)))
+    return sorted(made, key=lambda candidate: (-candidate.speedup, node_count(candidate.tree)))
+
+
+class _Session:
+    """Runs of one tuning, with a count of what is done."""
+
+    def __init__(
+        self,
+        target: Target,
+        head: Head | None,
+        config: EvalConfig,
+        search: TuneConfig,
+        contexts: list[list[int]],
+        progress: Callable[[int, int, str], None] | None,
+    ):
+        self.target, self.head, self.config, self.search, self.contexts = target, head, config, search, contexts
+        self.progress, self.done, self.total = progress, 0, 0
+        self.decoder = Decoder(target, config)
+
+    def say(self, what: str = "", step: int = 0) -> None:
+        self.done += step
+        if self.progress is not None:
+            self.progress(self.done, max(self.total, self.done), what)
+
+    def plan(self, trees: list[TreeConfig]) -> None:
+        self.total = self.done + len(self.search.batch_sizes) * (measurements(trees) + 1)
+
+    def build(self, tree: TreeConfig) -> Drafter:
+        drafter = build_drafter(self.head, replace(self.config, tree=tree))
+        assert drafter is not None
+        return drafter
+
+    def profiles(self, kinds: tuple[str, ...]) -> tuple[dict[str, Profile], int]:
+        """Acceptance of every kind of tree, and the context length that costs are to be measured for."""
+        depth, most = self.search.depth, max(self.search.total_tokens)
+        runs = [("chain", TreeConfig("chain", depth))]
+        if "dynamic" in kinds:
+            runs += [(f"dynamic{k}", TreeConfig("dynamic", depth, k, most)) for k in self.search.k]
+        if "static" in kinds:
+            runs.append(("static", TreeConfig("static", depth)))
+        batches = -(-len(self.contexts) // PROFILE_BATCH)
+        self.total = len(runs) * batches
+        found: dict[str, Profile] = {}
+        lengths: list[int] = []
+        for name, tree in runs:
+            found[name], answers = self._profile(name, tree)
+            lengths = lengths or answers
+        context = self.search.context
+        if context is None:
+            context = round(statistics.median(map(len, self.contexts)) + statistics.mean(lengths) / 2)
+        return found, context
+
+    def _profile(self, name: str, tree: TreeConfig) -> tuple[Profile, list[int]]:
+        """Decode the prompts with the largest tree of a kind; also the lengths of the answers."""
+        static = name == "static"
+        shape = spine(self.search.depth, MEDUSA_RANKS) if static else None
+        if shape is not None:
+            assert isinstance(self.head, MedusaHead)
+            recorder = Recorder(MedusaDrafter(self.head, tree, self.decoder.sampling, shape))
+        else:
+            recorder = Recorder(self.build(tree))
+        lengths: list[int] = []
+        ranks = []
+        for number, start in enumerate(range(0, len(self.contexts), PROFILE_BATCH)):
+            self.say(f"acceptance of {name}")
+            batch = self.contexts[start : start + PROFILE_BATCH]
+            decoded = self.decoder.run(batch, recorder, self.config.max_new_tokens, self.config.seed + number)
+            lengths += [len(answer.tokens) for answer in decoded.answers]
+            if shape is not None:
+                ranks.append(recorder.static_ranks(shape, decoded.answers))
+            self.say(step=1)
+        profile: Profile
+        if static:
+            profile = StaticProfile(np.concatenate(ranks))
+        else:
+            profile = recorder.dynamic_profile() if name.startswith("dynamic") else recorder.chain_profile()
+        if not profile.cycles:
+            raise DataError("tune: the answers are too short to tell what is accepted: give longer ones")
+        return profile, lengths
+
+    def choose(self, batch: int, context: int, trees: list[TreeConfig], profiles: dict[str, Profile]) -> Choice:
+        rows = [fit(self.contexts[n % len(self.contexts)], context) for n in range(batch)]
+        self.say(f"costs at batch {batch}")
+        costs = measure_costs(self.decoder, self.build, trees, rows, self.search.repeats, lambda: self.say(step=1))
+        ranked = rank(profiles, costs, trees)
+        best = ranked[0]
+        self.say(f"decoding with {tree_name(best.tree)} at batch {batch}")
+        point_config = replace(self.config, sweep_prompts=min(self.search.prompts, len(self.contexts)))
+        measured = measure_point(self.decoder, self.build(best.tree), point_config, self.contexts, batch)
+        self.say(step=1)
+        return Choice(costs, best, next((c for c in ranked if c.tree.kind == "chain"), None), measured)

@@ -1,4 +1,4 @@
-"""Configuration of an evaluation: the recipe node `eval`."""
+"""Configuration of an evaluation and of tuning: the recipe nodes `eval` and `tune`."""
 
 from __future__ import annotations
 
@@ -109,6 +109,26 @@ class EvalConfig:
     ngram_min: int = 1
 
 
+@dataclass
+class TuneConfig:
+    """What `headstart tune` searches, and how long it measures."""
+
+    #: batch sizes to choose a tree for
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 4, 16])
+    #: longest chain and deepest tree; heads with a fixed number of depths draft at most those
+    depth: int = 8
+    #: dynamic trees: children per node
+    k: list[int] = field(default_factory=lambda: [4, 10])
+    #: trees: nodes verified at once, the root included
+    total_tokens: list[int] = field(default_factory=lambda: [8, 16, 24, 32, 48, 60])
+    #: prompts whose acceptance is recorded, from the start of the data
+    prompts: int = 32
+    #: context length in tokens for which costs are measured; null = as long as the prompts with half an answer
+    context: int | None = None
+    #: timed repetitions behind each cost
+    repeats: int = 5
+
+
 def check_config(config: EvalConfig) -> None:
     """Refuse what cannot be evaluated. Raises ConfigError naming the field, the value and the remedy."""
     for name, value, allowed in (
@@ -156,6 +176,24 @@ def check_config(config: EvalConfig) -> None:
             raise ConfigError(f"eval.{name}: found {list(sweep)}, expected every value once")
     if config.repetition_penalty <= 0:
         raise ConfigError(f"eval.repetition_penalty: found {config.repetition_penalty}, expected more than 0 (1 = off)")
+
+
+def check_tune(config: TuneConfig) -> None:
+    """Raises ConfigError naming the field, the value and the remedy."""
+    for name, values, low in (
+        ("batch_sizes", config.batch_sizes, 1),
+        ("k", config.k, 1),
+        ("total_tokens", config.total_tokens, 2),
+        ("depth", [config.depth], 1),
+        ("prompts", [config.prompts], 1),
+        ("repeats", [config.repeats], 1),
+        ("context", [config.context or 2], 2),
+    ):
+        if not values:
+            raise ConfigError(f"tune.{name}: found an empty list, expected at least one value")
+        for value in values:
+            if value < low:
+                raise ConfigError(f"tune.{name}: found {value}, expected at least {low}")
 
 
 def synthetic_rates(config: EvalConfig) -> tuple[float, ...] | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from headstart.eval.benchmark import Decoder, attach, first_contexts
-from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
+from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune, tree_label
 from headstart.eval.costs import Costs, measure_costs, measurements, node_count
 from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
 from headstart.eval.profile import Profile, Recorder, StaticProfile, spine
@@ -33,44 +33,6 @@ from headstart.heads.target import Target
 AGREEMENT = 0.1
 #: contexts decoded together while acceptance is recorded
 PROFILE_BATCH = 16
-
-
-@dataclass
-class TuneConfig:
-    """What `headstart tune` searches, and how long it measures."""
-
-    #: batch sizes to choose a tree for
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 4, 16])
-    #: longest chain and deepest tree; heads with a fixed number of depths draft at most those
-    depth: int = 8
-    #: dynamic trees: children per node
-    k: list[int] = field(default_factory=lambda: [4, 10])
-    #: trees: nodes verified at once, the root included
-    total_tokens: list[int] = field(default_factory=lambda: [8, 16, 24, 32, 48, 60])
-    #: prompts whose acceptance is recorded, from the start of the data
-    prompts: int = 32
-    #: context length in tokens for which costs are measured; null = as long as the prompts with half an answer
-    context: int | None = None
-    #: timed repetitions behind each cost
-    repeats: int = 5
-
-
-def check_tune(config: TuneConfig) -> None:
-    """Raises ConfigError naming the field, the value and the remedy."""
-    for name, values, low in (
-        ("batch_sizes", config.batch_sizes, 1),
-        ("k", config.k, 1),
-        ("total_tokens", config.total_tokens, 2),
-        ("depth", [config.depth], 1),
-        ("prompts", [config.prompts], 1),
-        ("repeats", [config.repeats], 1),
-        ("context", [config.context or 2], 2),
-    ):
-        if not values:
-            raise ConfigError(f"tune.{name}: found an empty list, expected at least one value")
-        for value in values:
-            if value < low:
-                raise ConfigError(f"tune.{name}: found {value}, expected at least {low}")
 
 
 def expected_speedup(profile: Profile, costs: Costs, tree: TreeConfig) -> float:
@@ -326,8 +288,8 @@ class _Session:
             recorder = Recorder(self.build(tree))
         lengths: list[int] = []
         ranks = []
+        self.say(f"acceptance of {name}")
         for number, start in enumerate(range(0, len(self.contexts), PROFILE_BATCH)):
-            self.say(f"acceptance of {name}")
             batch = self.contexts[start : start + PROFILE_BATCH]
             decoded = self.decoder.run(batch, recorder, self.config.max_new_tokens, self.config.seed + number)
             lengths += [len(answer.tokens) for answer in decoded.answers]

@@ -23,7 +23,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headstart.heads import HEADS
 from headstart.heads.errors import ConfigError
-from headstart.recipes.schema import DEFAULTS, Evaluation, Exporting, Recipe, check_eval, check_recipe, recipe_class
+from headstart.recipes.schema import (
+    DEFAULTS,
+    Evaluation,
+    Exporting,
+    Recipe,
+    check_eval,
+    check_recipe,
+    check_tune,
+    recipe_class,
+)
 
 
 @dataclass(frozen=True)
@@ -173,10 +182,11 @@ def load_evaluation(
     """
     if recipe is not None:
         loaded = _load_with(recipe, overrides, values)
-        return Evaluation(loaded.seed, loaded.target, loaded.eval)
+        return Evaluation(loaded.seed, loaded.target, loaded.eval, loaded.tune)
     basics = Layer("defaults", {"eval": {"seed": DEFAULTS["eval"]["seed"]}})
     settings = typing.cast(Evaluation, merge([basics, read_overrides(overrides), _options(values)], Evaluation))
     check_eval(settings.eval)
+    check_tune(settings.tune)
     return settings
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.data.config import DataConfig
-from headstart.eval.config import EvalConfig
+from headstart.eval.config import EvalConfig, TuneConfig, check_tune
 from headstart.eval.config import check_config as check_eval
 from headstart.heads import HEADS
 from headstart.heads.base import HeadConfig
@@ -38,16 +38,18 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
 
 
 @dataclass
 class Evaluation:
-    """What measuring a ready-made head needs: `headstart eval --head DIR --target T --data FILE`."""
+    """What measuring a ready-made head needs: `headstart eval|tune --head DIR --target T --data FILE`."""
 
     seed: int = 0
     target: TargetConfig = field(default_factory=TargetConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
 
 
 @dataclass
@@ -83,5 +85,6 @@ def check_recipe(recipe: Recipe) -> None:
     recipe.data.validate()
     recipe.train.check()
     check_eval(recipe.eval)
+    check_tune(recipe.tune)
     if recipe.head.depth < 1:
         raise ConfigError(f"head.depth: found {recipe.head.depth}, expected 1 or more")

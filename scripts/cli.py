@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from headstart.commands import distill, doctor, evaluate, export, inspect, report, run, target, train
+from headstart.commands import distill, doctor, evaluate, export, inspect, report, run, target, train, tune
 
 app = typer.Typer(
     name="headstart",
@@ -25,6 +25,7 @@ app.command("distill")(distill.command)
 app.command("inspect")(inspect.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
+app.command("tune")(tune.command)
 app.command("export")(export.command)
 app.command("report")(report.command)
 app.command("run")(run.command)

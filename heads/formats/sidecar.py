@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from headstart.heads.base import Head, HeadConfig
-from headstart.heads.errors import FormatError
-from headstart.heads.files import sha256_file
+from headstart.heads.errors import FormatError, HeadstartError
+from headstart.heads.files import read_json, sha256_file, write_json
 from headstart.heads.formats.raw import RawCheckpoint
 
 SCHEMA = 1
@@ -106,6 +107,27 @@ def changed_files(raw: RawCheckpoint, side: dict[str, Any]) -> list[str]:
     digests = side.get("sha256")
     digests = digests if isinstance(digests, dict) else {}
     return [name for name in sorted(sealed_files(raw)) if sha256_file(raw.directory / name) != digests.get(name)]
+
+
+def annotate(directory: Path, values: dict[str, Any]) -> None:
+    """Add to (or replace in) the sidecar of a head directory that Headstart wrote, and seal it again.
+
+    Raises: FormatError when there is none.
+    """
+    place = directory / SIDECAR
+    if not place.is_file():
+        raise FormatError(f"{place}: not there; only directories that Headstart wrote can keep notes")
+    write_json(place, seal({**read_json(place), **values}))
+
+
+def notes(directory: Path) -> dict[str, Any]:
+    """The sidecar of a head directory, or {} where it has none or one that cannot be read."""
+    place = directory / SIDECAR
+    try:
+        found = read_json(place) if place.is_file() else {}
+    except HeadstartError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def family_config(family: Any, values: Any, where: str) -> HeadConfig:

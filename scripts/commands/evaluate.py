@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headstart.commands.common import Json, speaking
 from headstart.talk import Talk
+
+if TYPE_CHECKING:
+    from headstart.eval.config import EvalConfig
+    from headstart.heads.target import Target
 
 
 def command(
@@ -105,11 +109,14 @@ def _of_head(
     settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
     if settings.eval.data is None:
         raise ConfigError("eval.data is not set: give --data FILE.jsonl")
-    named = _label(settings.eval.data)
+    named = label_of(settings.eval.data)
     place_of_head = find_head(head) if head is not None else None
     talk.say(f"loading target {settings.target.name} …")
     loaded = Target.load(settings.target)
     drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
+    chosen = recipe is not None or any(word.startswith(("eval.tree", "eval.drafter")) for word in overrides)
+    if place_of_head is not None and not chosen:
+        use_tuned(place_of_head, loaded, settings.eval, talk)
     info: dict[str, Any] | None = {"path": head} if head is not None else None
     report = measure(loaded, drafted, settings.eval, talk, head_info=info)
     label = head.rstrip("/").split("/")[-1] if head is not None else settings.eval.drafter
@@ -149,7 +156,7 @@ def _of_server(
             lambda done, total, _task: advance(done, total, ""),
         )
     label = f"{engine}-{report.target['name'].rstrip('/').split('/')[-1]}"
-    place = Path(out) if out else Path("runs") / "eval" / f"{label}-{_label(settings.eval.data)}"
+    place = Path(out) if out else Path("runs") / "eval" / f"{label}-{label_of(settings.eval.data)}"
     report.write(place)
     return place
 
@@ -159,7 +166,26 @@ def one_or_all(data: list[str] | None) -> str | list[str] | None:
     return data[0] if data and len(data) == 1 else data or None
 
 
-def _label(data: Any) -> str:
+def use_tuned(head: Path, target: Target, config: EvalConfig, talk: Talk) -> None:
+    """Set the tree that `headstart tune` chose for this head on this card at this batch size, where it did."""
+    from headstart.eval.config import TreeConfig
+    from headstart.heads.formats.sidecar import notes
+    from headstart.heads.provenance import device_name
+
+    entry = (notes(head).get("tuned") or {}).get(device_name(target.device))
+    found = entry and entry["batches"].get(str(config.batch_size))
+    if not found:
+        return
+    if not found["speculate"]:
+        talk.say(
+            f"tuned on this card: plain decoding is faster at batch {config.batch_size}; measuring the head anyway"
+        )
+        return
+    config.tree = TreeConfig(**found["tree"])
+    talk.say(f"tree tuned for this card and batch {config.batch_size}: {found['label']} (eval.tree.… overrides it)")
+
+
+def label_of(data: Any) -> str:
     """Folder name for `eval.data`. Raises ConfigError when a file of it is missing, before anything is loaded."""
     from headstart.eval.prompts import data_label
     from headstart.heads.errors import ConfigError, DataError

@@ -36,7 +36,7 @@ def test_chain_by_hand() -> None:
 
 
 def tree_by_hand() -> Tree:
-    """Children of the root: a (-0.2), b (-1); under a: c (-0.5), d (-3); under c: e (-0.5); the last node is padding."""
+    """Children of the root: a (-0.2), b (-1); of a: c (-0.5), d (-3); of c: e (-0.5); the last node is padding."""
     parent = torch.tensor([[-1, -1, 0, 0, 2, 0]])
     depth = torch.tensor([[1, 1, 2, 2, 3, 2]])
     score = torch.tensor([[-0.2, -1.0, -0.5, -3.0, -0.5, -torch.inf]])
@@ -174,9 +174,7 @@ def test_every_static_tree_follows_from_the_spine(target: Target, medusa: Traine
     answers = run(target, recorder, max_new_tokens=26)
     profile = StaticProfile(recorder.static_ranks(shape, answers))
     best = profile.best_paths(8)
-    beside = Beside(
-        MedusaDrafter(medusa.head, tree, Sampling(), shape), [drafter(spread), drafter(best)], long_answers
-    )
+    beside = Beside(MedusaDrafter(medusa.head, tree, Sampling(), shape), [drafter(spread), drafter(best)], long_answers)
     run(target, beside, max_new_tokens=26)
     whole = [
         offset + 1 + 3 <= 26 for proposals in beside.proposals for offset, _ in proposals

@@ -1,0 +1,107 @@
+"""headstart tune RECIPE, or any head on your own prompts:
+
+headstart tune --head DIR --target T --data FILE.jsonl ['tune.batch_sizes=[1,8,32]' …]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headstart.commands.common import Json, speaking
+from headstart.commands.evaluate import find_head, label_of, one_or_all
+from headstart.talk import Talk
+
+
+def command(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (not needed with --target), then overrides."),
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option("--head", help="Directory of a head; or user/name[@revision] on the Hub.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Registered name, directory or Hub id of the target.")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="JSONL of your own prompts, or a Hub dataset; may be repeated.")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", help="Directory for tune.json and tune.md.")] = None,
+    write: Annotated[
+        bool, typer.Option("--write/--no-write", help="Keep the choice in the head's headstart.json.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Find the tree that pays per batch size, or that none does: costs of this device × acceptance on your prompts.
+
+    The winner is decoded for real; predicted and measured speed-up stand side by side. The choice goes into the head's
+    headstart.json, where `headstart eval --head` finds it on the same card.
+    """
+    with speaking(json) as talk:
+        from headstart.heads.errors import ConfigError
+
+        words = list(arguments or [])
+        recipe = words.pop(0) if words and "=" not in words[0] else None
+        if recipe is None and target is None:
+            raise ConfigError(
+                "tune: give a RECIPE, or --target T --data FILE.jsonl with --head DIR; see headstart tune --help"
+            )
+        _tune(recipe, words, head, target, data, out, write, talk)
+
+
+def _tune(
+    recipe: str | None,
+    words: list[str],
+    head: str | None,
+    target: str | None,
+    data: list[str] | None,
+    out: str | None,
+    write: bool,
+    talk: Talk,
+) -> None:
+    from headstart.eval.tune import tune
+    from headstart.eval.tune_report import tuning_table, tuning_text, write_tuning
+    from headstart.heads.errors import ConfigError
+    from headstart.heads.target import Target
+    from headstart.pipeline import Run, bound_head
+    from headstart.recipes.load import load_evaluation, load_recipe
+
+    settings = load_evaluation(recipe, words, {"target.name": target, "eval.data": one_or_all(data)})
+    if recipe is not None and head is None and settings.eval.drafter == "auto":
+        run = Run(load_recipe(recipe, words), talk)
+        head, out = str(run.head_dir), out or str(run.dir / "tune")
+        settings.eval.data = settings.eval.data or str(run.held_out_path)
+    if settings.eval.data is None:
+        raise ConfigError("eval.data is not set: give --data FILE.jsonl")
+    named = label_of(settings.eval.data)
+    place = find_head(head) if head is not None else None
+    talk.say(f"loading target {settings.target.name} …")
+    loaded = Target.load(settings.target)
+    drafting = bound_head(place, loaded) if place is not None else None
+    with talk.progress("tune", "steps") as advance:
+        found = tune(loaded, drafting, settings.eval, settings.tune, advance)
+    label = head.rstrip("/").split("/")[-1] if head is not None else settings.eval.drafter
+    folder = Path(out) if out else Path("runs") / "tune" / f"{label}-{named}"
+    path = write_tuning(found, folder, {"head": head})
+    talk.result({**found.to_json(), "head": head, "report": str(path)}, tuning_table(found))
+    if not talk.as_json:
+        talk.result(None, tuning_text(found))
+        talk.result(None, f"report: {folder / 'tune.md'} (and tune.json)")
+    if write and place is not None:
+        _keep(place, found.entry(), talk)
+
+
+def _keep(place: Path, entry: dict[str, Any], talk: Talk) -> None:
+    """Note the choice in the head's sidecar, beside those for other cards."""
+    from headstart.heads.errors import FormatError
+    from headstart.heads.formats.sidecar import annotate, notes
+
+    try:
+        annotate(place, {"tuned": {**notes(place).get("tuned", {}), entry["device"]: entry}})
+    except FormatError as error:
+        talk.say(f"not kept with the head: {error}; give the overrides above to `headstart eval`")
+        return
+    talk.say(f"kept in {place / 'headstart.json'}: `headstart eval --head` uses it on this card")

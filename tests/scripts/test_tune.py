@@ -1,0 +1,107 @@
+"""headstart tune: what it writes, what it keeps with the head, and that eval finds it there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.eval.config import TreeConfig
+from headstart.eval.tune_report import overrides
+from headstart.heads import HEADS
+from headstart.heads.base import build_head
+from headstart.heads.errors import FormatError
+from headstart.heads.formats import load_head, save_head
+from headstart.heads.formats.sidecar import annotate, notes
+from headstart.heads.target import Target, TargetConfig
+
+
+@pytest.fixture
+def head(tiny_target: Path, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    target = Target.load(TargetConfig(name=str(tiny_target)))
+    made = build_head(HEADS["medusa"].config(depth=2), target.dims)
+    made.init_from_target(target.embed_VD, target.teacher, None)
+    save_head(made, tmp_path / "head", {})
+    return tmp_path / "head"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "Hello"}\n{"prompt": "Bye"}\n')
+    return path
+
+
+def test_tune_keeps_its_choice_and_eval_uses_it(
+    headstart: Callable, tiny_target: Path, head: Path, prompts: Path, tmp_path: Path
+) -> None:
+    options = ("--head", head, "--target", tiny_target, "--data", prompts, "eval.max_new_tokens=8")
+    small = ("tune.batch_sizes=[1]", "tune.depth=2", "tune.total_tokens=[3,4]", "tune.prompts=2", "tune.repeats=1")
+    result = headstart("tune", *options, *small, "--out", tmp_path / "out", "--json")
+    assert result.code == 0, result.err
+    (choice,) = result.json["choices"]
+    assert choice["batch"] == 1 and choice["costs"]["plain_ms"] > 0
+    assert {"chain1", "chain2"} <= set(result.json["taus"])
+    assert json.loads((tmp_path / "out" / "tune.json").read_text())["choices"] == result.json["choices"]
+    assert f"{choice['predicted_speedup']:.2f}×" in (tmp_path / "out" / "tune.md").read_text()
+
+    # the sidecar is sealed again, and the head is still read
+    load_head(head)
+    (entry,) = notes(head)["tuned"].values()
+    kept = entry["batches"]["1"]
+    assert kept["predicted_speedup"] == choice["predicted_speedup"] and entry["data"]["path"] == str(prompts)
+
+    # whether a tiny model gains here is a matter of noise: say that it does, with a tree of our own
+    tree = {**kept["tree"], "kind": "static", "depth": 2, "total_tokens": 4, "paths": [[0], [1], [0, 0]]}
+    entry["batches"]["1"] = {**kept, "speculate": True, "tree": tree, "label": "static3"}
+    annotate(head, {"tuned": {entry["device"]: entry}})
+    measured = headstart("eval", *options, "--out", tmp_path / "a", "--json")
+    assert measured.code == 0, measured.err
+    assert measured.json["tree"]["label"] == "static3" and measured.json["tree"]["paths"] == [[0], [1], [0, 0]]
+    assert "tree tuned for this card and batch 1: static3" in measured.err
+    for words, label in ((("eval.tree.depth=2",), "chain2"), (("eval.batch_size=2",), "chain2")):
+        assert headstart("eval", *options, *words, "--out", tmp_path / "b", "--json").json["tree"]["label"] == label
+    entry["batches"]["1"]["speculate"] = False
+    annotate(head, {"tuned": {entry["device"]: entry}})
+    plain = headstart("eval", *options, "--out", tmp_path / "c", "--json")
+    assert "plain decoding is faster at batch 1" in plain.err and plain.json["tree"]["label"] == "chain2"
+
+
+def test_tune_without_a_head(headstart: Callable, tiny_target: Path, prompts: Path, tmp_path: Path) -> None:
+    options = ("--target", tiny_target, "--data", prompts, "eval.max_new_tokens=6", "eval.drafter=ngram")
+    small = ("tune.batch_sizes=[1]", "tune.depth=1", "tune.prompts=1", "tune.repeats=1")
+    result = headstart("tune", *options, *small, "--out", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "chain1" in result.out and "predicted" in result.out and "report:" in result.out
+
+
+def test_tune_says_what_is_missing(headstart: Callable, tiny_target: Path, prompts: Path) -> None:
+    result = headstart("tune", "--data", prompts)
+    assert result.code == 2 and "tune: give a RECIPE, or --target T" in result.err
+    result = headstart("tune", "--target", tiny_target)
+    assert result.code == 2 and "eval.data is not set" in result.err
+    result = headstart("tune", "--target", tiny_target, "--data", prompts, "tune.depth=0")
+    assert result.code == 2 and "tune.depth: found 0" in result.err
+    result = headstart("tune", "--target", tiny_target, "--data", prompts, "tune.depht=2")
+    assert result.code == 2 and "did you mean 'tune.depth'?" in result.err
+
+
+def test_overrides_give_the_tree_back() -> None:
+    assert (
+        overrides(TreeConfig("dynamic", 6, 10, 48))
+        == "eval.tree.kind=dynamic eval.tree.depth=6 eval.tree.total_tokens=48"
+    )
+    static = TreeConfig("static", 2, total_tokens=4, paths=[[0], [1], [0, 0]])
+    assert overrides(static).endswith("'eval.tree.paths=[[0],[1],[0,0]]'")
+
+
+def test_notes_need_a_sidecar(tmp_path: Path, head: Path) -> None:
+    assert notes(tmp_path / "none") == {}
+    with pytest.raises(FormatError, match="only directories that Headstart wrote"):
+        annotate(tmp_path, {"tuned": {}})
+    annotate(head, {"tuned": {"card": 1}})
+    assert notes(head)["tuned"] == {"card": 1} and notes(head)["type"] == "medusa"

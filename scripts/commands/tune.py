@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from headstart.commands.common import Json, speaking
-from headstart.commands.evaluate import find_head, label_of, one_or_all
+from headstart.commands.evaluate import label_of, one_or_all
 from headstart.talk import Talk
 
 
@@ -64,9 +64,10 @@ def _tune(
 ) -> None:
     from headstart.eval.tune import tune
     from headstart.eval.tune_report import tuning_table, tuning_text, write_tuning
+    from headstart.found_heads import bound_head, find_head
     from headstart.heads.errors import ConfigError
     from headstart.heads.target import Target
-    from headstart.pipeline import Run, bound_head
+    from headstart.pipeline import Run
     from headstart.recipes.load import load_evaluation, load_recipe
 
     settings = load_evaluation(recipe, words, {"target.name": target, "eval.data": one_or_all(data)})

@@ -34,6 +34,8 @@ class EagleConfig(AutoregressiveConfig):
     feature_noise: float = 0.1
     #: MLP width; null: the target's
     intermediate_size: int | None = None
+    #: fc with a bias, as some published heads have it: SGLang reads it, vLLM drops it in silence
+    fc_bias: bool = False
 
 
 class EagleHead(AutoregressiveHead):
@@ -51,7 +53,7 @@ class EagleHead(AutoregressiveHead):
         check_loss(config.loss)
         super().__init__(config, dims)
         hidden = dims.hidden_size
-        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         self.layers = nn.ModuleList(
             [DraftLayer(hidden, hidden, config.intermediate_size or dims.intermediate_size, dims)]
         )

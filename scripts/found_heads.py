@@ -27,6 +27,7 @@ STRUCTURE = (
     "draft_vocab_size",
     "hidden_size",
     "intermediate_size",
+    "fc_bias",
 )
 
 

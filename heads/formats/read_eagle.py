@@ -63,16 +63,17 @@ def plan_eagle(
     require_llama(config, where)
     dims = with_target(llama_dims(config, where, target.num_layers if target else 1), target, where)
     expected = {"fc.weight": "fc.weight", **{f"layers.0.{name}": f"layers.0.{name}" for name in LAYER_1}}
-    unused = {}
+    unused, biased = {}, False
     if "fc.bias" in names:
-        if bool(raw.read(names["fc.bias"]).any()):
-            raise FormatError(
-                f"{raw.directory}: fc.bias is not zero. vLLM drops it in silence and Headstart's EAGLE-1 has none: "
-                "train a new head, or serve this one where its bias is read."
-            )
-        unused["fc.bias"] = "all zero"
+        sealed = (raw.sidecar or {}).get("config")
+        biased = bool(raw.read(names["fc.bias"]).any()) or (isinstance(sealed, dict) and sealed.get("fc_bias") is True)
+        if biased:
+            expected["fc.bias"] = "fc.bias"
+        else:
+            unused["fc.bias"] = "all zero"
     unused |= target_embedding(raw, names, dims)
-    return finish(raw, layout, "eagle", {"intermediate_size": dims.intermediate_size}, dims, names, expected, unused)
+    fields = {"intermediate_size": dims.intermediate_size, "fc_bias": biased}
+    return finish(raw, layout, "eagle", fields, dims, names, expected, unused)
 
 
 # EAGLE-3

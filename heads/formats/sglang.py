@@ -1,6 +1,7 @@
 """SGLang 0.5.23 (read from its source): EAGLE-1 and EAGLE-3, no Medusa. Unknown tensors are skipped in silence.
 
-EAGLE-3 takes the portable directory. EAGLE-1 needs its own: another architecture name, and an `fc.bias` (zeros).
+EAGLE-3 takes the portable directory. EAGLE-1 needs its own: another architecture name, and an `fc.bias` (zeros where the
+head has none).
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def write(
     dtype: torch.dtype | None,
     max_shard_bytes: int | None = None,
 ) -> None:
-    """EAGLE-3: the portable directory. EAGLE-1: with SGLang's architecture name and a zero `fc.bias`.
+    """EAGLE-3: the portable directory. EAGLE-1: SGLang's architecture name and an `fc.bias`, zero where the head has none.
 
     Raises: FormatError for families SGLang does not serve.
     """
@@ -175,7 +176,7 @@ def write(
         raise FormatError(f"export.engines: SGLang does not serve {head.family}; expected eagle or eagle3")
     config = {**portable.portable_config(head), "architectures": [EAGLE_ARCHITECTURE]}
     tensors = portable.portable_tensors(head)
-    tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
+    tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
     portable.write_directory(
         head, directory, "sglang", config, tensors, provenance, dtype, max_shard_bytes=max_shard_bytes
     )

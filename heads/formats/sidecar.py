@@ -28,7 +28,7 @@ FACTS = {
     },
     "eagle": {
         "feature": "last hidden state after the final norm",
-        "input": "fc(cat(embedding, feature)), embedding first, no bias, no input_layernorm, no final norm",
+        "input": "fc(cat(embedding, feature)), embedding first, no input_layernorm, no final norm",
         "method": "EAGLE, arXiv 2401.15077",
     },
     "eagle3": {

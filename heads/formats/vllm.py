@@ -148,7 +148,9 @@ def _eagle(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
     sizes = _llama(found, config, target)
     match_rows(found, seen, eagle_rows(WRONG), sizes)
     if seen.nonzero("fc.bias"):
-        found.add(WRONG, "fc.bias is not zero and is dropped in silence")
+        found.add(
+            WRONG, "fc.bias is not zero and is dropped in silence: serve it with SGLang (export.engines=[sglang])"
+        )
     if "lm_head.weight" in seen.names:
         found.add(REFUSES, "lm_head.weight must be absent: EAGLE-1 uses the target's")
     if "layers.0.input_layernorm.weight" in seen.names:

@@ -65,6 +65,15 @@ def test_loss_and_gradients(dims: HeadDims, weights_of_terms: tuple[float, float
     check_against(head, feature_batch(inputs, ends, 1, pad_to=50), teacher_of(ends), expected, weights)
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_bias_of_fc_and_its_gradient(depth: int):
+    head, ends = tiny_eagle(DIMS, torch.float64, fc_bias=True, depth=depth)
+    inputs, weights = [double_document(d) for d in documents()], double_weights(head)
+    assert weights["fc.bias"].abs().min() > 0
+    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=depth)
+    check_against(head, feature_batch(inputs, ends, depth, pad_to=50), teacher_of(ends), expected, weights)
+
+
 def test_defaults_are_one_and_a_tenth():
     config = EagleConfig()
     assert (config.hidden_loss_weight, config.logit_loss_weight, config.feature_noise) == (1.0, 0.1, 0.1)

@@ -13,7 +13,8 @@ ATTENTION = "layers.0.self_attn."
 
 def layer_input(weights: Weights, ends: Ends, token: int, f_D: Tensor) -> Tensor:
     """fc(cat(emb(token), feature)): embedding first."""
-    return weights["fc.weight"] @ torch.cat([ends.embed_VD[token], f_D])
+    x_D = weights["fc.weight"] @ torch.cat([ends.embed_VD[token], f_D])
+    return x_D + weights["fc.bias"] if "fc.bias" in weights else x_D
 
 
 def row_keys(weights: Weights, ends: Ends, shape: Shape, token: int, f_D: Tensor, position: int) -> Row:

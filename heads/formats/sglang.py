@@ -1,7 +1,7 @@
 """SGLang 0.5.23 (read from its source): EAGLE-1 and EAGLE-3, no Medusa. Unknown tensors are skipped in silence.
 
-EAGLE-3 takes the portable directory. EAGLE-1 needs its own: another architecture name, and an `fc.bias` (zeros where the
-head has none).
+EAGLE-3 takes the portable directory. EAGLE-1 needs its own: another architecture name, and an `fc.bias` (zeros
+where the head has none).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def write(
     dtype: torch.dtype | None,
     max_shard_bytes: int | None = None,
 ) -> None:
-    """EAGLE-3: the portable directory. EAGLE-1: SGLang's architecture name and an `fc.bias`, zero where the head has none.
+    """EAGLE-3: the portable directory. EAGLE-1: SGLang's architecture name and an `fc.bias`, zeros for a head without.
 
     Raises: FormatError for families SGLang does not serve.
     """

@@ -18,7 +18,7 @@ try:
     import triton
     import triton.language as tl
 
-    from headstart.eval.pointwise import await_previous
+    from headstart.eval.pointwise import await_previous, prefetch
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
@@ -30,6 +30,7 @@ STAGES = 3
 #: programs that fill a card when its number of multiprocessors is unknown
 PROGRAMS = 128
 MAX_SPLITS = 32
+LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,23 @@ class AttendShape:
     window: int | None = None
     softcap: float | None = None
     sinks_h: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What to ask the memory for while attention leaves it idle: the first columns of the next product's weights.
+
+    Attributes: weight_NK: the matrix; bytes: how much of it, spread evenly over its rows.
+    """
+
+    weight_NK: Tensor
+    bytes: int
+
+    def lines(self) -> tuple[int, int]:
+        """(cache lines per row, elements per line)."""
+        rows, inputs = self.weight_NK.shape
+        elements = LINE_BYTES // self.weight_NK.element_size()
+        return min(self.bytes // (rows * LINE_BYTES), inputs // elements), elements
 
 
 def visible_slots(visibility: Visibility, window: int | None, slots: int) -> Tensor:
@@ -118,14 +136,23 @@ def attend_eager(q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibi
     return context.permute(0, 3, 1, 2, 4).reshape(q_Rhd.shape).to(q_Rhd.dtype)
 
 
-def attend(q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, shape: AttendShape) -> Tensor:
-    """As attend_eager."""
-    run = attend_kernel if wants_kernel(q_Rhd) else attend_eager
-    return run(q_Rhd, keys, values, visibility, shape)
+def attend(
+    q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, shape: AttendShape, ahead: Ahead | None = None
+) -> Tensor:
+    """As attend_eager. Args: ahead: weights to fetch meanwhile, where that is possible."""
+    if not wants_kernel(q_Rhd):
+        return attend_eager(q_Rhd, keys, values, visibility, shape)
+    return attend_kernel(q_Rhd, keys, values, visibility, shape, ahead=ahead)
 
 
 def attend_kernel(
-    q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, shape: AttendShape, splits: int | None = None
+    q_Rhd: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visibility: Visibility,
+    shape: AttendShape,
+    splits: int | None = None,
+    ahead: Ahead | None = None,
 ) -> Tensor:
     """Split-KV attention. Args: splits: parts of the context; None fills the card."""
     batch, count = visibility.position_BM.shape
@@ -148,16 +175,20 @@ def attend_kernel(
     if shape.window is not None:
         visibility.check_window()
     sinks = shape.sinks_h
+    options = launch_options(out.device)
+    per_row, elements = ahead.lines() if ahead is not None and options["OVERLAP"] else (0, 1)
+    following = ahead.weight_NK if ahead is not None else out
     _attend_kernel[(splits, batch * kv_heads, tiles)](
         q_Rhd, keys, values, visibility.position_BM, visibility.base_B,
         visibility.base_B if tree is None else tree.view(torch.uint8), out if sinks is None else sinks,
         partial, stats, out, count, count if tree is None else tree.shape[2], rows, splits,
         shape.scale, shape.softcap or 0.0, shape.window or 0,
-        keys.stride(0), keys.stride(1), keys.stride(2),
+        keys.stride(0), keys.stride(1), keys.stride(2), following, following.shape[0] * per_row, max(per_row, 1),
+        following.stride(0), LINE=elements, AHEAD=per_row > 0,
         H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=BLOCK_SLOTS,
         TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
         SINKS=sinks is not None, SPLIT=splits > 1,
-        num_warps=8 if block_rows > 32 or d > 128 else 4, num_stages=STAGES, **launch_options(out.device),
+        num_warps=8 if block_rows > 32 or d > 128 else 4, num_stages=STAGES, **options,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows, heads)](
@@ -192,11 +223,20 @@ if triton is not None:
     def _attend_kernel(
         q, keys, values, position, base, tree, sinks, partial, stats, out,
         tokens, width, rows, splits, scale, softcap, window, stride_b, stride_g, stride_s,
+        following, lines, per_row, stride_row, LINE: tl.constexpr, AHEAD: tl.constexpr,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
         TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
         OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One part of the context for one tile of (tokens × heads that share a kv head)."""
+        if AHEAD:
+            # every program asks for its share of the next product's weights
+            program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+            share = tl.cdiv(lines, tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2))
+            last = tl.minimum(program * share + share, lines) - 1
+            for ahead in range(0, share, 256):
+                line = tl.minimum(program * share + ahead + tl.arange(0, 256), last)
+                prefetch(following + (line // per_row).to(tl.int64) * stride_row + (line % per_row) * LINE)
         await_previous(OVERLAP)
         split = tl.program_id(0)
         batch = (tl.program_id(1) // G).to(tl.int64)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from headstart.eval.attention import AttendShape, Visibility, attend
-from headstart.eval.fused import ATTENTION_HIDES
 from headstart.eval.linear import Linear, tune
 from headstart.eval.pointwise import NormWeights, RopeStore, rms_norm, rope_store
 from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
@@ -34,7 +33,7 @@ class DraftStep:
             return torch.cat([weight.detach().to(self.dtype) for weight in weights])
 
         self.qkv = Linear(copied(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight))
-        self.out = Linear(copied(attention.o_proj.weight), residual=True, ahead=ATTENTION_HIDES)
+        self.out = Linear(copied(attention.o_proj.weight), residual=True)
         self.activation = mlp.act
         # an activation that the kernels do not know is applied between two plain products
         known = "silu" if mlp.act is None else None

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.eval.attention import AttendShape, Visibility, attend
-from headstart.eval.linear import Linear, tune
+from headstart.eval.attention import Ahead, AttendShape, Visibility, attend
+from headstart.eval.linear import MAX_ROWS, Linear, graph_time, row_bucket, tune
 from headstart.eval.pointwise import NormWeights, RopeStore, rms_norm, rope_store
 from headstart.heads.target import decoder_layers, record_layer_inputs
 
 #: largest relative distance (L2) between fused and original hidden states that passes as rounding
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-#: bytes of weights that the memory can deliver while attention runs
-ATTENTION_HIDES = 0
+#: how many bytes of the output projection attention may ask for, tried by `tune`
+HIDDEN_BYTES = (0, 8 << 20, 16 << 20, 32 << 20)
 
 
 class Unfusable(Exception):
@@ -179,7 +179,7 @@ class FusedLayer(nn.Module):
             raise Unfusable(f"attention of {type(layer).__name__} lacks {missing}")
         self.qkv = Linear(*_merged([attention.q_proj, attention.k_proj, attention.v_proj]))
         four = hasattr(layer, "pre_feedforward_layernorm")
-        self.out = Linear(*_merged([attention.o_proj]), residual=not four, ahead=ATTENTION_HIDES)
+        self.out = Linear(*_merged([attention.o_proj]), residual=not four)
         d = attention.head_dim
         heads, kv_heads = attention.q_proj.out_features // d, attention.k_proj.out_features // d
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -188,6 +188,8 @@ class FusedLayer(nn.Module):
             float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None),
             getattr(attention, "sinks", None),
         )  # fmt: skip
+        #: row bucket → bytes of the output projection that attention asks for, as the memory idles meanwhile
+        self.hidden_bytes: dict[int, int] = {}
         self.input_norm = norm_weights(layer.input_layernorm)
         self.mlp_norm = norm_weights(layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm)
         self.after_attention = norm_weights(layer.post_attention_layernorm) if four else None
@@ -216,11 +218,16 @@ class FusedLayer(nn.Module):
         keys, values = run.buffers.keys[self.index], run.buffers.values[self.index]
         qkv_RC = self.qkv(rms_norm(x_RD, self.input_norm))
         q_Rhd = rope_store(qkv_RC, cos_RW, sin_RW, self.rope, keys, values, run.visibility.write_BM)
-        context_RC = attend(q_Rhd, keys, values, run.visibility, self.shape).flatten(1)
+        context_RC = self.attend(q_Rhd, keys, values, run.visibility)
         x_RD = self._add(x_RD, lambda residual: self.out(context_RC, residual), self.after_attention)
         normed_RD = rms_norm(x_RD, self.mlp_norm)
         x_RD = self._add(x_RD, lambda residual: self._mlp(normed_RD, residual, batch), self.after_mlp)
         return x_RD.view(batch, count, width)
+
+    def attend(self, q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility) -> Tensor:
+        rows = q_Rhd.shape[0]
+        hidden = self.hidden_bytes.get(row_bucket(rows), 0) if rows <= MAX_ROWS else 0
+        return attend(q_Rhd, keys, values, visibility, self.shape, Ahead(self.out.weight_NK, hidden)).flatten(1)
 
     def _table(self, table: Tensor, batch: int, count: int) -> Tensor:
         table_RW = table.expand(batch, count, -1).reshape(batch * count, -1)
@@ -305,8 +312,39 @@ class FusedModel:
         return [self.head.linear, *(linear for layer in self.layers for linear in layer.linears())]
 
     def tune(self, rows: int) -> dict[str, float]:
-        """Choose how products of `rows` rows run, by measurement (CUDA only)."""
-        return tune(self.linears(), rows)
+        """Choose how products of `rows` rows run, by measurement (CUDA only).
+
+        Returns: product → microseconds.
+        """
+        chosen = tune(self.linears(), rows)
+        if rows <= MAX_ROWS and self.device.type == "cuda" and row_bucket(rows) not in self.layers[0].hidden_bytes:
+            self._tune_hiding(rows)
+        return chosen
+
+    def _tune_hiding(self, rows: int, context: int = 512) -> None:
+        """How much of its output projection attention should ask for: timed on as many layers as outgrow the cache."""
+        layers = self.layers[:8]
+        buffers = Buffers(
+            [(layer.rope.kv_heads, layer.rope.head_dim) for layer in layers], 1, context + rows, self.dtype, self.device
+        )
+        position_BM = context + torch.arange(rows, device=self.device)[None]
+        visibility = Visibility(position_BM, position_BM, position_BM[:, 0])
+        queries = [
+            torch.randn((rows, layer.rope.heads, layer.rope.head_dim), device=self.device).to(self.dtype)
+            for layer in layers
+        ]
+
+        def run() -> None:
+            for layer, q_Rhd, keys, values in zip(layers, queries, buffers.keys, buffers.values, strict=True):
+                layer.out(layer.attend(q_Rhd, keys, values, visibility))
+
+        times = {}
+        for hidden in HIDDEN_BYTES:
+            for layer in self.layers:
+                layer.hidden_bytes[row_bucket(rows)] = hidden
+            times[hidden] = graph_time(run, 9)
+        for layer in self.layers:
+            layer.hidden_bytes[row_bucket(rows)] = min(times, key=lambda hidden: times[hidden])
 
     def buffers(self, batch: int, capacity: int) -> Buffers:
         """Buffers for `batch` rows of `capacity` slots."""

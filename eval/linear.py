@@ -21,13 +21,13 @@ from headstart.eval.pointwise import launch_options, wants_kernel
 try:
     import triton
     import triton.language as tl
+
+    from headstart.eval.pointwise import prefetch
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
 #: rows beyond which products go to cuBLAS
 MAX_ROWS = 64
-#: cuBLAS is taken where it is this much faster
-LIBRARY_HANDICAP = 1.0
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -71,8 +71,6 @@ class Linear:
         bias_N: or None.
         activation: None, or a key of ACTIVATIONS.
         residual: whether calls add a residual, which tuning then does as well.
-        ahead: bytes of the matrix that are asked for while the kernels before it still run (those that leave the
-            memory idle, as attention does).
         tiles: row bucket → Tiles, or None = cuBLAS; a missing bucket takes the first candidate.
     """
 
@@ -80,7 +78,6 @@ class Linear:
     bias_N: Tensor | None = None
     activation: str | None = None
     residual: bool = False
-    ahead: int = 0
     tiles: dict[int, Tiles | None] = field(default_factory=dict)
 
     @property
@@ -125,7 +122,7 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         "BIAS": bias_N is not None,
         "RESIDUAL": residual_RN is not None,
         "EVEN": inputs % tiles.inputs == 0,
-        "AHEAD": ahead_tiles(linear, tiles),
+        "AHEAD": min(tiles.stages, -(-inputs // tiles.inputs)),
         "LINE": min(tiles.inputs, 128 // weight_NK.element_size()),
         **launch_options(x_RK.device),
     }
@@ -144,13 +141,6 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     return out_RN
 
 
-def ahead_tiles(linear: Linear, tiles: Tiles) -> int:
-    """Input tiles that every program asks for before it may read anything else: at least as many as fly at once."""
-    outputs, inputs = linear.weight_NK.shape
-    wanted = linear.ahead // (outputs * linear.weight_NK.element_size() * tiles.inputs)
-    return min(max(wanted, tiles.stages), -(-inputs // tiles.inputs))
-
-
 def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]:
     """Choose tiles or cuBLAS for `rows` by measurement, per shape of product; sets `tiles` of every linear.
 
@@ -167,8 +157,7 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]
             groups.setdefault(key, []).append(linear)
     for (shape, activation, _, _), members in groups.items():
         times = measure(members[:8], rows, replays)
-        # a library's kernel overlaps with neither neighbour, which this measurement does not see
-        best = min(times, key=lambda tiles: times[tiles] * (LIBRARY_HANDICAP if tiles is None else 1))
+        best = min(times, key=lambda tiles: times[tiles])
         for linear in members:
             linear.tiles[row_bucket(rows)] = best
         chosen[f"{shape[0]}×{shape[1]}{' ' + activation if activation else ''} {rows}"] = times[best]
@@ -222,13 +211,6 @@ def graph_time(run: Callable[[], object], replays: int = 5, warmup: int = 2) -> 
 if triton is not None:
 
     @triton.jit
-    def _prefetch(at):
-        """Ask for the cache lines at the given addresses, without waiting for them."""
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-    @triton.jit
     def _gate(x, SILU: tl.constexpr):
         """SiLU, or GELU in its tanh form."""
         if SILU:
@@ -260,9 +242,9 @@ if triton is not None:
             line = tl.arange(0, BK // LINE) * LINE
             for ahead in range(0, AHEAD):
                 at = tl.minimum(ahead * BK + line, inputs - 1)
-                _prefetch(weight + weight_row[:, None] * inputs + at[None, :])
+                prefetch(weight + weight_row[:, None] * inputs + at[None, :])
                 if PAIRED:
-                    _prefetch(weight + (outputs + weight_row)[:, None] * inputs + at[None, :])
+                    prefetch(weight + (outputs + weight_row)[:, None] * inputs + at[None, :])
             tl.extra.cuda.gdc_wait()
         x_at = x + row[None, :] * inputs + channel[:, None]
         sums = tl.zeros((BN, BR), tl.float32)
@@ -319,12 +301,6 @@ if triton is not None:
         if OVERLAP:
             # the first tiles are on their way before the previous kernel's results are needed
             tl.extra.cuda.gdc_launch_dependents()
-            line = tl.arange(0, BK // LINE) * LINE
-            for ahead in range(1, AHEAD):
-                at = tl.minimum(ahead * BK + line, inputs - 1)
-                _prefetch(weight + weight_row[:, None] * inputs + at[None, :])
-                if PAIRED:
-                    _prefetch(weight + (outputs + weight_row)[:, None] * inputs + at[None, :])
             tl.extra.cuda.gdc_wait()
         part = tl.load(x + channel, mask=here, other=0.0).to(tl.float32)[None, :]
         sums = tile.to(tl.float32) * part

@@ -148,6 +148,13 @@ def rope_store_kernel(
 if triton is not None:
 
     @triton.jit
+    def prefetch(at):
+        """Ask for the cache lines at the given addresses, without waiting for them."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
     def await_previous(OVERLAP: tl.constexpr):
         """Let the next kernel come up, and wait for the results of the previous one."""
         if OVERLAP:

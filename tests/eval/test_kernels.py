@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from headstart.eval.attention import AttendShape, Visibility, attend_eager, attend_kernel
+from headstart.eval.attention import Ahead, AttendShape, Visibility, attend_eager, attend_kernel
 from headstart.eval.linear import Linear, Tiles, linear_eager, linear_kernel
 from headstart.eval.pointwise import (
     NormWeights,
@@ -110,6 +110,14 @@ def test_attention(tree: bool, window: int, softcap: float, sinks: bool, splits:
     shape = AttendShape(0.3, window, softcap, random(heads, seed=3) if sinks else None)
     expected = attend_eager(q, keys, values, visibility, shape)
     close(attend_kernel(q, keys, values, visibility, shape, splits), expected)
+
+
+def test_weights_to_fetch_meanwhile_are_whole_lines_of_every_row() -> None:
+    matrix = torch.zeros((64, 512), dtype=torch.bfloat16)
+    assert Ahead(matrix, 0).lines() == (0, 64)
+    assert Ahead(matrix, 64 * 128 * 3 + 100).lines() == (3, 64)
+    assert Ahead(matrix, 1 << 30).lines() == (512 * 2 // 128, 64)
+    assert Ahead(matrix.float(), 64 * 128).lines() == (1, 32)
 
 
 @pytest.mark.parametrize("splits", [1, 3, None])

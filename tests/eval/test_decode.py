@@ -14,7 +14,7 @@ from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decode import Answer
 from headstart.eval.drafters import NgramDrafter, build_drafter
 from headstart.eval.engine import Rows
-from headstart.eval.sampling import Sampling, probabilities
+from headstart.eval.sampling import Sampling
 from headstart.eval.tree import Tree, chain
 from headstart.heads.target import Target
 
@@ -177,69 +177,3 @@ def test_greedy_with_repetition_penalty(target: Target, family: str, kind: str, 
     expected = run(target, None, sampling=sampling)
     drafter = build_drafter(trained.head, config_of(kind, repetition_penalty=1.3))
     assert tokens_of(run(target, drafter, sampling=sampling)) == tokens_of(expected)
-
-
-# Sampling through the engine
-
-
-SAMPLED = [("eagle3", "chain", True), ("eagle3", "chain", False), ("eagle3", "dynamic", True)]
-SAMPLED += [("medusa", "static", True)]
-
-
-@pytest.mark.parametrize(("family", "kind", "sample"), SAMPLED)
-def test_sampling_through_the_engine(
-    target: Target, family: str, kind: str, sample: bool, request: pytest.FixtureRequest
-) -> None:
-    """χ² of the first three tokens against the exact joint distribution (all processors on)."""
-    settings = {"temperature": 1.2, "top_k": 4, "min_p": 0.02, "repetition_penalty": 1.1}
-    trained: Trained = request.getfixturevalue(family)
-    config = config_of(kind, **settings)
-    config.tree.sample = sample
-    rows = 1500
-    context = [5, 6, 7]
-    sampling = Sampling(**settings)
-    drafter = build_drafter(trained.head, config)
-    answers = run(target, drafter, contexts=[context] * rows, max_new_tokens=3, sampling=sampling, seed=11, bucket=16)
-    counts: dict[tuple[int, ...], int] = {}
-    for answer in answers:
-        counts[tuple(answer.tokens)] = counts.get(tuple(answer.tokens), 0) + 1
-    joint = exact_joint(target, context, sampling, 3)
-    assert set(counts) <= set(joint)
-    statistic, freedom, pooled, seen = 0.0, -1, 0.0, 0
-    for path, p in joint.items():
-        if p * rows >= 5:
-            statistic += (counts.get(path, 0) - p * rows) ** 2 / (p * rows)
-            freedom += 1
-        else:
-            pooled, seen = pooled + p * rows, seen + counts.get(path, 0)
-    if pooled >= 5:
-        statistic, freedom = statistic + (seen - pooled) ** 2 / pooled, freedom + 1
-    assert freedom > 5
-    assert (statistic - freedom) / math.sqrt(2 * freedom) < 3.5
-    assert any(cycle.accepted for answer in answers for cycle in answer.cycles)
-
-
-@torch.no_grad()
-def exact_joint(target: Target, context: list[int], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
-    joint: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        paths = list(joint)
-        tokens = torch.tensor([[*context, *path] for path in paths])
-        logits = target.model(input_ids=tokens, use_cache=False).logits[:, -1]
-        seen = torch.zeros((len(paths), VOCAB), dtype=torch.bool).scatter_(1, tokens, True)
-        p = probabilities(logits, sampling, seen)
-        joint = {
-            (*path, token): joint[path] * p[row, token].item()
-            for row, path in enumerate(paths)
-            for token in torch.nonzero(p[row])[:, 0].tolist()
-        }
-    return joint
-
-
-def test_seeds_reproduce(target: Target, eagle3: Trained) -> None:
-    sampling = Sampling(temperature=1.0)
-    config = config_of("chain", temperature=1.0)
-    runs = [
-        tokens_of(run(target, build_drafter(eagle3.head, config), sampling=sampling, seed=seed)) for seed in (1, 1, 2)
-    ]
-    assert runs[0] == runs[1] != runs[2]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.sampling import Sampling, draw, probabilities
-from headstart.eval.tree import Tree, chain, empty
+from headstart.eval.tree import Tree, chain, empty, expand, select
 from headstart.eval.verify import acceptance, seen_tokens, synthetic, typical, verify, walk_accepted, walk_choices
 
 V = 4
@@ -175,6 +175,95 @@ def test_siblings_without_replacement_are_exact(zero: bool) -> None:
                 if weight:
                     continue_from(total, (drawn * weight_low).item() * weight, committed, language, 3)
     check(total, language, 3)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_independent_heads_chain_is_exact(zero: bool) -> None:
+    """A chain drawn from heads that do not see each other's tokens (Medusa): q depends on the level alone."""
+    language = Language(8, zero=zero)
+    heads = [Language(9 + level, zero=zero)(()) for level in range(2)]
+    total: Joint = defaultdict(float)
+    for tokens in itertools.product(range(V), repeat=2):
+        drafted = (heads[0][tokens[0]] * heads[1][tokens[1]]).item()
+        if drafted:
+            tree = chain(torch.tensor([tokens]), q_BKV=torch.stack(heads)[None])
+            for weight, committed in rejection_outcomes(tree, language):
+                continue_from(total, drafted * weight, committed, language, 3)
+    check(total, language, 3)
+
+
+def test_small_draft_vocabulary_is_exact() -> None:
+    """The draft never says token 3, which the target may; the target's output matrix has a padded column."""
+    language, total = Language(11), defaultdict(float)
+    q = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
+    for token in range(3):
+        tree = chain(torch.tensor([[token]]), q_BKV=q[None, None])
+        ratio_BN, residual_BMV = acceptance(tree, torch.nn.functional.pad(target_rows(tree, language), (0, 1)))
+        assert residual_BMV[..., V].abs().max() == 0
+        accepted = q[token] * ratio_BN[0, 0]
+        for final in range(V):
+            rejected = q[token] * (1 - ratio_BN[0, 0]) * residual_BMV[0, 0, final]
+            continue_from(total, rejected.item(), (final,), language, 2)
+            continue_from(total, (accepted * residual_BMV[0, 1, final]).item(), (token, final), language, 2)
+    check(total, language, 2)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("rule", [point_mass_outcomes, rejection_outcomes])
+def test_dynamic_trees_are_exact(k: int, rule) -> None:
+    """Trees that `expand` and `select` build from a draft: two levels, the best five of all candidates."""
+    language, draft = Language(12), Language(13)
+    first = expand(draft(()).log()[None, None], torch.zeros(1, 1), k)
+    seen = [(int(first.tokens_BM[0, n]),) for n in first.frontier_Bk[0]]
+    logits = torch.stack([draft(path).log() for path in seen])[None]
+    second = expand(logits, first.score_BM.gather(1, first.frontier_Bk), k)
+    below = first.frontier_Bk.gather(1, second.parent_BM)
+    parts = [(first.score_BM, second.score_BM), (torch.full_like(first.parent_BM, -1), below)]
+    parts += [(torch.ones_like(first.parent_BM), torch.full_like(below, 2)), (first.tokens_BM, second.tokens_BM)]
+    tree = select(*(torch.cat(part, 1) for part in parts), nodes=5, levels=2)
+    assert tree.nodes == min(5, k + k * k)
+    total: Joint = defaultdict(float)
+    for weight, committed in rule(tree, language):
+        if weight:
+            continue_from(total, weight, committed, language, 3)
+    check(total, language, 3)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+@pytest.mark.parametrize("rule", [point_mass_outcomes, rejection_outcomes])
+def test_short_drafts_are_exact(length: int, rule) -> None:
+    """A row of a ragged chain (prompt lookup) that drafts fewer tokens than its neighbours."""
+    language = Language(14)
+    whole = chain(torch.tensor([[2, 1, 3]]))
+    tree = chain(whole.tokens_BN, torch.arange(3)[None] < length)
+    total: Joint = defaultdict(float)
+    for weight, committed in rule(tree, language):
+        if weight:
+            assert len(committed) <= length + 1
+            continue_from(total, weight, committed, language, 4)
+    check(total, language, 4)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.7), Sampling(1.3, min_p=0.2)])
+def test_processed_distributions_are_exact(sampling: Sampling) -> None:
+    """p and q behind the same processors: what comes out is the processed target."""
+    raw, raw_draft = Language(15), Language(16)
+    processed: dict[tuple[int, ...], Tensor] = {}
+
+    class Processed(Language):
+        def __call__(self, path: tuple[int, ...]) -> Tensor:
+            return processed.setdefault(path, probabilities(raw(path).log(), sampling))
+
+    language, total = Processed(0), defaultdict(float)
+    for tokens in itertools.product(range(V), repeat=2):
+        q = [probabilities(raw_draft(tokens[:n]).log(), sampling) for n in range(2)]
+        drafted = (q[0][tokens[0]] * q[1][tokens[1]]).item()
+        if drafted:
+            tree = chain(torch.tensor([tokens]), q_BKV=torch.stack(q)[None])
+            for weight, committed in rejection_outcomes(tree, language):
+                continue_from(total, drafted * weight, committed, language, 3)
+    check(total, language, 3)
+    assert any(p == 0 for p in language.joint(1).values())
 
 
 def test_greedy_takes_the_longest_argmax_path() -> None:

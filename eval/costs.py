@@ -171,7 +171,8 @@ def _cycle_seconds(decoder: Decoder, drafter: Drafter | None, contexts: list[lis
 
 def _loop(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]) -> Loop:
     """A started loop whose buffers hold the contexts and one tree more."""
-    decoder.run(contexts, drafter, 2, seed=0)
+    # one token: buffers are made, no cycle runs
+    decoder.run(contexts, drafter, 1, seed=0)
     assert decoder.engine is not None
     loop = Loop(decoder.engine, drafter, decoder.sampling, None)
     stops: list[set[int]] = [set() for _ in contexts]

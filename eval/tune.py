@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from headstart.eval.benchmark import Decoder, attach, first_contexts
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune, tree_label
@@ -70,7 +71,7 @@ class Choice:
 
     @property
     def speculate(self) -> bool:
-        return self.measured_speedup > 1 and self.best.speedup > 1
+        return self.measured_speedup > 1
 
     @property
     def measured_speedup(self) -> float:
@@ -159,7 +160,16 @@ def tune(
     profiles, context = session.profiles(kinds)
     trees = candidates(profiles, search)
     session.plan(trees)
-    choices = [session.choose(batch, context, trees, profiles) for batch in sorted(set(search.batch_sizes))]
+    choices: list[Choice] = []
+    for batch in sorted(set(search.batch_sizes)):
+        try:
+            choices.append(session.choose(batch, context, trees, profiles))
+        except torch.OutOfMemoryError:
+            if not choices:
+                raise
+            session.say(f"batch {batch} does not fit into memory: it and larger ones are left out")
+            break
+    session.total = session.done
     session.say("done")
     return Tuning(
         drafter=head.family if head is not None else config.drafter,

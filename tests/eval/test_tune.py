@@ -111,6 +111,8 @@ def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:
     assert choice(1.5, 1.45).speculate and choice(1.5, 1.45).agrees
     assert not choice(1.5, 1.3).agrees
     assert not choice(0.9, 0.95).speculate
+    # what is measured decides
+    assert choice(0.95, 1.05).speculate
     assert not choice(1.05, 0.97).speculate
     tuning = Tuning("eagle3", {}, {"path": "x"}, "card", "bfloat16", 0.0, 64, 4, {}, {}, [choice(1.5, 1.45)])
     entry = tuning.entry()
@@ -167,6 +169,26 @@ def trees_of(found: Tuning, trained: Trained) -> list[TreeConfig]:
         elif found.choices[0].best.tree.kind == "static" and name == tree_name(found.choices[0].best.tree):
             trees.append(found.choices[0].best.tree)
     return trees
+
+
+def test_batches_beyond_the_memory_are_left_out(target: Target, prompts: str, monkeypatch: Any) -> None:
+    import torch
+
+    from headstart.eval.benchmark import Decoder
+
+    original = Decoder.run
+
+    def run(self: Decoder, contexts: list[list[int]], *rest: Any, **options: Any) -> Any:
+        if len(contexts) > 2:
+            raise torch.OutOfMemoryError("no more")
+        return original(self, contexts, *rest, **options)
+
+    monkeypatch.setattr(Decoder, "run", run)
+    search = TuneConfig(batch_sizes=[4, 1], depth=1, prompts=2, repeats=1)
+    said: list[str] = []
+    found = tune(target, None, settings(prompts, drafter="ngram"), search, lambda *step: said.append(step[2]))
+    assert [choice.costs.batch for choice in found.choices] == [1]
+    assert any("batch 4 does not fit into memory" in line for line in said)
 
 
 def test_prompt_lookup_is_tuned_without_a_head(target: Target, prompts: str) -> None:

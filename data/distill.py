@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headstart.data.chat import ChatFormat
 from headstart.data.config import DistillConfig
+from headstart.data.row_random import draw_at, uniforms
 from headstart.data.sources import Prompt, TokenTurn, read_jsonl
 from headstart.heads.errors import DataError, TemplateError
 from headstart.heads.files import explain_disk, write_json
@@ -27,6 +28,8 @@ from headstart.heads.target import Target
 
 #: progress(done, total, message): answers finished, answers planned, a line worth showing or ""
 Progress = Callable[[int, int, str], None]
+#: generator(target, prompts, config, seeds) → answers: see `generate`
+Generator = Callable[[Target, Sequence[Sequence[int]], DistillConfig, Sequence[int]], list[list[int]]]
 
 
 def _silent(done: int, total: int, message: str) -> None:
@@ -40,7 +43,7 @@ class _Job:
     id: str
     prompt: Prompt
     first_ids: list[int]
-    generator: torch.Generator | None
+    seed: int
     answers: list[str] = field(default_factory=list)
     turns: list[TokenTurn] = field(default_factory=list)
     stopped: str | None = None
@@ -54,13 +57,15 @@ def distill(
     seed: int = 0,
     progress: Progress = _silent,
     template_kwargs: dict[str, Any] | None = None,
+    generator: Generator | None = None,
 ) -> Path:
     """Answer every prompt (every user turn, one after another) and append the records to `out`.
 
     A record holds `id, messages, prompt_token_ids, response_token_ids, finish_reason, sampling` (of the last turn;
     `earlier_turns` before it) and the prompt's `task`. `response_token_ids` ends with the stop token exactly when
     `finish_reason` is "stop". Prompts that cannot be answered are reported through `progress` and listed with their
-    reason in `OUT.skipped.json`; the rest goes on.
+    reason in `OUT.skipped.json`; the rest goes on. `generator` decodes the batches; None: `generate`, through the
+    model's own forward.
 
     Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered;
         StorageError on a full disk.
@@ -84,7 +89,7 @@ def distill(
         if not missing:
             continue
         # the whole batch runs again even if a kill tore it: the same batch gives the same numbers
-        answer_batch(target, chat, batch, config)
+        answer_batch(target, chat, batch, config, generator or generate)
         _append(out, [_record(job, settings) for job in missing])
         done += len(missing)
         for job in missing:
@@ -122,11 +127,8 @@ def _plan(
             continue
         for sample in range(config.samples_per_prompt):
             name = prompt.id if config.samples_per_prompt == 1 else f"{prompt.id}/sample{sample}"
-            generator = None
-            if config.temperature > 0:
-                key = hashlib.sha256(f"{seed}/{prompt.id}/{sample}".encode()).digest()[:8]
-                generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
-            jobs.append(_Job(name, prompt, ids, generator))
+            key = hashlib.sha256(f"{seed}/{prompt.id}/{sample}".encode()).digest()[:8]
+            jobs.append(_Job(name, prompt, ids, int.from_bytes(key, "big") >> 1))
     jobs.sort(key=lambda job: len(job.first_ids))
     return jobs, skipped
 
@@ -137,7 +139,9 @@ def _prompt_room(target: Target, config: DistillConfig) -> int:
     return room if config.max_prompt_tokens is None else min(room, config.max_prompt_tokens)
 
 
-def answer_batch(target: Target, chat: ChatFormat, batch: list[_Job], config: DistillConfig) -> None:
+def answer_batch(
+    target: Target, chat: ChatFormat, batch: list[_Job], config: DistillConfig, generator: Generator
+) -> None:
     """Answer all user turns of the batch's prompts, turn by turn, into `job.turns` and `job.answers`."""
     room = _prompt_room(target, config)
     for turn in range(max(len(job.prompt.turns) for job in batch)):
@@ -153,7 +157,7 @@ def answer_batch(target: Target, chat: ChatFormat, batch: list[_Job], config: Di
             prompts.append(ids)
         if not active:
             return
-        answers = generate(target, prompts, config, [job.generator for job in active])
+        answers = generator(target, prompts, config, [job.seed for job in active])
         for job, ids, answer in zip(active, prompts, answers, strict=True):
             stopped = answer[-1] in chat.stop_token_ids
             text = chat.tokenizer.decode(answer[:-1] if stopped else answer, skip_special_tokens=True)
@@ -166,13 +170,13 @@ def generate(
     target: Target,
     prompts: Sequence[Sequence[int]],
     config: DistillConfig,
-    generators: Sequence[torch.Generator | None],
+    seeds: Sequence[int],
 ) -> list[list[int]]:
     """Decode a left-padded batch with a key/value cache; each answer ends with its stop token or at max_new_tokens.
 
     Args:
         prompts: token ids, one list per row.
-        generators: one CPU generator per row, or None for greedy.
+        seeds: one per row, 0 … 2^63 - 1, for sampling.
     """
     from transformers import DynamicCache
 
@@ -191,12 +195,14 @@ def generate(
     stops = set(target.stop_token_ids)
     answers: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(rows))
+    seed_B = torch.tensor(list(seeds), dtype=torch.int64, device=device)
     for step in range(config.max_new_tokens):
         output = target.model(
             input_ids=tokens_BT, attention_mask=mask_BT, position_ids=position_BT, use_cache=True,
             logits_to_keep=1, **cache,
         )  # fmt: skip
-        chosen = choose(output.logits[:, -1], config, generators)
+        uniform_B = uniforms(seed_B, position_BT[:, -1] + 1)
+        chosen = choose(output.logits[:, -1], config, uniform_B).tolist()
         for row in sorted(open_rows):
             answers[row].append(chosen[row])
             if chosen[row] in stops:
@@ -209,10 +215,13 @@ def generate(
     return answers
 
 
-def choose(logits_BV: Tensor, config: DistillConfig, generators: Sequence[torch.Generator | None]) -> list[int]:
-    """The next token of every row: argmax, or inverse-CDF sampling after temperature, top-k and top-p."""
+def choose(logits_BV: Tensor, config: DistillConfig, uniform_B: Tensor) -> Tensor:
+    """The next token of every row, int64 [B]: argmax, or a draw after temperature, top-k and top-p.
+
+    Args: uniform_B: float64 in [0, 1), where the cumulative distribution is read.
+    """
     if config.temperature == 0:
-        return logits_BV.argmax(-1).tolist()
+        return logits_BV.argmax(-1)
     sorted_BV, index_BV = (logits_BV.float() / config.temperature).sort(dim=-1, descending=True, stable=True)
     if config.top_k:
         sorted_BV[:, config.top_k :] = -torch.inf
@@ -220,14 +229,7 @@ def choose(logits_BV: Tensor, config: DistillConfig, generators: Sequence[torch.
     if config.top_p < 1:
         before_BV = prob_BV.cumsum(-1) - prob_BV
         prob_BV = torch.where(before_BV < config.top_p, prob_BV, 0.0)
-    total_BV = prob_BV.double().cumsum(-1)
-    uniform_B = torch.tensor(
-        [torch.rand((), generator=g, dtype=torch.float64) for g in generators], device=total_BV.device
-    )
-    # the first rank whose cumulative mass exceeds u · total; clamped to the last rank with mass
-    rank_B = (total_BV <= (uniform_B * total_BV[:, -1])[:, None]).sum(-1)
-    rank_B = torch.minimum(rank_B, (prob_BV > 0).sum(-1) - 1)
-    return index_BV.gather(1, rank_B[:, None]).squeeze(1).tolist()
+    return draw_at(torch.zeros_like(prob_BV).scatter(1, index_BV, prob_BV), uniform_B)
 
 
 def _sampling(

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decode import Answer, Cycle, CycleGraphs, Decoded, decode, slots_needed
@@ -90,8 +91,17 @@ class Decoder:
         top = engine.prefill([context])[0].float().topk(2).values[0]
         return float(top[0] - top[1])
 
-    def run(self, contexts: list[list[int]], drafter: Drafter | None, max_new_tokens: int, seed: int) -> Decoded:
-        needed = slots_needed(max(map(len, contexts)), max_new_tokens, drafter)
+    def run(
+        self,
+        contexts: list[list[int]],
+        drafter: Drafter | None,
+        max_new_tokens: int | list[int],
+        seed: int,
+        row_seeds: Tensor | None = None,
+    ) -> Decoded:
+        """`decode` on buffers that fit. Args: row_seeds: see `decode`."""
+        longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
+        needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
         engine = self.engine
         if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
             bucket = self.config.kv_bucket
@@ -113,8 +123,9 @@ class Decoder:
         stops = set(self.target.stop_token_ids)
         before = self.graphs.seconds
         decoded = decode(
-            engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator, graphs=self.graphs
-        )
+            engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator,
+            graphs=self.graphs, row_seeds=row_seeds,
+        )  # fmt: skip
         # capturing happens once per buffers, in whichever batch comes first: it is no part of decoding
         preparing = self.graphs.seconds - before
         if preparing:

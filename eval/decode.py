@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headstart.data.row_random import draw_at, uniforms
 from headstart.eval.drafters.base import Drafter
 from headstart.eval.engine import Engine, Rows
 from headstart.eval.sampling import Sampling, best, draw, probabilities
 from headstart.eval.tree import Tree, empty
-from headstart.eval.verify import verify
+from headstart.eval.verify import Verdict, verify
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def decode(
     generator: torch.Generator | None = None,
     record_gaps: bool = False,
     graphs: CycleGraphs | None = None,
+    row_seeds: Tensor | None = None,
 ) -> Decoded:
     """Decode a batch to the end.
 
@@ -96,12 +98,13 @@ def decode(
         generator: on the engine's device; used at temperature > 0 and by synthetic acceptance.
         record_gaps: fill Answer.gaps (plain decoding only; never with `graphs`).
         graphs: where captured cycles are kept; None = every cycle runs operation by operation.
+        row_seeds: int64 [B], plain decoding only: every row draws by its own seed, whatever it is batched with.
     """
     book = _Rows(len(contexts), max_new_tokens, stop_ids)
     device = engine.device
     synchronize(device)
     began = time.perf_counter()
-    loop = Loop(engine, drafter, sampling, generator)
+    loop = Loop(engine, drafter, sampling, generator, row_seeds)
     loop.start(contexts, book.limits, book.stops)
     synchronize(device)
     prefilled = time.perf_counter()
@@ -149,11 +152,22 @@ class Loop:
         left_B: int64, tokens that a row may still commit.
         stop_BS: int64, stop tokens of each row, -1 = none.
         seen_BV: bool, tokens of each context, where the repetition penalty asks for it.
+        seeds_B: int64, seeds of rows that draw by themselves, or None.
         logits_BV: the target's, at the last root.
     """
 
-    def __init__(self, engine: Engine, drafter: Drafter | None, sampling: Sampling, generator: torch.Generator | None):
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter | None,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        seeds_B: Tensor | None = None,
+    ):
+        if seeds_B is not None and (drafter is not None or sampling.synthetic is not None):
+            raise ValueError("row seeds: rows draw by themselves in plain decoding only, found a drafter")
         self.engine, self.drafter, self.sampling, self.generator = engine, drafter, sampling, generator
+        self.seeds_B = seeds_B
         self.seen_BV: Tensor | None = None
 
     @property
@@ -163,7 +177,8 @@ class Loop:
     @property
     def state(self) -> list[tuple[object, str]]:
         """Where the tensors live that a cycle reads and changes, KV apart."""
-        names = ["roots_B", "active_B", "left_B", "stop_BS", *(["seen_BV"] if self.seen_BV is not None else [])]
+        extra = [name for name in ("seen_BV", "seeds_B") if getattr(self, name) is not None]
+        names = ["roots_B", "active_B", "left_B", "stop_BS", *extra]
         owners: list[tuple[object, list[str]]] = [(self, names), (self.engine, self.engine.state)]
         if self.drafter is not None:
             owners.append((self.drafter, self.drafter.state))
@@ -183,7 +198,7 @@ class Loop:
         self.logits_BV, context = engine.prefill(contexts)
         if self.sampling.penalises:
             self.seen_BV = _seen(context.tokens_BJ, context.count_B, self.logits_BV.shape[-1])
-        self.roots_B = _first(self.logits_BV, self.sampling, self.generator, self.seen_BV)
+        self.roots_B = self._choose(self.logits_BV)
         widest = max(1, *(len(stop) for stop in stops))
         padded = [[*sorted(stop), *[-1] * (widest - len(stop))] for stop in stops]
         self.stop_BS = torch.tensor(padded, device=device)
@@ -191,6 +206,15 @@ class Loop:
         self.active_B = (self.left_B > 0) & ~self._stops(self.roots_B[:, None])[:, 0]
         if self.drafter is not None:
             self.drafter.start(context, engine.capacity)
+
+    def _choose(self, logits_BV: Tensor, ahead: int = 0) -> Tensor:
+        """The target's own next token of every row, which will stand `ahead` places after the context's end."""
+        if self.sampling.greedy:
+            return best(logits_BV, self.sampling, self.seen_BV)
+        p_BV = probabilities(logits_BV, self.sampling, self.seen_BV)
+        if self.seeds_B is not None:
+            return draw_at(p_BV, uniforms(self.seeds_B, self.engine.length_B + ahead))
+        return draw(p_BV, self.generator)
 
     def _stops(self, tokens_BJ: Tensor) -> Tensor:
         return (tokens_BJ[:, :, None] == self.stop_BS[:, None, :]).any(-1)
@@ -206,7 +230,10 @@ class Loop:
             tree = empty(engine.batch, engine.device)
         step = engine.verify(roots_B, tree)
         self.logits_BV = step.logits_BMV[:, 0]
-        verdict = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV)
+        if self.seeds_B is not None:
+            verdict = Verdict(tree.tokens_BN, torch.zeros_like(roots_B), self._choose(self.logits_BV, ahead=1))
+        else:
+            verdict = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV)
         self.accepted = accepted = engine.commit(roots_B, tree, step, verdict.path_BK, active_B)
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV | _seen(accepted.tokens_BJ, accepted.count_B, self.seen_BV.shape[1])
@@ -377,12 +404,6 @@ class _Rows:
             count = line[COUNT]
             kept = self.take(row, [*line[1:count], line[NEXT]])
             self.answers[row].cycles.append(Cycle(line[DRAFTED], min(count - 1, kept), kept))
-
-
-def _first(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | None, seen_BV: Tensor | None) -> Tensor:
-    if sampling.greedy:
-        return best(logits_BV, sampling, seen_BV)
-    return draw(probabilities(logits_BV, sampling, seen_BV), generator)
 
 
 def _seen(tokens_BJ: Tensor, count_B: Tensor, vocab: int) -> Tensor:

@@ -290,6 +290,9 @@ class FusedModel:
     """
 
     def __init__(self, model: nn.Module, windows: dict[str, int | None]):
+        places = {str(parameter.device) for parameter in model.parameters()}
+        if len(places) > 1:
+            raise Unfusable(f"its layers are on several devices: {', '.join(sorted(places))}")
         self.windows, self._slot = windows, _Slot()
         config = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers

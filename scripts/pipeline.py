@@ -138,12 +138,17 @@ class Run:
             raise ConfigError(f"target.parallel: found fsdp2, but {what}, which one process does: {remedy}")
 
     def _distill(self) -> dict[str, Any]:
+        from headstart.eval.generation import EngineGenerator
+
         self._alone(
             "the prompts are not answered yet",
             "run `headstart distill RECIPE target.parallel=device_map` first (the layers over all GPUs of a machine)",
         )
-        data = self.recipe.data
+        data, generator = self.recipe.data, None
         prompts = read_prompts(data.distill.prompts)
+        # captured cycles need a GPU, and one that holds the whole target
+        if self.target.device.type == "cuda" and self.recipe.target.parallel != "device_map":
+            generator = EngineGenerator(self.target, data.distill)
         with self.talk.progress("distill", "answers") as advance:
             path = distill(
                 self.target,
@@ -153,6 +158,7 @@ class Run:
                 self.recipe.seed,
                 advance,
                 dict(data.template_kwargs),
+                generator,
             )
         with open(path, encoding="utf-8") as lines:
             return {"path": str(path), "prompts": len(prompts), "answers": sum(1 for _ in lines)}

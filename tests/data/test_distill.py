@@ -12,7 +12,9 @@ import headstart.data.distill as module
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.distill import choose, distill
 from headstart.data.prepare import tokenize
+from headstart.data.row_random import draw_at, uniforms
 from headstart.data.sources import Prompt, load_conversations
+from headstart.eval.generation import EngineGenerator
 from headstart.heads.errors import DataError, StorageError, TemplateError
 
 TEXTS = ["Hi", "Hello there", "Be brief now", "One two three", "Bye", "How are you", "thanks", "more"]
@@ -167,17 +169,17 @@ def test_sampling_is_per_prompt_and_per_seed(target, prompts, tmp_path):
 
 def test_choose_follows_the_filtered_distribution():
     logits_BV = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
-    generator = torch.Generator().manual_seed(0)
+    uniform_B = torch.rand(4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def share(**kwargs):
         config = DistillConfig(temperature=1.0, **kwargs)
-        return torch.bincount(torch.tensor(choose(logits_BV, config, [generator] * 4000)), minlength=4) / 4000
+        return torch.bincount(choose(logits_BV, config, uniform_B), minlength=4) / 4000
 
     assert torch.allclose(share(), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03)
     assert torch.allclose(share(top_k=2), torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.03)
     assert torch.allclose(share(top_p=0.9), torch.tensor([0.5, 0.3, 0.15, 0.0]) / 0.95, atol=0.03)
     assert share(top_p=0.1).tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert choose(logits_BV[:1], DistillConfig(), [None]) == [0]
+    assert choose(logits_BV[:1], DistillConfig(), uniform_B[:1]).tolist() == [0]
 
 
 def test_other_settings_or_prompts_are_refused(target, other_target, prompts, tmp_path):
@@ -242,3 +244,40 @@ def test_target_without_template(target, prompts, tmp_path):
     target.tokenizer.chat_template = None
     with pytest.raises(TemplateError, match="target.chat_template="):
         distill(target, prompts, DistillConfig(), tmp_path / "o.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["transformers", "fused"])
+@pytest.mark.parametrize("config", [DistillConfig(max_new_tokens=6, batch_size=3), SAMPLED], ids=["greedy", "sampled"])
+def test_the_engine_gives_the_same_answers(target, prompts, tmp_path, config, kind):
+    """Odd last batches, stops, several samples per prompt: to the byte what the model's own forward gives."""
+    plain = distill(target, prompts, config, tmp_path / "plain.jsonl", seed=3).read_bytes()
+    generator = EngineGenerator(target, config, kind)
+    assert distill(target, prompts, config, tmp_path / "engine.jsonl", 3, generator=generator).read_bytes() == plain
+    assert generator.decoder.engine.batch == 3
+    assert (generator.decoder.engine.fused is not None) == (kind == "fused")
+
+
+def test_random_numbers_belong_to_seed_and_position():
+    """SplitMix64 from its published constants, in Python's integers; uniform, and free of the neighbours' numbers."""
+
+    def published(state):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        return state ^ (state >> 31)
+
+    seeds, positions = torch.tensor([0, 1, 2**62 + 12345]), torch.tensor([0, 7, 4095])
+    expected = [
+        (published(s ^ published(p)) >> 11) / 2**53 for s, p in zip(seeds.tolist(), positions.tolist(), strict=True)
+    ]
+    assert uniforms(seeds, positions).tolist() == expected
+    many = uniforms(torch.arange(200)[:, None].expand(200, 100).flatten(), torch.arange(100).repeat(200))
+    share = torch.histc(many, bins=20, min=0, max=1) / len(many)
+    assert many.min() >= 0 and many.max() < 1 and torch.allclose(share, torch.full((20,), 0.05).double(), atol=0.006)
+    neighbours = torch.corrcoef(torch.stack([many[:-1], many[1:]]))[0, 1]
+    assert abs(float(neighbours)) < 0.03
+
+
+def test_a_draw_never_takes_what_has_no_mass():
+    p_BV = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).repeat(4, 1)
+    assert draw_at(p_BV, torch.tensor([0.0, 0.2499, 0.25, 1 - 2**-53], dtype=torch.float64)).tolist() == [1, 1, 3, 3]

@@ -76,6 +76,13 @@ def test_other_structures_are_refused() -> None:
         fused(model)
 
 
+def test_a_model_over_several_devices_is_refused() -> None:
+    model = tiny("llama")
+    model.model.layers[1].to("meta")
+    with pytest.raises(Unfusable, match="several devices: cpu, meta"):
+        fused(model)
+
+
 def test_visibility_holds_rows_that_kernels_can_index() -> None:
     shared = torch.arange(12).expand(2, 12)
     visibility = Visibility(shared, shared, shared[:, 3], torch.eye(12, dtype=torch.bool).expand(2, 12, 12))

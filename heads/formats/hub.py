@@ -58,7 +58,7 @@ def push_export(
     Raises: ConfigError without a token or with a bad name; FormatError for a directory without our sidecar;
         StorageError when the Hub stays out of reach.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -69,12 +69,17 @@ def push_export(
         raise ConfigError(f"export.push_to_hub: found {name!r}, expected user/name ({error})") from error
     if name.count("/") != 1:
         raise ConfigError(f"export.push_to_hub: found {name!r}, expected user/name")
-    api = api or HfApi()
+    api = api or HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     if not (api.token or get_token()):
         raise ConfigError(
             "export.push_to_hub: no Hugging Face token found. Run `hf auth login`, or set HF_TOKEN to a token "
             "with write "
             f"access, then run the same command again. The export is complete in {directory}."
+        )
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"export.push_to_hub: HF_HUB_OFFLINE is set: unset it and run the same command again. The export is "
+            f"complete in {directory}."
         )
     directory = Path(directory)
     side = _sidecar(directory)

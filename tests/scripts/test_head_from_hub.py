@@ -48,3 +48,24 @@ def test_a_head_is_measured_by_revision(
         assert report["greedy_identity"]["identical"] == 2 and report["prompts"] == 2
         wrong = headstart(*asked, "--head", "me/published@v2")
     assert wrong.code == 2 and "me/published@v2" in wrong.err and "Traceback" not in wrong.err
+
+
+def test_a_run_is_pushed_with_its_report(
+    headstart: Callable, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr("huggingface_hub.utils._auth._get_token_from_environment", lambda: "secret")
+    with local_hub(monkeypatch) as hub:
+        assert headstart("run", recipe, "data.distill.prompts=[]", "train.epochs=1").code == 0
+        asked = ["export", recipe, "data.distill.prompts=[]", "train.epochs=1", "--push-to-hub", "me/head", "--json"]
+        result = headstart(*asked)
+        assert result.code == 0, result.err
+        assert result.json["url"].endswith("/me/head")
+        report = json.loads(hub.files["report.json"])
+        assert report["tau"] == json.loads((tmp_path / "run/report.json").read_text())["tau"]
+        card = hub.files["README.md"].decode()
+        assert f"{report['tau']:.3f}" in card and "vllm serve" in card and "```bibtex" in card
+        assert hub.files["model.safetensors"] == (tmp_path / "run/export/model.safetensors").read_bytes()
+        pushed = len(hub.messages)
+        again = headstart(*asked)
+        assert again.code == 0 and "publish: finished before" in again.err and len(hub.messages) == pushed

@@ -154,13 +154,22 @@ def test_no_token(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         push_export(exported, TO, None, HfApi(token=None))
 
 
+def test_offline_is_said_at_once(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    waits: list[float] = []
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set: unset it.*complete in"):
+        push_export(exported, TO, None, HfApi(token="secret"), waits.append)
+    assert not waits
+
+
 @pytest.mark.parametrize("name", ["head", "me/head/more", "me/he ad", "../x", ""])
 def test_bad_repository_names(exported: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"push_to_hub: found .*user/name"):
         push_export(exported, ExportConfig(push_to_hub=name), None, HfApi(token="secret"))
 
 
-def test_only_exports_are_pushed(tmp_path: Path) -> None:
+def test_only_exports_are_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(FormatError, match="headstart export"):
         push_export(tmp_path, TO, None, HfApi(token="secret"))
 

@@ -197,10 +197,13 @@ def _provenance(side: dict[str, Any]) -> str:
     blocks = []
     parity = rest.get("serving_parity") or {}
     if parity and not parity.get("passed", True):
+        middle = ""
+        if "median_tolerance" in parity:
+            middle = f"; {parity['median']:.3g} in the median token, rounding explains {parity['median_tolerance']:g}"
         blocks.append(
             f"**Exported by force**: the decode loop's features differ from training's (relative {parity['worst']:.3g} "
-            f"at {parity['where']}, rounding explains {parity['tolerance']:g}); serving may accept less than training "
-            "promised."
+            f"at {parity['where']}, rounding explains {parity['tolerance']:g}{middle}); serving may accept less than "
+            "training promised."
         )
     if side.get("recipe"):
         recipe = json.dumps(side["recipe"], indent=1, ensure_ascii=False)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headstart import serving_check
 from headstart.found_heads import continued_head
-from headstart.heads.base import Head, build_head
+from headstart.heads.base import FeatureSpec, Head, build_head
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.formats import check_directory, load_head, save_head
+from headstart.heads.formats.card import render_card
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.target import Target, TargetConfig
 
@@ -81,6 +84,30 @@ def test_a_head_with_other_embeddings_than_the_targets_is_refused(
     for command in (("eval", "--data", data), ("export", "--out", tmp_path / "ours")):
         result = headstart(*command, "--head", theirs, "--target", tiny_target, "target.device=cpu")
         assert result.code == 1 and "embed_tokens.weight differs from the target's embedding" in result.err
+
+
+def test_an_export_whose_features_differ_is_refused_or_recorded(
+    headstart: Callable, tiny_target: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a serving loop that reads other layers would do to the features, as training's side sees it."""
+    original = serving_check._serving_features
+    other = FeatureSpec((2, 4, 6))
+
+    def shifted(target: Target, spec: FeatureSpec, *rest: Any) -> dict[str, torch.Tensor]:
+        return dict(zip(serving_check._names(spec), original(target, other, *rest).values(), strict=True))
+
+    monkeypatch.setattr(serving_check, "_serving_features", shifted)
+    save_head(eagle3(target), tmp_path / "head", {})
+    asked = ("export", "--head", tmp_path / "head", "--target", tiny_target, "target.device=cpu", "--out")
+    refused = headstart(*asked, tmp_path / "out")
+    assert refused.code == 1 and "hidden_states[5], rounding explains" in refused.err and "force=true" in refused.err
+    assert not (tmp_path / "out").exists()
+    assert headstart(*asked, tmp_path / "out", "--force").code == 0
+    side = json.loads((tmp_path / "out/headstart.json").read_text())
+    found = side["provenance"]["serving_parity"]
+    assert not found["passed"] and found["where"].endswith("hidden_states[5]")
+    card = render_card("me/head", side, None, ["vllm"])
+    assert "**Exported by force**" in card and "hidden_states[5]" in card and "in the median token" in card
 
 
 def test_training_goes_on_from_a_published_head(

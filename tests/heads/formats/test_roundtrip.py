@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from format_layouts import DIMS, LLAMA3, U, our_head, same_state
+from transformers import AutoConfig
 
 from headstart.heads.base import HeadConfig, HeadDims, build_head
 from headstart.heads.eagle import EagleConfig
@@ -19,6 +20,9 @@ from headstart.heads.formats.portable import portable_config, portable_tensors
 from headstart.heads.formats.raw import read_header
 from headstart.heads.formats.sidecar import seal
 from headstart.heads.medusa import MedusaConfig
+from headstart.recipes.load import load_recipe
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 CONFIGS = {
     "medusa": MedusaConfig(depth=3, num_layers=2),
@@ -126,11 +130,16 @@ def bytes_of(head_config: HeadConfig, dims: HeadDims) -> int:
     return total + dims.vocab_size  # t2d
 
 
-def test_export_sizes() -> None:
-    llama = HeadDims(4096, 128256, 32, 32, 8, 128, 14336)
-    smollm = HeadDims(576, 49152, 30, 9, 3, 64, 1536)
-    assert bytes_of(Eagle3Config(), llama) <= 860e6
-    assert bytes_of(Eagle3Config(draft_vocab_size=16000), smollm) <= 60e6
+@pytest.mark.parametrize(
+    ("recipe", "target", "limit"),
+    [("llama-3.1-8b-eagle3", "Llama-3.1-8B-Instruct", 860e6), ("smollm2-eagle3", "smollm2-135m-instruct", 60e6)],
+)
+def test_export_sizes(recipe: str, target: str, limit: float) -> None:
+    """Shipped recipes on the targets' published configs, bfloat16: nothing shared with the target is in the file."""
+    config = json.loads((FIXTURES / f"configs/{target}.json").read_text())
+    dims = HeadDims.from_hf_config(AutoConfig.for_model(**config))
+    size = bytes_of(load_recipe(recipe).head, dims)
+    assert 0.4 * limit < size <= limit
 
 
 def test_the_file_of_an_export_has_the_size_that_was_promised(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class Tiles:
 CANDIDATES = (
     Tiles(64, 128, 4, 4), Tiles(32, 256, 4, 4), Tiles(64, 256, 4, 3), Tiles(128, 64, 4, 5), Tiles(32, 128, 4, 6),
     Tiles(64, 64, 4, 6),
+    # fewer in flight, so that two programs share a multiprocessor and the last wave is no half-empty one
+    Tiles(64, 128, 4, 3), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 4), Tiles(32, 128, 4, 4),
 )  # fmt: skip
 #: and for a single row
 VECTOR_CANDIDATES = (

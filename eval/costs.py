@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: new tokens behind the time of whole cycles
 CYCLE_TOKENS = 48
+#: sizes at which the target's forward is timed, at most, for chains and for trees
+FORWARDS = 7
 
 
 def node_count(tree: TreeConfig) -> int:
@@ -152,8 +154,22 @@ def measurements(trees: list[TreeConfig]) -> int:
 
 
 def forwards(trees: Iterable[TreeConfig]) -> list[tuple[str, int]]:
-    """("chain" or "tree", tokens) of every forward that verifies one of the trees."""
-    return sorted({("chain" if tree.kind == "chain" else "tree", node_count(tree) + 1) for tree in trees})
+    """("chain" or "tree", tokens) of the forwards that are timed: of either shape the extremes and some between."""
+    sizes: dict[str, set[int]] = {}
+    for tree in trees:
+        sizes.setdefault("chain" if tree.kind == "chain" else "tree", set()).add(node_count(tree) + 1)
+    return [(shape, tokens) for shape in sorted(sizes) for tokens in _spread(sorted(sizes[shape]), FORWARDS)]
+
+
+def _spread(values: list[int], most: int) -> list[int]:
+    """At most `most` of ascending values, evenly by place, the first and the last among them.
+
+    >>> _spread([1, 2, 3, 4, 5, 6, 7], 4)
+    [1, 3, 5, 7]
+    """
+    if len(values) <= most:
+        return values
+    return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
 
 
 def _parts(costs: Costs, tree: TreeConfig) -> float:

@@ -248,7 +248,8 @@ def latency_cells(latency: dict[str, dict[str, float | None] | None] | None) -> 
 
 
 SWEEP_COLUMNS = (
-    "rows", "prompts", "plain tok/s", "spec. tok/s", "speed-up", "τ", "plain per token", "spec. per token", "active",
+    "rows", "prompts", "plain tok/s", "spec. tok/s", "speed-up", "per row", "τ", "plain per token", "spec. per token",
+    "active",
 )  # fmt: skip
 
 
@@ -260,7 +261,8 @@ def _sweep_cells(name: str, point: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(point[name]), str(point["rows"]), str(point["prompts"]), number(point["baseline_tokens_per_s"], 1),
         number(point.get("speculative_tokens_per_s"), 1), number(point.get("speedup"), 2, "×"),
-        number(point.get("tau")), cells[1], cells[3], " / ".join(number(value, 1) for value in active),
+        number(point.get("row_speedup"), 2, "×"), number(point.get("tau")), cells[1], cells[3],
+        " / ".join(number(value, 1) for value in active),
     )  # fmt: skip
 
 
@@ -270,7 +272,11 @@ def remarks(report: Report) -> list[str]:
     for sweep in (report.sweeps or {}).values():
         lines += [sweep[key] for key in ("says", "note") if sweep.get(key)]
     if report.sweeps:
-        lines.append("per token in ms, median / 95th percentile; active: rows that a cycle decoded, plain / spec.")
+        lines.append(
+            "speed-up is by the clock, so batches thin out as their rows end (active: rows that a cycle decoded, plain "
+            "/ spec.); per row: by the time rows decode, as where ended rows are replaced; per token in ms, median / "
+            "95th percentile"
+        )
     if report.generate is not None:
         found = report.generate
         rate = number(found["tokens_per_s"], 1)

@@ -18,7 +18,7 @@ from headstart.eval.api_client import Client, Served, served_model
 from headstart.eval.benchmark import Progress
 from headstart.eval.config import EvalConfig
 from headstart.eval.decode import Cycle
-from headstart.eval.metrics import acceptance, bootstrap_tau
+from headstart.eval.metrics import Timed, acceptance, bootstrap_tau
 from headstart.eval.probes import ENGINES, Reading, Sglang, Vllm
 from headstart.eval.prompts import EvalPrompt, describe_data, load_prompts
 from headstart.eval.report import Report, Section
@@ -80,6 +80,8 @@ class _Tally:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     committed: int = 0
+    #: seconds to the first token of every request, and each request's mean per later token
+    timed: Timed = field(default_factory=Timed)
 
 
 class _Measurement:
@@ -156,6 +158,10 @@ class _Measurement:
         tally.cycles.setdefault(unit, []).extend(cycles)
         tally.prompts |= {id(prompt) for prompt in batch}
         tally.committed += sum(answer.committed for answer in answers)
+        for answer in answers:
+            tally.timed.first_s.append(answer.first - answer.sent)
+            if answer.committed:
+                tally.timed.token_s.append((answer.last - answer.first) / answer.committed)
         began = min(answer.first for answer in answers)
         tally.prefill_s += began - min(answer.sent for answer in answers)
         tally.decode_s += max(answer.last for answer in answers) - began
@@ -187,6 +193,7 @@ def _section(tallies: list[_Tally], config: EvalConfig) -> Section:
         tokens_per_s=committed / decode_s if committed and decode_s else None,
         baseline_tokens_per_s=None,
         speedup=None,
+        latency={"baseline": None, "speculative": Timed.sum(tally.timed for tally in tallies).latency()},
     )
 
 
@@ -205,6 +212,7 @@ def _report(
     notes = [
         f"measured on a running server, {url}: tokens/s are the client's, without prefill; no speed-up without a "
         "second server that does not speculate",
+        "latency per token is each request's mean",
         *probe.notes(),
     ]
     if config.batch_size > 1:
@@ -244,5 +252,6 @@ def _report(
         versions={**versions(), engine: probe.version},
         git_revision=git_revision(),
         notes=notes,
+        latency=total.latency,
         engine={"name": engine, "version": probe.version, "url": url, "model": model},
     )

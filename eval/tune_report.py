@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from rich.table import Table
 from headstart.eval.config import TreeConfig
 from headstart.eval.report import number
 from headstart.eval.tune import AGREEMENT, Choice, Tuning, tree_name
-from headstart.heads.files import write_json, write_text
+from headstart.heads.files import atomic_write, write_json, write_text
+from headstart.heads.formats.plots import new_figure, save_figure
+
+PLOT = "tune.png"
 
 COLUMNS = (
     "batch", "plain ms", "best tree", "τ", "cycle ms", "predicted", "measured", "measured τ", "do", "best chain",
@@ -106,7 +110,30 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def write_tuning(tuning: Tuning, directory: Path, more: dict[str, Any] | None = None) -> Path:
-    """Write tune.json and tune.md; returns the path of tune.json."""
+    """Write tune.json, tune.md and its plot; returns the path of tune.json."""
     write_json(directory / "tune.json", {**tuning.to_json(), **(more or {})})
-    write_text(directory / "tune.md", tuning_markdown(tuning))
+    atomic_write(directory / PLOT, partial(_plot, tuning))
+    write_text(directory / "tune.md", f"{tuning_markdown(tuning)}\n![speed-up by batch]({PLOT})\n")
     return directory / "tune.json"
+
+
+def _plot(tuning: Tuning, place: Path) -> None:
+    """Predicted and measured speed-up of every batch size's best tree, and of its best chain."""
+    figure, axes = new_figure(6, 3.6)
+    batches = [choice.costs.batch for choice in tuning.choices]
+    for label, values in (
+        ("predicted", [choice.best.speedup for choice in tuning.choices]),
+        ("measured", [choice.measured_speedup for choice in tuning.choices]),
+        ("best chain, predicted", [c.best_chain.speedup if c.best_chain else None for c in tuning.choices]),
+    ):
+        if None not in values:
+            axes.plot(batches, values, marker="o", linestyle="-" if label == "measured" else "--", label=label)
+    for choice in tuning.choices:
+        axes.annotate(tree_name(choice.best.tree), (choice.costs.batch, choice.measured_speedup), fontsize=6)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set(xlabel="batch", ylabel="speed-up", title="Speed-up of the tuned tree (plain decoding = 1)")
+    axes.legend(fontsize="small")
+    save_figure(figure, place)

@@ -28,12 +28,13 @@ def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
     ):
         if figure is None:
             continue
-        atomic_write(directory / name, partial(_save, figure))
+        atomic_write(directory / name, partial(save_figure, figure))
         written.append(name)
     return written
 
 
-def _save(figure: Any, place: Path) -> None:
+def save_figure(figure: Any, place: Path) -> None:
+    """Write a figure as PNG."""
     # no version inside: the same report gives the same file
     figure.savefig(place, format="png", metadata={"Software": None})
 
@@ -43,7 +44,8 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [("all", report), *sorted(tasks)] if len(tasks) > 1 else [("all", report)]
 
 
-def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+def new_figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+    """A figure (inches) and its axes, or the list of them."""
     from matplotlib.figure import Figure  # the object interface keeps no global state and needs no display
 
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
@@ -60,7 +62,7 @@ def _acceptance(report: dict[str, Any]) -> Any | None:
     sections = [(name, rates) for name, rates in sections if rates]
     if not sections:
         return None
-    figure, axes = _figure(6, 3.6)
+    figure, axes = new_figure(6, 3.6)
     for name, rates in sections:
         strong = name == "all"
         style: dict[str, Any] = {"linewidth": 2.4, "color": "black", "zorder": 3} if strong else {"alpha": 0.8}
@@ -76,7 +78,7 @@ def _acceptance(report: dict[str, Any]) -> Any | None:
 def _tasks(report: dict[str, Any]) -> Any | None:
     sections = _sections(report)
     names = [name for name, _ in sections]
-    figure, axes = _figure(max(4.0, 0.8 * len(names) + 2), 3.6)
+    figure, axes = new_figure(max(4.0, 0.8 * len(names) + 2), 3.6)
     places = range(len(names))
     speedups = [row.get("speedup") for _, row in sections]
     measured = any(value is not None for value in speedups)
@@ -100,7 +102,7 @@ def _sweep(report: dict[str, Any], name: str) -> Any | None:
     if len(points) < 2:
         return None
     values = [point[name] for point in points]
-    figure, (above, below) = _figure(6, 5.2, rows=2)
+    figure, (above, below) = new_figure(6, 5.2, rows=2)
     above.plot(values, [point["speedup"] for point in points], marker="o", color="black")
     above.axhline(1, color="black", linewidth=0.8, linestyle="--")
     above.set(ylabel="speed-up", title=f"Speed-up by {name} (plain decoding = 1)")

@@ -84,6 +84,8 @@ def test_several_requests_at_once_and_merged_messages(data: Path) -> None:
         report = evaluate_server("vllm", url, settings(data, batch_size=2))
     assert report.tau == EXPECTED.tau and report.per_position_acceptance == EXPECTED.per_position
     assert report.batch_size == 2 and report.prompts == 4
+    found = report.latency["speculative"]
+    assert 0 < found["first_token_p50_ms"] <= found["first_token_p95_ms"] and found["token_p50_ms"] >= 0
 
 
 def test_conversations_go_on_with_the_servers_answers(data: Path) -> None:

@@ -82,6 +82,8 @@ def test_what_is_measured() -> None:
         ("chain", 1), ("chain", 2), ("chain", 3), ("dynamic", 2), ("dynamic", 4), ("dynamic", 5),
     ]  # fmt: skip
     assert measurements(trees) == 1 + 6 + 5 + 4
+    long = [TreeConfig("chain", depth) for depth in range(1, 14)]
+    assert forwards(long) == [("chain", n) for n in (2, 4, 6, 8, 10, 12, 14)]
 
 
 def test_candidates_are_all_different() -> None:

@@ -49,6 +49,8 @@ def test_tune_keeps_its_choice_and_eval_uses_it(
     assert json.loads((tmp_path / "out" / "tune.json").read_text())["choices"] == result.json["choices"]
     assert f"{choice['predicted_speedup']:.2f}×" in (tmp_path / "out" / "tune.md").read_text()
 
+    assert (tmp_path / "out" / "tune.png").read_bytes().startswith(b"\x89PNG")
+
     # the sidecar is sealed again, and the head is still read
     load_head(head)
     (entry,) = notes(head)["tuned"].values()

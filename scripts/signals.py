@@ -11,10 +11,13 @@ from headstart.heads.errors import Terminated
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def terminable(after: signal.Handlers | None = None) -> Iterator[None]:
     """While open, SIGTERM raises Terminated (the training loop has its own way to end: it finishes its step first).
 
     Handlers can be set in the main thread only; elsewhere this does nothing.
+
+    Args:
+        after: what SIGTERM does from then on; None: what it did before.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -28,4 +31,4 @@ def terminable() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before if after is None else after)

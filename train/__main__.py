@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recipe = load_recipe(options.recipe, options.overrides)
         accelerator = make_accelerator(resolve_device(recipe.target.device))
         rank = "" if accelerator.is_main_process else f"rank {accelerator.process_index}: "
-        with terminable(), watch:
+        # a rank that has said how it ends must not be killed by a late signal: its exit code is the job's
+        with terminable(signal.SIG_IGN if accelerator.num_processes > 1 else None), watch:
             train_ranks(Run(recipe, Talk(silent=bool(rank)), device=str(accelerator.device)), accelerator)
         accelerator.end_training()
     except HeadstartError as error:

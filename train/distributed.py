@@ -22,18 +22,23 @@ REMEDY = (
 )
 
 
+#: where launchers say how many processes they started
+PROMISES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
 def check_launch(size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError when the environment promises more ranks than the process group has.
+    """Raise ConfigError when the environment (torchrun, mpirun, srun) promises more ranks than the process group has.
 
     `accelerate launch --cpu --num_processes 2` (and `--num_machines 2`) of accelerate 1.x starts processes that each
     believe to be rank 0 of 1. It sets MASTER_ADDR/MASTER_PORT (only for more than one process) but no WORLD_SIZE.
     """
-    promised = int(environment.get("WORLD_SIZE", "1") or 1)
-    if promised > size:
-        raise ConfigError(
-            f"launch: WORLD_SIZE promises {promised} ranks and the process group has {size}; every process would train "
-            f"on its own. {REMEDY}"
-        )
+    for name in PROMISES:
+        promised = int(environment.get(name, "1") or 1)
+        if promised > size:
+            raise ConfigError(
+                f"launch: {name} promises {promised} ranks and the process group has {size}; every process would train "
+                f"on its own. {REMEDY} Slurm: scripts/launch/slurm.sh. If one process is meant, unset {name}."
+            )
     by_accelerate = "ACCELERATE_USE_CPU" in environment and "WORLD_SIZE" not in environment
     if by_accelerate and size == 1 and "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
         raise ConfigError(

@@ -4,13 +4,20 @@ import signal
 import pytest
 import torch
 
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, Terminated
+from headstart.signals import terminable
 from headstart.train.distributed import Agreement, StopSignal, check_launch, from_main, gather_objects, on_main
 
 
-def test_more_ranks_promised_than_there_are():
-    with pytest.raises(ConfigError, match="WORLD_SIZE promises 2 ranks and the process group has 1.*torchrun"):
-        check_launch(1, {"WORLD_SIZE": "2"})
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_more_ranks_promised_than_there_are(name):
+    with pytest.raises(ConfigError, match=f"launch: {name} promises 2 ranks and the process group has 1.*torchrun"):
+        check_launch(1, {name: "2"})
+    check_launch(1, {name: "1"})
+    check_launch(16, {name: "2", "WORLD_SIZE": "16"})  # srun starts one launcher per node
+
+
+def test_one_rank_alone():
     check_launch(2, {"WORLD_SIZE": "2"})
     check_launch(1, {})
 
@@ -47,3 +54,19 @@ def test_second_interrupt_interrupts_and_handlers_come_back():
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_after_the_end_can_be_left_ignored():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with terminable():
+            pass
+        assert signal.getsignal(signal.SIGTERM) is before
+        with terminable(signal.SIG_IGN):
+            with pytest.raises(Terminated):
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+        os.kill(os.getpid(), signal.SIGTERM)  # would end this process
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -86,14 +86,14 @@ def test_two_nodes_over_ssh_train_what_one_process_trains_and_sigterm_is_requeue
     shell.write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n')
     shell.chmod(0o755)
     settings = {"HOSTS": "one two", "RANKS": "1", "SSH": str(shell), "TMPDIR": str(tmp_path)}
-    long = ["train.steps=40", "train.save_every=0"]
+    long = ["train.steps=120", "train.save_every=0"]
     job = scripted(place, "ssh.sh", "nodes", *long, **settings)
     wait_for_steps(job, place / "nodes", 2)
     job.send_signal(signal.SIGTERM)
     _, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
     stopped = int((place / "nodes" / "checkpoints" / "latest").read_text().removeprefix("step-"))
-    assert 0 < stopped < 40
+    assert 0 < stopped < 120
     job = scripted(place, "ssh.sh", "nodes", *long, **settings)
     _, err = job.communicate(timeout=200)
     assert job.returncode == 0, err

@@ -3,54 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
+from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.decode import Answer, Cycle, CycleGraphs, Decoded, decode, slots_needed
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
 from headstart.eval.generate import GenerateBaseline
-from headstart.eval.metrics import Timed, acceptance, bootstrap_tau, expected_tau
-from headstart.eval.prompts import EvalPrompt, describe_data, load_prompts, render
-from headstart.eval.report import Report, Section
+from headstart.eval.metrics import acceptance
+from headstart.eval.prompts import EvalPrompt, load_prompts, render
+from headstart.eval.report import Report
 from headstart.eval.sampling import Sampling
 from headstart.eval.sweep import check_contexts, sweep, sweep_points
+from headstart.eval.tally import Found, Tally, report_of
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.medusa import MedusaHead
-from headstart.heads.provenance import device_name, git_revision, versions
 from headstart.heads.target import Target
 
 #: called with (prompts done, prompts in all, what is being decoded)
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass
-class _Found:
-    """Everything that was measured: by task, over batches and contexts, and with HF `generate`."""
-
-    tallies: dict[str, _Tally]
-    sweeps: dict[str, Any] = field(default_factory=dict)
-    generate: GenerateBaseline | None = None
-
-
-@dataclass
-class _Tally:
-    """What a task has gathered; cycles are kept per prompt for the bootstrap."""
-
-    cycles: dict[int, list[Cycle]] = field(default_factory=dict)
-    plain: Timed = field(default_factory=Timed)
-    speculative: Timed = field(default_factory=Timed)
-    sequences: int = 0
-    identical: int = 0
-    divergences: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Decoder:
@@ -173,7 +151,7 @@ def evaluate(
     finally:
         if head is not None:
             head.train(training)
-    return _report(target, head, drafter, config, dtype, len(prompts), found, recipe, head_info)
+    return report_of(target, head, drafter, config, dtype, len(prompts), found, recipe, head_info)
 
 
 def attach(head: Head, target: Target) -> None:
@@ -191,19 +169,19 @@ def attach(head: Head, target: Target) -> None:
 
 def _measure(
     target: Target, drafter: Drafter | None, config: EvalConfig, prompts: list[EvalPrompt], progress: Progress | None
-) -> _Found:
+) -> Found:
     decoder = Decoder(target, config)
-    tallies = {prompt.task: _Tally() for prompt in prompts}
+    tallies = {prompt.task: Tally() for prompt in prompts}
     generate = GenerateBaseline(target, decoder.sampling, config.max_new_tokens) if config.generate_baseline else None
     plain = config.baseline or drafter is None
     decoded_turns, total = 0, sum(max(len(prompt.turns), 1) for prompt in prompts) + sweep_points(config)
-    first_contexts: list[list[int]] = []
+    starts: list[list[int]] = []
     conversations = {id(prompt): list(prompt.messages) for prompt in prompts}
     warm = config.warmup_tokens < 1
     for number, (task, turn, batch) in enumerate(_batches(prompts, config.batch_size)):
         given = dict(config.template_kwargs)
         contexts = [_context(prompt, turn, conversations[id(prompt)], target, given) for prompt in batch]
-        first_contexts += contexts if turn == 0 else []
+        starts += contexts if turn == 0 else []
         if not warm:
             for way in [None] * plain + [drafter] * (drafter is not None):
                 decoder.run(contexts, way, config.warmup_tokens, config.seed)
@@ -229,10 +207,10 @@ def _measure(
         decoded_turns += len(batch)
     steps = count(decoded_turns)
     say = None if progress is None else lambda what: progress(next(steps), total, what)
-    sweeps = sweep(decoder, drafter, config, first_contexts, say)
+    sweeps = sweep(decoder, drafter, config, starts, say)
     if progress is not None:
         progress(total, total, "done")
-    return _Found(tallies, sweeps, generate)
+    return Found(tallies, sweeps, generate, decoder.unfused, decoder.graphs.seconds)
 
 
 def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, list[EvalPrompt]]]:
@@ -260,7 +238,7 @@ def _context(
     return render(conversation, target.tokenizer, template_kwargs)
 
 
-def _book(tally: _Tally, batch: list[EvalPrompt], turn: int, base: Decoded | None, spec: Decoded | None) -> None:
+def _book(tally: Tally, batch: list[EvalPrompt], turn: int, base: Decoded | None, spec: Decoded | None) -> None:
     if base is not None:
         tally.plain.add(base)
     if spec is not None:
@@ -272,7 +250,7 @@ def _book(tally: _Tally, batch: list[EvalPrompt], turn: int, base: Decoded | Non
 
 
 def _compare(
-    tally: _Tally,
+    tally: Tally,
     decoder: Decoder,
     batch: list[EvalPrompt],
     turn: int,
@@ -297,115 +275,6 @@ def first_difference(plain: Answer, speculative: Answer) -> int | None:
         return None
     pairs = zip(plain.tokens, speculative.tokens, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(plain.tokens), len(speculative.tokens)))
-
-
-def _section(tallies: list[_Tally], config: EvalConfig, identity: bool) -> Section:
-    per_prompt = [cycles for tally in tallies for cycles in tally.cycles.values()]
-    found = acceptance(cycle for cycles in per_prompt for cycle in cycles)
-    plain = Timed.sum(tally.plain for tally in tallies)
-    speculative = Timed.sum(tally.speculative for tally in tallies)
-    rates = plain.tokens_per_s, speculative.tokens_per_s
-    interval = bootstrap_tau(per_prompt, config.bootstrap, config.seed)
-    return Section(
-        prompts=len(per_prompt),
-        forwards=found.forwards,
-        tokens=found.tokens,
-        tau=found.tau,
-        tau_ci95=None if interval is None else list(interval),
-        per_position_acceptance=found.per_position,
-        per_position_conditional=found.per_position_conditional,
-        tokens_per_s=rates[1],
-        baseline_tokens_per_s=rates[0],
-        speedup=rates[1] / rates[0] if rates[0] and rates[1] else None,
-        identity={"sequences": sum(t.sequences for t in tallies), "identical": sum(t.identical for t in tallies)}
-        if identity
-        else None,
-        latency={"baseline": plain.latency(), "speculative": speculative.latency()},
-    )
-
-
-def _report(
-    target: Target,
-    head: Head | None,
-    drafter: Drafter | None,
-    config: EvalConfig,
-    dtype: str,
-    prompts: int,
-    measured: _Found,
-    recipe: dict[str, Any] | None,
-    head_info: dict[str, Any] | None,
-) -> Report:
-    sampling, tallies = Sampling.from_config(config), measured.tallies
-    identity = sampling.greedy and not sampling.lossy and config.baseline and drafter is not None
-    total = _section(list(tallies.values()), config, identity)
-    divergences = [case for tally in tallies.values() for case in tally.divergences]
-    timing: dict[str, float | None] = {
-        "prefill_s": sum(t.speculative.prefill_s for t in tallies.values()) if drafter is not None else None,
-        "decode_s": sum(t.speculative.decode_s for t in tallies.values()) if drafter is not None else None,
-        "baseline_prefill_s": sum(t.plain.prefill_s for t in tallies.values()) or None,
-        "baseline_decode_s": sum(t.plain.decode_s for t in tallies.values()) or None,
-    }
-    notes = []
-    if sampling.synthetic is not None:
-        rates = ", ".join(f"{rate:g}" for rate in sampling.synthetic)
-        notes.append(
-            f"SYNTHETIC acceptance ({rates} by level, τ {expected_tau(sampling.synthetic):.3f} if every row drafts all "
-            "levels): the text is not the target's, τ is what was asked for and not the head's; times are real"
-        )
-    elif sampling.lossy:
-        notes.append("typical acceptance is LOSSY: the output distribution is not the target's")
-    if target.device.type == "cpu":
-        notes.append("on a CPU more tokens per forward cost more time: τ carries over to a GPU, the speed-up does not")
-    return Report(
-        target=target.fingerprint(),
-        head=_describe(head, head_info),
-        drafter=drafter.name if drafter is not None else "plain",
-        data=describe_data(config.data),
-        dtype=dtype,
-        device=device_name(target.device),
-        temperature=float(config.temperature),
-        lossless=not sampling.lossy,
-        synthetic=None if sampling.synthetic is None else list(sampling.synthetic),
-        tree={**_plain_dict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
-        batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        prompts=prompts,
-        forwards=total.forwards,
-        tokens=total.tokens,
-        tau=total.tau,
-        tau_ci95=total.tau_ci95,
-        per_position_acceptance=total.per_position_acceptance,
-        per_position_conditional=total.per_position_conditional,
-        baseline_tokens_per_s=total.baseline_tokens_per_s,
-        tokens_per_s=total.tokens_per_s,
-        speedup=total.speedup,
-        tasks={task: _section([tally], config, identity) for task, tally in tallies.items()},
-        greedy_identity={"dtype": dtype, **total.identity, "divergences": divergences} if total.identity else None,
-        timing=timing,
-        sampling={**_jsonable(asdict(sampling)), "acceptance": config.acceptance, "seed": config.seed},
-        recipe=recipe or {},
-        versions=versions(),
-        git_revision=git_revision(),
-        notes=notes,
-        latency=total.latency,
-        sweeps=measured.sweeps or None,
-        generate=None if measured.generate is None else measured.generate.report(),
-    )
-
-
-def _describe(head: Head | None, head_info: dict[str, Any] | None) -> dict[str, Any] | None:
-    if head is None:
-        return head_info
-    parameters = sum(parameter.numel() for parameter in head.parameters())
-    return {"type": head.family, "config": _plain_dict(head.config), "parameters": parameters, **(head_info or {})}
-
-
-def _plain_dict(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
-
-
-def _jsonable(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def tau_probe(

@@ -1,0 +1,157 @@
+"""What an evaluation gathers, task by task, and the report that is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from headstart.eval.config import EvalConfig, tree_label
+from headstart.eval.decode import Cycle
+from headstart.eval.drafters import Drafter
+from headstart.eval.generate import GenerateBaseline
+from headstart.eval.metrics import Timed, acceptance, bootstrap_tau, expected_tau
+from headstart.eval.prompts import describe_data
+from headstart.eval.report import Report, Section
+from headstart.eval.sampling import Sampling
+from headstart.heads.base import Head
+from headstart.heads.provenance import device_name, git_revision, versions
+from headstart.heads.target import Target
+
+
+@dataclass
+class Found:
+    """Everything that was measured: by task, over batches and contexts, and with HF `generate`."""
+
+    tallies: dict[str, Tally]
+    sweeps: dict[str, Any] = field(default_factory=dict)
+    generate: GenerateBaseline | None = None
+    #: why transformers' own forward ran where the fused one would have been faster
+    unfused: str | None = None
+    #: seconds that capturing cycles took, which are part of no other time
+    capture_s: float = 0.0
+
+
+@dataclass
+class Tally:
+    """What a task has gathered; cycles are kept per prompt for the bootstrap."""
+
+    cycles: dict[int, list[Cycle]] = field(default_factory=dict)
+    plain: Timed = field(default_factory=Timed)
+    speculative: Timed = field(default_factory=Timed)
+    sequences: int = 0
+    identical: int = 0
+    divergences: list[dict[str, Any]] = field(default_factory=list)
+
+
+def section_of(tallies: list[Tally], config: EvalConfig, identity: bool) -> Section:
+    """The numbers of some tasks together."""
+    per_prompt = [cycles for tally in tallies for cycles in tally.cycles.values()]
+    found = acceptance(cycle for cycles in per_prompt for cycle in cycles)
+    plain = Timed.sum(tally.plain for tally in tallies)
+    speculative = Timed.sum(tally.speculative for tally in tallies)
+    rates = plain.tokens_per_s, speculative.tokens_per_s
+    interval = bootstrap_tau(per_prompt, config.bootstrap, config.seed)
+    return Section(
+        prompts=len(per_prompt),
+        forwards=found.forwards,
+        tokens=found.tokens,
+        tau=found.tau,
+        tau_ci95=None if interval is None else list(interval),
+        per_position_acceptance=found.per_position,
+        per_position_conditional=found.per_position_conditional,
+        tokens_per_s=rates[1],
+        baseline_tokens_per_s=rates[0],
+        speedup=rates[1] / rates[0] if rates[0] and rates[1] else None,
+        identity={"sequences": sum(t.sequences for t in tallies), "identical": sum(t.identical for t in tallies)}
+        if identity
+        else None,
+        latency={"baseline": plain.latency(), "speculative": speculative.latency()},
+    )
+
+
+def report_of(
+    target: Target,
+    head: Head | None,
+    drafter: Drafter | None,
+    config: EvalConfig,
+    dtype: str,
+    prompts: int,
+    measured: Found,
+    recipe: dict[str, Any] | None,
+    head_info: dict[str, Any] | None,
+) -> Report:
+    """The report of everything that was measured. Args: prompts: how many; measured: what came of them."""
+    sampling, tallies = Sampling.from_config(config), measured.tallies
+    identity = sampling.greedy and not sampling.lossy and config.baseline and drafter is not None
+    total = section_of(list(tallies.values()), config, identity)
+    divergences = [case for tally in tallies.values() for case in tally.divergences]
+    timing: dict[str, float | None] = {
+        "prefill_s": sum(t.speculative.prefill_s for t in tallies.values()) if drafter is not None else None,
+        "decode_s": sum(t.speculative.decode_s for t in tallies.values()) if drafter is not None else None,
+        "baseline_prefill_s": sum(t.plain.prefill_s for t in tallies.values()) or None,
+        "baseline_decode_s": sum(t.plain.decode_s for t in tallies.values()) or None,
+        "capture_s": measured.capture_s or None,
+    }
+    notes = []
+    if sampling.synthetic is not None:
+        rates = ", ".join(f"{rate:g}" for rate in sampling.synthetic)
+        notes.append(
+            f"SYNTHETIC acceptance ({rates} by level, τ {expected_tau(sampling.synthetic):.3f} if every row drafts all "
+            "levels): the text is not the target's, τ is what was asked for and not the head's; times are real"
+        )
+    elif sampling.lossy:
+        notes.append("typical acceptance is LOSSY: the output distribution is not the target's")
+    if measured.unfused is not None:
+        notes.append(f"the target ran by transformers' own forward, slower than the fused one: {measured.unfused}")
+    if target.device.type == "cpu":
+        notes.append("on a CPU more tokens per forward cost more time: τ carries over to a GPU, the speed-up does not")
+    return Report(
+        target=target.fingerprint(),
+        head=_describe(head, head_info),
+        drafter=drafter.name if drafter is not None else "plain",
+        data=describe_data(config.data),
+        dtype=dtype,
+        device=device_name(target.device),
+        temperature=float(config.temperature),
+        lossless=not sampling.lossy,
+        synthetic=None if sampling.synthetic is None else list(sampling.synthetic),
+        tree={**_plain_dict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
+        batch_size=config.batch_size,
+        max_new_tokens=config.max_new_tokens,
+        prompts=prompts,
+        forwards=total.forwards,
+        tokens=total.tokens,
+        tau=total.tau,
+        tau_ci95=total.tau_ci95,
+        per_position_acceptance=total.per_position_acceptance,
+        per_position_conditional=total.per_position_conditional,
+        baseline_tokens_per_s=total.baseline_tokens_per_s,
+        tokens_per_s=total.tokens_per_s,
+        speedup=total.speedup,
+        tasks={task: section_of([tally], config, identity) for task, tally in tallies.items()},
+        greedy_identity={"dtype": dtype, **total.identity, "divergences": divergences} if total.identity else None,
+        timing=timing,
+        sampling={**_jsonable(asdict(sampling)), "acceptance": config.acceptance, "seed": config.seed},
+        recipe=recipe or {},
+        versions=versions(),
+        git_revision=git_revision(),
+        notes=notes,
+        latency=total.latency,
+        sweeps=measured.sweeps or None,
+        generate=None if measured.generate is None else measured.generate.report(),
+    )
+
+
+def _describe(head: Head | None, head_info: dict[str, Any] | None) -> dict[str, Any] | None:
+    if head is None:
+        return head_info
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    return {"type": head.family, "config": _plain_dict(head.config), "parameters": parameters, **(head_info or {})}
+
+
+def _plain_dict(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
+
+
+def _jsonable(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

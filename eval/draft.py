@@ -98,8 +98,8 @@ class DraftStep:
             )
             count = 1
         context_RC = attend(q_Rhd, keys, values, visibility, self.attend_shape).flatten(1)
-        x_RH = self.out(context_RC, residual_BNH.flatten(0, 1))
-        y_RI = self.gate_up(rms_norm(x_RH, self.mlp_norm))
+        x_RH, normed_RH = self.out.with_norm(context_RC, residual_BNH.flatten(0, 1), self.mlp_norm)
+        y_RI = self.gate_up(normed_RH)
         if self.activation is not None:
             gate, up = y_RI.chunk(2, -1)
             y_RI = self.activation(gate) * up

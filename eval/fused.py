@@ -219,8 +219,11 @@ class FusedLayer(nn.Module):
         qkv_RC = self.qkv(rms_norm(x_RD, self.input_norm))
         q_Rhd = rope_store(qkv_RC, cos_RW, sin_RW, self.rope, keys, values, run.visibility.write_BM)
         context_RC = self.attend(q_Rhd, keys, values, run.visibility)
-        x_RD = self._add(x_RD, lambda residual: self.out(context_RC, residual), self.after_attention)
-        normed_RD = rms_norm(x_RD, self.mlp_norm)
+        if self.after_attention is None:
+            x_RD, normed_RD = self.out.with_norm(context_RC, x_RD, self.mlp_norm)
+        else:
+            x_RD = x_RD + rms_norm(self.out(context_RC), self.after_attention)
+            normed_RD = rms_norm(x_RD, self.mlp_norm)
         x_RD = self._add(x_RD, lambda residual: self._mlp(normed_RD, residual, batch), self.after_mlp)
         return x_RD.view(batch, count, width)
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.eval.pointwise import launch_options, wants_kernel
+from headstart.eval.pointwise import NormWeights, launch_options, rms_norm, wants_kernel
 
 try:
     import triton
     import triton.language as tl
 
-    from headstart.eval.pointwise import prefetch
+    from headstart.eval.pointwise import await_previous, prefetch
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
@@ -38,7 +38,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Tiles:
     """How the kernel cuts a product: outputs and inputs per tile, warps, tiles in flight.
 
-    Attributes: vector: a single row on the ordinary arithmetic units instead of the matrix units.
+    Attributes:
+        vector: a single row on the ordinary arithmetic units instead of the matrix units.
+        splits: parts of the inputs that run side by side; a second kernel adds them up.
     """
 
     outputs: int
@@ -46,9 +48,11 @@ class Tiles:
     warps: int
     stages: int
     vector: bool = False
+    splits: int = 1
 
     def __str__(self) -> str:
-        return f"{self.outputs}×{self.inputs} w{self.warps} s{self.stages}{' vector' * self.vector}"
+        more = " vector" * self.vector + f" splits {self.splits}" * (self.splits > 1)
+        return f"{self.outputs}×{self.inputs} w{self.warps} s{self.stages}{more}"
 
 
 #: what `tune` tries, best guesses first
@@ -57,6 +61,11 @@ CANDIDATES = (
     Tiles(64, 64, 4, 6),
     # fewer in flight, so that two programs share a multiprocessor and the last wave is no half-empty one
     Tiles(64, 128, 4, 3), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 4), Tiles(32, 128, 4, 4),
+)  # fmt: skip
+#: and for narrow outputs that would not fill the card
+SPLIT_CANDIDATES = (
+    Tiles(64, 128, 4, 4, splits=2), Tiles(64, 128, 4, 3, splits=2), Tiles(64, 64, 4, 6, splits=2),
+    Tiles(128, 64, 4, 4, splits=4), Tiles(64, 128, 4, 3, splits=4),
 )  # fmt: skip
 #: and for a single row
 VECTOR_CANDIDATES = (
@@ -95,6 +104,16 @@ class Linear:
             return linear_eager(x_RK, self, residual_RN)
         return linear_kernel(x_RK, self, residual_RN, tiles)
 
+    def with_norm(self, x_RK: Tensor, residual_RN: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        """(the call's result, its RMSNorm): one kernel fewer where the product is split."""
+        rows = x_RK.shape[0]
+        if rows <= MAX_ROWS and wants_kernel(x_RK):
+            tiles = self.tiles.get(row_bucket(rows), CANDIDATES[0])
+            if tiles is not None and tiles.splits > 1:
+                return join_kernel(split_kernel(x_RK, self, tiles), self.bias_N, residual_RN, norm)
+        y_RN = self(x_RK, residual_RN)
+        return y_RN, rms_norm(y_RN, norm)
+
 
 def row_bucket(rows: int) -> int:
     """Rows that one choice of tiles serves: 1, or what the matrix units' operand is padded to (16, 32, 64)."""
@@ -112,6 +131,8 @@ def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None
 
 def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tiles: Tiles) -> Tensor:
     """As linear_eager with accumulation in float32 and one rounding at the end."""
+    if tiles.splits > 1:
+        return join_kernel(split_kernel(x_RK, linear, tiles), linear.bias_N, residual_RN, None)[0]
     x_RK = x_RK.contiguous()
     rows, inputs = x_RK.shape
     outputs, weight_NK, bias_N = linear.outputs, linear.weight_NK, linear.bias_N
@@ -138,9 +159,58 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     _linear_kernel[(triton.cdiv(outputs, tile_outputs),)](
         x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
         BR=max(16, row_bucket(rows)), BN=tile_outputs, BK=tiles.inputs, num_warps=tiles.warps,
-        num_stages=tiles.stages, **flags,
+        num_stages=tiles.stages, SPLITS=1, **flags,
     )  # fmt: skip
     return out_RN
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A product in parts: float32 [splits, R, N], not yet added up; `dtype`: what it is to be rounded to."""
+
+    sums_SRN: Tensor
+    dtype: torch.dtype
+
+
+def splittable(linear: Linear, tiles: Tiles) -> bool:
+    """Whether every part takes whole tiles, and nothing but a bias and a residual follows the sum."""
+    return linear.activation is None and linear.weight_NK.shape[1] % (tiles.inputs * tiles.splits) == 0
+
+
+def split_kernel(x_RK: Tensor, linear: Linear, tiles: Tiles) -> Parts:
+    """The parts of x · Wᵀ, side by side. Raises: ValueError when the inputs do not divide (`splittable`)."""
+    if not splittable(linear, tiles):
+        raise ValueError(f"{tuple(linear.weight_NK.shape)} cannot be cut into {tiles}")
+    x_RK = x_RK.contiguous()
+    (rows, inputs), outputs = x_RK.shape, linear.outputs
+    sums_SRN = torch.empty((tiles.splits, rows, outputs), dtype=torch.float32, device=x_RK.device)
+    _linear_kernel[(triton.cdiv(outputs, tiles.outputs), tiles.splits)](
+        x_RK, linear.weight_NK, sums_SRN, sums_SRN, sums_SRN, rows, outputs, inputs,
+        PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, EVEN=True, SPLITS=tiles.splits,
+        BR=max(16, row_bucket(rows)), BN=tiles.outputs, BK=tiles.inputs,
+        AHEAD=min(tiles.stages, inputs // tiles.inputs // tiles.splits),
+        LINE=min(tiles.inputs, 128 // linear.weight_NK.element_size()),
+        num_warps=tiles.warps, num_stages=tiles.stages, **launch_options(x_RK.device),
+    )  # fmt: skip
+    return Parts(sums_SRN, x_RK.dtype)
+
+
+def join_kernel(
+    parts: Parts, bias_N: Tensor | None, residual_RN: Tensor | None, norm: NormWeights | None
+) -> tuple[Tensor, Tensor]:
+    """(Σ parts + bias, rounded, + residual; its RMSNorm, or itself again without `norm`)."""
+    splits, rows, outputs = parts.sums_SRN.shape
+    out_RN = torch.empty((rows, outputs), dtype=parts.dtype, device=parts.sums_SRN.device)
+    normed_RN = torch.empty_like(out_RN) if norm is not None else out_RN
+    block = triton.next_power_of_2(outputs)
+    bias, residual = (out_RN if extra is None else extra for extra in (bias_N, residual_RN))
+    _join_kernel[(rows,)](
+        parts.sums_SRN, bias, residual, norm.factor_D if norm is not None else out_RN, out_RN, normed_RN, rows,
+        outputs, norm.eps if norm is not None else 0.0, BIAS=bias_N is not None, RESIDUAL=residual_RN is not None,
+        NORM=norm is not None, SPLITS=splits, BLOCK=block, num_warps=min(16, max(1, block // 256)),
+        **launch_options(out_RN.device),
+    )  # fmt: skip
+    return out_RN, normed_RN
 
 
 def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]:
@@ -172,7 +242,10 @@ def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | 
     x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
     residual_RN = x_RK.new_zeros((rows, members[0].outputs)) if members[0].residual else None
     times: dict[Tiles | None, float] = {}
-    for tiles in (None, *CANDIDATES, *(VECTOR_CANDIDATES if rows == 1 else ())):
+    more = VECTOR_CANDIDATES if rows == 1 else SPLIT_CANDIDATES if members[0].residual else ()
+    for tiles in (None, *CANDIDATES, *more):
+        if tiles is not None and tiles.splits > 1 and not splittable(members[0], tiles):
+            continue
 
         def run(tiles: Tiles | None = tiles) -> None:
             for linear in members:
@@ -224,9 +297,16 @@ if triton is not None:
         x, weight, bias, residual, out, rows, outputs, inputs,
         PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
         BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-        LINE: tl.constexpr, OVERLAP: tl.constexpr,
+        LINE: tl.constexpr, OVERLAP: tl.constexpr, SPLITS: tl.constexpr,
     ):  # fmt: skip
-        """BN outputs of all rows. PAIRED: output n comes from weight rows n (gate) and `outputs` + n (up)."""
+        """BN outputs of all rows. PAIRED: output n comes from weight rows n (gate) and `outputs` + n (up).
+
+        SPLITS > 1: program_id(1) numbers the part of the inputs; `out` is float32 [SPLITS, rows, outputs].
+        """
+        begin, end = 0, inputs
+        if SPLITS > 1:
+            begin = tl.program_id(1) * (inputs // SPLITS)
+            end = begin + inputs // SPLITS
         output = tl.program_id(0) * BN + tl.arange(0, BN)
         inside = output < outputs
         # a clamped index keeps loads free of masks; what it computes is not stored
@@ -243,7 +323,7 @@ if triton is not None:
             # weights do not depend on the previous kernel: fetch the first tiles while it drains
             line = tl.arange(0, BK // LINE) * LINE
             for ahead in range(0, AHEAD):
-                at = tl.minimum(ahead * BK + line, inputs - 1)
+                at = tl.minimum(begin + ahead * BK + line, inputs - 1)
                 prefetch(weight + weight_row[:, None] * inputs + at[None, :])
                 if PAIRED:
                     prefetch(weight + (outputs + weight_row)[:, None] * inputs + at[None, :])
@@ -251,7 +331,7 @@ if triton is not None:
         x_at = x + row[None, :] * inputs + channel[:, None]
         sums = tl.zeros((BN, BR), tl.float32)
         ups = tl.zeros((BN, BR), tl.float32)
-        for first in range(0, inputs, BK):
+        for first in range(begin, end, BK):
             if EVEN:
                 part = tl.load(x_at + first, mask=real[None, :], other=0.0)
                 tile = tl.load(weight_at + first, eviction_policy="evict_first")
@@ -273,12 +353,42 @@ if triton is not None:
         if PAIRED:
             sums = _gate(sums, SILU) * ups
         place = row[None, :] * outputs + output[:, None]
+        if SPLITS > 1:
+            place += tl.program_id(1) * rows * outputs
         kept = inside[:, None] & real[None, :]
         if RESIDUAL:
             # the product is rounded before the sum, as a separate addition would find it
             sums = sums.to(out.dtype.element_ty).to(tl.float32)
             sums += tl.load(residual + place, mask=kept, other=0.0).to(tl.float32)
         tl.store(out + place, sums.to(out.dtype.element_ty), mask=kept)
+
+    @triton.jit
+    def _join_kernel(
+        sums, bias, residual, factor, out, normed, rows, outputs, eps,
+        BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+        OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One row: add up the parts and what comes after them."""
+        await_previous(OVERLAP)
+        row = tl.program_id(0)
+        channel = tl.arange(0, BLOCK)
+        inside = channel < outputs
+        total = tl.zeros((BLOCK,), tl.float32)
+        for split in tl.static_range(SPLITS):
+            total += tl.load(sums + (split * rows + row) * outputs + channel, mask=inside, other=0.0)
+        if BIAS:
+            total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            # rounded before the sum, as a separate addition would find it
+            total = total.to(out.dtype.element_ty).to(tl.float32)
+            total += tl.load(residual + row * outputs + channel, mask=inside, other=0.0).to(tl.float32)
+        rounded = total.to(out.dtype.element_ty)
+        tl.store(out + row * outputs + channel, rounded, mask=inside)
+        if NORM:
+            value = rounded.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(value * value, 0) / outputs + eps)
+            by = tl.load(factor + channel, mask=inside, other=0.0)
+            tl.store(normed + row * outputs + channel, (value * scale * by).to(normed.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _vector_kernel(

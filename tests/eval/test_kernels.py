@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from headstart.eval.attention import Ahead, AttendShape, Visibility, attend_eager, attend_kernel
-from headstart.eval.linear import Linear, Tiles, linear_eager, linear_kernel
+from headstart.eval.linear import (
+    Linear,
+    Tiles,
+    join_kernel,
+    linear_eager,
+    linear_kernel,
+    row_bucket,
+    split_kernel,
+    splittable,
+)
 from headstart.eval.pointwise import (
     NormWeights,
     RopeStore,
@@ -165,3 +174,24 @@ def test_linear(rows: int, activation: str, bias: bool, dtype: torch.dtype) -> N
         close(linear_kernel(x, linear, added, Tiles(32, 32, 4, 2)), expected)
         if rows == 1:
             close(linear_kernel(x, linear, added, Tiles(8, 32, 4, 1, vector=True)), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "splits"), [(1, 2), (20, 3), (64, 2)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_in_parts(rows: int, splits: int, bias: bool, dtype: torch.dtype) -> None:
+    """Side by side over the inputs, then added up with bias, residual and norm."""
+    inputs, outputs = 192, 50
+    weight = random(outputs, inputs, dtype=dtype) / inputs**0.5
+    linear = Linear(weight, random(outputs, dtype=dtype, seed=1) if bias else None)
+    x, residual = random(rows, inputs, dtype=dtype, seed=2), random(rows, outputs, dtype=dtype, seed=3)
+    tiles, norm = Tiles(32, 32, 4, 2, splits=splits), NormWeights(random(outputs, seed=4).float(), 1e-5)
+    for added in (None, residual):
+        close(linear_kernel(x, linear, added, tiles), linear_eager(x, linear, added))
+    linear.tiles[row_bucket(rows)] = tiles
+    found, normed = join_kernel(split_kernel(x, linear, tiles), linear.bias_N, residual, norm)
+    close(found, linear_eager(x, linear, residual))
+    close(normed, rms_norm_eager(found, norm))
+    assert not splittable(linear, Tiles(32, 128, 4, 2, splits=2))
+    with pytest.raises(ValueError, match="cannot be cut"):
+        split_kernel(x, linear, Tiles(32, 128, 4, 2, splits=2))

@@ -285,7 +285,8 @@ def tau_probe(
     Args: prompts: token ids of each context, decoded `batch_size` at a time.
     """
     tree = TreeConfig(kind="chain", depth=depth)
-    config = EvalConfig(tree=tree, max_new_tokens=max_new_tokens)
+    # a short look: choosing kernels and capturing would take longer, and fusing moves weights that training holds on to
+    config = EvalConfig(tree=tree, max_new_tokens=max_new_tokens, engine="transformers")
     drafter = build_drafter(head, config)
     decoder = Decoder(target, config)
     cycles: list[Cycle] = []

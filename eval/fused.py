@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from headstart.eval.attention import Ahead, AttendShape, Visibility, attend
 from headstart.eval.linear import MAX_ROWS, Linear, graph_time, row_bucket, tune
@@ -296,6 +297,8 @@ class FusedModel:
         places = {str(parameter.device) for parameter in model.parameters()}
         if len(places) > 1:
             raise Unfusable(f"its layers are on several devices: {', '.join(sorted(places))}")
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise Unfusable("its parameters are sharded")
         self.windows, self._slot = windows, _Slot()
         config = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers

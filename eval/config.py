@@ -97,7 +97,7 @@ class EvalConfig:
     #: context lengths in tokens at which they are timed besides, at batch_size; a context is its prompt's own tokens
     #: repeated, or the last of them
     context_lengths: list[int] = field(default_factory=list)
-    #: prompts decoded at every point of a sweep at least; batches are filled up by repeating prompts
+    #: prompts decoded at every point of a sweep at least, spread evenly over the data; repeated where a batch needs more
     sweep_prompts: int = 16
     #: also time HF `generate` at batch 1 on the same contexts (slow; not the baseline of the speed-up)
     generate_baseline: bool = False
@@ -121,7 +121,7 @@ class TuneConfig:
     k: list[int] = field(default_factory=lambda: [4, 10])
     #: trees: nodes verified at once, the root included
     total_tokens: list[int] = field(default_factory=lambda: [8, 16, 24, 32, 48, 60])
-    #: prompts whose acceptance is recorded, from the start of the data
+    #: prompts whose acceptance is recorded and on which the winner is measured, spread evenly over the data
     prompts: int = 32
     #: context length in tokens for which costs are measured; null = as long as the prompts with half an answer
     context: int | None = None

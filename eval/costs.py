@@ -18,6 +18,7 @@ from headstart.eval.config import TreeConfig
 from headstart.eval.decode import Loop, synchronize
 from headstart.eval.drafters import Drafter
 from headstart.eval.linear import graph_time
+from headstart.eval.sweep import spread
 from headstart.eval.tree import Tree, chain, static_paths
 
 if TYPE_CHECKING:
@@ -158,18 +159,7 @@ def forwards(trees: Iterable[TreeConfig]) -> list[tuple[str, int]]:
     sizes: dict[str, set[int]] = {}
     for tree in trees:
         sizes.setdefault("chain" if tree.kind == "chain" else "tree", set()).add(node_count(tree) + 1)
-    return [(shape, tokens) for shape in sorted(sizes) for tokens in _spread(sorted(sizes[shape]), FORWARDS)]
-
-
-def _spread(values: list[int], most: int) -> list[int]:
-    """At most `most` of ascending values, evenly by place, the first and the last among them.
-
-    >>> _spread([1, 2, 3, 4, 5, 6, 7], 4)
-    [1, 3, 5, 7]
-    """
-    if len(values) <= most:
-        return values
-    return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
+    return [(shape, tokens) for shape in sorted(sizes) for tokens in spread(sorted(sizes[shape]), FORWARDS)]
 
 
 def _parts(costs: Costs, tree: TreeConfig) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain as joined
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from headstart.heads.target import Target
 if TYPE_CHECKING:
     from headstart.eval.benchmark import Decoder
 
+T = TypeVar("T")
 CONTEXT_NOTE = "contexts are made by repeating each prompt's own tokens (or keeping the last of them)"
 
 
@@ -42,6 +43,17 @@ def fit(context: list[int], length: int) -> list[int]:
     [2, 3, 1, 2, 3]
     """
     return (context * -(-length // len(context)))[-length:]
+
+
+def spread(values: Sequence[T], most: int) -> list[T]:
+    """At most `most` of the values, evenly by place, the first and the last among them.
+
+    >>> spread([1, 2, 3, 4, 5, 6, 7], 4)
+    [1, 3, 5, 7]
+    """
+    if len(values) <= most or most < 2:
+        return list(values[:most])
+    return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
 
 
 def sweep(
@@ -91,8 +103,9 @@ def measure_point(
     time that rows spent decoding, as where ended rows are replaced at once.
     """
     count = -(-max(batch, config.sweep_prompts) // batch) * batch
-    rows = [contexts[n % len(contexts)] for n in range(count)]
-    point: dict[str, Any] = {"rows": count, "prompts": min(count, len(contexts))}
+    chosen = spread(contexts, count)
+    rows = [chosen[n % len(chosen)] for n in range(count)]
+    point: dict[str, Any] = {"rows": count, "prompts": len(chosen)}
     rates: dict[str, float | None] = {}
     row_rates: dict[str, float | None] = {}
     for way, name in ((None, "baseline"), (drafter, "speculative")):

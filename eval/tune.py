@@ -21,7 +21,7 @@ from headstart.eval.costs import Costs, measure_costs, measurements, node_count
 from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
 from headstart.eval.profile import Profile, Recorder, StaticProfile, spine
 from headstart.eval.prompts import describe_data, load_prompts
-from headstart.eval.sweep import check_contexts, fit, measure_point
+from headstart.eval.sweep import check_contexts, fit, measure_point, spread
 from headstart.eval.tree import MEDUSA_RANKS
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
@@ -148,8 +148,8 @@ def tune(
     if config.data is None:
         raise ConfigError("eval.data is not set: give the prompts that the head is to be tuned for")
     kinds = tree_kinds(head, config)
-    prompts = load_prompts(config.data, config.limit, config.limit_per_task, 1, config.task_field)[: search.prompts]
-    contexts = first_contexts(prompts, target, config)
+    prompts = load_prompts(config.data, config.limit, config.limit_per_task, 1, config.task_field)
+    contexts = first_contexts(spread(prompts, search.prompts), target, config)
     if search.context is not None:
         contexts = [fit(context, search.context) for context in contexts]
     if head is not None:

@@ -19,7 +19,7 @@ from headstart.eval.generate import LABEL, GenerateBaseline
 from headstart.eval.metrics import Timed, token_seconds
 from headstart.eval.report import Report, print_report, render_markdown
 from headstart.eval.sampling import Sampling
-from headstart.eval.sweep import fit, gain_ends
+from headstart.eval.sweep import fit, gain_ends, spread
 from headstart.heads.errors import ConfigError
 from headstart.heads.target import Target
 
@@ -135,6 +135,12 @@ def test_fit() -> None:
     assert fit([1, 2, 3], 2) == [2, 3]
     assert fit([1, 2, 3], 3) == [1, 2, 3]
     assert fit([1, 2, 3], 7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_spread() -> None:
+    assert spread([1, 2, 3], 5) == [1, 2, 3]
+    assert spread([1, 2, 3, 4, 5, 6, 7], 4) == [1, 3, 5, 7]
+    assert spread("abcdef", 1) == ["a"]
 
 
 @pytest.mark.parametrize(

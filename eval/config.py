@@ -97,7 +97,7 @@ class EvalConfig:
     #: context lengths in tokens at which they are timed besides, at batch_size; a context is its prompt's own tokens
     #: repeated, or the last of them
     context_lengths: list[int] = field(default_factory=list)
-    #: prompts decoded at every point of a sweep at least, spread evenly over the data; repeated where a batch needs more
+    #: prompts decoded at every point of a sweep at least, spread over the data; repeated where a batch needs more
     sweep_prompts: int = 16
     #: also time HF `generate` at batch 1 on the same contexts (slow; not the baseline of the speed-up)
     generate_baseline: bool = False

@@ -9,13 +9,17 @@ import torch
 from eval_help import CONTEXTS, Trained, run
 from torch import Tensor
 
+from headstart.data.config import DistillConfig
+from headstart.data.distill import generate
 from headstart.eval.attention import Visibility
+from headstart.eval.benchmark import tau_probe
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decode import Answer, CycleGraphs, Loop, decode, slots_needed
 from headstart.eval.draft import DraftStep
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import Buffers, FusedModel
+from headstart.eval.generation import EngineGenerator
 from headstart.eval.sampling import Sampling
 from headstart.eval.tree import top_candidates
 from headstart.heads.target import Target
@@ -152,3 +156,32 @@ def test_top_candidates_in_parts(size: int) -> None:
     assert torch.equal(values, logits.topk(10, dim=-1).values)
     assert torch.equal(logits.gather(-1, indices), values)
     assert all(len(set(row)) == 10 for row in indices.flatten(0, 1).tolist())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])
+def test_the_probe_of_training_says_what_a_cpu_says(target: Target, kind: str, request: pytest.FixtureRequest) -> None:
+    """The target's own forward with the draft's kernels; weights stay where an optimiser or a capture holds them."""
+    card = torch.device("cuda")
+    there = Target.from_model(copy.deepcopy(target.model).to(card))
+    before = [parameter.data_ptr() for parameter in there.model.parameters()]
+    head = copy.deepcopy(request.getfixturevalue(kind).head).to(card)
+    head.bind(there.embed_VD, there.teacher)
+    found = tau_probe(there, head, CONTEXTS, 20, depth=3)
+    assert [parameter.data_ptr() for parameter in there.model.parameters()] == before
+    assert found == pytest.approx(tau_probe(target, request.getfixturevalue(kind).head, CONTEXTS, 20, depth=3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_distillation_by_captured_cycles(target: Target, temperature: float) -> None:
+    """Rows draw by seed and position: the same answers as the model's own forward, whatever they are batched with."""
+    there = Target.from_model(copy.deepcopy(target.model).to("cuda"))
+    config = DistillConfig(max_new_tokens=12, batch_size=4, temperature=temperature)
+    generator, seeds = EngineGenerator(there, config), [11, 12, 13]
+    found = generator(there, CONTEXTS, config, seeds)
+    assert found == generate(there, CONTEXTS, config, seeds) == generate(target, CONTEXTS, config, seeds)
+    assert generator(there, CONTEXTS[1:2], config, seeds[1:2]) == found[1:2]
+    assert generator.decoder.graphs.captured == 1

@@ -21,7 +21,18 @@ from headstart.light import light_target
 from headstart.pipeline import Run
 from headstart.recipes.schema import Recipe
 from headstart.talk import Talk
-from headstart.train.plan import GIB, Layout, Plan, local_device_bytes, make_plan, require_fit
+from headstart.train.flops import matmul_flops
+from headstart.train.plan import (
+    CARD_FLOPS,
+    GIB,
+    UTILISATION,
+    Layout,
+    Plan,
+    expected_rate,
+    local_device_bytes,
+    make_plan,
+    require_fit,
+)
 
 
 @dataclass
@@ -31,7 +42,8 @@ class Launch:
     Attributes:
         gpus, nodes: ranks of one machine, machines.
         gpu_memory_gib: of one card; None asks the cards of this machine.
-        tokens_per_s: of the whole launch, measured (`python -m headstart.bench_scaling`) or stated.
+        tokens_per_s: of the whole launch, measured (`python -m headstart.bench_scaling`); None estimates it.
+        tflops: of one card in large bfloat16 matrix products; None measures this machine's, or assumes an H100's.
         samples, mean_tokens: of the training data, instead of reading it.
     """
 
@@ -39,6 +51,7 @@ class Launch:
     nodes: int = 1
     gpu_memory_gib: float | None = None
     tokens_per_s: float | None = None
+    tflops: float | None = None
     samples: int | None = None
     mean_tokens: float | None = None
 
@@ -81,15 +94,30 @@ def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
     device = local_device_bytes() if launch.gpu_memory_gib is None else int(launch.gpu_memory_gib * GIB)
     if device is None:
         notes.append("no GPU here: whether it fits is not checked; give --gpu-memory GIB")
-    if launch.tokens_per_s is None:
-        notes.append("no --tokens-per-s: hours are unknown; measure with `python -m headstart.bench_scaling`")
-    plan = make_plan(target, head, recipe.train, layout, packs, sum(lengths), launch.tokens_per_s, device, notes)
+    rate = launch.tokens_per_s
+    if rate is None:
+        flops, whose = card_flops(launch)
+        rate = expected_rate(target, head, layout, flops)
+        notes.append(
+            f"hours: estimated, {rate:,.0f} tokens/s at {UTILISATION:.0%} of {flops / 1e12:.0f} TFLOP/s a card "
+            f"({whose}); measure with `python -m headstart.bench_scaling`, then give --tokens-per-s"
+        )
+    plan = make_plan(target, head, recipe.train, layout, packs, sum(lengths), rate, device, notes)
     try:
         require_fit(plan, target, head, Path(recipe.run_dir))
     except HeadstartError:
         talk.result(plan.to_json(), render(plan))
         raise
     return plan
+
+
+def card_flops(launch: Launch) -> tuple[float, str]:
+    """(FLOP/s of one card, where that comes from)."""
+    if launch.tflops is not None:
+        return launch.tflops * 1e12, "as stated"
+    if torch.cuda.is_available():
+        return matmul_flops(torch.device("cuda"), torch.bfloat16), "measured"
+    return CARD_FLOPS, "an H100; --tflops states another"
 
 
 def data_of(recipe: Recipe, launch: Launch, talk: Talk, target: Any) -> tuple[Sequence[int], float, list[str]]:

@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 from headstart.data.features import store_bytes
-from headstart.heads.base import Head
+from headstart.heads.base import FeatureBatch, Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
 from headstart.heads.layers import DraftLayer
 from headstart.heads.target import Target, decoder_layers
 from headstart.train.config import TrainConfig
+from headstart.train.flops import step_flops
 from headstart.train.optim import Budget
 
 GIB = 2**30
@@ -34,6 +35,10 @@ GIB = 2**30
 CONTEXT_BYTES = 1 * GIB
 #: allocator: blocks that are free but too small
 FRAGMENTATION = 0.04
+#: part of a card's matrix-product speed that training reaches (0.50 … 0.75 in docs/results/train_speed.json)
+UTILISATION = 0.6
+#: FLOP/s of an H100 or H200 in bfloat16 (780 … 805e12 measured)
+CARD_FLOPS = 780e12
 #: rows of one chunk of the target's logits, and bytes per logit of it (compute dtype and float32)
 LOGIT_ROWS, LOGIT_BYTES = 4096, 6
 
@@ -195,6 +200,22 @@ def memory_of(target: Target, head: Head, layout: Layout) -> tuple[dict[str, int
     return {**steady, **phases, "context": CONTEXT_BYTES}, peak
 
 
+def expected_rate(target: Target, head: Head, layout: Layout, card_flops: float) -> float:
+    """Tokens/s of the whole launch that arithmetic leads to expect, at UTILISATION of `card_flops` on every card.
+
+    Args:
+        card_flops: FLOP/s of one card in large matrix products.
+    """
+    rows, anchors = layout.pack_tokens, round(layout.pack_tokens * layout.supervised)
+    turns = torch.full((rows,), -1, dtype=torch.int64)
+    turns[rows - anchors :] = 0
+    batch = FeatureBatch.pack([(torch.zeros(rows, dtype=torch.int64), turns)], head.depth)
+    live = 0
+    if layout.features == "online":
+        live = sum(p.numel() for p in target.model.get_decoder().parameters()) - target.embed_VD.numel()
+    return layout.ranks * rows * UTILISATION * card_flops / step_flops(head, batch, live)
+
+
 def disk_of(target: Target, head: Head, config: TrainConfig, layout: Layout, steps: int | None, tokens: int) -> dict:
     """Bytes on disk: checkpoints kept and the one being written, the best head, the exported one, stored features."""
     weights = parameter_bytes(head.parameters(), 4)
@@ -221,7 +242,7 @@ def make_plan(
 
     Args:
         packs_per_epoch, tokens_per_epoch: of the training data.
-        tokens_per_s: of the whole launch, measured or stated.
+        tokens_per_s: of the whole launch, measured, stated or expected (expected_rate).
         device_bytes: memory of one card.
     """
     memory, peak = memory_of(target, head, layout)

@@ -23,7 +23,10 @@ def command(
         float | None, typer.Option(help="--plan: GiB of one card (default: ask this machine).")
     ] = None,
     tokens_per_s: Annotated[
-        float | None, typer.Option(help="--plan: tokens/s of the whole launch, measured or stated.")
+        float | None, typer.Option(help="--plan: tokens/s of the whole launch, measured (default: estimated).")
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="--plan: TFLOP/s of one card (default: measured here, else an H100's).")
     ] = None,
     samples: Annotated[int | None, typer.Option(help="--plan: training samples, instead of reading the data.")] = None,
     mean_tokens: Annotated[float | None, typer.Option(help="--plan: tokens of a sample, with --samples.")] = None,
@@ -39,7 +42,8 @@ def command(
             from headstart.planning import Launch, plan_recipe, render
 
             count = gpus or torch.cuda.device_count() or 1
-            planned = plan_recipe(settings, Launch(count, nodes, gpu_memory, tokens_per_s, samples, mean_tokens), talk)
+            launch = Launch(count, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens)
+            planned = plan_recipe(settings, launch, talk)
             talk.result(planned.to_json(), render(planned))
             return
         from headstart.pipeline import Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,17 @@ from headstart.heads.base import Head, build_head
 from headstart.heads.errors import ConfigError, StorageError
 from headstart.heads.target import Target
 from headstart.train.config import TrainConfig
-from headstart.train.plan import CONTEXT_BYTES, FRAGMENTATION, GIB, Layout, Plan, make_plan, memory_of, require_fit
+from headstart.train.plan import (
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    GIB,
+    Layout,
+    Plan,
+    expected_rate,
+    make_plan,
+    memory_of,
+    require_fit,
+)
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "train_speed.json"
 #: Llama-3.1-8B and -70B
@@ -57,6 +68,21 @@ def test_peaks_are_those_that_were_measured(models, case):
         assert planned == pytest.approx(row["peak_gib"], rel=0.1)
 
 
+@pytest.mark.parametrize("case", ["fixed_all", "fixed_40", "long_32k", "online_all"])
+def test_rates_are_near_those_that_were_measured(models, case):
+    target, head = models["8b"]
+    for row in json.loads(RESULTS.read_text()):
+        if row["case"] == case and row["preset"] == "llama-3.1-8b":
+            features = "online" if case == "online_all" else "stored"
+            supervised = row["supervised_tokens"] / row["tokens"]
+            layout = Layout(pack_tokens=row["tokens"], supervised=supervised, features=features)
+            rate = expected_rate(target, head, layout, row["matmul_tflops"] * 1e12)
+            assert rate == pytest.approx(row["tokens_per_s"], rel=0.25)
+            assert expected_rate(target, head, replace(layout, ranks=4), 1e14) == pytest.approx(
+                4 * expected_rate(target, head, layout, 1e14)
+            )
+
+
 def test_parameters_are_counted_exactly(models):
     target, head = models["8b"]
     memory, _ = memory_of(target, head, Layout())
@@ -89,8 +115,6 @@ def test_what_cannot_fit_is_refused_with_what_would(models, tmp_path):
     message = str(caught.value)
     assert f"needs {refused.peak / GIB:.1f} GiB per rank, and a card has 80.0 GiB" in message
     assert "target.parallel=fsdp2" in message
-    from dataclasses import replace
-
     changed = replace(layout, target_parallel="fsdp2", activation_checkpointing=True)
     require_fit(plan_of(models, "70b", changed), *models["70b"], tmp_path)
     alone = Layout(pack_tokens=8192)

@@ -15,7 +15,7 @@ from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
 from headstart.eval.generate import GenerateBaseline
-from headstart.eval.metrics import acceptance
+from headstart.eval.metrics import Pace, acceptance
 from headstart.eval.prompts import EvalPrompt, load_prompts, render
 from headstart.eval.report import Report
 from headstart.eval.sampling import Sampling
@@ -243,6 +243,12 @@ def _book(tally: Tally, batch: list[EvalPrompt], turn: int, base: Decoded | None
         tally.plain.add(base)
     if spec is not None:
         tally.speculative.add(spec)
+    if len(batch) == 1 and base is not None and spec is not None:
+        pace = tally.paces.setdefault(id(batch[0]), Pace())
+        pace.plain_tokens += base.decode_tokens
+        pace.plain_s += base.decode_s
+        pace.tokens += spec.decode_tokens
+        pace.seconds += spec.decode_s
     counted = spec or base
     for row, prompt in enumerate(batch):
         if counted is not None:

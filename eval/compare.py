@@ -8,7 +8,16 @@ from typing import Any
 
 from rich.table import Table
 
-from headstart.eval.report import TAU_NOTE, Report, interval_text, latency_cells, number, rates_text, remarks
+from headstart.eval.report import (
+    TAU_NOTE,
+    Report,
+    interval_text,
+    latency_cells,
+    number,
+    rates_text,
+    remarks,
+    speedup_text,
+)
 from headstart.heads.errors import DataError
 from headstart.heads.files import atomic_write, write_text
 
@@ -57,7 +66,8 @@ def _cells(label: str, report: Report) -> tuple[str, ...]:
         label, str(report.target["name"]), report.drafter, str(report.tree["label"]), f"{report.temperature:g}",
         kind_of_acceptance(report), str(report.batch_size), str(report.prompts), number(report.tau),
         interval_text(report.tau_ci95), rates_text(report.per_position_acceptance),
-        number(report.baseline_tokens_per_s, 1), number(report.tokens_per_s, 1), number(report.speedup, 2, "×"),
+        number(report.baseline_tokens_per_s, 1), number(report.tokens_per_s, 1),
+        speedup_text(report.speedup, report.speedup_ci95),
         plain_first if first == "–" else first, plain_token, token,
         "–" if identity is None else f"{identity['identical']}/{identity['sequences']}", report.device,
     )  # fmt: skip

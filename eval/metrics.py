@@ -61,6 +61,29 @@ def bootstrap_tau(per_prompt: Sequence[Sequence[Cycle]], resamples: int, seed: i
     return float(low), float(high)
 
 
+@dataclass
+class Pace:
+    """Tokens of the decode phase and the seconds they took, of one prompt both ways (prompts decoded alone)."""
+
+    plain_tokens: int = 0
+    plain_s: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def bootstrap_speedup(paces: Sequence[Pace], resamples: int, seed: int) -> tuple[float, float] | None:
+    """95 % interval of the speed-up over prompts resampled with replacement; None as for `bootstrap_tau`, or where a
+    prompt was decoded one way only."""
+    if len(paces) < 2 or resamples < 1 or not all(pace.plain_s and pace.seconds for pace in paces):
+        return None
+    columns = [(pace.plain_tokens, pace.plain_s, pace.tokens, pace.seconds) for pace in paces]
+    table = np.array(columns, dtype=np.float64)
+    chosen = np.random.default_rng(seed).integers(0, len(table), (resamples, len(table)))
+    plain_tokens, plain_s, tokens, seconds = table[chosen].sum(1).T
+    low, high = np.quantile(tokens / seconds / (plain_tokens / plain_s), (0.025, 0.975))
+    return float(low), float(high)
+
+
 def expected_tau(rates: Sequence[float]) -> float:
     """τ = 1 + Σ_d Π_{i ≤ d} rate_i of drafts accepted at level d with probability `rates[d - 1]` given earlier levels.
 

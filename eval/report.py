@@ -26,6 +26,7 @@ class Section:
         per_position_conditional: given that all earlier depths were accepted.
         baseline_tokens_per_s, tokens_per_s: decode phase only, plain and speculative, in the same loop.
         identity: {"sequences", "identical"} of speculative against plain, greedy runs with a baseline only.
+        speedup_ci95: of prompts resampled, at batch 1.
         latency: of "baseline" and "speculative" (None where it did not run): `first_token_p50_ms`, `first_token_p95_ms`
             (prefill; a batch's prompts wait together), `token_p50_ms`, `token_p95_ms` (a cycle's time ÷ its tokens).
     """
@@ -42,6 +43,7 @@ class Section:
     speedup: float | None
     identity: dict[str, int] | None = None
     latency: dict[str, dict[str, float | None] | None] | None = None
+    speedup_ci95: list[float] | None = None
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Report:
     #: acceptance by level that was asked for (eval.synthetic_acceptance), τ is not the head's; None: the target decided
     synthetic: list[float] | None = None
     latency: dict[str, dict[str, float | None] | None] | None = None
+    speedup_ci95: list[float] | None = None
     #: plain and speculative decoding over batch sizes ("batch") and context lengths ("context"), where asked for
     sweeps: dict[str, Any] | None = None
     #: HF generate at batch 1, where asked for; its label stands beside it
@@ -134,6 +137,7 @@ class Report:
             self.speedup,
             {k: identity[k] for k in ("sequences", "identical")} if identity else None,
             self.latency,
+            self.speedup_ci95,
         )
 
 
@@ -164,6 +168,11 @@ def interval_text(interval: list[float] | None) -> str:
     return "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}"
 
 
+def speedup_text(speedup: float | None, interval: list[float] | None) -> str:
+    """`1.80×`, with its interval where there is one: `1.80× (1.72–1.88)`."""
+    return number(speedup, 2, "×") + ("" if interval is None else f" ({interval_text(interval)})")
+
+
 def _cells(name: str, section: Section) -> tuple[str, ...]:
     identity = section.identity
     return (
@@ -174,7 +183,7 @@ def _cells(name: str, section: Section) -> tuple[str, ...]:
         rates_text(section.per_position_acceptance),
         number(section.baseline_tokens_per_s, 1),
         number(section.tokens_per_s, 1),
-        number(section.speedup, 2, "×"),
+        speedup_text(section.speedup, section.speedup_ci95),
         "–" if identity is None else f"{identity['identical']}/{identity['sequences']}",
     )
 

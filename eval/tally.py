@@ -9,7 +9,7 @@ from headstart.eval.config import EvalConfig, tree_label
 from headstart.eval.decode import Cycle
 from headstart.eval.drafters import Drafter
 from headstart.eval.generate import GenerateBaseline
-from headstart.eval.metrics import Timed, acceptance, bootstrap_tau, expected_tau
+from headstart.eval.metrics import Pace, Timed, acceptance, bootstrap_speedup, bootstrap_tau, expected_tau
 from headstart.eval.prompts import describe_data
 from headstart.eval.report import Report, Section
 from headstart.eval.sampling import Sampling
@@ -38,6 +38,8 @@ class Tally:
     cycles: dict[int, list[Cycle]] = field(default_factory=dict)
     plain: Timed = field(default_factory=Timed)
     speculative: Timed = field(default_factory=Timed)
+    #: by prompt, batch 1 only: what other rows of a batch take is not a prompt's own
+    paces: dict[int, Pace] = field(default_factory=dict)
     sequences: int = 0
     identical: int = 0
     divergences: list[dict[str, Any]] = field(default_factory=list)
@@ -51,6 +53,8 @@ def section_of(tallies: list[Tally], config: EvalConfig, identity: bool) -> Sect
     speculative = Timed.sum(tally.speculative for tally in tallies)
     rates = plain.tokens_per_s, speculative.tokens_per_s
     interval = bootstrap_tau(per_prompt, config.bootstrap, config.seed)
+    paces = [pace for tally in tallies for pace in tally.paces.values()]
+    speeds = bootstrap_speedup(paces, config.bootstrap, config.seed)
     return Section(
         prompts=len(per_prompt),
         forwards=found.forwards,
@@ -65,6 +69,7 @@ def section_of(tallies: list[Tally], config: EvalConfig, identity: bool) -> Sect
         identity={"sequences": sum(t.sequences for t in tallies), "identical": sum(t.identical for t in tallies)}
         if identity
         else None,
+        speedup_ci95=None if speeds is None else list(speeds),
         latency={"baseline": plain.latency(), "speculative": speculative.latency()},
     )
 
@@ -137,6 +142,7 @@ def report_of(
         git_revision=git_revision(),
         notes=notes,
         latency=total.latency,
+        speedup_ci95=total.speedup_ci95,
         sweeps=measured.sweeps or None,
         generate=None if measured.generate is None else measured.generate.report(),
     )

@@ -16,8 +16,8 @@ from headstart.eval.benchmark import evaluate
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.decode import Answer, Cycle, Decoded
 from headstart.eval.generate import LABEL, GenerateBaseline
-from headstart.eval.metrics import Timed, token_seconds
-from headstart.eval.report import Report, print_report, render_markdown
+from headstart.eval.metrics import Pace, Timed, bootstrap_speedup, token_seconds
+from headstart.eval.report import Report, print_report, render_markdown, speedup_text
 from headstart.eval.sampling import Sampling
 from headstart.eval.sweep import fit, gain_ends, spread
 from headstart.heads.errors import ConfigError
@@ -49,6 +49,17 @@ def test_latency_by_hand() -> None:
     assert Timed().latency() is None
 
 
+def test_interval_of_the_speedup() -> None:
+    """Prompts alike give a point; of two unlike ones a resample holds either twice or both."""
+    alike = [Pace(100, 2.0, 100, 1.0)] * 5
+    assert bootstrap_speedup(alike, 50, 0) == pytest.approx((2.0, 2.0))
+    low, high = bootstrap_speedup([Pace(100, 1.0, 100, 1.0), Pace(100, 1.0, 100, 0.25)], 500, 0)
+    assert (low, high) == pytest.approx((1.0, 4.0))
+    assert bootstrap_speedup(alike[:1], 50, 0) is None and bootstrap_speedup(alike, 0, 0) is None
+    assert bootstrap_speedup([*alike, Pace(100, 2.0)], 50, 0) is None
+    assert speedup_text(1.8, [1.72, 1.88]) == "1.80× (1.72–1.88)" and speedup_text(None, None) == "–"
+
+
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
@@ -59,7 +70,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def swept(target: Target, eagle3: Trained, prompts: str) -> Report:
     config = EvalConfig(
-        data=prompts, max_new_tokens=5, kv_bucket=8, warmup_tokens=2, bootstrap=0, tree=TreeConfig(depth=2),
+        data=prompts, max_new_tokens=5, kv_bucket=8, warmup_tokens=2, bootstrap=20, tree=TreeConfig(depth=2),
         batch_sizes=[4, 1], context_lengths=[6, 20], sweep_prompts=2, generate_baseline=True,
     )  # fmt: skip
     seen: list[tuple[int, int, str]] = []
@@ -98,6 +109,8 @@ def test_latency_and_generate_are_shown_with_their_labels(swept: Report) -> None
         found = swept.latency[way]
         assert 0 < found["token_p50_ms"] <= found["token_p95_ms"] and found["first_token_p50_ms"] > 0
     assert swept.tasks["all"].latency == swept.latency
+    low, high = swept.speedup_ci95
+    assert 0 < low <= high
     assert swept.generate["label"] == LABEL and swept.generate["prompts"] == 3
     assert swept.generate["tokens_per_s"] > 0
     out = io.StringIO()

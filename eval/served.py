@@ -60,6 +60,11 @@ def evaluate_server(
             f"eval.synthetic_acceptance: found {config.synthetic_acceptance!r}; a server's acceptance is its own: "
             "unset it, or measure in Headstart's loop (without --engine)"
         )
+    for name in ("batch_sizes", "context_lengths", "generate_baseline"):
+        if found := getattr(config, name):
+            raise ConfigError(
+                f"eval.{name}: found {found}; a server is measured at one eval.batch_size and by itself: unset it"
+            )
     if config.data is None:
         raise ConfigError("eval.data is not set: give --data FILE.jsonl")
     prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)

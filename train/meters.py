@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 
 import torch
@@ -58,7 +59,10 @@ class Meters:
         return self._step_end is None or self._step_end.query()
 
     def read(self) -> tuple[dict[str, float], int]:
-        """(values of the record, positions supervised at depth 1), over all ranks; the sums start again."""
+        """(values of the record, positions supervised at depth 1), over all ranks; the sums start again.
+
+        Memory is this rank's peak so far, of the process and of its card.
+        """
         share = self._flops / self._peak  # seconds that the arithmetic alone would take
         extra = torch.tensor([share, 1.0], device=self._device)
         sums = sum_over_ranks(torch.cat([self._sums, extra])).cpu()
@@ -74,6 +78,7 @@ class Meters:
             "mfu": float(sums[-2] / sums[-1]) / seconds,
             "data_wait": self._waited / seconds,
         }
+        values["host_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if self._device.type == "cuda":
             values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         self._since = now

@@ -41,6 +41,12 @@ def test_torchrun_on_two_and_four_ranks_trains_what_one_process_trains(place):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         found = launch(torchrun, place, f"ranks-{ranks}", *more)
         assert found.returncode == 0, found.stderr
+        assert found.stderr.count("train step 4, 4 of 4 steps") == 2  # the last step and its validation, rank 0's
+        records = [json.loads(line) for line in (place / f"ranks-{ranks}" / "metrics.jsonl").read_text().splitlines()]
+        names = {name for record in records for name in record}
+        assert names >= {"train/acc_1", "train/acc_2", "train/sim_tau", "tokens_per_s", "mfu", "lr", "grad_norm"}
+        assert names >= {"data_wait", "host_memory_gib", "valid/loss", "valid/acc_1", "valid/sim_tau"}
+        assert ("valid/tau" in names) is not bool(more)  # a sharded target decodes nothing
     assert len(losses(place / "one")) == 4
     for name in ("one", "ranks-2", "ranks-4"):
         assert losses(place / name) == pytest.approx(losses(place / "one"), rel=1e-5), name
@@ -86,14 +92,14 @@ def test_two_nodes_over_ssh_train_what_one_process_trains_and_sigterm_is_requeue
     shell.write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n')
     shell.chmod(0o755)
     settings = {"HOSTS": "one two", "RANKS": "1", "SSH": str(shell), "TMPDIR": str(tmp_path)}
-    long = ["train.steps=120", "train.save_every=0"]
+    long = ["train.steps=80", "train.save_every=0"]
     job = scripted(place, "ssh.sh", "nodes", *long, **settings)
     wait_for_steps(job, place / "nodes", 2)
     job.send_signal(signal.SIGTERM)
     _, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
     stopped = int((place / "nodes" / "checkpoints" / "latest").read_text().removeprefix("step-"))
-    assert 0 < stopped < 120
+    assert 0 < stopped < 80
     job = scripted(place, "ssh.sh", "nodes", *long, **settings)
     _, err = job.communicate(timeout=200)
     assert job.returncode == 0, err

@@ -227,6 +227,56 @@ def test_best_validation_is_kept_and_selected(tmp_path):
     assert torch.equal(again.heads[0].weight, seen[6])
 
 
+def test_best_so_far_survives_a_kill(tmp_path):
+    """The best head of step 6 is written, then the run dies and repeats steps 5 and 6."""
+    scores = {3: 1.2, 6: 1.9, 9: 1.5, 12: 1.4}
+    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": scores[step]}, eval_every=3, select="best")
+    whole, expected = run(tmp_path / "whole", **chosen)
+    with pytest.raises((Killed, TrainingError)):
+        run(tmp_path / "killed", KillingSource(make_documents(), after=15), **chosen)
+    again, result = run(tmp_path / "killed", **chosen)
+    assert result.resumed_from == 4
+    assert result.best == expected.best == {"name": "valid/sim_tau", "value": 1.9, "step": 6}
+    assert_same_weights(whole, again)
+
+
+def test_trackers_receive_every_number_of_a_record(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    values = {"valid/loss": 1.0, "valid/sim_tau": 1.5, "valid/tau": 1.25}
+    run(tmp_path, validate=lambda head, step, final: values, steps=4, tracker="tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    names = set(events.Tags()["scalars"])
+    assert names == {name for record in records(tmp_path) for name in record} - {"step"}
+    assert names >= {
+        "train/loss", "train/acc_1", "train/acc_2", "train/acc_3", "train/sim_tau", "lr", "grad_norm", "tokens_per_s",
+        "mfu", "data_wait", "host_memory_gib", *values,
+    }  # fmt: skip
+    assert all(record["host_memory_gib"] > 0.01 for record in records(tmp_path) if "train/loss" in record)
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_sample_that_cannot_be_read_is_named_and_the_checkpoint_stays(tmp_path, prefetch):
+    class Unreadable(FakeSource):
+        sample_ids = [f"talk-{i}" for i in range(12)]
+
+        def get(self, pack):
+            if 9 in pack:
+                raise OSError("Input/output error")
+            return super().get(pack)
+
+    source = Unreadable(make_documents())
+    with pytest.raises(TrainingError, match=r"features of sample talk-9 \(epoch 0, pack 4\) failed: OSError"):
+        train(
+            FakeHead(), source, teacher(), source.lengths, config(save_every=1, prefetch=prefetch), tmp_path,
+            plan=in_order, progress=False,
+        )  # fmt: skip
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000002\n"
+
+
 def test_no_supervised_position_is_an_error(tmp_path):
     documents = [(tokens, torch.full_like(turn, -1)) for tokens, turn in make_documents()]
     with pytest.raises(TrainingError, match="no position is supervised"):

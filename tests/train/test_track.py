@@ -70,7 +70,9 @@ def test_progress_shows_numbers_on_rank_0_only(terminal):
         reporter = Reporter(show, 10, "steps", Console(file=out, force_terminal=terminal, width=160))
         reporter.advance(5)
         reporter.record(5, {"train/loss": 1.25, "lr": 0.001}, 5)
+        reporter.record(6, {"train/loss": 1.25, "lr": 0.001}, 6)
         reporter.say("[a] note")
         reporter.close()
+        assert ("left" in out.getvalue()) is show  # the bar's time, or the line's
         assert ("loss 1.25" in out.getvalue()) is show
         assert ("note" in out.getvalue()) is show

@@ -59,8 +59,13 @@ def write_text(path: Path, text: str) -> None:
     atomic_write(path, write)
 
 
+def json_text(value: Any) -> str:
+    """What `write_json` writes."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json_text(value))
 
 
 def read_json(path: Path) -> Any:

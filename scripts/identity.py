@@ -11,7 +11,8 @@ from typing import Any
 from headstart.data.config import SourceConfig
 from headstart.data.sources import workload_path
 from headstart.heads.errors import DataError
-from headstart.heads.files import sha256_file
+from headstart.heads.files import json_text, read_json, sha256_file
+from headstart.heads.formats.sidecar import SIDECAR, seal
 from headstart.heads.target import TargetConfig
 
 
@@ -20,6 +21,16 @@ def of_file(path: Path) -> str:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     return sha256_file(path)[:16]
+
+
+def of_saved_head(directory: Path) -> str:
+    """A saved head by its sidecar; what `headstart tune` noted there does not count: the head is the same."""
+    place = directory / SIDECAR
+    kept = read_json(place)
+    if "tuned" not in kept:
+        return of_file(place)
+    bare = seal({name: value for name, value in kept.items() if name != "tuned"})
+    return hashlib.sha256(json_text(bare).encode()).hexdigest()[:16]
 
 
 def of_source(source: SourceConfig) -> dict[str, Any]:

@@ -342,7 +342,7 @@ class Run:
         if not config.data and not (held_out.is_file() and held_out.stat().st_size):
             raise ConfigError("eval.data is not set and the run held no conversation out: set eval.data=FILE.jsonl")
         inputs = {
-            "head": identity.of_file(self.head_dir / "headstart.json"),
+            "head": identity.of_saved_head(self.head_dir),
             "target": identity.of_target(self.recipe.target),
             "eval": dataclasses.asdict(config),
             "data": describe_data(data),
@@ -367,7 +367,7 @@ class Run:
             raise FormatError(f"{self.head_dir}: no trained head there; run `headstart train` first")
         config = self.recipe.export
         settings = identity.without(dataclasses.asdict(config), *PUBLISHING)
-        inputs = {"head": identity.of_file(self.head_dir / "headstart.json"), "export": settings}
+        inputs = {"head": identity.of_saved_head(self.head_dir), "export": settings}
         result = self.steps.run("export", inputs, [self.dir / "export"], self._export)
         return result if config.push_to_hub is None else {**result, **self.publish()}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headstart import identity
 from headstart.eval.config import TreeConfig
 from headstart.eval.tune_report import overrides
 from headstart.heads import HEADS
@@ -99,6 +100,15 @@ def test_overrides_give_the_tree_back() -> None:
     )
     static = TreeConfig("static", 2, total_tokens=4, paths=[[0], [1], [0, 0]])
     assert overrides(static).endswith("'eval.tree.paths=[[0],[1],[0,0]]'")
+
+
+def test_a_tuned_head_is_the_same_head(head: Path) -> None:
+    before = identity.of_saved_head(head)
+    assert before == identity.of_file(head / "headstart.json")
+    annotate(head, {"tuned": {"card": {"batches": {}}}})
+    assert identity.of_saved_head(head) == before != identity.of_file(head / "headstart.json")
+    annotate(head, {"recipe": {"seed": 1}})
+    assert identity.of_saved_head(head) != before
 
 
 def test_notes_need_a_sidecar(tmp_path: Path, head: Path) -> None:

@@ -46,6 +46,12 @@ def drafter_of(kind: str, tree: TreeConfig, request: pytest.FixtureRequest, **co
     return drafter
 
 
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First guesses instead of measured choices: which kernels run is not what these tests are about."""
+    monkeypatch.setattr(Loop, "tune", lambda loop: None)
+
+
 @pytest.mark.parametrize(("kind", "tree"), WAYS)
 def test_fused_target_gives_the_plain_answers(
     target: Target, plain: list[Answer], kind: str, tree: TreeConfig, request: pytest.FixtureRequest
@@ -100,6 +106,7 @@ def test_draft_step_equals_the_heads_own(kind: str, request: pytest.FixtureReque
         torch.testing.assert_close(a, b[torch.arange(2), only[:, 0]][:, None], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("kind", "tree"), [("plain", CHAIN), *WAYS])
@@ -127,6 +134,7 @@ def test_captured_cycles_give_the_plain_answers(
     assert graphs.captured == 1
 
 
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_captured_sampling_follows_its_seed(target: Target, request: pytest.FixtureRequest) -> None:
@@ -173,6 +181,7 @@ def test_the_probe_of_training_says_what_a_cpu_says(target: Target, kind: str, r
     assert found == pytest.approx(tau_probe(target, request.getfixturevalue(kind).head, CONTEXTS, 20, depth=3))
 
 
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

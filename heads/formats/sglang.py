@@ -146,9 +146,8 @@ def _feature_layers(found: EngineVerdict, top: Any, nested: dict[str, Any], targ
     elif isinstance(top, list) and read != top:
         found.add(
             WRONG,
-            f"SGLang adds 1 to eagle_config.eagle_aux_hidden_state_layer_ids and reads {read}; the head was "
-            f"trained on {top}: "
-            f"write {[k - 1 for k in top if type(k) is int]} there",
+            f"SGLang adds 1 to eagle_config.eagle_aux_hidden_state_layer_ids and reads {read}; the ids at top level, "
+            f"which vLLM reads, say {top}: write {[k - 1 for k in top if type(k) is int]} there",
         )
     if read is not None and (len(set(read)) != 3 or sorted(read) != read or read[0] < 1):
         found.add(WRONG, f"feature layers {read}: three distinct ascending ones are needed")

@@ -180,6 +180,12 @@ def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
             "key it is) adds "
             f"1. Write {[k + 1 for k in inner if type(k) is int]} as eagle_aux_hidden_state_layer_ids at top level",
         )
+    if isinstance(top, list) and isinstance(inner, list) and [k + 1 for k in inner if type(k) is int] != top:
+        found.add(
+            LOADS,
+            f"reads the ids at top level, {top}; SGLang reads {[k + 1 for k in inner if type(k) is int]} from "
+            "eagle_config: one of the two is not what the head was trained on",
+        )
     _feature_layers(found, top or inner, target)
     _parallel(found, seen, config, sizes)
     known = {row.name for row in eagle3_rows(WRONG)} | EAGLE3_OPTIONAL

@@ -611,6 +611,10 @@ NOTES = {
     "draft model": (DRAFT, {}, "vllm", '"method": "draft_model"'),
     "DFlash reference": (F, {"layer_types": None}, "vllm", "also wants layer_types"),
     "captured layers": (E3, OTHER_LAYERS, "tensorrt_llm", "hidden_states indices [1, 3, 6]"),
+    "two sets of layer ids": (
+        E3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}, "vllm",
+        "SGLang reads [3, 5, 6] from eagle_config: one of the two",
+    ),
     "another head split": (
         E3, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}, "vllm",
         "8 attention heads of 4 where the target has 4 of 8",

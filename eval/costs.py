@@ -146,7 +146,6 @@ def measure_costs(
         costs.rest_s.setdefault(tree.kind, {})[node_count(tree)] = 0.0
         costs.rest_s[tree.kind][node_count(tree)] = max(whole - _parts(costs, tree), 0.0)
         done()
-    decoder.graphs.clear()
     return costs
 
 
@@ -171,6 +170,8 @@ def _cycle_seconds(decoder: Decoder, drafter: Drafter | None, contexts: list[lis
     """Median seconds of a whole cycle in the decode loop itself."""
     decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0)
     seconds = decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0).cycle_s
+    # captured cycles hold on to their drafters
+    decoder.graphs.clear()
     # the first waits for what was queued before
     return statistics.median(seconds[1:] or seconds)
 

@@ -16,6 +16,7 @@ from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
 from headstart.eval.generate import GenerateBaseline
 from headstart.eval.metrics import Pace, acceptance
+from headstart.eval.parts import cycle_parts
 from headstart.eval.prompts import EvalPrompt, load_prompts, render
 from headstart.eval.report import Report
 from headstart.eval.sampling import Sampling
@@ -208,9 +209,14 @@ def _measure(
     steps = count(decoded_turns)
     say = None if progress is None else lambda what: progress(next(steps), total, what)
     sweeps = sweep(decoder, drafter, config, starts, say)
+    parts = None
+    if drafter is not None and drafter.captures and starts:
+        # the prompt of middle length stands for all
+        middle = sorted(starts, key=len)[len(starts) // 2]
+        parts = cycle_parts(decoder, drafter, [middle] * config.batch_size)
     if progress is not None:
         progress(total, total, "done")
-    return Found(tallies, sweeps, generate, decoder.unfused, decoder.graphs.seconds)
+    return Found(tallies, sweeps, generate, decoder.unfused, decoder.graphs.seconds, parts)
 
 
 def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, list[EvalPrompt]]]:

@@ -6,7 +6,6 @@ Times are device events around replays of captured graphs on CUDA where the engi
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ import numpy as np
 import torch
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decode import Loop, synchronize
+from headstart.eval.decode import Loop
 from headstart.eval.drafters import Drafter
-from headstart.eval.linear import graph_time
+from headstart.eval.parts import loop_seconds, started_loop
 from headstart.eval.sweep import spread
 from headstart.eval.tree import Tree, chain, static_paths
 
@@ -137,7 +136,7 @@ def measure_costs(
         costs.draft_s.setdefault(way_of(tree), {})[tree.depth] = _draft_seconds(decoder, drafter, contexts, repeats)
         done()
     drafter = build(largest)
-    loop = _loop(decoder, drafter, contexts)
+    loop = started_loop(decoder, drafter, contexts)
     for shape, tokens in forwards(trees):
         costs.verify_s.setdefault(shape, {})[tokens] = _verify_seconds(loop, shape, tokens, repeats)
         done()
@@ -176,26 +175,14 @@ def _cycle_seconds(decoder: Decoder, drafter: Drafter | None, contexts: list[lis
     return statistics.median(seconds[1:] or seconds)
 
 
-def _loop(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]) -> Loop:
-    """A started loop whose buffers hold the contexts and one tree more."""
-    # one token: buffers are made, no cycle runs
-    decoder.run(contexts, drafter, 1, seed=0)
-    assert decoder.engine is not None
-    loop = Loop(decoder.engine, drafter, decoder.sampling, None)
-    stops: list[set[int]] = [set() for _ in contexts]
-    with torch.inference_mode():
-        loop.start(contexts, [2] * len(contexts), stops)
-    return loop
-
-
 def _draft_seconds(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], repeats: int) -> float:
     if not drafter.captures:
         # a drafter that works on the host is part of the rest of its cycles
         return 0.0
-    loop = _loop(decoder, drafter, contexts)
+    loop = started_loop(decoder, drafter, contexts)
     if loop.captures:
         drafter.tune(len(contexts))
-    return _seconds(loop, lambda: drafter.propose(loop.roots_B, None), repeats)
+    return loop_seconds(loop, lambda: drafter.propose(loop.roots_B, None), repeats)
 
 
 def _verify_seconds(loop: Loop, shape: str, tokens: int, repeats: int) -> float:
@@ -203,7 +190,7 @@ def _verify_seconds(loop: Loop, shape: str, tokens: int, repeats: int) -> float:
     if loop.engine.captures and engine.fused is not None:
         engine.fused.tune(engine.batch * tokens)
     tree = chain(loop.roots_B[:, None].expand(-1, tokens - 1)) if shape == "chain" else _bush(loop, tokens - 1)
-    return _seconds(loop, lambda: engine.verify(loop.roots_B, tree), repeats)
+    return loop_seconds(loop, lambda: engine.verify(loop.roots_B, tree), repeats)
 
 
 def _bush(loop: Loop, nodes: int) -> Tree:
@@ -217,29 +204,3 @@ def _bush(loop: Loop, nodes: int) -> Tree:
     depth_BN = torch.tensor(depth, device=device).expand(batch, nodes)
     token_BN = loop.roots_B[:, None].expand(batch, nodes)
     return Tree(token_BN, parent_N.expand(batch, nodes), depth_BN, torch.ones_like(depth_BN).bool(), max(depth))
-
-
-def _seconds(loop: Loop, run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `run` on the loop's state, which is left as it was."""
-    before = [(owner, name, getattr(owner, name)) for owner, name in loop.state]
-
-    def again() -> None:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-        run()
-
-    with torch.inference_mode():
-        try:
-            if loop.captures:
-                return graph_time(again, repeats) / 1e3
-            device, times = loop.roots_B.device, []
-            for _ in range(repeats + 1):
-                synchronize(device)
-                began = time.perf_counter()
-                again()
-                synchronize(device)
-                times.append(time.perf_counter() - began)
-            return statistics.median(times[1:])
-        finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)

@@ -87,6 +87,8 @@ class Report:
     speedup_ci95: list[float] | None = None
     #: plain and speculative decoding over batch sizes ("batch") and context lengths ("context"), where asked for
     sweeps: dict[str, Any] | None = None
+    #: milliseconds of a cycle's parts: draft_ms, verify_ms, rest_ms
+    cycle: dict[str, float] | None = None
     #: HF generate at batch 1, where asked for; its label stands beside it
     generate: dict[str, Any] | None = None
     schema: int = SCHEMA
@@ -286,6 +288,10 @@ def remarks(report: Report) -> list[str]:
             "/ spec.); per row: by the time rows decode, as where ended rows are replaced; per token in ms, median / "
             "95th percentile"
         )
+    if report.cycle is not None:
+        named = ("draft", "verify", "rest")
+        spent = ", ".join(f"{name} {number(report.cycle[f'{name}_ms'], 2)}" for name in named)
+        lines.append(f"parts of a cycle in ms, batch {report.batch_size}: {spent}")
     if report.generate is not None:
         found = report.generate
         rate = number(found["tokens_per_s"], 1)

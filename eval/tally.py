@@ -29,6 +29,8 @@ class Found:
     unfused: str | None = None
     #: seconds that capturing cycles took, which are part of no other time
     capture_s: float = 0.0
+    #: milliseconds of a cycle's parts (parts.cycle_parts)
+    parts: dict[str, float] | None = None
 
 
 @dataclass
@@ -144,6 +146,7 @@ def report_of(
         latency=total.latency,
         speedup_ci95=total.speedup_ci95,
         sweeps=measured.sweeps or None,
+        cycle=measured.parts,
         generate=None if measured.generate is None else measured.generate.report(),
     )
 

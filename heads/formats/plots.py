@@ -1,4 +1,4 @@
-"""Plots of a model card, from report.json: acceptance by position, τ and speed-up by task, batch and context."""
+"""Plots of a report: acceptance by position, τ and speed-up by task, batch and context, parts of a cycle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from headstart.heads.files import atomic_write
 
-ACCEPTANCE, TASKS, BATCHES, CONTEXTS = "acceptance.png", "tasks.png", "speedup_by_batch.png", "speedup_by_context.png"
+ACCEPTANCE, TASKS, CYCLE = "acceptance.png", "tasks.png", "cycle.png"
+BATCHES, CONTEXTS = "speedup_by_batch.png", "speedup_by_context.png"
 #: tasks drawn at most: the ones with most prompts
 SHOWN = 12
 
@@ -23,6 +24,7 @@ def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
     for name, figure in (
         (ACCEPTANCE, _acceptance(report)),
         (TASKS, _tasks(report)),
+        (CYCLE, _cycle(report)),
         (BATCHES, _sweep(report, "batch")),
         (CONTEXTS, _sweep(report, "context")),
     ):
@@ -91,6 +93,30 @@ def _tasks(report: dict[str, Any]) -> Any | None:
         list(places), names, rotation=30 if len(names) > 3 else 0, ha="right" if len(names) > 3 else "center"
     )
     axes.set_title("τ and speed-up by task (plain decoding = 1)" if measured else "τ by task (plain decoding = 1)")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _cycle(report: dict[str, Any]) -> Any | None:
+    """Where a cycle's time goes, per cycle and per token that it commits, beside a plain token."""
+    parts, rate = report.get("cycle"), report.get("baseline_tokens_per_s")
+    if not parts:
+        return None
+    batch, tau = report["batch_size"], report["tau"]
+    figure, axes = new_figure(6, 2.6)
+    for y, share in ((1, 1.0), (0, 1 / tau)):
+        left = 0.0
+        for name, color in (("draft", "tab:orange"), ("verify", "tab:blue"), ("rest", "tab:gray")):
+            width = parts[f"{name}_ms"] * share
+            axes.barh(y, width, left=left, color=color, label=name if y else None)
+            left += width
+    names = ["per token", "per cycle"]
+    if rate and batch == 1:
+        axes.barh(-1, 1e3 / rate, color="black", alpha=0.6)
+        names.insert(0, "plain token")
+    axes.set_yticks(range(2 - len(names), 2), names)
+    axes.set(xlabel=f"ms, batch {batch}", title=f"Parts of a cycle (τ {tau:.2f})")
+    axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize="small")
     return figure
 

@@ -12,11 +12,13 @@ import torch
 from eval_help import CONTEXTS, Trained
 from rich.console import Console
 
-from headstart.eval.benchmark import evaluate
+from headstart.eval.benchmark import Decoder, evaluate
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.decode import Answer, Cycle, Decoded
+from headstart.eval.drafters import build_drafter
 from headstart.eval.generate import LABEL, GenerateBaseline
 from headstart.eval.metrics import Pace, Timed, bootstrap_speedup, token_seconds
+from headstart.eval.parts import cycle_parts
 from headstart.eval.report import Report, print_report, render_markdown, speedup_text
 from headstart.eval.sampling import Sampling
 from headstart.eval.sweep import fit, gain_ends, spread
@@ -102,6 +104,25 @@ def test_sweeps_of_a_report(swept: Report, tmp_path: Path) -> None:
     assert "## Speed-up by batch" in markdown and "## Speed-up by context, batch 1" in markdown
     for name in ("speedup_by_batch.png", "speedup_by_context.png"):
         assert f"({name})" in markdown and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_parts_of_a_cycle_are_measured_and_drawn(
+    target: Target, eagle3: Trained, swept: Report, prompts: str, tmp_path: Path
+) -> None:
+    """Drafting, the target's forward, and what is left; the loop's state is as it was, at any temperature."""
+    parts = swept.cycle
+    assert set(parts) == {"draft_ms", "verify_ms", "rest_ms"}
+    assert parts["draft_ms"] > 0 and parts["verify_ms"] > 0 and parts["rest_ms"] >= 0
+    swept.write(tmp_path)
+    assert "Parts of a cycle in ms, batch 1: draft " in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "cycle.png").read_bytes().startswith(b"\x89PNG")
+    config = EvalConfig(data=prompts, max_new_tokens=4, tree=TreeConfig(depth=2), temperature=1.0)
+    decoder, drafter = Decoder(target, config), build_drafter(eagle3.head, config)
+    torch.manual_seed(5)
+    expected = torch.rand(1, generator=torch.Generator().manual_seed(5))
+    cycle_parts(decoder, drafter, [[5, 6, 7], [8, 9]], repeats=1)
+    assert torch.rand(1) == expected
+    assert decoder.engine.length_B.tolist() == [3, 2]
 
 
 def test_latency_and_generate_are_shown_with_their_labels(swept: Report) -> None:

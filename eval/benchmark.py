@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
-from headstart.eval.decode import Answer, Cycle, CycleGraphs, Decoded, decode, slots_needed
+from headstart.eval.decode import Answer, Cycle, CycleGraphs, Decoded, decode, roomy, slots_needed
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
@@ -85,7 +85,7 @@ class Decoder:
         if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
             bucket = self.config.kv_bucket
             # captured cycles last as long as the buffers, and kernels read no more of them than is in use
-            capacity = 1 << (needed - 1).bit_length() if self.fused is not None else -(-needed // bucket) * bucket
+            capacity = roomy(needed) if self.fused is not None else -(-needed // bucket) * bucket
             # free the old buffers before the new ones are made
             self.engine = engine = None
             self.graphs.clear()

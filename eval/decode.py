@@ -76,6 +76,16 @@ def slots_needed(longest_context: int, max_new_tokens: int, drafter: Drafter | N
     return longest_context + max_new_tokens + 2 * (nodes + 1)
 
 
+def roomy(slots: int) -> int:
+    """`slots` rounded up to a fourth of its octave (at least 512), so that buffers, and the graphs on them, last.
+
+    >>> [roomy(n) for n in (1, 600, 1025, 5000)]
+    [512, 1024, 1536, 5120]
+    """
+    step = 1 << max(9, (slots - 1).bit_length() - 3)
+    return -(-slots // step) * step
+
+
 @torch.inference_mode()
 def decode(
     engine: Engine,

@@ -14,7 +14,7 @@ from headstart.data.distill import generate
 from headstart.eval.attention import Visibility
 from headstart.eval.benchmark import tau_probe
 from headstart.eval.config import EvalConfig, TreeConfig
-from headstart.eval.decode import Answer, CycleGraphs, Loop, decode, slots_needed
+from headstart.eval.decode import Answer, CycleGraphs, Loop, decode, roomy, slots_needed
 from headstart.eval.draft import DraftStep
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.engine import Engine, attention_windows
@@ -194,3 +194,8 @@ def test_distillation_by_captured_cycles(target: Target, temperature: float) -> 
     assert found == generate(there, CONTEXTS, config, seeds) == generate(target, CONTEXTS, config, seeds)
     assert generator(there, CONTEXTS[1:2], config, seeds[1:2]) == found[1:2]
     assert generator.decoder.graphs.captured == 1
+
+
+def test_buffers_are_rounded_up_by_a_fourth_at_most() -> None:
+    assert [roomy(n) for n in (1, 600, 1024, 1025, 5000)] == [512, 1024, 1024, 1536, 5120]
+    assert all(n <= roomy(n) <= max(1.25 * n, n + 511) for n in range(1, 40000, 37))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.pointwise import launch_options, wants_kernel
+from headstart.eval.pointwise import LINE_BYTES, launch_options, wants_kernel
 
 try:
     import triton
@@ -30,7 +30,6 @@ STAGES = 3
 #: programs that fill a card when its number of multiprocessors is unknown
 PROGRAMS = 128
 MAX_SPLITS = 32
-LINE_BYTES = 128
 
 
 @dataclass(frozen=True)

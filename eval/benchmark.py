@@ -210,7 +210,7 @@ def _measure(
     say = None if progress is None else lambda what: progress(next(steps), total, what)
     sweeps = sweep(decoder, drafter, config, starts, say)
     parts = None
-    if drafter is not None and drafter.captures and starts:
+    if config.cycle_parts and drafter is not None and drafter.captures and starts:
         # the prompt of middle length stands for all
         middle = sorted(starts, key=len)[len(starts) // 2]
         parts = cycle_parts(decoder, drafter, [middle] * config.batch_size)

@@ -70,6 +70,8 @@ class EvalConfig:
     #: auto = fused kernels and captured cycles on a GPU where the target's layers allow | fused | transformers = the
     #: target's own forward
     engine: str = "auto"
+    #: also time the parts of a cycle: drafting, the target's forward, the rest
+    cycle_parts: bool = True
     #: conversations decoded together
     batch_size: int = 1
     #: auto = as the target was loaded; another value must equal the target's dtype (set target.dtype)

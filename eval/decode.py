@@ -42,8 +42,6 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
     finish_reason: str = "length"
-    #: plain decoding with record_gaps: the target's top-1 minus top-2 logit at every token
-    gaps: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -95,7 +93,6 @@ def decode(
     max_new_tokens: int | list[int],
     stop_ids: set[int] | list[set[int]],
     generator: torch.Generator | None = None,
-    record_gaps: bool = False,
     graphs: CycleGraphs | None = None,
     row_seeds: Tensor | None = None,
 ) -> Decoded:
@@ -106,7 +103,6 @@ def decode(
         drafter: None = plain decoding (τ = 1).
         max_new_tokens, stop_ids: for all rows, or one per row.
         generator: on the engine's device; used at temperature > 0 and by synthetic acceptance.
-        record_gaps: fill Answer.gaps (plain decoding only; never with `graphs`).
         graphs: where captured cycles are kept; None = every cycle runs operation by operation.
         row_seeds: int64 [B], plain decoding only: every row draws by its own seed, whatever it is batched with.
     """
@@ -120,10 +116,9 @@ def decode(
     prefilled = time.perf_counter()
     arrivals = [prefilled]
 
-    gaps = [_gap(loop.logits_BV)] if record_gaps else []
     for row, token in enumerate(loop.roots_B.tolist()):
         book.take(row, [token])
-    if graphs is not None and loop.captures and not record_gaps:
+    if graphs is not None and loop.captures:
         if book.any_active:
             for table in graphs.run(loop):
                 arrivals.append(time.perf_counter())
@@ -136,15 +131,9 @@ def decode(
             engine.longest = max(line[LENGTH] for line in rows_table)
             book.cycle(rows_table)
             arrivals.append(time.perf_counter())
-            if record_gaps:
-                gaps.append(_gap(loop.logits_BV))
             loop.commit()
     synchronize(device)
     finished = time.perf_counter()
-    if record_gaps:
-        table_GB = torch.stack(gaps, 1).tolist()
-        for answer, row_gaps in zip(book.answers, table_GB, strict=True):
-            answer.gaps = row_gaps[: len(answer.tokens)]
     cycle_s = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
     return Decoded(book.answers, prefilled - began, finished - prefilled, cycle_s)
 
@@ -193,6 +182,15 @@ class Loop:
         if self.drafter is not None:
             owners.append((self.drafter, self.drafter.state))
         return [(owner, name) for owner, names in owners for name in names]
+
+    def tensors(self) -> list[Tensor]:
+        """What stands at `state` now."""
+        return [getattr(owner, name) for owner, name in self.state]
+
+    def attach(self, tensors: list[Tensor]) -> None:
+        """Put these tensors at `state`."""
+        for (owner, name), tensor in zip(self.state, tensors, strict=True):
+            setattr(owner, name, tensor)
 
     def tune(self) -> None:
         """Choose how the products of a cycle run, by measurement (CUDA only), after `start`."""
@@ -292,7 +290,7 @@ class CycleGraphs:
 
     def run(self, loop: Loop) -> Iterator[list[list[int]]]:
         """Tables of the cycles, without end. The next cycle runs while the host looks at a table."""
-        shapes = tuple((name, tuple(getattr(owner, name).shape)) for owner, name in loop.state)
+        shapes = tuple((name, tensor.shape) for (_, name), tensor in zip(loop.state, loop.tensors(), strict=True))
         # the objects themselves are part of the key: an id would be taken again once they are gone
         key = (loop.engine, loop.engine.spec, loop.drafter, loop.sampling, loop.generator, shapes)
         if key not in self._graphs:
@@ -323,7 +321,7 @@ class _CycleGraph:
     def __init__(self, loop: Loop):
         device = loop.engine.device
         loop.tune()
-        self.held = [getattr(owner, name).clone() for owner, name in loop.state]
+        self.held = [tensor.clone() for tensor in loop.tensors()]
         before = [value.clone() for value in self.held]
         noise = loop.generator.get_state() if loop.generator is not None else None
         # kernels compile and libraries set themselves up outside the capture; KV that this cycle writes lies beyond
@@ -333,15 +331,15 @@ class _CycleGraph:
         with torch.cuda.stream(stream):
             loop.cycle()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._attach(loop)
+        loop.attach(self.held)
         self.graph = torch.cuda.CUDAGraph()
         if loop.generator is not None:
             self.graph.register_generator_state(loop.generator)
         with torch.cuda.graph(self.graph):
             self.table = loop.cycle()
-            for held, (owner, name) in zip(self.held, loop.state, strict=True):
-                held.copy_(getattr(owner, name))
-        self._attach(loop)
+            for held, tensor in zip(self.held, loop.tensors(), strict=True):
+                held.copy_(tensor)
+        loop.attach(self.held)
         for held, value in zip(self.held, before, strict=True):
             held.copy_(value)
         if loop.generator is not None:
@@ -349,15 +347,11 @@ class _CycleGraph:
         self.host = [torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=True) for _ in range(2)]
         self.done = [torch.cuda.Event() for _ in range(2)]
 
-    def _attach(self, loop: Loop) -> None:
-        for held, (owner, name) in zip(self.held, loop.state, strict=True):
-            setattr(owner, name, held)
-
     def run(self, loop: Loop) -> Iterator[list[list[int]]]:
-        for held, (owner, name) in zip(self.held, loop.state, strict=True):
-            if getattr(owner, name) is not held:
-                held.copy_(getattr(owner, name))
-        self._attach(loop)
+        for held, tensor in zip(self.held, loop.tensors(), strict=True):
+            if tensor is not held:
+                held.copy_(tensor)
+        loop.attach(self.held)
         turn = 0
         self._launch(turn)
         while True:
@@ -421,8 +415,3 @@ def _seen(tokens_BJ: Tensor, count_B: Tensor, vocab: int) -> Tensor:
     inside_BJ = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device) < count_B[:, None]
     counts = torch.zeros((tokens_BJ.shape[0], vocab), dtype=torch.int32, device=tokens_BJ.device)
     return counts.scatter_add_(1, tokens_BJ, inside_BJ.int()) > 0
-
-
-def _gap(logits_BV: Tensor) -> Tensor:
-    top = logits_BV.float().topk(2, dim=-1).values
-    return top[:, 0] - top[:, 1]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.eval.pointwise import NormWeights, launch_options, rms_norm, wants_kernel
+from headstart.eval.pointwise import LINE_BYTES, NormWeights, launch_options, rms_norm, wants_kernel
 
 try:
     import triton
@@ -96,21 +96,23 @@ class Linear:
         return self.weight_NK.shape[0] // (2 if self.activation is not None else 1)
 
     def __call__(self, x_RK: Tensor, residual_RN: Tensor | None = None) -> Tensor:
-        rows = x_RK.shape[0]
-        if rows > MAX_ROWS or not wants_kernel(x_RK):
-            return linear_eager(x_RK, self, residual_RN)
-        tiles = self.tiles.get(row_bucket(rows), CANDIDATES[0])
+        tiles = self._tiles(x_RK)
         if tiles is None:
             return linear_eager(x_RK, self, residual_RN)
         return linear_kernel(x_RK, self, residual_RN, tiles)
 
+    def _tiles(self, x_RK: Tensor) -> Tiles | None:
+        """How the kernel runs on these rows; None: it does not."""
+        rows = x_RK.shape[0]
+        if rows > MAX_ROWS or not wants_kernel(x_RK):
+            return None
+        return self.tiles.get(row_bucket(rows), CANDIDATES[0])
+
     def with_norm(self, x_RK: Tensor, residual_RN: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """(the call's result, its RMSNorm): one kernel fewer where the product is split."""
-        rows = x_RK.shape[0]
-        if rows <= MAX_ROWS and wants_kernel(x_RK):
-            tiles = self.tiles.get(row_bucket(rows), CANDIDATES[0])
-            if tiles is not None and tiles.splits > 1:
-                return join_kernel(split_kernel(x_RK, self, tiles), self.bias_N, residual_RN, norm)
+        tiles = self._tiles(x_RK)
+        if tiles is not None and tiles.splits > 1:
+            return join_kernel(split_kernel(x_RK, self, tiles), self.bias_N, residual_RN, norm)
         y_RN = self(x_RK, residual_RN)
         return y_RN, rms_norm(y_RN, norm)
 
@@ -145,8 +147,6 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         "BIAS": bias_N is not None,
         "RESIDUAL": residual_RN is not None,
         "EVEN": inputs % tiles.inputs == 0,
-        "AHEAD": min(tiles.stages, -(-inputs // tiles.inputs)),
-        "LINE": min(tiles.inputs, 128 // weight_NK.element_size()),
         **launch_options(x_RK.device),
     }
     if tiles.vector:
@@ -159,9 +159,15 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     _linear_kernel[(triton.cdiv(outputs, tile_outputs),)](
         x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
         BR=max(16, row_bucket(rows)), BN=tile_outputs, BK=tiles.inputs, num_warps=tiles.warps,
-        num_stages=tiles.stages, SPLITS=1, **flags,
+        num_stages=tiles.stages, SPLITS=1, **_prefetched(weight_NK, tiles), **flags,
     )  # fmt: skip
     return out_RN
+
+
+def _prefetched(weight_NK: Tensor, tiles: Tiles) -> dict[str, int]:
+    """Input tiles that a program asks for before it may read anything else, and the elements of a cache line."""
+    count = -(-weight_NK.shape[1] // (tiles.inputs * tiles.splits))
+    return {"AHEAD": min(tiles.stages, count), "LINE": min(tiles.inputs, LINE_BYTES // weight_NK.element_size())}
 
 
 @dataclass(frozen=True)
@@ -188,9 +194,8 @@ def split_kernel(x_RK: Tensor, linear: Linear, tiles: Tiles) -> Parts:
         x_RK, linear.weight_NK, sums_SRN, sums_SRN, sums_SRN, rows, outputs, inputs,
         PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, EVEN=True, SPLITS=tiles.splits,
         BR=max(16, row_bucket(rows)), BN=tiles.outputs, BK=tiles.inputs,
-        AHEAD=min(tiles.stages, inputs // tiles.inputs // tiles.splits),
-        LINE=min(tiles.inputs, 128 // linear.weight_NK.element_size()),
-        num_warps=tiles.warps, num_stages=tiles.stages, **launch_options(x_RK.device),
+        num_warps=tiles.warps, num_stages=tiles.stages,
+        **_prefetched(linear.weight_NK, tiles), **launch_options(x_RK.device),
     )  # fmt: skip
     return Parts(sums_SRN, x_RK.dtype)
 
@@ -394,8 +399,7 @@ if triton is not None:
     def _vector_kernel(
         x, weight, bias, residual, out, outputs, inputs,
         PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-        BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
-        OVERLAP: tl.constexpr,
+        BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One row: sums are kept per input channel of a tile and added up once at the end."""
         output = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -27,10 +27,9 @@ def cycle_parts(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], r
     if loop.captures:
         loop.tune()
     with torch.inference_mode():
-        before = [(owner, name, getattr(owner, name)) for owner, name in loop.state]
+        before = loop.tensors()
         tree = drafter.propose(loop.roots_B, loop.generator)
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        loop.attach(before)
     draft = loop_seconds(loop, lambda: drafter.propose(loop.roots_B, loop.generator), repeats)
     verify = loop_seconds(loop, lambda: loop.engine.verify(loop.roots_B, tree), repeats)
     whole = loop_seconds(loop, loop.cycle, repeats)
@@ -53,11 +52,10 @@ def started_loop(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]) 
 
 def loop_seconds(loop: Loop, run: Callable[[], object], repeats: int) -> float:
     """Median seconds of `run` on the loop's state, which is left as it was."""
-    before = [(owner, name, getattr(owner, name)) for owner, name in loop.state]
+    before = loop.tensors()
 
     def again() -> None:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        loop.attach(before)
         run()
 
     with torch.inference_mode():
@@ -73,5 +71,4 @@ def loop_seconds(loop: Loop, run: Callable[[], object], repeats: int) -> float:
                 times.append(time.perf_counter() - began)
             return statistics.median(times[1:])
         finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)
+            loop.attach(before)

@@ -21,6 +21,10 @@ except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
 
+#: a cache line of the GPUs that kernels prefetch on
+LINE_BYTES = 128
+
+
 def wants_kernel(x: Tensor) -> bool:
     """Whether `x` goes to a Triton kernel: on a GPU, in a floating dtype that kernels take."""
     return triton is not None and x.is_cuda and x.dtype != torch.float64

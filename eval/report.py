@@ -45,6 +45,10 @@ class Section:
     latency: dict[str, dict[str, float | None] | None] | None = None
     speedup_ci95: list[float] | None = None
 
+    def headline(self) -> dict[str, Any]:
+        """The fields that a report repeats for all tasks together."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("prompts", "identity")}
+
 
 @dataclass
 class Report:

@@ -235,15 +235,7 @@ def _report(
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
         prompts=prompts,
-        forwards=total.forwards,
-        tokens=total.tokens,
-        tau=total.tau,
-        tau_ci95=total.tau_ci95,
-        per_position_acceptance=total.per_position_acceptance,
-        per_position_conditional=total.per_position_conditional,
-        baseline_tokens_per_s=None,
-        tokens_per_s=total.tokens_per_s,
-        speedup=None,
+        **total.headline(),
         tasks={task: _section([tally], config) for task, tally in tallies.items()},
         greedy_identity=None,
         timing={
@@ -257,6 +249,5 @@ def _report(
         versions={**versions(), engine: probe.version},
         git_revision=git_revision(),
         notes=notes,
-        latency=total.latency,
         engine={"name": engine, "version": probe.version, "url": url, "model": model},
     )

@@ -32,7 +32,9 @@ def measure(
     if not (shorter_chains and config.tree.kind == "chain" and config.tree.depth > 1 and report.baseline_tokens_per_s):
         return report
     rates = {config.tree.depth: report.tokens_per_s or 0.0}
-    once = replace(config, baseline=False, batch_sizes=[], context_lengths=[], generate_baseline=False)
+    once = replace(
+        config, baseline=False, batch_sizes=[], context_lengths=[], generate_baseline=False, cycle_parts=False
+    )
     for depth in range(config.tree.depth - 1, 0, -1):
         shorter = replace(once, tree=replace(config.tree, depth=depth))
         with talk.progress(f"eval (chain of {depth})", "prompts") as advance:

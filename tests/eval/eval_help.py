@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
+from headstart.eval.benchmark import Decoder
 from headstart.eval.decode import Answer, decode, slots_needed
 from headstart.eval.drafters import Drafter
 from headstart.eval.engine import Engine
@@ -38,8 +40,28 @@ def run(
     generator = torch.Generator().manual_seed(seed)
     stop_ids = stops if isinstance(stops, list) else set(stops)
     sampling = sampling or Sampling()
-    gaps = drafter is None
-    return decode(engine, contexts, drafter, sampling, max_new_tokens, stop_ids, generator, record_gaps=gaps).answers
+    return decode(engine, contexts, drafter, sampling, max_new_tokens, stop_ids, generator).answers
+
+
+@torch.no_grad()
+def gaps_of(target: Target, context: list[int], answer: Answer) -> list[float]:
+    """The target's top-1 minus top-2 logit at every token of an answer, from one forward over all of it."""
+    tokens = torch.tensor([[*context, *answer.tokens]])
+    logits_TV = target.model(input_ids=tokens, use_cache=False).logits[0, len(context) - 1 : -1]
+    top_T2 = logits_TV.topk(2).values
+    return (top_T2[:, 0] - top_T2[:, 1]).tolist()
+
+
+def memory_for_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger batches run out of memory."""
+    original = Decoder.run
+
+    def run(self: Decoder, contexts: list[list[int]], *rest: Any, **options: Any) -> Any:
+        if len(contexts) > 2:
+            raise torch.OutOfMemoryError("no more")
+        return original(self, contexts, *rest, **options)
+
+    monkeypatch.setattr(Decoder, "run", run)
 
 
 @dataclass(frozen=True)

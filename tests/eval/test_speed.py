@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from eval_help import CONTEXTS, Trained
+from eval_help import CONTEXTS, Trained, memory_for_two_rows
 from rich.console import Console
 
 from headstart.eval.benchmark import Decoder, evaluate
@@ -213,16 +213,7 @@ def test_contexts_beyond_the_targets_positions(target: Target, prompts: str) -> 
 
 
 def test_a_batch_that_does_not_fit_ends_its_sweep(target: Target, prompts: str, monkeypatch: Any) -> None:
-    from headstart.eval.benchmark import Decoder
-
-    original = Decoder.run
-
-    def run(self: Decoder, contexts: list[list[int]], *rest: Any, **options: Any) -> Any:
-        if len(contexts) > 2:
-            raise torch.OutOfMemoryError("no more")
-        return original(self, contexts, *rest, **options)
-
-    monkeypatch.setattr(Decoder, "run", run)
+    memory_for_two_rows(monkeypatch)
     config = EvalConfig(
         data=prompts, max_new_tokens=3, kv_bucket=8, drafter="ngram", batch_sizes=[2, 3, 4], sweep_prompts=1
     )

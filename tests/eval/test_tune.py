@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eval_help import CONTEXTS, Trained
+from eval_help import CONTEXTS, Trained, memory_for_two_rows
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.costs import Costs, anchors, draft_points, forwards, measurements, node_count
@@ -174,18 +174,7 @@ def trees_of(found: Tuning, trained: Trained) -> list[TreeConfig]:
 
 
 def test_batches_beyond_the_memory_are_left_out(target: Target, prompts: str, monkeypatch: Any) -> None:
-    import torch
-
-    from headstart.eval.benchmark import Decoder
-
-    original = Decoder.run
-
-    def run(self: Decoder, contexts: list[list[int]], *rest: Any, **options: Any) -> Any:
-        if len(contexts) > 2:
-            raise torch.OutOfMemoryError("no more")
-        return original(self, contexts, *rest, **options)
-
-    monkeypatch.setattr(Decoder, "run", run)
+    memory_for_two_rows(monkeypatch)
     search = TuneConfig(batch_sizes=[4, 1], depth=1, prompts=2, repeats=1)
     said: list[str] = []
     found = tune(target, None, settings(prompts, drafter="ngram"), search, lambda *step: said.append(step[2]))

@@ -35,6 +35,11 @@ SHAPES = {
 }
 
 
+def free_disk(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    """Plans of 8B and 70B targets write tens of GiB: what this machine has free must not decide a test."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": gib * GIB}))
+
+
 @pytest.fixture(scope="module")
 def models() -> dict[str, tuple[Target, Head]]:
     found = {}
@@ -104,7 +109,8 @@ def test_a_sharded_70b_target_takes_less_than_a_third_of_the_whole_one(models):
     assert parts["target weights"] + parts["target layers gathered"] < whole["target weights"] / 3
 
 
-def test_what_cannot_fit_is_refused_with_what_would(models, tmp_path):
+def test_what_cannot_fit_is_refused_with_what_would(models, tmp_path, monkeypatch):
+    free_disk(monkeypatch, 1000)
     layout = Layout(ranks=4, ranks_per_node=4, pack_tokens=8192, accumulation=4)
     fits = plan_of(models, "8b", layout)
     assert fits.fits
@@ -128,7 +134,7 @@ def test_the_disk_is_checked_too(models, tmp_path, monkeypatch):
     assert plan.disk["features"] == 8_000_000 * (4 * 4096 * 2 + 12)
     weights = memory_of(*models["8b"], Layout())[0]["head weights"]
     assert plan.disk["checkpoints"] == (2 + 1) * 3 * weights
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10 * GIB}))
+    free_disk(monkeypatch, 10)
     with pytest.raises(StorageError, match="the run .* needs about"):
         require_fit(plan, *models["8b"], tmp_path)
 

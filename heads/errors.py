@@ -39,6 +39,10 @@ class StorageError(HeadstartError):
     """Disk full, unwritable, or an artefact on disk is incomplete or corrupt."""
 
 
+class DiskFullError(StorageError):
+    """No room for a file; what was there before is still there."""
+
+
 class TrainingError(HeadstartError):
     """Training cannot go on (non-finite loss, no supervised tokens, …)."""
 

@@ -15,17 +15,17 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.heads.errors import DataError, StorageError
+from headstart.heads.errors import DataError, DiskFullError, StorageError
 
 
 @contextmanager
 def explain_disk(path: Path) -> Iterator[None]:
-    """Turn "no space left" and permission failures into a StorageError that names the path and the remedy."""
+    """Turn "no space left" into a DiskFullError, missing permission into a StorageError: path and remedy named."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(
+            raise DiskFullError(
                 f"{path}: the disk is full; nothing already written was lost. Free space, or point the run "
                 "elsewhere with run_dir=…, then run the same command again: it continues."
             ) from error

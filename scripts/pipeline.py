@@ -40,7 +40,18 @@ from headstart.steps import Steps
 from headstart.talk import Talk
 
 #: settings that change how training is watched, not what it makes
-WATCHING = ("parallel", "capture", "tracker", "project", "log_every", "prefetch", "resume", "save_every", "keep")
+WATCHING = (
+    "parallel",
+    "capture",
+    "tracker",
+    "project",
+    "log_every",
+    "prefetch",
+    "resume",
+    "save_every",
+    "keep",
+    "disk_wait",
+)
 #: tokens of each of two samples whose features are compared between training and serving before an export
 PARITY_TOKENS = 96
 #: settings of the export node that say where it is uploaded

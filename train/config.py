@@ -72,6 +72,8 @@ class TrainConfig:
     save_every: int = 500
     #: checkpoints kept, newest first (the best head is kept besides); 0 = all
     keep: int = 2
+    #: seconds for which a run whose checkpoint finds the disk full waits for room before it ends; 0 = ends at once
+    disk_wait: float = 1800.0
     #: continue from the newest intact checkpoint of the run directory
     resume: bool = True
     #: weights the run ends with: last | best (by real τ where it is measured, else by simulated acceptance length)
@@ -110,7 +112,7 @@ class TrainConfig:
             _require(value is None or value > 0, f"{where}.{name}", value, "a number above 0")
         for name in ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch"):
             _require(getattr(self, name) >= 0, f"{where}.{name}", getattr(self, name), "0 or more")
-        for name in ("weight_decay", "seed"):
+        for name in ("weight_decay", "seed", "disk_wait"):
             _require(getattr(self, name) >= 0, f"{where}.{name}", getattr(self, name), "0 or more")
         choices = {
             "schedule": ("cosine", "constant"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,22 @@ class FlatGradients:
                 start += size
             self.buffers.append(buffer)
 
-    def sum_over_ranks(self) -> None:
-        """Replace every gradient by its sum over the ranks."""
+    def sum_over_ranks(self) -> Callable[[], None]:
+        """Begin to replace every gradient by its sum over the ranks; the call that is returned waits for it.
+
+        On GPUs the sums travel beside whatever is queued in between.
+        """
         waiting = [
             dist.all_reduce(part, async_op=True)
             for buffer in self.buffers
             for part in buffer.split(max(BUCKET_BYTES // buffer.element_size(), 1))
         ]
-        for work in waiting:
-            work.wait()
+
+        def finish() -> None:
+            for work in waiting:
+                work.wait()
+
+        return finish
 
 
 def fill_gradients(head: nn.Module) -> None:

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from headstart.data.packing import plan_packs
-from headstart.heads.base import Head, Teacher
+from headstart.heads.base import FeatureBatch, Head, Teacher
 from headstart.heads.errors import TrainingError
 from headstart.heads.files import read_json
 from headstart.heads.provenance import provenance as make_provenance
@@ -43,7 +43,7 @@ from headstart.train.nonfinite import Window, dump
 from headstart.train.optim import Budget, lr_factor, set_rate
 from headstart.train.parallel import Parallel, make_parallel, resolve_kind
 from headstart.train.resume import RunState, capture, restore, state_values
-from headstart.train.saver import PATIENCE_S, Saver
+from headstart.train.saver import PATIENCE_S, Saver, write_all
 from headstart.train.setup import captures, make_accelerator, recompute_activations
 from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, subsample
@@ -148,6 +148,10 @@ class _Trainer:
         self.fetcher = Fetcher(source, config.prefetch)
         self.store = CheckpointStore(run_dir / "checkpoints", config.keep)
         self.head = head.to(self.device).train()
+        #: features of the next window, fetched while the gradients of this one travel
+        self.early: list[FeatureBatch] | None = None
+        #: time of this step's fetches in which the device ran dry, seconds
+        self.waited = 0.0
         if config.activation_checkpointing:
             recompute_activations(self.head)
         module = LossModule(head, teacher, autocast_dtype(config.mixed_precision, self.device))
@@ -239,7 +243,7 @@ class _Trainer:
         if self.meters.steps:
             self._record()
         if not self.final_checkpoint and reason != "signal":
-            self.saver.finish()
+            self._write_all()
             self._settle()
             self.state.elapsed = self._elapsed()
             return None
@@ -253,12 +257,12 @@ class _Trainer:
             self._evaluate(final=True)
         self.state.finished, self.state.elapsed = [self.state.step, reason], self._elapsed()
 
-        def restate() -> Path:  # the weights are those just saved
-            self.saver.finish()
-            rng = read_json(checkpoint / "state.json")["rng"]
-            return self.store.restate(state_values(self, rng))
-
-        return on_main(restate)
+        self._write_all()
+        if self.rank == 0:  # the weights are those just saved
+            values = state_values(self, read_json(checkpoint / "state.json")["rng"])
+            self.saver.submit(lambda: self.store.restate(values))
+        self._write_all()
+        return checkpoint
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self.started
@@ -272,16 +276,36 @@ class _Trainer:
             count = max(min(count, self.budget.packs - start), 0)
         return self.stream.window(start, count), list(range(self.rank, count, self.size))
 
+    def _fetch(self, packs: list[Pack], places: list[int]) -> list[FeatureBatch]:
+        began = time.perf_counter()
+        fetched = self.fetcher.window(packs, self.rank, self.size)
+        batches = [batch.to(self.device, non_blocking=True) for batch in fetched]
+        mine = [packs[place] for place in places]
+        seed, keep_K = self.config.seed, self.head.keep_K
+        batches = [subsample(batch, keep_K, seed, pack) for batch, pack in zip(batches, mine, strict=True)]
+        # fetching costs nothing while the device still works on what came before
+        self.waited += time.perf_counter() - began if self.meters.device_idle() else 0.0
+        return batches
+
+    def _sum_gradients(self) -> None:
+        """Sum over the ranks, where the backward pass did not; the next window's features are made meanwhile."""
+        finish = self.parallel.sum_gradients()
+        if finish is None:
+            return
+        state = self.state
+        last = self.budget.finished(state.step + 1, self.agreed_elapsed) is not None
+        self.meters.mark()
+        if not last and not self.fetcher.lockstep:  # a sharded target's layers would travel the same wires
+            self.early = self._fetch(*self._share(state.packs + self.config.accumulation))
+        finish()
+
     def _step(self) -> None:
         config, state = self.config, self.state
         packs, places = self._share(state.packs)
         mine = [packs[place] for place in places]
-        waited = time.perf_counter()
-        fetched = self.fetcher.window(packs, self.rank, self.size)
-        batches = [batch.to(self.device, non_blocking=True) for batch in fetched]
-        batches = [subsample(b, self.head.keep_K, config.seed, pack) for b, pack in zip(batches, mine, strict=True)]
-        # fetching costs nothing while the device still works on the step before
-        waited = time.perf_counter() - waited if self.meters.device_idle() else 0.0
+        batches, self.early = self.early, None
+        if batches is None:
+            batches = self._fetch(packs, places)
         for ahead in range(1, config.prefetch + 1):
             later, later_places = self._share(state.packs + ahead * config.accumulation)
             self.fetcher.prefetch([later[place] for place in later_places])
@@ -298,8 +322,9 @@ class _Trainer:
         sums = accumulate_window(
             self.parallel.module, mine, batches, places, counts_K, self.weights_K, self.size, config.accumulation,
             config.seed, self.parallel.backward, self.parallel.no_sync, self.captured,
-            self.parallel.rounds(len(packs), self.size), self.parallel.sum_gradients,
+            self.parallel.rounds(len(packs), self.size),
         )  # fmt: skip
+        self._sum_gradients()
         norm = self.parallel.clip()
         bad_norm = (~torch.isfinite(norm)).float() / self.size
         self.flags = torch.cat([sums.bad_P, bad_norm[None]])
@@ -317,7 +342,8 @@ class _Trainer:
         rows = sum(int(self.stream.lengths[i]) for pack in packs for i in pack.samples)
         state.tokens += rows
         flops = sum(step_flops(self.head, batch, self.target_parameters) for batch in batches)
-        self.meters.add_host(rows, waited, flops)
+        self.meters.add_host(rows, self.waited, flops)
+        self.waited = 0.0
 
     # -- agreement and non-finite losses ---------------------------------------------------------------------------
 
@@ -326,14 +352,14 @@ class _Trainer:
         if self.size == 1:
             self.agreed_elapsed, self.agreed_stop = self._elapsed(), self.signal.received is not None
             if self.saver.failed:
-                self.saver.finish()
+                self._write_all()
         values = self.agreement.read()
         if values is not None:
             clock, stop, unsaved = values[self.head.depth : self.head.depth + 3]
             if self.size > 1:
                 self.agreed_elapsed, self.agreed_stop = clock, stop > 0
                 if unsaved:
-                    on_main(self.saver.finish)
+                    self._write_all()
             self._examine_previous(values)
 
     def _examine_previous(self, values: list[float]) -> None:
@@ -448,16 +474,19 @@ class _Trainer:
 
     def _save_now(self) -> Path:
         """Write a checkpoint and wait for it."""
-        on_main(self.saver.finish)
+        self._write_all()
         self._settle()
         self.state.elapsed = self._elapsed()
         checkpoint = capture(self)
-
-        def save() -> Path:
-            assert checkpoint is not None  # on_main runs this on rank 0, where there is one
+        if checkpoint is not None:
             self.saver.save(checkpoint)
-            self.saver.finish()
-            return self.store.paths()[0]
-
         self.save_due = False
-        return on_main(save)
+        self._write_all()
+        return on_main(lambda: self.store.paths()[0])
+
+    def _write_all(self) -> None:
+        """Wait until everything is on disk; a full one pauses the run (saver.write_all)."""
+        wait = self.config.disk_wait
+        paused = write_all(self.saver, wait, lambda: self.signal.received is not None, self.reporter.say)
+        self.started += paused
+        self.meters.leave_out(paused)

@@ -27,7 +27,7 @@ class Meters:
         self._depth, self._device, self._peak = depth, device, peak_flops
         self.rate = 0.0
         self._since = time.perf_counter()
-        self._step_end: torch.cuda.Event | None = None
+        self._queued: torch.cuda.Event | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -40,6 +40,10 @@ class Meters:
         """Leave the time until now (loading, resuming) out of the rates."""
         self._since = time.perf_counter()
 
+    def leave_out(self, seconds: float) -> None:
+        """Leave a pause of the run out of the rates."""
+        self._since += seconds
+
     def add(self, sums: WindowSums, norm: Tensor) -> None:
         self._sums += torch.cat([sums.loss[None], sums.correct_K, sums.total_K, sums.prefix_K])
         self._norm = norm
@@ -50,13 +54,17 @@ class Meters:
         self._rows += rows
         self._flops += flops
         self._waited += waited
+        self.mark()
+
+    def mark(self) -> None:
+        """What `device_idle` asks about is all that was queued until here."""
         if self._device.type == "cuda":
-            self._step_end = torch.cuda.Event()
-            self._step_end.record()
+            self._queued = torch.cuda.Event()
+            self._queued.record()
 
     def device_idle(self) -> bool:
-        """Whether the device has done all of the step before (always so on a CPU)."""
-        return self._step_end is None or self._step_end.query()
+        """Whether the device has done all that was queued before the last mark (always so on a CPU)."""
+        return self._queued is None or self._queued.query()
 
     def read(self) -> tuple[dict[str, float], int]:
         """(values of the record, positions supervised at depth 1), over all ranks; the sums start again.

@@ -7,7 +7,7 @@ norm, one AdamW step; and a checkpoint holds whole float32 tensors by name, so a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -91,8 +91,9 @@ class Parallel:
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.head.parameters() if p.requires_grad]
 
-    def sum_gradients(self) -> None:
-        """Share gradients that nothing else shares."""
+    def sum_gradients(self) -> Callable[[], None] | None:
+        """Share gradients that nothing else shares; a call to wait for them, where other work may be queued first."""
+        return None
 
     def clip(self) -> Tensor:
         """Clip as configured; the global gradient norm before it (device scalar)."""
@@ -216,9 +217,8 @@ class Replicated(Parallel):
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.module.no_sync() if isinstance(self.module, nn.parallel.DistributedDataParallel) else nullcontext()
 
-    def sum_gradients(self) -> None:
-        if self.flat is not None:
-            self.flat.sum_over_ranks()
+    def sum_gradients(self) -> Callable[[], None] | None:
+        return None if self.flat is None else self.flat.sum_over_ranks()
 
     def zero_grad(self) -> None:
         # graphs add to the gradients they were captured with

@@ -6,18 +6,22 @@ beside them; only the optimiser's step, which changes what is copied, waits for 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headstart.heads.errors import DiskFullError
 from headstart.train.checkpoint import Checkpoint, CheckpointStore
+from headstart.train.distributed import from_main, gather_objects, on_main
 
 #: longest wait for the checkpoint before; if it is still being written then, the new one is taken at a later step
 PATIENCE_S = 0.1
+#: seconds between two looks at a disk that was full
+PAUSE_S = 5.0
 
 
 class HostCopies:
@@ -85,8 +89,9 @@ class Saver:
         self.store, self.copies = store, HostCopies(device)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Checkpoint | None = None
-        self._writing: list[Future[Any]] = []
+        self._writing: list[tuple[Callable[[], object], Future[Any]]] = []
         self._error: BaseException | None = None
+        self._undone: list[Callable[[], object]] = []
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write `checkpoint` (made of `copies`) as soon as its copies are complete."""
@@ -95,42 +100,61 @@ class Saver:
 
     def submit(self, write: Callable[[], object]) -> None:
         """Write something else, after what is under way."""
-        self._writing.append(self._pool.submit(write))
+        self._writing.append((write, self._pool.submit(write)))
 
     def poll(self) -> None:
         """Hand a completed snapshot to the thread, and notice failures; waits for nothing."""
         if self._pending is not None and self.copies.ready():
             checkpoint, self._pending = self._pending, None
             self.submit(lambda: self.store.save(checkpoint))
-        for future in [f for f in self._writing if f.done()]:
-            self._writing.remove(future)
-            self._error = self._error or future.exception()
+        for write, future in [(w, f) for w, f in self._writing if f.done()]:
+            self._writing.remove((write, future))
+            if future.exception() is not None:
+                self._undone.append(write)
+                # one that waiting does not mend is the one to be told
+                if self._error is None or isinstance(self._error, DiskFullError):
+                    self._error = future.exception()
 
     def idle(self, seconds: float) -> bool:
-        """Whether nothing is under way, after waiting at most `seconds`."""
+        """Whether nothing is under way or unwritten, after waiting at most `seconds`."""
         self.poll()
         if self._pending is None and self._writing:
-            wait(self._writing, timeout=seconds)
+            wait([future for _, future in self._writing], timeout=seconds)
             self.poll()
-        return self._pending is None and not self._writing
+        return self._pending is None and not self._writing and not self.failed
 
     @property
     def failed(self) -> bool:
         return self._error is not None
 
-    def finish(self) -> None:
-        """Wait for everything under way. Raises what a write raised (StorageError when the disk is full)."""
+    def _settle(self) -> None:
+        """Wait for everything under way."""
         self.copies.wait()
         self.poll()
-        wait(self._writing)
+        wait([future for _, future in self._writing])
         self.poll()
+
+    def finish(self) -> None:
+        """Wait for everything under way. Raises what a write raised (DiskFullError when there is no room)."""
+        self._settle()
         if self._error is not None:
-            error, self._error = self._error, None
+            error, self._error, self._undone = self._error, None, []
             raise error
 
-    def newest(self) -> Path | None:
-        found = self.store.paths()
-        return found[0] if found else None
+    def retry(self) -> bool:
+        """Wait for everything under way, write again what found no room, and say whether all is written.
+
+        Raises: what a write raised, when it was not a full disk.
+        """
+        self._settle()
+        if isinstance(self._error, DiskFullError):
+            undone, self._error, self._undone = self._undone, None, []
+            for write in undone:
+                self.submit(write)
+            self._settle()
+        if self._error is not None and not isinstance(self._error, DiskFullError):
+            self.finish()
+        return self._error is None
 
     def close(self) -> None:
         """Let a write under way end; its failure no longer matters to a run that is already ending with an error."""
@@ -138,3 +162,32 @@ class Saver:
             self.copies.wait()
             self.poll()
         self._pool.shutdown(wait=True)
+
+
+def write_all(saver: Saver, longest: float, stopped: Callable[[], bool], say: Callable[[str], None]) -> float:
+    """Wait, on all ranks, until everything that rank 0 saves is on disk; a full one pauses them until there is room.
+
+    Args:
+        longest: seconds a pause may last.
+        stopped: whether this rank was asked to end, which ends a pause as well.
+        say: receives what a user must know (rank 0's prints).
+    Returns: seconds paused, 0.0 when there was room.
+    Raises: what a write raised, on all ranks; DiskFullError when a pause ends without room.
+    """
+    began, paused = time.perf_counter(), False
+    while not on_main(saver.retry):
+        over = from_main(time.perf_counter() - began >= longest)
+        if over or any(gather_objects(stopped())):
+            on_main(saver.finish)
+        if not paused:
+            say(
+                f"WARNING: {saver.store.directory}: the disk is full and a checkpoint waits to be written. Training is "
+                f"paused and goes on as soon as there is room; without room it ends in {longest:.0f} s "
+                "(train.disk_wait). The last good checkpoint stays."
+            )
+            paused = True
+        time.sleep(min(PAUSE_S, longest))
+    if not paused:
+        return 0.0
+    say("there is room again, the checkpoint is written: training goes on")
+    return time.perf_counter() - began

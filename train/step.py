@@ -97,9 +97,10 @@ def accumulate_window(
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
     captured: CapturedPacks | None = None,
     rounds: int | None = None,
-    sum_gradients: Callable[[], None] | None = None,
 ) -> WindowSums:
     """Add the window's gradient to `.grad`; after it, every rank holds the gradient of L.
+
+    Captured steps leave each rank with its own part, which Parallel.sum_gradients sums.
 
     Args:
         module: LossModule, possibly wrapped (parallel.py).
@@ -112,7 +113,6 @@ def accumulate_window(
         no_sync: open around every pass but the last, whose backward shares the gradients.
         captured: replays the packs as CUDA graphs instead of running `module`.
         rounds: passes every rank makes at least (None: 1 with several ranks); a rank with fewer packs adds zero losses.
-        sum_gradients: shares the gradients of captured steps, where nothing wraps the module.
     """
     scale_K = weights_K / counts_K.clamp(min=1.0)
     zero_K = torch.zeros_like(counts_K)
@@ -140,8 +140,6 @@ def accumulate_window(
     for number in range(len(batches), passes):
         with nullcontext() if number == passes - 1 else no_sync():
             backward((module(None, touch=True)[0] * scale_K).sum())
-    if sum_gradients is not None:
-        sum_gradients()
     return sums
 
 

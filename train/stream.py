@@ -141,7 +141,9 @@ class Fetcher:
 
     def __init__(self, source: FeatureSource, ahead: int):
         self._source = source
-        if ahead and getattr(source, "lockstep", False):
+        #: whether ranks must fetch together
+        self.lockstep = bool(getattr(source, "lockstep", False))
+        if ahead and self.lockstep:
             raise ConfigError(
                 f"train.prefetch: found {ahead} with a sharded target, whose ranks fetch together: set train.prefetch=0"
             )
@@ -150,7 +152,7 @@ class Fetcher:
 
     def window(self, packs: list[Pack], rank: int, size: int) -> list[FeatureBatch]:
         """This rank's batches of a window: packs rank, rank + size, … of it."""
-        if not getattr(self._source, "lockstep", False):
+        if not self.lockstep:
             return [self.get(pack) for pack in packs[rank::size]]
         batches = []
         for first in range(0, len(packs), size):
@@ -164,7 +166,7 @@ class Fetcher:
 
     def again(self, pack: Pack) -> FeatureBatch | None:
         """The pack once more, for a look at it; None where ranks fetch together only."""
-        return None if getattr(self._source, "lockstep", False) else self._get(pack)
+        return None if self.lockstep else self._get(pack)
 
     def _get(self, pack: Pack) -> FeatureBatch:
         return self._explain(pack, lambda: self._source.get(list(pack.samples)), self._culprits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, DiskFullError
 from headstart.heads.files import explain_disk, write_text
 from headstart.train.config import TrainConfig
 
@@ -38,7 +39,10 @@ class Tracker(Protocol):
 
 
 class MetricLog:
-    """`metrics.jsonl`: one JSON object per record, `step` first. A resumed run drops what lies after its checkpoint."""
+    """`metrics.jsonl`: one JSON object per record, `step` first. A resumed run drops what lies after its checkpoint.
+
+    Records that a full disk refuses are kept and written with a later one.
+    """
 
     def __init__(self, path: Path, resume_step: int = 0):
         self.path = path
@@ -47,17 +51,27 @@ class MetricLog:
             write_text(path, "".join(line + "\n" for line in kept) if resume_step else "")
         with explain_disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+        self._unwritten = b""
 
     def log(self, step: int, values: dict[str, float]) -> None:
         # JSON has no NaN or infinity
         clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._unwritten += (json.dumps({"step": step, **clean}) + "\n").encode()
+        with suppress(DiskFullError):
+            self._write()
+
+    def _write(self) -> None:
         with explain_disk(self.path):
-            self._file.write(json.dumps({"step": step, **clean}) + "\n")
-            self._file.flush()
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
-        self._file.close()
+        """Raises DiskFullError when records are still unwritten."""
+        try:
+            self._write()
+        finally:
+            self._file.close()
 
 
 def _step(line: str) -> float:

@@ -4,13 +4,14 @@ import json
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher
 
-from headstart.heads.errors import ConfigError, StorageError, TrainingError
+from headstart.heads.errors import ConfigError, DiskFullError, StorageError, TrainingError
 from headstart.train.config import TrainConfig
 from headstart.train.loop import TrainResult, train
 
@@ -299,7 +300,55 @@ def test_disk_full_keeps_the_last_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "write_safetensors", full)
     with pytest.raises(StorageError, match="disk is full"):
-        run(tmp_path)
+        run(tmp_path, disk_wait=0.0)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir()] == ["step-00000004"]
     monkeypatch.setattr(checkpoint, "write_safetensors", real)
     assert run(tmp_path)[1].resumed_from == 4
+
+
+def test_a_full_disk_pauses_the_run_and_nothing_is_lost(tmp_path, monkeypatch):
+    """Checkpoint, best head and final state all find the disk full at first; the pause is in no time or rate."""
+    from headstart.train import checkpoint, saver
+
+    clock = [0.0]
+    refused = []
+    real = checkpoint.write_directory
+
+    def full(path, *rest, **more):
+        if refused.count(path.name) < 2:
+            refused.append(path.name)
+            raise DiskFullError(f"{path}: the disk is full")
+        real(path, *rest, **more)
+
+    def sleep(seconds):
+        clock[0] += 1000.0
+
+    def validate(head, step, final):
+        return {"valid/sim_tau": float(step)}
+
+    undisturbed, _ = run(tmp_path / "undisturbed", validate=validate, eval_every=6)
+    now = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + clock[0])
+    monkeypatch.setattr(saver.time, "sleep", sleep)
+    monkeypatch.setattr(checkpoint, "write_directory", full)
+    head, result = run(tmp_path / "run", validate=validate, eval_every=6, disk_wait=1e6)
+    assert_same_weights(head, undisturbed)
+    assert set(refused) == {"step-00000004", "step-00000008", "step-00000012", "best"}
+    assert clock[0] >= 4000.0 and result.seconds < 1000.0
+    for name in ("step-00000008", "step-00000012", "best"):
+        assert checkpoint.damage(tmp_path / "run" / "checkpoints" / name) is None
+    state = json.loads((tmp_path / "run/checkpoints/step-00000012/state.json").read_text())
+    assert state["finished"] == [12, "steps"]
+    assert [r for r in records(tmp_path / "run") if "train/loss" in r and r["tokens_per_s"] < 10] == []
+
+
+def test_a_signal_ends_a_pause(tmp_path, monkeypatch):
+    from headstart.train import checkpoint, saver
+
+    def full(path, *rest, **more):
+        raise DiskFullError(f"{path}: the disk is full")
+
+    monkeypatch.setattr(checkpoint, "write_directory", full)
+    monkeypatch.setattr(saver.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(DiskFullError, match="step-00000004: the disk is full"):
+        run(tmp_path, disk_wait=1e6)

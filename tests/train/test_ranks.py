@@ -7,19 +7,22 @@ import os
 import signal
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from train_fakes import FakeHead, FakeSource, forked, in_order, make_documents, teacher, window_gradient
 
-from headstart.heads.errors import TrainingError
+from headstart.heads.errors import DiskFullError, TrainingError
+from headstart.train.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.gradients import FlatGradients
 from headstart.train.loop import train
 from headstart.train.parallel import make_parallel
 from headstart.train.setup import make_accelerator
 from headstart.train.step import LossModule
+from headstart.train.track import Reporter
 
 
 def config(**changes) -> TrainConfig:
@@ -63,8 +66,68 @@ def flat_sum(rank: int) -> list[torch.Tensor]:
     head = FakeHead(seed=rank)
     flat = FlatGradients([p for p in head.parameters() if p.requires_grad])
     sum((p * (rank + 1)).sum() for p in head.parameters()).backward()
-    flat.sum_over_ranks()
+    flat.sum_over_ranks()()
     return [p.grad for p in head.parameters()]
+
+
+class EagerPacks:
+    """Stands in for captured steps, which need a GPU: adds this rank's own gradient, and nothing wraps the head."""
+
+    captures, seconds = 0, 0.0
+
+    def __init__(self, module: LossModule, depth: int):
+        self.module = module
+
+    def backward(self, batch, scale_K):
+        sums = self.module(batch, scale_K)
+        (sums[0] * scale_K).sum().backward()
+        return sums
+
+
+def unwrapped(out: Path) -> tuple[FakeHead, list[str]]:
+    """A run whose gradients the loop sums itself, and what happened in which order."""
+    events: list[str] = []
+    begin_sum = FlatGradients.sum_over_ranks
+
+    class Noting(FakeSource):
+        def get(self, pack):
+            events.append("fetch")
+            return super().get(pack)
+
+    def noting(flat):
+        events.append("sum begins")
+        finish = begin_sum(flat)
+
+        def end() -> None:
+            finish()
+            events.append("sum ends")
+
+        return end
+
+    with mock.patch.multiple("headstart.train.loop", captures=lambda *_: True, CapturedPacks=EagerPacks):
+        with mock.patch.object(FlatGradients, "sum_over_ranks", noting):
+            head, _ = run(out, Noting(make_documents()))
+    return head, events
+
+
+def pausing(rank: int, out: Path, room_after: int, **changes) -> dict:
+    """A run whose rank 0 finds the disk full from the second checkpoint on, for `room_after` attempts."""
+    attempts, said = [], []
+    real = CheckpointStore.save
+
+    def save(store, saved):
+        attempts.append(saved.state["step"])
+        if 2 <= len(attempts) <= 1 + room_after:
+            raise DiskFullError(f"{store.directory}: the disk is full")
+        return real(store, saved)
+
+    with mock.patch.object(CheckpointStore, "save", save), mock.patch("headstart.train.saver.PAUSE_S", 0.02):
+        with mock.patch.object(Reporter, "say", lambda _, message: said.append(message)):
+            try:
+                head, _ = run(out, **changes)
+            except DiskFullError as error:
+                return {"error": str(error), "attempts": attempts, "said": said}
+    return {"weights": head.state_dict(), "attempts": attempts, "said": said}
 
 
 def shard_rows() -> list[int]:
@@ -96,6 +159,10 @@ def _work(rank: int, out: Path) -> dict:
         found["gradients"].append({**grads, "loss": sums.loss})
     found["flat"] = flat_sum(rank)
     found["shards"] = shard_rows()
+    head, events = unwrapped(out / "unwrapped")
+    found["unwrapped"], found["unwrapped events"] = head.state_dict(), events
+    found["paused"] = pausing(rank, out / "paused", 3)
+    found["no room"] = pausing(rank, out / "no room", 1_000_000, disk_wait=0.1)
     head, result = run(out / "plain")
     found["plain"] = head.state_dict()
     found["plain_tokens"] = [result.tokens, result.supervised_tokens]
@@ -162,7 +229,7 @@ def test_two_ranks_have_the_gradient_of_one(ranks, case):
             torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6, msg=f"{name} of rank {rank}")
 
 
-@pytest.mark.parametrize("case", ["plain", "resumed", "sharded", "resharded"])
+@pytest.mark.parametrize("case", ["plain", "unwrapped", "resumed", "sharded", "resharded"])
 def test_two_ranks_end_where_one_does(ranks, alone, case):
     out, found = ranks
     for rank in range(2):
@@ -172,7 +239,7 @@ def test_two_ranks_end_where_one_does(ranks, alone, case):
             )
     for name, value in found[0][case].items():
         assert torch.equal(value, found[1][case][name]), f"ranks differ in {name}"
-    if case in ("plain", "sharded"):
+    if case in ("plain", "unwrapped", "sharded"):
         assert losses(out / case) == pytest.approx(losses(alone[0]), rel=1e-5)
     if case == "plain":
         assert found[0]["plain_tokens"] == found[1]["plain_tokens"] == [alone[2].tokens, alone[2].supervised_tokens]
@@ -181,6 +248,33 @@ def test_two_ranks_end_where_one_does(ranks, alone, case):
 def test_gradients_that_nothing_wraps_are_summed_over_the_ranks(ranks):
     for rank in range(2):
         assert all(bool((g == 3.0).all()) for g in ranks[1][rank]["flat"])
+
+
+def test_features_of_the_next_window_are_made_while_gradients_travel(ranks):
+    # windows of three packs: two of rank 0, one of rank 1; the last window has no next one
+    for rank, count in ((0, 2), (1, 1)):
+        fetches = ["fetch"] * count
+        between = ["sum begins", *fetches, "sum ends"] * 5
+        assert ranks[1][rank]["unwrapped events"] == [*fetches, *between, "sum begins", "sum ends"]
+
+
+def test_a_full_disk_pauses_every_rank_until_there_is_room(ranks):
+    out, found = ranks
+    for rank in range(2):
+        for name, value in found[rank]["plain"].items():
+            assert torch.equal(value, found[rank]["paused"]["weights"][name])
+    assert found[0]["paused"]["attempts"] == [2, 4, 4, 4, 4, 6] and found[1]["paused"]["attempts"] == []
+    paused, again = found[0]["paused"]["said"]
+    assert "the disk is full" in paused and "paused" in paused and "train.disk_wait" in paused
+    assert "there is room again" in again
+    assert losses(out / "paused") == losses(out / "plain")
+
+
+def test_a_disk_that_stays_full_ends_every_rank_and_keeps_the_last_checkpoint(ranks):
+    out, found = ranks
+    assert found[0]["no room"]["error"] == found[1]["no room"]["error"]
+    assert "the disk is full" in found[0]["no room"]["error"]
+    assert [p.name for p in (out / "no room" / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
 def test_fsdp2_holds_half_of_every_parameter_of_rank_0(ranks):

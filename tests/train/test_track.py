@@ -1,4 +1,5 @@
 import builtins
+import errno
 import io
 import json
 import math
@@ -6,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, DiskFullError
 from headstart.train.config import TrainConfig
 from headstart.train.track import MetricLog, Reporter, open_tracker
 
@@ -25,6 +26,38 @@ def test_metric_log_drops_what_lies_after_the_checkpoint(tmp_path):
     ]
     MetricLog(path).close()
     assert path.read_text() == ""
+
+
+def test_records_that_a_full_disk_refuses_are_written_later(tmp_path):
+    log = MetricLog(tmp_path / "metrics.jsonl")
+    real, room = log._file, [10]
+
+    class Full:
+        """A file with room for so many bytes."""
+
+        def write(self, data: bytes) -> int:
+            if not room[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            count = min(room[0], len(data))
+            room[0] -= count
+            return real.write(data[:count])
+
+        def close(self) -> None:
+            real.close()
+
+    log._file = Full()
+    log.log(1, {"loss": 0.5})
+    log.log(2, {"loss": 0.25})
+    assert len(log.path.read_bytes()) == 10
+    room[0] = 100
+    log.log(3, {"loss": 0.125})
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert lines == [{"step": step, "loss": 2.0**-step} for step in (1, 2, 3)]
+    room[0] = 0
+    log.log(4, {"loss": 0.0625})
+    with pytest.raises(DiskFullError, match=r"metrics\.jsonl: the disk is full"):
+        log.close()
+    assert real.closed
 
 
 @pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])

@@ -334,7 +334,7 @@ def test_a_full_disk_pauses_the_run_and_nothing_is_lost(tmp_path, monkeypatch):
     head, result = run(tmp_path / "run", validate=validate, eval_every=6, disk_wait=1e6)
     assert_same_weights(head, undisturbed)
     assert set(refused) == {"step-00000004", "step-00000008", "step-00000012", "best"}
-    assert clock[0] >= 4000.0 and result.seconds < 1000.0
+    assert clock[0] >= 2000.0 and result.seconds < 1000.0
     for name in ("step-00000008", "step-00000012", "best"):
         assert checkpoint.damage(tmp_path / "run" / "checkpoints" / name) is None
     state = json.loads((tmp_path / "run/checkpoints/step-00000012/state.json").read_text())

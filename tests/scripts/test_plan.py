@@ -43,8 +43,12 @@ def test_what_cannot_fit_is_shown_and_refused(headstart: Callable, recipe: Path)
 
 
 @pytest.fixture
-def recipe_70b(recipe: Path, tiny_target: Path, tmp_path: Path) -> Path:
-    """The recipe with a target that is Llama-3.1-70B by its config.json and has no weights at all."""
+def recipe_70b(recipe: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The recipe with a target that is Llama-3.1-70B by its config.json and has no weights at all.
+
+    Its checkpoints would take 29 GiB: the disk has a TiB free, whatever this machine's has.
+    """
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 40}))
     place = tmp_path / "target-70b"
     place.mkdir()
     for file in tiny_target.glob("tokenizer*"):

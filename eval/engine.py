@@ -10,6 +10,7 @@ V vocabulary.
 from __future__ import annotations
 
 import inspect
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,13 @@ class Step:
     logits_BMV: Tensor
     hidden_BMD: Tensor | None
     streams_BMkD: Tensor | None
+
+
+#: prompt tokens of one forward (rows × chunk) up to which it is captured: more keep a card busy for longer than the
+#: host takes to queue them
+CAPTURED_TOKENS = 4096
+#: narrowest captured chunk
+NARROWEST = 32
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
@@ -104,6 +112,9 @@ class Engine:
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         #: host int, an upper bound of the longest context
         self.longest = 0
+        self._chunks: dict[tuple[int, FeatureSpec | None], ChunkGraph] = {}
+        #: seconds that capturing chunks of prompts has taken
+        self.capture_s = 0.0
 
     @property
     def captures(self) -> bool:
@@ -181,7 +192,8 @@ class Engine:
         """Fill the KV with whole contexts, in chunks.
 
         Contexts are right-aligned in the token dimension only, so that the last column is every row's last token;
-        in the buffers each starts at slot 0.
+        in the buffers each starts at slot 0. Where chunks are captured, the first one is padded to a width that serves
+        again.
         Returns: logits_BV after each context, and the rows with their features.
         """
         lengths = [len(context) for context in contexts]
@@ -192,27 +204,57 @@ class Engine:
             raise ValueError(f"prefill: context of {longest} tokens, the KV buffers hold {self.capacity}")
         self.length_B = torch.tensor(lengths, device=self.device)
         self.longest = longest
-        padded = [[0] * (longest - len(context)) + list(context) for context in contexts]
+        widths = self._chunk_widths(longest)
+        columns = sum(widths)
+        padded = [[0] * (columns - len(context)) + list(context) for context in contexts]
         tokens_BT = torch.tensor(padded, device=self.device)
-        position_BT = torch.arange(longest, device=self.device) - (longest - self.length_B)[:, None]
+        position_BT = torch.arange(columns, device=self.device) - (columns - self.length_B)[:, None]
         steps = []
-        for start in range(0, longest, self.prefill_chunk):
-            stop = min(start + self.prefill_chunk, longest)
-            position_BM = position_BT[:, start:stop]
-            write_BM = torch.where(position_BM >= 0, position_BM, self.kv.bin)
-            visibility = Visibility(position_BM, write_BM, self.length_B)
-            steps.append(self.forward(tokens_BT[:, start:stop], visibility, stop, last_only=True))
-        return steps[-1].logits_BMV[:, -1], self._prefill_rows(contexts, steps)
+        stop = 0
+        for width in widths:
+            start, stop = stop, stop + width
+            steps.append(self._chunk(tokens_BT[:, start:stop], position_BT[:, start:stop], min(stop, longest)))
+        return steps[-1].logits_BMV[:, -1], self._prefill_rows(contexts, steps, columns)
 
-    def _prefill_rows(self, contexts: list[list[int]], steps: list[Step]) -> Rows:
+    def _captures_chunks(self, width: int) -> bool:
+        return self.captures and self.batch * width <= CAPTURED_TOKENS
+
+    def _chunk_widths(self, longest: int) -> list[int]:
+        """Columns of each forward: the first takes what whole chunks leave, a power of two where it is captured."""
+        whole, rest = divmod(longest, self.prefill_chunk)
+        widths = [self.prefill_chunk] * whole
+        if rest:
+            power = min(max(1 << (rest - 1).bit_length(), NARROWEST), self.prefill_chunk)
+            widths.insert(0, power if self._captures_chunks(power) else rest)
+        return widths
+
+    def _chunk(self, tokens_BM: Tensor, position_BM: Tensor, reach: int) -> Step:
+        """One forward of a prefill; negative positions are padding."""
+        width = tokens_BM.shape[1]
+        if not self._captures_chunks(width):
+            return self._chunk_forward(tokens_BM, position_BM, reach)
+        key = width, self.spec
+        if key not in self._chunks:
+            began = time.perf_counter()
+            pool = next(iter(self._chunks.values())).pool if self._chunks else None
+            self._chunks[key] = ChunkGraph(self, width, pool)
+            self.capture_s += time.perf_counter() - began
+        return self._chunks[key].run(tokens_BM, position_BM)
+
+    def _chunk_forward(self, tokens_BM: Tensor, position_BM: Tensor, reach: int) -> Step:
+        write_BM = torch.where(position_BM >= 0, position_BM, self.kv.bin)
+        visibility = Visibility(position_BM, write_BM, position_BM[:, 0])
+        return self.forward(tokens_BM, visibility, reach, last_only=True)
+
+    def _prefill_rows(self, contexts: list[list[int]], steps: list[Step], columns: int) -> Rows:
         """Features left-aligned again: row b's position t at column t."""
         longest = self.longest
         tokens_BT = torch.tensor([list(c) + [0] * (longest - len(c)) for c in contexts], device=self.device)
         rows = Rows(tokens_BT, self.length_B.clone())
         if self.spec is None:
             return rows
-        column_BT = torch.arange(longest, device=self.device) + (longest - self.length_B)[:, None]
-        column_BT = column_BT.clamp(max=longest - 1)
+        column_BT = torch.arange(longest, device=self.device) + (columns - self.length_B)[:, None]
+        column_BT = column_BT.clamp(max=columns - 1)
         hidden = torch.cat([step.hidden_BMD for step in steps if step.hidden_BMD is not None], 1)
         rows.hidden_BJD = hidden[self.rows_B1, column_BT]
         if self.spec.layer_ids:
@@ -258,3 +300,37 @@ class Engine:
         if step.streams_BMkD is not None:
             rows.streams_BJkD = step.streams_BMkD[self.rows_B1, column_BJ]
         return rows
+
+
+class ChunkGraph:
+    """One forward of a prefill, `width` columns, as a CUDA graph on the engine's buffers.
+
+    Args:
+        pool: memory of another one, to be shared: a result is copied out before the next one runs.
+    """
+
+    def __init__(self, engine: Engine, width: int, pool: Any = None):
+        device = engine.device
+        self._tokens_BM = torch.zeros((engine.batch, width), dtype=torch.int64, device=device)
+        # padding writes to the bin, so that a capture leaves no trace
+        self._position_BM = torch.full_like(self._tokens_BM, -1)
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            engine._chunk_forward(self._tokens_BM, self._position_BM, width)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._step = engine._chunk_forward(self._tokens_BM, self._position_BM, width)
+
+    @property
+    def pool(self) -> Any:
+        return self._graph.pool()
+
+    def run(self, tokens_BM: Tensor, position_BM: Tensor) -> Step:
+        self._tokens_BM.copy_(tokens_BM)
+        self._position_BM.copy_(position_BM)
+        self._graph.replay()
+        step = self._step
+        features = (None if value is None else value.clone() for value in (step.hidden_BMD, step.streams_BMkD))
+        return Step(step.logits_BMV.clone(), *features)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headstart.data.config import DistillConfig
 from headstart.data.distill import generate
+from headstart.eval import engine as engine_module
 from headstart.eval.attention import Visibility
 from headstart.eval.benchmark import tau_probe
 from headstart.eval.config import EvalConfig, TreeConfig
@@ -22,6 +23,7 @@ from headstart.eval.fused import Buffers, FusedModel
 from headstart.eval.generation import EngineGenerator
 from headstart.eval.sampling import Sampling
 from headstart.eval.tree import top_candidates
+from headstart.heads.base import FeatureSpec
 from headstart.heads.target import Target
 
 CHAIN, DYNAMIC, STATIC = TreeConfig("chain", 4), TreeConfig("dynamic", 3, 3, 12), TreeConfig("static", 3, 3, 20)
@@ -132,6 +134,31 @@ def test_captured_cycles_give_the_plain_answers(
         assert len(decoded.cycle_s) >= max(len(answer.cycles) for answer in decoded.answers)
     # the second batch has as many stop columns as the others, so that one graph serves all
     assert graphs.captured == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_prefill(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits, features and keys as chunks that run operation by operation, prompt after prompt."""
+    there = Target.from_model(copy.deepcopy(target.model).to("cuda"))
+    spec = FeatureSpec((1, 2, 3))
+    captured, plain = (Engine(there.model, 3, 80, spec, prefill_chunk=8, fused=fused(there)) for _ in range(2))
+    monkeypatch.setattr(engine_module, "NARROWEST", 2)
+    for contexts in (CONTEXTS, [context[::-1] for context in CONTEXTS], [[7] * 3, [8] * 16, [9]]):
+        logits, rows = captured.prefill(contexts)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "CAPTURED_TOKENS", 0)
+            expected, expected_rows = plain.prefill(contexts)
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+        for row, context in enumerate(contexts):
+            for name in ("hidden_BJD", "streams_BJkD"):
+                found, wanted = (getattr(r, name)[row, : len(context)] for r in (rows, expected_rows))
+                torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+            for keys, wanted in zip(captured.kv.keys, plain.kv.keys, strict=True):
+                torch.testing.assert_close(
+                    keys[row, :, : len(context)], wanted[row, :, : len(context)], rtol=1e-3, atol=1e-3
+                )
+    assert captured._chunks and not plain._chunks and captured.capture_s > 0
 
 
 @pytest.mark.usefixtures("untuned")

@@ -17,8 +17,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from headstart.eval import engine as engine_module
 from headstart.eval.cache import StaticKV
-from headstart.eval.engine import Engine, attention_windows
+from headstart.eval.engine import Engine, Step, attention_windows
+from headstart.eval.fused import FusedModel
 from headstart.eval.tree import Tree, chain
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import TargetError
@@ -147,6 +149,44 @@ def test_tree_rows_equal_plain_forwards(name: str) -> None:
         whole = [*context, b + 1, *after.tokens_BN[b].tolist()]
         for n in range(3):
             close(step.logits_BMV[b, n], full_forward(model, whole[: len(context) + 1 + n])[0])
+
+
+def test_chunks_that_are_captured_are_padded_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths come in powers of two and serve again; logits and features are those without padding."""
+    made: list[int] = []
+
+    class Uncaptured:
+        """Stands in for a CUDA graph: the same forward on static inputs."""
+
+        pool = None
+
+        def __init__(self, engine: Engine, width: int, pool: object) -> None:
+            made.append(width)
+            self.engine = engine
+
+        def run(self, tokens_BM: torch.Tensor, position_BM: torch.Tensor) -> Step:
+            return self.engine._chunk_forward(tokens_BM.clone(), position_BM.clone(), self.engine.longest)
+
+    monkeypatch.setattr(engine_module, "ChunkGraph", Uncaptured)
+    monkeypatch.setattr(engine_module, "NARROWEST", 2)
+    monkeypatch.setattr(Engine, "captures", property(lambda _: True))
+    model = tiny("llama")
+    fused = FusedModel(model, attention_windows(model.config))
+    engine = Engine(model, 2, 40, SPEC, prefill_chunk=8, fused=fused)
+    noise = torch.Generator().manual_seed(1)
+    for lengths, widths in (((11, 4), [4, 8]), ((1, 9), [4, 8, 2]), ((8, 16), [4, 8, 2]), ((3, 5), [4, 8, 2])):
+        contexts = [torch.randint(1, VOCAB, (n,), generator=noise).tolist() for n in lengths]
+        logits_BV, rows = engine.prefill(contexts)
+        assert rows.count_B.tolist() == list(lengths) and made == widths
+        assert rows.tokens_BJ.shape[1] == rows.hidden_BJD.shape[1] == max(lengths)
+        for b, context in enumerate(contexts):
+            for t in range(len(context)):
+                logits, hidden, streams = full_forward(model, context[: t + 1])
+                close(rows.hidden_BJD[b, t], hidden)
+                close(rows.streams_BJkD[b, t], streams)
+            close(logits_BV[b], logits)
+    monkeypatch.setattr(engine_module, "CAPTURED_TOKENS", 15)  # two rows of eight are too many, two of four are not
+    assert engine._chunk_widths(19) == [4, 8, 8] and engine._chunk_widths(21) == [5, 8, 8]
 
 
 def test_idle_rows_stand_still() -> None:

@@ -47,11 +47,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from headstart.bench_train import PRESETS
+from headstart.bench_train import PRESETS, refuse_ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
 from headstart.heads import HEADS
 from headstart.heads.base import HeadDims, build_head
+from headstart.heads.errors import ConfigError
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.sharded import ShardedTarget, fill, shard_group
@@ -355,7 +356,7 @@ def rows(launches: dict[int, list[dict[str, Any]]], options: argparse.Namespace)
                 Row(
                     name, gpus, rate, efficiency, found["peak_gib"], found["target_gib"], delta,
                     found["save_blocked_ms"], found["step_ms"], found["tokens_per_step"], found["losses"],
-                    options.preset, found["card"], "python -m headstart.bench_scaling " + " ".join(sys.argv[1:]),
+                    options.preset, found["card"], options.command,
                     origin["git_revision"], origin["versions"],
                 )
             )  # fmt: skip
@@ -373,7 +374,7 @@ def describe(row: Row) -> str:
     )
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="llama-3.1-8b")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 4], help="numbers of GPUs; 1 gives the baseline")
@@ -387,21 +388,32 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="append the rows to this JSON list")
     parser.add_argument("--jobs", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(arguments)
+    options.command = "python -m headstart.bench_scaling " + " ".join(arguments)
     if options.steps < 2 * RECORD:
         parser.error(f"--steps: found {options.steps}, expected {2 * RECORD} or more: the first {RECORD} are not timed")
     if options.result is not None:
         run_rank(options)
         return 0
+    try:
+        refuse_ranks("bench_scaling")
+    except ConfigError as error:
+        parser.error(str(error))
+    there = torch.cuda.device_count() if torch.cuda.is_available() else max(options.gpus)
+    if not 1 <= min(options.gpus) <= max(options.gpus) <= there:
+        parser.error(f"--gpus: found {options.gpus}, expected numbers from 1 to the {there} GPUs of this machine")
     absent = [case for case in options.cases if case.startswith("zero") and find_spec("deepspeed") is None]
     if absent:
         print(f"left out, deepspeed is not installed: {', '.join(absent)}", file=sys.stderr)
         options.cases = [case for case in options.cases if case not in absent]
-    arguments = ["--preset", options.preset, "--gpus", *map(str, options.gpus), "--cases", *options.cases]
+    passed_on = ["--preset", options.preset, "--gpus", *map(str, options.gpus), "--cases", *options.cases]
     for name in ("tokens", "length", "depth", "steps", "scratch", "case_seconds"):
         value = getattr(options, name)
-        arguments += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+        passed_on += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
     earlier = json.loads(options.out.read_text()) if options.out is not None and options.out.is_file() else []
+    if not all("efficiency" in row for row in earlier):
+        parser.error(f"--out: {options.out} holds rows of another benchmark; give a new file or one of its own")
     launches: dict[int, list[dict[str, Any]]] = {}
     shown: set[tuple[str, int]] = set()
 
@@ -415,7 +427,7 @@ def main() -> int:
                 shown.add((row.case, row.gpus))
                 print(describe(row), flush=True)
 
-    whole = [launch(n, make_jobs(n, options), arguments, partial(report, n)) for n in options.gpus]
+    whole = [launch(n, make_jobs(n, options), passed_on, partial(report, n)) for n in options.gpus]
     return int(not all(whole))
 
 

@@ -4,17 +4,23 @@
     python -m headstart.bench_train --preset llama-3.1-8b --cases real_lengths --data answers.jsonl --target NAME
     headstart train smollm2-eagle3 && python -m headstart.bench_train --cases smollm2_real --run runs/smollm2-eagle3
     python -m headstart.bench_train --supervised-fraction 0.3 --lengths real --online --data answers.jsonl --target NAME
+    python -m headstart.bench_train --preset llama-3.1-8b --gpus 1 2 4
 
 Weights are random (shapes decide the speed), except in `smollm2_real`, which reads what a real training run recorded.
 One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same
 run, peak memory, what was compiled or captured and how long that took, and the split of a step. Document lengths
 of the `real` cases are those of the conversations in --data under the tokenizer of --target.
+
+With --gpus the online case runs on one and on each of those numbers of GPUs of this machine, data parallel, in
+processes that this one starts: tokens/s, efficiency per GPU against one GPU, and the largest difference from one GPU's
+losses at the same global batch. It is `headstart.bench_scaling --cases ddp`, which knows the other ways of sharing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -155,7 +161,10 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         "real_lengths": Case("real_lengths", real),
         "long_32k": Case("long_32k", (32768,)),
         "custom": Case(
-            "custom", real if arguments.lengths == "real" else fixed, arguments.supervised_fraction, arguments.online
+            "custom",
+            real if arguments.lengths == "real" else fixed,
+            arguments.supervised_fraction,
+            bool(arguments.online),
         ),
     }
     return [known[name] for name in names if name != "smollm2_real"]
@@ -438,6 +447,42 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
     return records
 
 
+def refuse_ranks(module: str) -> None:
+    """Raise ConfigError inside a launch of several ranks: each would measure by itself, all of them on one card."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ConfigError(
+            f"launch: WORLD_SIZE is {ranks}, expected one process; start it without a launcher, it starts its ranks "
+            f"itself: python -m headstart.{module} --gpus 1 {ranks}"
+        )
+
+
+#: options of one GPU's cases, with the only value under which a run on several GPUs measures the same
+ONE_GPU_ONLY: dict[str, tuple[object, ...]] = {
+    "cases": (None, ["online_all"]), "supervised_fraction": (1.0,), "lengths": ("fixed",), "online": (None, True),
+    "compile_target": (True,), "data": (None,), "row_fraction": (1.0,), "run": (None,), "matmul_tflops": (None,),
+    "profile": (False,),
+}  # fmt: skip
+
+
+def bench_gpus(arguments: argparse.Namespace) -> int:
+    """--gpus: the online case on each number of GPUs, by the launcher of bench_scaling; its exit code."""
+    from headstart import bench_scaling
+
+    for name, allowed in ONE_GPU_ONLY.items():
+        value = getattr(arguments, name)
+        if value not in allowed:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: found {value}, which --gpus cannot measure: it runs the online case with "
+                "fixed lengths, all tokens supervised and a compiled target; leave one of the two options out"
+            )
+    command = ["--preset", arguments.preset, "--gpus", *map(str, sorted({1, *arguments.gpus})), "--cases", "ddp"]
+    for name in ("tokens", "length", "depth", "steps", "out"):
+        value = getattr(arguments, name)
+        command += [f"--{name}", str(value)] if value is not None else []
+    return bench_scaling.main(command)
+
+
 def print_record(record: Record) -> None:
     print(
         f"{record.preset:13s} {record.case:13s} {record.tokens_per_s:9.0f} tokens/s  "
@@ -455,23 +500,30 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="rows per document of the fixed cases")
     parser.add_argument("--supervised-fraction", type=float, default=1.0, help="for the case `custom`")
     parser.add_argument("--lengths", choices=("fixed", "real"), default="fixed", help="for the case `custom`")
-    parser.add_argument("--online", action=argparse.BooleanOptionalAction, default=False, help="for the case `custom`")
+    parser.add_argument("--online", action=argparse.BooleanOptionalAction, help="for the case `custom`")
     parser.add_argument("--offline", action="store_false", dest="online", help="features preloaded (the default)")
+    parser.add_argument("--gpus", type=int, nargs="+", help="the online case on these numbers of GPUs and on one")
     parser.add_argument("--compile-target", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--data", type=Path, help="conversations, for the `real` cases")
     parser.add_argument("--target", default="smollm2-135m-instruct", help="tokenizer of --data and of --run")
     parser.add_argument("--depth", type=int, default=7, help="TTT steps")
     parser.add_argument("--row-fraction", type=float, default=1.0, help="head.row_fraction: rows that later steps run")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="default: 10, with --gpus 16")
     parser.add_argument("--run", type=Path, help="run directory of smollm2_real")
     parser.add_argument("--matmul-tflops", type=float, help="MFU's denominator, where the run was on another machine")
     parser.add_argument("--profile", action="store_true", help="print device time by kernel")
     parser.add_argument(
-        "--out", type=Path, help="JSON list to write: rows of the same case, preset and row fraction are replaced"
+        "--out",
+        type=Path,
+        help="JSON list to write: rows of the same case, preset and row fraction are replaced; with --gpus a list of "
+        "bench_scaling's rows, appended to",
     )
     arguments = parser.parse_args()
-    arguments.cases = arguments.cases or ["custom"]
     try:
+        refuse_ranks("bench_train")
+        if arguments.gpus is not None:
+            sys.exit(bench_gpus(arguments))
+        arguments.cases, arguments.steps = arguments.cases or ["custom"], arguments.steps or 10
         records = bench(arguments)
     except HeadstartError as error:
         parser.exit(2, f"error: {error}\n")

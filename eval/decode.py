@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from headstart.data.row_random import draw_at, uniforms
+from headstart.eval.control import advance, stops_at, take_path
 from headstart.eval.drafters.base import Drafter
-from headstart.eval.engine import Engine, Rows
+from headstart.eval.engine import Engine
 from headstart.eval.sampling import Sampling, best, draw, probabilities
-from headstart.eval.tree import Tree, empty
+from headstart.eval.tree import empty
 from headstart.eval.verify import Verdict, verify
 
 
@@ -168,6 +169,8 @@ class Loop:
             raise ValueError("row seeds: rows draw by themselves in plain decoding only, found a drafter")
         self.engine, self.drafter, self.sampling, self.generator = engine, drafter, sampling, generator
         self.seeds_B = seeds_B
+        rates = sampling.synthetic
+        self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)
         self.seen_BV: Tensor | None = None
 
     @property
@@ -212,7 +215,7 @@ class Loop:
         padded = [[*sorted(stop), *[-1] * (widest - len(stop))] for stop in stops]
         self.stop_BS = torch.tensor(padded, device=device)
         self.left_B = torch.tensor(limits, device=device) - 1
-        self.active_B = (self.left_B > 0) & ~self._stops(self.roots_B[:, None])[:, 0]
+        self.active_B = (self.left_B > 0) & ~stops_at(self.roots_B[:, None], self.stop_BS)[:, 0]
         if self.drafter is not None:
             self.drafter.start(context, engine.capacity)
 
@@ -224,9 +227,6 @@ class Loop:
         if self.seeds_B is not None:
             return draw_at(p_BV, uniforms(self.seeds_B, self.engine.length_B + ahead))
         return draw(p_BV, self.generator)
-
-    def _stops(self, tokens_BJ: Tensor) -> Tensor:
-        return (tokens_BJ[:, :, None] == self.stop_BS[:, None, :]).any(-1)
 
     def verify(self) -> Tensor:
         """Propose and verify. Returns the cycle's table: int64 [B, J + 4], see COUNT; `commit` must follow."""
@@ -242,23 +242,14 @@ class Loop:
         if self.seeds_B is not None:
             verdict = Verdict(tree.tokens_BN, torch.zeros_like(roots_B), self._choose(self.logits_BV, ahead=1))
         else:
-            verdict = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV)
-        self.accepted = accepted = engine.commit(roots_B, tree, step, verdict.path_BK, active_B)
+            verdict = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV, self.rate_K)
+        taken = take_path(tree, roots_B, verdict.path_BK, active_B, engine.length_B, engine.kv.bin)
+        self.accepted = accepted = engine.take(tree, step, taken)
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV | _seen(accepted.tokens_BJ, accepted.count_B, self.seen_BV.shape[1])
-        self.roots_B = torch.where(active_B, verdict.next_B, roots_B)
-        self._advance(accepted)
-        columns = [accepted.count_B, self.roots_B, drafted_levels(tree), engine.length_B]
-        return torch.cat([accepted.tokens_BJ, torch.stack(columns, 1)], 1)
-
-    def _advance(self, accepted: Rows) -> None:
-        """Which rows go on: none that has said a stop token or all it may."""
-        self.left_B = self.left_B - accepted.count_B
-        # new tokens are the accepted drafts (the root before them is old) and the next root
-        column_J = torch.arange(accepted.tokens_BJ.shape[1], device=self.engine.device)
-        fresh_BJ = (column_J > 0) & (column_J < accepted.count_B[:, None])
-        said_B = (self._stops(accepted.tokens_BJ) & fresh_BJ).any(1) | self._stops(self.roots_B[:, None])[:, 0]
-        self.active_B = self.active_B & ~said_B & (self.left_B > 0)
+        progress = advance(tree, taken, verdict.next_B, roots_B, self.left_B, active_B, self.stop_BS)
+        self.roots_B, self.left_B, self.active_B = progress.roots_B, progress.left_B, progress.active_B
+        return progress.table
 
     def commit(self) -> None:
         """Give the drafter the rows of the last `verify`."""
@@ -338,20 +329,16 @@ class _CycleGraph:
             self.graph.register_generator_state(loop.generator)
         with torch.cuda.graph(self.graph):
             self.table = loop.cycle()
-            for held, tensor in zip(self.held, loop.tensors(), strict=True):
-                held.copy_(tensor)
+            _copy(self.held, loop.tensors())
         loop.attach(self.held)
-        for held, value in zip(self.held, before, strict=True):
-            held.copy_(value)
+        _copy(self.held, before)
         if loop.generator is not None:
             loop.generator.set_state(noise)
         self.host = [torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=True) for _ in range(2)]
         self.done = [torch.cuda.Event() for _ in range(2)]
 
     def run(self, loop: Loop) -> Iterator[list[list[int]]]:
-        for held, tensor in zip(self.held, loop.tensors(), strict=True):
-            if tensor is not held:
-                held.copy_(tensor)
+        _copy(self.held, loop.tensors())
         loop.attach(self.held)
         turn = 0
         self._launch(turn)
@@ -367,11 +354,16 @@ class _CycleGraph:
         self.done[turn].record()
 
 
-def drafted_levels(tree: Tree) -> Tensor:
-    """int64 [B], deepest valid level of each row."""
-    if tree.nodes == 0:
-        return tree.tokens_BN.new_zeros(tree.tokens_BN.shape[0])
-    return torch.where(tree.valid_BN, tree.depth_BN, 0).amax(1)
+def _copy(into: list[Tensor], values: list[Tensor]) -> None:
+    """Copy values over tensors of the same shapes, one launch for all of one dtype; what is there already stays."""
+    pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, value in zip(into, values, strict=True):
+        if place is not value:
+            places, found = pairs.setdefault(place.dtype, ([], []))
+            places.append(place)
+            found.append(value)
+    for places, found in pairs.values():
+        torch._foreach_copy_(places, found)
 
 
 class _Rows:

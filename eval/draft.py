@@ -12,9 +12,15 @@ from torch import Tensor
 
 from headstart.eval.attention import AttendShape, Visibility, attend
 from headstart.eval.linear import Linear, tune
-from headstart.eval.pointwise import NormWeights, RopeStore, rms_norm, rope_store
+from headstart.eval.pointwise import DraftInput, NormWeights, RopeStore, draft_input, pick, rms_norm, rope_store
 from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
+from headstart.heads.eagle import EagleHead
 from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.layers import RMSNorm
+
+
+def norm_of(norm: RMSNorm) -> NormWeights:
+    return NormWeights(norm.weight.detach().float(), norm.eps)
 
 
 class DraftStep:
@@ -40,11 +46,34 @@ class DraftStep:
         self.gate_up = Linear(copied(mlp.gate_proj.weight, mlp.up_proj.weight), activation=known)
         self.down = Linear(copied(mlp.down_proj.weight), residual=True)
         norm = layer.post_attention_layernorm
-        self.mlp_norm = NormWeights(norm.weight.detach().float(), norm.eps)
+        self.mlp_norm = norm_of(norm)
+        self.input = self._input()
+        self.norm = norm_of(head.norm) if isinstance(head, Eagle3Head) else None
         self.shape = RopeStore(head.num_heads, head.num_kv_heads, head.head_dim)
         self.attend_shape = AttendShape(head.head_dim**-0.5)
         self.tables = head.rope(torch.arange(positions, device=device))
         self.output = self._output()
+
+    def _input(self) -> DraftInput | None:
+        """What the rows are made of (an EAGLE-1 head's fc comes after it); None = whatever the head does."""
+        head, kind = self.head, type(self.head)
+        if head.embed_VD is None:
+            raise RuntimeError("the head is not bound to a target: call bind(embed_VD, teacher) first")
+        if isinstance(head, Eagle3Head) and kind.mix is Eagle3Head.mix:
+            embed_VD = head.embed_VD if head.embed_tokens is None else head.embed_tokens.weight.detach()
+            return DraftInput(embed_VD, (norm_of(head.midlayer.input_layernorm), norm_of(head.midlayer.hidden_norm)))
+        return DraftInput(head.embed_VD, None) if kind.mix is EagleHead.mix else None
+
+    def _inputs(self, tokens_BN: Tensor, g_RH: Tensor) -> tuple[Tensor, Tensor]:
+        """(input of the layer's attention, start of its residual stream), rows first."""
+        head = self.head
+        if self.input is None:
+            x_RI = head.mix(head.embed(tokens_BN).flatten(0, 1).to(self.dtype), g_RH)
+            return x_RI, head.residual(x_RI, g_RH)
+        x_RI = draft_input(tokens_BN.flatten(), g_RH, self.input)
+        if self.input.norms is None:
+            x_RI = head.fc(x_RI)
+        return x_RI, head.residual(x_RI, g_RH)
 
     def _output(self) -> Linear | None:
         """The product that makes logits; None = whatever the head does."""
@@ -80,25 +109,18 @@ class DraftStep:
             only_B1: int64, the one row of each sequence whose result is wanted; None = all. Without tree masks only.
         Returns: (g for the next step [B, N or 1, H], logits [B, N or 1, U]).
         """
-        head = self.head
-        g_BNH = g_BNH.to(self.dtype)
-        x_BNI = head.mix(head.embed(tokens_BN).to(self.dtype), g_BNH)
-        residual_BNH = head.residual(x_BNI, g_BNH)
         batch, count = tokens_BN.shape
-        position_BN = visibility.position_BM
-        cos_RW, sin_RW = (table[position_BN.clamp(min=0).flatten()] for table in self.tables)
-        qkv_RC = self.qkv(x_BNI.flatten(0, 1))
-        q_Rhd = rope_store(qkv_RC, cos_RW, sin_RW, self.shape, keys, values, visibility.write_BM)
+        g_RH = g_BNH.flatten(0, 1).to(self.dtype)
+        x_RI, residual_RH = self._inputs(tokens_BN, g_RH)
+        position_BN, write_BN = visibility.position_BM, visibility.write_BM
+        cos_TW, sin_TW = self.tables
+        q_Rhd = rope_store(self.qkv(x_RI), cos_TW, sin_TW, self.shape, keys, values, write_BN, position_BN)
         if only_B1 is not None:
-            rows = torch.arange(batch, device=q_Rhd.device)
-            q_Rhd = q_Rhd.unflatten(0, (batch, count))[rows, only_B1[:, 0]]
-            residual_BNH = residual_BNH[rows, only_B1[:, 0]][:, None]
-            visibility = Visibility(
-                position_BN.gather(1, only_B1), visibility.write_BM.gather(1, only_B1), visibility.base_B
-            )
-            count = 1
+            picked = pick(q_Rhd.flatten(1), residual_RH, position_BN, write_BN, only_B1)
+            q_Rhd, residual_RH, count = picked.q_BC.view(batch, *q_Rhd.shape[1:]), picked.residual_BD, 1
+            visibility = Visibility(picked.position_B1, picked.write_B1, visibility.base_B)
         context_RC = attend(q_Rhd, keys, values, visibility, self.attend_shape).flatten(1)
-        x_RH, normed_RH = self.out.with_norm(context_RC, residual_BNH.flatten(0, 1), self.mlp_norm)
+        x_RH, normed_RH = self.out.with_norm(context_RC, residual_RH, self.mlp_norm)
         y_RI = self.gate_up(normed_RH)
         if self.activation is not None:
             gate, up = y_RI.chunk(2, -1)
@@ -109,6 +131,6 @@ class DraftStep:
     def _logits(self, g_RH: Tensor) -> Tensor:
         if self.output is None:
             return self.head.logits(g_RH)
-        if isinstance(self.head, Eagle3Head):
-            g_RH = rms_norm(g_RH, NormWeights(self.head.norm.weight, self.head.norm.eps))
+        if self.norm is not None:
+            g_RH = rms_norm(g_RH, self.norm)
         return self.output(g_RH)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from headstart.eval.attention import Visibility, visible_slots
 from headstart.eval.cache import StaticKV
+from headstart.eval.control import Taken, lay_out, take_path
 from headstart.eval.fused import Buffers, FusedModel
-from headstart.eval.tree import Tree, with_root
+from headstart.eval.tree import Tree
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import TargetError
 
@@ -267,15 +268,9 @@ class Engine:
     @torch.inference_mode()
     def verify(self, roots_B: Tensor, tree: Tree) -> Step:
         """One forward over root and nodes: the root at slot (and position) `length`, node n at slot length + 1 + n."""
-        count = tree.nodes + 1
-        tokens_BM = torch.cat([roots_B[:, None], tree.tokens_BN], 1)
-        depth_BM = torch.cat([torch.zeros_like(roots_B)[:, None], tree.depth_BN], 1)
-        position_BM = self.length_B[:, None] + depth_BM
-        write_BM = self.length_B[:, None] + torch.arange(count, device=self.device)
-        # in a chain every token sees all that stand before it
-        mask_BMM = None if tree.linear else with_root(tree.mask_BNN)
-        visibility = Visibility(position_BM, write_BM, self.length_B, mask_BMM)
-        return self.forward(tokens_BM, visibility, self.longest + count)
+        layout = lay_out(tree, roots_B, self.length_B)
+        visibility = Visibility(layout.position_BM, layout.write_BM, self.length_B, layout.mask_BMM)
+        return self.forward(layout.tokens_BM, visibility, self.longest + tree.nodes + 1)
 
     @torch.inference_mode()
     def commit(self, roots_B: Tensor, tree: Tree, step: Step, path_BK: Tensor, active_B: Tensor) -> Rows:
@@ -283,22 +278,20 @@ class Engine:
 
         Returns the committed tokens (root, then accepted drafts) with their features; idle rows count 0.
         """
-        kept_BK = (path_BK >= 0) & active_B[:, None]
-        count_B = kept_BK.sum(1) + active_B
-        levels = path_BK.shape[1]
-        if levels and not tree.linear:
-            step_K = torch.arange(1, levels + 1, device=self.device)
-            source_BK = torch.where(kept_BK, self.length_B[:, None] + 1 + path_BK, self.kv.bin)
-            target_BK = torch.where(kept_BK, self.length_B[:, None] + step_K, self.kv.bin)
-            self.kv.move(source_BK, target_BK)
-        self.length_B = self.length_B + count_B
-        column_BJ = torch.cat([torch.zeros_like(roots_B)[:, None], (path_BK + 1).clamp(min=0)], 1)
-        tokens_BM = torch.cat([roots_B[:, None], tree.tokens_BN], 1)
-        rows = Rows(tokens_BM.gather(1, column_BJ), count_B)
+        taken = take_path(tree, roots_B, path_BK, active_B, self.length_B, self.kv.bin)
+        return self.take(tree, step, taken)
+
+    @torch.inference_mode()
+    def take(self, tree: Tree, step: Step, taken: Taken) -> Rows:
+        """As `commit`, of a path that is laid out already."""
+        if taken.source_BK.shape[1] and not tree.linear:
+            self.kv.move(taken.source_BK, taken.target_BK)
+        self.length_B = taken.length_B
+        rows = Rows(taken.tokens_BJ, taken.count_B)
         if step.hidden_BMD is not None:
-            rows.hidden_BJD = step.hidden_BMD[self.rows_B1, column_BJ]
+            rows.hidden_BJD = step.hidden_BMD[self.rows_B1, taken.column_BJ]
         if step.streams_BMkD is not None:
-            rows.streams_BJkD = step.streams_BMkD[self.rows_B1, column_BJ]
+            rows.streams_BJkD = step.streams_BMkD[self.rows_B1, taken.column_BJ]
         return rows
 
 

@@ -1,7 +1,8 @@
-"""RMSNorm, and rotary embedding with the store into the KV buffers: one kernel each on CUDA, eager twins elsewhere.
+"""RMSNorm, rotary embedding with the store into the KV buffers, a draft's inputs: one kernel each on CUDA, eager twins
+elsewhere.
 
 Shape legend: R rows (B · M), B batch, M tokens of a forward, D hidden, h query heads, g kv heads, d head dim,
-S slots of a KV buffer, W rotary channels.
+S slots of a KV buffer, W rotary channels, T positions of a rotary table, V vocabulary.
 """
 
 from __future__ import annotations
@@ -103,16 +104,27 @@ class RopeStore:
 
 
 def rope_store_eager(
-    qkv_RC: Tensor, cos_RW: Tensor, sin_RW: Tensor, shape: RopeStore, keys: Tensor, values: Tensor, write_BM: Tensor
+    qkv_RC: Tensor,
+    cos_RW: Tensor,
+    sin_RW: Tensor,
+    shape: RopeStore,
+    keys: Tensor,
+    values: Tensor,
+    write_BM: Tensor,
+    position_BM: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, write keys and values into their buffers.
 
     Args:
         qkv_RC: rows of cat(q, k, v), C = (h + 2g) · d.
-        cos_RW, sin_RW: rotary tables of the rows (half-split layout; the first W channels turn).
+        cos_RW, sin_RW: rotary tables of the rows (half-split layout; the first W channels turn); with `position_BM`
+            [T, W], of all positions, of which each row takes its own (padding, which is negative, the first).
         keys, values: [B, g, S, d], written at slots `write_BM`.
     Returns: queries [R, h, d].
     """
+    if position_BM is not None:
+        at_R = position_BM.clamp(min=0).flatten()
+        cos_RW, sin_RW = cos_RW[at_R], sin_RW[at_R]
     h, g, d = shape.heads, shape.kv_heads, shape.head_dim
     q, k, v = (part.unflatten(-1, (-1, d)) for part in qkv_RC.split([h * d, g * d, g * d], -1))
     if shape.q_norm is not None and shape.k_norm is not None:
@@ -125,28 +137,125 @@ def rope_store_eager(
 
 
 def rope_store(
-    qkv_RC: Tensor, cos_RW: Tensor, sin_RW: Tensor, shape: RopeStore, keys: Tensor, values: Tensor, write_BM: Tensor
+    qkv_RC: Tensor,
+    cos_RW: Tensor,
+    sin_RW: Tensor,
+    shape: RopeStore,
+    keys: Tensor,
+    values: Tensor,
+    write_BM: Tensor,
+    position_BM: Tensor | None = None,
 ) -> Tensor:
     """As rope_store_eager."""
     run = rope_store_kernel if wants_kernel(qkv_RC) else rope_store_eager
-    return run(qkv_RC, cos_RW, sin_RW, shape, keys, values, write_BM)
+    return run(qkv_RC, cos_RW, sin_RW, shape, keys, values, write_BM, position_BM)
 
 
 def rope_store_kernel(
-    qkv_RC: Tensor, cos_RW: Tensor, sin_RW: Tensor, shape: RopeStore, keys: Tensor, values: Tensor, write_BM: Tensor
+    qkv_RC: Tensor,
+    cos_RW: Tensor,
+    sin_RW: Tensor,
+    shape: RopeStore,
+    keys: Tensor,
+    values: Tensor,
+    write_BM: Tensor,
+    position_BM: Tensor | None = None,
 ) -> Tensor:
     rows, h, g, d = qkv_RC.shape[0], shape.heads, shape.kv_heads, shape.head_dim
     q_Rhd = qkv_RC.new_empty((rows, h, d))
     norm = shape.q_norm is not None and shape.k_norm is not None
     q_factor = shape.q_norm.factor_D if shape.q_norm is not None else qkv_RC
     k_factor = shape.k_norm.factor_D if shape.k_norm is not None else qkv_RC
+    at = write_BM if position_BM is None else position_BM
     _rope_store_kernel[(rows, h + 2 * g)](
         qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_factor, k_factor, q_Rhd, keys, values,
-        write_BM.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
-        cos_RW.shape[-1] // 2, shape.q_norm.eps if shape.q_norm is not None else 0.0, H=h, G=g, D=d,
-        BLOCK=triton.next_power_of_2(d), NORM=norm, num_warps=1, **launch_options(qkv_RC.device),
+        write_BM.contiguous(), at.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1),
+        keys.stride(2), cos_RW.shape[-1] // 2, shape.q_norm.eps if shape.q_norm is not None else 0.0, H=h, G=g, D=d,
+        BLOCK=triton.next_power_of_2(d), NORM=norm, TABLE=position_BM is not None, num_warps=1,
+        **launch_options(qkv_RC.device),
     )  # fmt: skip
     return q_Rhd
+
+
+@dataclass(frozen=True)
+class DraftInput:
+    """What a draft layer's rows are made of.
+
+    Attributes:
+        embed_VD: embeddings of the target's tokens.
+        norms: RMSNorms of the embedding and of the feature (EAGLE-3), or None (EAGLE-1).
+    """
+
+    embed_VD: Tensor
+    norms: tuple[NormWeights, NormWeights] | None
+
+
+def draft_input_eager(tokens_R: Tensor, g_RD: Tensor, source: DraftInput) -> Tensor:
+    """cat(embedding, feature), each normed where `source.norms` are: [R, 2D] in the feature's dtype."""
+    e_RD = source.embed_VD[tokens_R].to(g_RD.dtype)
+    if source.norms is not None:
+        e_RD, g_RD = rms_norm_eager(e_RD, source.norms[0]), rms_norm_eager(g_RD, source.norms[1])
+    return torch.cat((e_RD, g_RD), -1)
+
+
+def draft_input(tokens_R: Tensor, g_RD: Tensor, source: DraftInput) -> Tensor:
+    """As draft_input_eager."""
+    return (draft_input_kernel if wants_kernel(g_RD) else draft_input_eager)(tokens_R, g_RD, source)
+
+
+def draft_input_kernel(tokens_R: Tensor, g_RD: Tensor, source: DraftInput) -> Tensor:
+    g_RD = g_RD.contiguous()
+    rows, width = g_RD.shape
+    out_RC = g_RD.new_empty((rows, 2 * width))
+    # factors that are not read stand for those that are not there
+    of_embedding, of_feature = source.norms or (NormWeights(g_RD, 0.0), NormWeights(g_RD, 0.0))
+    if rows:
+        block = triton.next_power_of_2(width)
+        _draft_input_kernel[(rows, 2)](
+            tokens_R.contiguous(), source.embed_VD, g_RD, of_embedding.factor_D, of_feature.factor_D, out_RC,
+            width, source.embed_VD.stride(0), of_embedding.eps, of_feature.eps, NORM=source.norms is not None,
+            BLOCK=block, num_warps=min(16, max(1, block // 512)), **launch_options(g_RD.device),
+        )  # fmt: skip
+    return out_RC
+
+
+@dataclass(frozen=True)
+class Picked:
+    """One row of every sequence: queries [B, C], residual stream [B, D], position and slot int64 [B, 1]."""
+
+    q_BC: Tensor
+    residual_BD: Tensor
+    position_B1: Tensor
+    write_B1: Tensor
+
+
+def pick_eager(q_RC: Tensor, residual_RD: Tensor, position_BM: Tensor, write_BM: Tensor, only_B1: Tensor) -> Picked:
+    batch, count = position_BM.shape
+    rows = torch.arange(batch, device=only_B1.device)
+    q, residual = (x.unflatten(0, (batch, count))[rows, only_B1[:, 0]] for x in (q_RC, residual_RD))
+    return Picked(q, residual, position_BM.gather(1, only_B1), write_BM.gather(1, only_B1))
+
+
+def pick(q_RC: Tensor, residual_RD: Tensor, position_BM: Tensor, write_BM: Tensor, only_B1: Tensor) -> Picked:
+    """Row `only_B1` (int64) of each sequence of M rows."""
+    run = pick_kernel if wants_kernel(q_RC) else pick_eager
+    return run(q_RC, residual_RD, position_BM, write_BM, only_B1)
+
+
+def pick_kernel(q_RC: Tensor, residual_RD: Tensor, position_BM: Tensor, write_BM: Tensor, only_B1: Tensor) -> Picked:
+    q_RC, residual_RD = q_RC.contiguous(), residual_RD.contiguous()
+    batch, count = position_BM.shape
+    picked = Picked(
+        q_RC.new_empty((batch, q_RC.shape[1])), residual_RD.new_empty((batch, residual_RD.shape[1])),
+        torch.empty_like(only_B1), torch.empty_like(only_B1),
+    )  # fmt: skip
+    widest = max(q_RC.shape[1], residual_RD.shape[1])
+    _pick_kernel[(batch, triton.cdiv(widest, 1024))](
+        q_RC, residual_RD, position_BM.contiguous(), write_BM.contiguous(), only_B1.contiguous(), picked.q_BC,
+        picked.residual_BD, picked.position_B1, picked.write_B1, count, q_RC.shape[1], residual_RD.shape[1],
+        BLOCK=1024, num_warps=4, **launch_options(q_RC.device),
+    )  # fmt: skip
+    return picked
 
 
 if triton is not None:
@@ -177,11 +286,54 @@ if triton is not None:
         tl.store(out + row * width + channel, (value * scale * by).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
+    def _draft_input_kernel(
+        tokens, embedding, g, e_factor, g_factor, out, width, stride_e, e_eps, g_eps,
+        NORM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One program per row and half: the embedding, then the feature."""
+        await_previous(OVERLAP)
+        row = tl.program_id(0).to(tl.int64)
+        channel = tl.arange(0, BLOCK)
+        inside = channel < width
+        if tl.program_id(1) == 0:
+            token = tl.load(tokens + row)
+            value = tl.load(embedding + token * stride_e + channel, mask=inside, other=0.0)
+            # as the eager twin: rounded before the norm
+            value = value.to(out.dtype.element_ty).to(tl.float32)
+            if NORM:
+                by = tl.load(e_factor + channel, mask=inside, other=0.0)
+                value = value * tl.rsqrt(tl.sum(value * value, 0) / width + e_eps) * by
+            tl.store(out + row * 2 * width + channel, value.to(out.dtype.element_ty), mask=inside)
+        else:
+            value = tl.load(g + row * width + channel, mask=inside, other=0.0).to(tl.float32)
+            if NORM:
+                by = tl.load(g_factor + channel, mask=inside, other=0.0)
+                value = value * tl.rsqrt(tl.sum(value * value, 0) / width + g_eps) * by
+            tl.store(out + row * 2 * width + width + channel, value.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _pick_kernel(
+        q, residual, position, write, only, q_out, residual_out, position_out, write_out,
+        count, q_width, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        await_previous(OVERLAP)
+        batch = tl.program_id(0).to(tl.int64)
+        row = batch * count + tl.load(only + batch)
+        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        own = tl.load(q + row * q_width + channel, mask=channel < q_width, other=0.0)
+        tl.store(q_out + batch * q_width + channel, own, mask=channel < q_width)
+        stream = tl.load(residual + row * width + channel, mask=channel < width, other=0.0)
+        tl.store(residual_out + batch * width + channel, stream, mask=channel < width)
+        if tl.program_id(1) == 0:
+            tl.store(position_out + batch, tl.load(position + row))
+            tl.store(write_out + batch, tl.load(write + row))
+
+    @triton.jit
     def _rope_store_kernel(
-        qkv, cos, sin, q_factor, k_factor, q_out, keys, values, write,
+        qkv, cos, sin, q_factor, k_factor, q_out, keys, values, write, position,
         tokens, stride_row, stride_b, stride_g, stride_s, half, eps,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-        OVERLAP: tl.constexpr,
+        TABLE: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One program per row and head: heads 0 … H-1 are queries, then G keys, then G values."""
         await_previous(OVERLAP)
@@ -212,8 +364,11 @@ if triton is not None:
                 # as the eager twin: the norm's result is rounded before it turns
                 value = value.to(qkv.dtype.element_ty).to(tl.float32)
                 other = other.to(qkv.dtype.element_ty).to(tl.float32)
-            c = tl.load(cos + row * 2 * half + channel, mask=turned, other=1.0).to(tl.float32)
-            s = tl.load(sin + row * 2 * half + channel, mask=turned, other=0.0).to(tl.float32)
+            angle = row
+            if TABLE:
+                angle = tl.maximum(tl.load(position + row), 0)
+            c = tl.load(cos + angle * 2 * half + channel, mask=turned, other=1.0).to(tl.float32)
+            s = tl.load(sin + angle * 2 * half + channel, mask=turned, other=0.0).to(tl.float32)
             rotated = tl.where(turned, value * c + tl.where(low, -other, other) * s, value)
             if head < H:
                 tl.store(q_out + (row * H + head) * D + channel, rotated.to(q_out.dtype.element_ty), mask=inside)

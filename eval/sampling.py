@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.eval.choose import argmax
 from headstart.eval.config import EvalConfig, synthetic_rates
 
 
@@ -55,8 +56,8 @@ def penalise(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
 
 
 def best(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
-    """Most likely token after the repetition penalty: […, V] → int64 […]."""
-    return (logits if seen is None else penalise(logits, sampling, seen)).argmax(-1)
+    """Most likely token after the repetition penalty, the lower id where two tie: […, V] → int64 […]."""
+    return argmax(logits if seen is None else penalise(logits, sampling, seen))
 
 
 def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.eval.control import on_kernels, synthetic_kernel, walk_kernel
 from headstart.eval.sampling import Sampling, best, draw, probabilities
 from headstart.eval.tree import Tree
 
@@ -38,12 +39,14 @@ def verify(
     sampling: Sampling,
     generator: torch.Generator | None = None,
     seen_BV: Tensor | None = None,
+    rate_K: Tensor | None = None,
 ) -> Verdict:
     """Accept drafts by the rule that fits them: greedy, point mass, drawn from q, typical or synthetic (both lossy).
 
     Args:
         logits_BMV: the target's raw logits at the root and at every node.
         seen_BV: bool, tokens of each context with its root; needed by the repetition penalty only.
+        rate_K: `sampling.synthetic` as a float32 tensor on the device, which a captured cycle cannot make.
     """
     seen_BMV = seen_tokens(tree, seen_BV) if seen_BV is not None and sampling.penalises else None
     if sampling.synthetic is not None:
@@ -51,7 +54,9 @@ def verify(
             choice_BM = best(logits_BMV, sampling, seen_BMV)
         else:
             choice_BM = draw(probabilities(logits_BMV, sampling, seen_BMV), generator)
-        return synthetic(tree, choice_BM, sampling.synthetic, generator)
+        if rate_K is None:
+            rate_K = torch.tensor(sampling.synthetic, device=choice_BM.device)
+        return synthetic(tree, choice_BM, rate_K, generator)
     if sampling.greedy:
         return walk_choices(tree, best(logits_BMV, sampling, seen_BMV))
     p_BMV = probabilities(logits_BMV, sampling, seen_BMV)
@@ -84,6 +89,10 @@ def walk_choices(tree: Tree, choice_BM: Tensor) -> Verdict:
     deterministic trees: accepting children in order with p(x), then the renormalised rest, is the same as drawing
     once and looking whether the draw is a child.
     """
+    return Verdict(*walk_kernel(tree, choice_BM)) if on_kernels(choice_BM) else walk_choices_eager(tree, choice_BM)
+
+
+def walk_choices_eager(tree: Tree, choice_BM: Tensor) -> Verdict:
     ok_BN = tree.tokens_BN == choice_BM.gather(1, tree.parent_BN + 1)
     end_B, path_BK, accepted_B = walk_accepted(tree, ok_BN)
     return Verdict(path_BK, accepted_B, choice_BM.gather(1, end_B[:, None])[:, 0])
@@ -134,6 +143,8 @@ def acceptance(tree: Tree, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
         ratio_BN: probability that the node is accepted, given its parent accepted and its earlier siblings rejected.
         residual_BMV: distribution of the target's own token at each row once all its children are rejected.
     """
+    if tree.linear and tree.q_BNV is not None and tree.nodes:
+        return _chain_acceptance(tree, tree.q_BNV, p_BMV)
     residual_BMV = p_BMV.clone()
     drawn_BMV = torch.zeros_like(p_BMV, dtype=torch.bool)
     rows_B = torch.arange(p_BMV.shape[0], device=p_BMV.device)
@@ -161,6 +172,21 @@ def acceptance(tree: Tree, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
     return ratio_BN, residual_BMV
 
 
+def _chain_acceptance(tree: Tree, q_BNV: Tensor, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
+    """`acceptance` where every row of the target has one child at most: all levels at once."""
+    tiny = torch.finfo(p_BMV.dtype).tiny
+    before_BNV, token_BN1 = p_BMV[:, :-1], tree.tokens_BN[:, :, None]
+    q_BNV = torch.nn.functional.pad(q_BNV.to(p_BMV.dtype), (0, p_BMV.shape[2] - q_BNV.shape[2]))
+    q_BNV = q_BNV / q_BNV.sum(2, keepdim=True).clamp(min=tiny)
+    p_x, q_x = before_BNV.gather(2, token_BN1)[..., 0], q_BNV.gather(2, token_BN1)[..., 0]
+    ratio_BN = torch.where(q_x > 0, (p_x / q_x.clamp(min=tiny)).clamp(max=1.0), 0.0)
+    left_BNV = (before_BNV - q_BNV).clamp(min=0.0)
+    total_BN1 = left_BNV.sum(2, keepdim=True)
+    left_BNV = torch.where(total_BN1 > 0, left_BNV / total_BN1.clamp(min=tiny), before_BNV)
+    residual_BNV = torch.where(tree.valid_BN[:, :, None], left_BNV, before_BNV)
+    return ratio_BN, torch.cat([residual_BNV, p_BMV[:, -1:]], 1)
+
+
 def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta: float) -> Verdict:
     """Typical acceptance (methods §1). LOSSY: the output distribution is not the target's.
 
@@ -186,24 +212,29 @@ def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta:
     return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
 
 
-def synthetic(
-    tree: Tree, choice_BM: Tensor, rates: tuple[float, ...], generator: torch.Generator | None = None
-) -> Verdict:
-    """Accept level d with probability `rates[d - 1]` if all earlier levels were. LOSSY: the target is not asked.
+def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Generator | None = None) -> Verdict:
+    """Accept level d with probability `rate_K[d - 1]` if all earlier levels were. LOSSY: the target is not asked.
 
-    The path leads to the first of a row's deepest nodes; levels beyond `rates` are refused. `choice_BM`: the target's
+    The path leads to the first of a row's deepest nodes; levels beyond the rates are refused. `choice_BM`: the target's
     own token at every row; the one at the end of the path is committed after it.
     """
-    batch, device = tree.tokens_BN.shape[0], tree.tokens_BN.device
+    shape = (choice_BM.shape[0], tree.levels)
+    uniform_BK = torch.rand(shape, device=choice_BM.device, generator=generator)
+    if on_kernels(choice_BM):
+        return Verdict(*synthetic_kernel(tree, choice_BM, uniform_BK, rate_K))
+    return synthetic_eager(tree, choice_BM, uniform_BK, rate_K)
+
+
+def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: Tensor) -> Verdict:
     if tree.nodes == 0:
         end_B, path_BK, count_B = _path(tree, tree.valid_BN)
         return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
-    rate_K = [*rates, *[0.0] * tree.levels][: tree.levels]
-    uniform_BK = torch.rand((batch, tree.levels), device=device, generator=generator)
-    passed_BK = torch.stack([uniform_BK[:, d] < rate for d, rate in enumerate(rate_K)], 1)
+    known = min(len(rate_K), tree.levels)
+    passed_BK = torch.zeros_like(uniform_BK, dtype=torch.bool)
+    passed_BK[:, :known] = uniform_BK[:, :known] < rate_K[:known]
     levels_B = passed_BK.long().cumprod(1).sum(1)
     deepest_B1 = torch.where(tree.valid_BN, tree.depth_BN, 0).argmax(1, keepdim=True)
-    rows_B = torch.arange(batch, device=device)
+    rows_B = torch.arange(uniform_BK.shape[0], device=uniform_BK.device)
     ancestors_BN = tree.mask_BNN[rows_B, deepest_B1[:, 0]]
     end_B, path_BK, count_B = _path(tree, ancestors_BN & tree.valid_BN & (tree.depth_BN <= levels_B[:, None]))
     return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])

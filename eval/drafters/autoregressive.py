@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.eval.attention import Visibility
+from headstart.eval.choose import argmax
 from headstart.eval.config import TreeConfig
+from headstart.eval.control import Lined, line_up
 from headstart.eval.draft import DraftStep
 from headstart.eval.engine import Rows
 from headstart.eval.fused import Buffers
@@ -76,11 +78,11 @@ class AutoregressiveDrafter:
         # every row but the last has its next token already; the last waits for the root
         next_BJ = F.pad(context.tokens_BJ[:, 1:], (0, 1))
         known_B = context.count_B - 1
+        self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=next_BJ.device))
         for begin in range(0, width - 1, START_CHUNK):
             columns = slice(begin, min(begin + START_CHUNK, width - 1))
             count_B = (known_B - begin).clamp(0, columns.stop - begin)
-            # keys and values are wanted, drafts are not: one column is drafted for form's sake
-            self._rows(next_BJ[:, columns], self._fuse(context, columns), count_B, torch.zeros_like(count_B)[:, None])
+            self._rows(next_BJ[:, columns], self._fuse(context, columns), count_B)
         last_B11 = known_B[:, None, None]
         last = Rows(
             context.tokens_BJ.gather(1, known_B[:, None]),
@@ -108,8 +110,10 @@ class AutoregressiveDrafter:
     def _pend(self, rows: Rows) -> None:
         """Remember rows whose last one still lacks its next token."""
         missing = self.width - rows.tokens_BJ.shape[1]
-        self.pending_BJ = F.pad(rows.tokens_BJ[:, 1:], (0, 1 + missing))
-        self.pending_g_BJH = F.pad(self._fuse(rows, slice(None)), (0, 0, 0, missing))
+        self.pending_BJ, self.pending_g_BJH = rows.tokens_BJ, self._fuse(rows, slice(None))
+        if missing:
+            self.pending_BJ = F.pad(self.pending_BJ, (0, missing))
+            self.pending_g_BJH = F.pad(self.pending_g_BJH, (0, 0, 0, missing))
         self.pending_B = rows.count_B
 
     def _fuse(self, rows: Rows, columns: slice) -> Tensor:
@@ -129,15 +133,20 @@ class AutoregressiveDrafter:
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
-        last_B1 = (self.pending_B - 1).clamp(min=0)[:, None]
-        tokens_BJ = self.pending_BJ.scatter(1, last_B1, roots_B[:, None])
-        self._see(roots_B[:, None], torch.ones_like(roots_B))
-        g_B1H, logits_B1U = self._rows(tokens_BJ, self.pending_g_BJH, self.pending_B, last_B1)
+        assert self.kv is not None
+        lined = line_up(self.pending_BJ, self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth)
+        if self.seen_BV is not None:
+            self._see(roots_B[:, None], torch.ones_like(roots_B))
+        visibility = Visibility(lined.position_BW, lined.write_BW, self.length_B)
+        g_B1H, logits_B1U = self._pass(lined.tokens_BW, self.pending_g_BJH, visibility, lined.last_B1)
+        self.length_B = lined.length_B
         if self.dynamic:
             return self._propose_tree(g_B1H, logits_B1U)
-        return self._propose_chain(g_B1H, logits_B1U, generator)
+        return self._propose_chain(g_B1H, logits_B1U, generator, lined)
 
-    def _propose_chain(self, g_B1H: Tensor, logits_B1U: Tensor, generator: torch.Generator | None) -> Tree:
+    def _propose_chain(
+        self, g_B1H: Tensor, logits_B1U: Tensor, generator: torch.Generator | None, lined: Lined
+    ) -> Tree:
         sampled = self.tree.sample and not self.sampling.greedy
         seen_BV = self.seen_BV
         tokens: list[Tensor] = []
@@ -146,19 +155,19 @@ class AutoregressiveDrafter:
             seen_BU = self._in_draft_vocabulary(seen_BV)
             if sampled:
                 q_BU = probabilities(logits_B1U[:, 0], self.sampling, seen_BU)
-                choice_B1 = draw(q_BU, generator)[:, None]
+                tokens.append(self.head.target_ids(draw(q_BU, generator)[:, None]))
                 qs.append(self._to_target_vocabulary(q_BU))
             else:
-                choice_B1 = penalise(logits_B1U[:, 0], self.sampling, seen_BU).argmax(-1, keepdim=True)
-            tokens.append(self.head.target_ids(choice_B1))
+                logits_BU = logits_B1U[:, 0] if seen_BU is None else penalise(logits_B1U[:, 0], self.sampling, seen_BU)
+                tokens.append(argmax(logits_BU, self.head.draft_ids_U)[:, None])
             if depth == self.tree.depth:
                 break
             if seen_BV is not None:
                 seen_BV = seen_BV.scatter(1, tokens[-1], True)
-            position_B1 = self.length_B[:, None] + depth - 1
+            position_B1 = lined.ahead_DB[depth - 1][:, None]
             visibility = Visibility(position_B1, position_B1, self.length_B)
             g_B1H, logits_B1U = self._pass(tokens[-1], g_B1H, visibility)
-        return chain(torch.cat(tokens, 1), q_BKV=torch.stack(qs, 1) if qs else None)
+        return replace(self._chain, tokens_BN=torch.cat(tokens, 1), q_BNV=torch.stack(qs, 1) if qs else None)
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
         """EAGLE-2: expand the k best nodes of each level, keep the best of everything stored."""
@@ -204,15 +213,16 @@ class AutoregressiveDrafter:
 
     # passes ------------------------------------------------------------------------------------------------------
 
-    def _rows(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor, only_B1: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the first `count_B` rows of each to the draft KV, from target features; draft after row `only_B1`."""
+    def _rows(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor) -> None:
+        """Append the first `count_B` rows of each to the draft KV, from target features."""
         assert self.kv is not None
         column_J = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device)
         position_BJ = self.length_B[:, None] + column_J
         write_BJ = torch.where(column_J < count_B[:, None], position_BJ, self.kv.bin)
-        result = self._pass(tokens_BJ, g_BJH, Visibility(position_BJ, write_BJ, self.length_B), only_B1)
+        # what is drafted goes nowhere: one row is drafted for form's sake
+        first_B1 = torch.zeros_like(count_B)[:, None]
+        self._pass(tokens_BJ, g_BJH, Visibility(position_BJ, write_BJ, self.length_B), first_B1)
         self.length_B = self.length_B + count_B
-        return result
 
     def _pass(
         self, tokens_BN: Tensor, g_BNH: Tensor, visibility: Visibility, only_B1: Tensor | None = None

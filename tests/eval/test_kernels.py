@@ -19,8 +19,13 @@ from headstart.eval.linear import (
     splittable,
 )
 from headstart.eval.pointwise import (
+    DraftInput,
     NormWeights,
     RopeStore,
+    draft_input_eager,
+    draft_input_kernel,
+    pick_eager,
+    pick_kernel,
     rms_norm_eager,
     rms_norm_kernel,
     rope_store_eager,
@@ -68,6 +73,53 @@ def test_rope_store(width: int, rotary: int, norm: bool, dtype: torch.dtype) -> 
     )
     close(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_store_by_position(dtype: torch.dtype) -> None:
+    """Every row takes its own angles from the table of all positions; padding the first."""
+    write, position = (torch.tensor(x, device=DEVICE) for x in ([[0, 3, 8], [1, 2, 5]], [[4, 11, -1], [0, 1, 4]]))
+    shape, qkv = RopeStore(4, 2, 16), random(6, 8 * 16, dtype=dtype)
+    cos, sin = (torch.cat([random(12, 8, dtype=dtype, seed=n)] * 2, 1) for n in (3, 4))
+    found = [torch.zeros(2, 2, 9, 16, dtype=dtype, device=DEVICE) for _ in range(2)]
+    expected = [torch.zeros_like(part) for part in found]
+    close(
+        rope_store_kernel(qkv, cos, sin, shape, *found, write, position),
+        rope_store_eager(qkv, cos, sin, shape, *expected, write, position),
+    )
+    close(found[0], expected[0])
+    rows = [4, 11, 0, 0, 1, 4]
+    close(found[0], rope_keys(qkv, cos[rows], sin[rows], shape, write))
+
+
+def rope_keys(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: RopeStore, write: torch.Tensor):
+    keys, values = (torch.zeros(2, 2, 9, 16, dtype=qkv.dtype, device=DEVICE) for _ in range(2))
+    rope_store_eager(qkv, cos, sin, shape, keys, values, write)
+    return keys
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "normed"), [(72, True), (64, False), (600, True)])
+def test_draft_input(width: int, normed: bool, dtype: torch.dtype) -> None:
+    tokens = torch.tensor([3, 0, 10, 3, 7], device=DEVICE)
+    norms = (NormWeights(random(width, seed=1), 1e-5), NormWeights(random(width, seed=2), 1e-3)) if normed else None
+    for table in (random(11, width, dtype=dtype, seed=3), random(11, width, seed=3)):
+        source, g = DraftInput(table, norms), random(5, width, dtype=dtype, seed=4)
+        found, expected = draft_input_kernel(tokens, g, source), draft_input_eager(tokens, g, source)
+        assert found.dtype == dtype and found.shape == (5, 2 * width)
+        for half in (slice(None, width), slice(width, None)):
+            close(found[:, half], expected[:, half])
+
+
+@pytest.mark.parametrize(("inner", "width"), [(24, 72), (2050, 600)])
+def test_pick(inner: int, width: int) -> None:
+    arguments = [random(6, inner), random(6, width, seed=1)]
+    arguments += [torch.arange(6, device=DEVICE).view(2, 3) * n for n in (7, 11)]
+    arguments.append(torch.tensor([[2], [0]], device=DEVICE))
+    found, expected = pick_kernel(*arguments), pick_eager(*arguments)
+    assert torch.equal(expected.q_BC, arguments[0][[2, 3]]) and expected.position_B1.tolist() == [[14], [21]]
+    for name in ("q_BC", "residual_BD", "position_B1", "write_B1"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def test_rope_store_at_slots_that_rows_share() -> None:

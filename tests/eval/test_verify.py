@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,6 +151,20 @@ def test_sampled_chain_is_exact(zero: bool) -> None:
         for weight, committed in rejection_outcomes(tree, language):
             continue_from(total, drafted * weight, committed, language, 3)
     check(total, language, 3)
+
+
+def test_a_chain_is_accepted_level_by_level_or_all_at_once() -> None:
+    """As the loop over nodes has it: short rows, a smaller draft vocabulary, tokens that one side would never say."""
+    noise = torch.Generator().manual_seed(3)
+    p_BMV = torch.rand((4, 6, 9), generator=noise, dtype=torch.float64)
+    q_BNV = torch.rand((4, 5, 7), generator=noise, dtype=torch.float64)
+    p_BMV[0, 1], q_BNV[0, 1, :4] = torch.nn.functional.one_hot(torch.tensor(2), 9).double(), 0.0
+    p_BMV[1, 2, :7], p_BMV[1, 2, 7:] = q_BNV[1, 2], 0.0
+    p_BMV, q_BNV = p_BMV / p_BMV.sum(-1, keepdim=True), q_BNV / q_BNV.sum(-1, keepdim=True)
+    valid = torch.arange(5) < torch.tensor([5, 4, 1, 0])[:, None]
+    tree = chain(torch.randint(0, 7, (4, 5), generator=noise), valid, q_BNV)
+    found, expected = acceptance(tree, p_BMV), acceptance(replace(tree, linear=False), p_BMV)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_sampled_chain_equal_to_the_target_is_always_accepted() -> None:
@@ -369,7 +384,7 @@ def test_typical_is_called_lossy() -> None:
 
 def test_synthetic_acceptance_follows_the_profile() -> None:
     """40,000 rows of a tree with two branches: levels reached as asked, always down the deepest branch."""
-    rates, rows = (0.8, 0.5, 0.25), 40_000
+    rates, rows = torch.tensor([0.8, 0.5, 0.25]), 40_000
     tree = repeat(build([-1, -1, 1, 2], [0, 1, 2, 3]), rows)
     choice = torch.arange(5).expand(rows, 5)
     verdict = synthetic(tree, choice, rates, torch.Generator().manual_seed(0))

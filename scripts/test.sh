@@ -8,8 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 make_venv "${VENV:-.venv-test}" "dev"
 # tests that need the embedded target are skipped where it cannot be had
 "$VENV_PYTHON" -m headstart target fetch smollm2-135m-instruct >/dev/null || echo "continuing without the embedded target" >&2
-# two workers on two cores lose more to each other than they gain
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc 2>/dev/null || echo 2)}" TOKENIZERS_PARALLELISM=false
+# tensors of tests are too small to share among threads, and workers on shared cores lose more to each other than they gain
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 # threads that wait by spinning slow each other tenfold where the cores are shared
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-3000}"
 exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"

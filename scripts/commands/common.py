@@ -1,4 +1,7 @@
-"""What every command shares: arguments, and errors turned into messages and exit codes."""
+"""What every command shares: arguments, and errors turned into messages and exit codes.
+
+Importing a command imports neither torch nor transformers: help, the version and wrong usage are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from typing import Annotated
 
 import typer
 
-from headstart.heads.errors import Terminated
-from headstart.signals import terminable
 from headstart.talk import Talk
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
@@ -22,6 +23,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 @contextmanager
 def speaking(as_json: bool) -> Iterator[Talk]:
     """A Talk for the body of a command; mistakes become one clean message and the right exit code."""
+    from headstart.heads.errors import HeadstartError, Terminated
+    from headstart.signals import terminable
+
     talk = Talk(as_json)
     try:
         with terminable(), talk.stdout_guard():
@@ -30,8 +34,6 @@ def speaking(as_json: bool) -> Iterator[Talk]:
         talk.say("stopped; what was finished is kept, the same command continues")
         raise typer.Exit(0 if isinstance(stop, Terminated) else 130) from None
     except Exception as error:
-        from headstart.heads.errors import HeadstartError
-
         mistake = _explained(error) if isinstance(error, OSError) else error
         if not isinstance(mistake, HeadstartError):
             raise

@@ -32,6 +32,17 @@ def test_wrong_usage_exits_with_2(headstart: Callable, arguments: tuple[str, ...
     assert result.code == 2 and result.out == "" and "Usage" in result.err
 
 
+def test_help_and_wrong_usage_do_not_wait_for_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from headstart.cli import main\n"
+        "codes = [main(['--help']), main(['train', '--help']), main(['trian'])]\n"
+        "print(codes, [name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 2] []", done.stderr
+
+
 def test_python_dash_m(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headstart", "--version"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

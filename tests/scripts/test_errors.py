@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -181,18 +179,14 @@ def test_full_disk_loses_nothing_and_the_run_continues(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         patch.setattr(os, "rename", full)
-        check(headstart("run", recipe), 1, "the disk is full")
-    after = headstart("run", recipe)
+        check(headstart("run", recipe, "train.disk_wait=0.2"), 1, "the disk is full", "paused")
+    after = headstart("run", recipe, "train.disk_wait=0.2")
     assert after.code == 0 and "distill: finished before" in after.err and (tmp_path / "run/head").is_dir()
 
 
-@pytest.mark.slow
-def test_unreachable_hub_costs_seconds(recipe: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
-    command = [sys.executable, "-m", "headstart", "inspect", str(recipe), *ONLY_FILES, "target.name=someone/something"]
+def test_unreachable_hub_costs_seconds(headstart: Callable, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "someone/something" in done.stderr
-    assert "cannot be reached" in done.stderr
-    assert time.monotonic() - began < 60  # nearly all of it is importing torch and transformers on a busy machine
+    result = headstart("inspect", recipe, *ONLY_FILES, "target.name=someone/something")
+    check(result, 1, "someone/something", "cannot be reached")
+    assert time.monotonic() - began < 30  # the Hub's own client tries for minutes

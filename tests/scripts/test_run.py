@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from headstart.cli import main
 from headstart.heads.provenance import git_revision
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
+from train_fakes import forked  # noqa: E402
 
 
 def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
@@ -96,19 +100,38 @@ def test_a_run_stopped_after_storing_features_continues_with_them(
         assert message in again.err
 
 
-@pytest.mark.slow
-def test_a_killed_run_continues_to_the_same_head(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
-    settings = ("train.epochs=20", "train.save_every=5", "train.tau_prompts=0")
-    # sums are split by thread, so equal bits need an equal number of them
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-m", "headstart", "train", str(recipe), *settings]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums are split by thread: equal bits need an equal number of them, and a forked process has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def start(place: Path, *arguments: str | Path) -> ForkProcess:
+    """The command line in a process of its own that has written a checkpoint; its words go to `stderr` in `place`."""
+
+    def work() -> None:
+        code = main([str(argument) for argument in arguments])
+        sys.stderr.flush()
+        os._exit(code)
+
+    process = forked(work, place / "stderr")
     deadline = time.monotonic() + 240
-    while not list((tmp_path / "run/checkpoints").glob("step-*")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    while not list((place / "run/checkpoints").glob("step-*")):
+        assert process.is_alive() and time.monotonic() < deadline, (place / "stderr").read_text()
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_killed_run_continues_to_the_same_head(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    settings = ("train.epochs=8", "train.save_every=5", "train.tau_prompts=0")
+    process = start(tmp_path, "train", recipe, *settings)
+    process.kill()
+    process.join()
     assert not (tmp_path / "run/head").exists()
     resumed = headstart("train", recipe, *settings, "--json")
     assert resumed.code == 0, resumed.err
@@ -119,21 +142,17 @@ def test_a_killed_run_continues_to_the_same_head(headstart: Callable, recipe: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_saves_and_the_run_continues(
     headstart: Callable, recipe: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     settings = ("train.epochs=400", "train.save_every=5", "train.tau_prompts=0")
-    command = [sys.executable, "-m", "headstart", "train", str(recipe), *settings]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 240
-    while not list((tmp_path / "run/checkpoints").glob("step-*")):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
-        time.sleep(0.02)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == code
+    process = start(tmp_path, "train", recipe, *settings)
+    os.kill(process.pid, number)
+    process.join(timeout=120)
+    assert process.exitcode == code
+    err = (tmp_path / "stderr").read_text()
     assert "Traceback" not in err and "the same command continues" in err
     resumed = headstart("train", recipe, *settings, "train.max_seconds=1", "--json")
     assert resumed.code == 0, resumed.err

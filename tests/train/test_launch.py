@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tiny_run import losses, make_place
+from train_fakes import forked
 
 from headstart.train.__main__ import main
 from headstart.train.checkpoint import CheckpointStore
@@ -35,13 +36,18 @@ def launch(command: list[str], place: Path, name: str, *overrides: str) -> subpr
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_and_four_ranks_trains_what_one_process_trains(place):
+def test_two_and_four_ranks_train_what_one_process_trains(place):
+    """Two by torchrun itself; four with the environment that it gives them, without four more starts of torch."""
     assert main([str(place / "recipe.yaml"), f"run_dir={place / 'one'}"]) == 0
     for ranks, more in ((2, ["train.parallel=fsdp2", "target.parallel=fsdp2"]), (4, [])):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        found = launch(torchrun, place, f"ranks-{ranks}", *more)
-        assert found.returncode == 0, found.stderr
-        assert found.stderr.count("train step 4, 4 of 4 steps") == 2  # the last step and its validation, rank 0's
+        if ranks == 2:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+            found = launch(torchrun, place, f"ranks-{ranks}", *more)
+            assert found.returncode == 0, found.stderr
+            said = found.stderr
+        else:
+            said = "".join(fork_ranks(ranks, place, f"ranks-{ranks}"))
+        assert said.count("train step 4, 4 of 4 steps") == 2  # the last step and its validation, rank 0's
         records = [json.loads(line) for line in (place / f"ranks-{ranks}" / "metrics.jsonl").read_text().splitlines()]
         names = {name for record in records for name in record}
         assert names >= {"train/acc_1", "train/acc_2", "train/sim_tau", "tokens_per_s", "mfu", "lr", "grad_norm"}
@@ -55,6 +61,26 @@ def test_torchrun_on_two_and_four_ranks_trains_what_one_process_trains(place):
     before = losses(place / "one")
     assert main([str(place / "recipe.yaml"), f"run_dir={place / 'one'}"]) == 0
     assert losses(place / "one") == before  # a finished run is not trained again
+
+
+def fork_ranks(ranks: int, place: Path, name: str) -> list[str]:
+    """What each of `ranks` forked processes said on stderr; they end well."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+
+    def work(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        assert main([str(place / "recipe.yaml"), f"run_dir={place / name}"]) == 0
+
+    stderr = [place / f"{name}.{rank}.err" for rank in range(ranks)]
+    processes = [forked(lambda r=r: work(r), stderr[r]) for r in range(ranks)]
+    for process, path in zip(processes, stderr, strict=True):
+        process.join(timeout=200)
+        assert process.exitcode == 0, path.read_text()
+    return [path.read_text() for path in stderr]
 
 
 def scripted(place: Path, script: str, name: str, *overrides: str, **settings: str) -> subprocess.Popen[str]:
@@ -92,14 +118,14 @@ def test_two_nodes_over_ssh_train_what_one_process_trains_and_sigterm_is_requeue
     shell.write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n')
     shell.chmod(0o755)
     settings = {"HOSTS": "one two", "RANKS": "1", "SSH": str(shell), "TMPDIR": str(tmp_path)}
-    long = ["train.steps=80", "train.save_every=0"]
+    long = ["train.steps=40", "train.save_every=0"]
     job = scripted(place, "ssh.sh", "nodes", *long, **settings)
     wait_for_steps(job, place / "nodes", 2)
     job.send_signal(signal.SIGTERM)
     _, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
     stopped = int((place / "nodes" / "checkpoints" / "latest").read_text().removeprefix("step-"))
-    assert 0 < stopped < 80
+    assert 0 < stopped < 40
     job = scripted(place, "ssh.sh", "nodes", *long, **settings)
     _, err = job.communicate(timeout=200)
     assert job.returncode == 0, err

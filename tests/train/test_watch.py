@@ -15,6 +15,7 @@ import torch.distributed as dist
 from train_fakes import forked
 
 from headstart.heads.errors import DataError
+from headstart.train import watch
 from headstart.train.watch import Watch, process_alive
 
 
@@ -22,6 +23,7 @@ def rank_of(case: str, rank: int, port: int, ready: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo")
+    watch.GRACE_S = 0.5  # of this process: its main thread sleeps as if in a collective
     place = f"machine {rank}" if case in ("stopped", "server") else None
     with Watch(limit_s=3, interval_s=0.2, place=place):
         ready.touch()
@@ -61,7 +63,7 @@ def test_the_other_rank_ends_and_names_the_one_that_is_gone(tmp_path, case, vict
     try:
         if number is not None:
             os.kill(ranks[victim].pid, number)
-        ranks[1 - victim].join(timeout=50)
+        ranks[1 - victim].join(timeout=100)
         assert ranks[1 - victim].exitcode == int(case != "interrupted")
         assert message in (tmp_path / f"err{1 - victim}").read_text()
     finally:
@@ -73,7 +75,7 @@ def test_the_other_rank_ends_and_names_the_one_that_is_gone(tmp_path, case, vict
 def test_ranks_that_end_at_different_times_do_not_miss_each_other(tmp_path):
     ranks = start("clean", tmp_path)
     for number, rank in enumerate(ranks):
-        rank.join(timeout=30)
+        rank.join(timeout=100)
         assert rank.exitcode == 0, (tmp_path / f"err{number}").read_text()
         assert "error" not in (tmp_path / f"err{number}").read_text()
 

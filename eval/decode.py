@@ -154,6 +154,7 @@ class Loop:
         stop_BS: int64, stop tokens of each row, -1 = none.
         seen_BV: bool, tokens of each context, where the repetition penalty asks for it.
         seeds_B: int64, seeds of rows that draw by themselves, or None.
+        rate_K: float32, synthetic acceptance by level, or None.
         logits_BV: the target's, at the last root.
     """
 
@@ -180,7 +181,7 @@ class Loop:
     @property
     def state(self) -> list[tuple[object, str]]:
         """Where the tensors live that a cycle reads and changes, KV apart."""
-        extra = [name for name in ("seen_BV", "seeds_B") if getattr(self, name) is not None]
+        extra = [name for name in ("seen_BV", "seeds_B", "rate_K") if getattr(self, name) is not None]
         names = ["roots_B", "active_B", "left_B", "stop_BS", *extra]
         owners: list[tuple[object, list[str]]] = [(self, names), (self.engine, self.engine.state)]
         if self.drafter is not None:

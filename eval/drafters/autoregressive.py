@@ -78,7 +78,6 @@ class AutoregressiveDrafter:
         # every row but the last has its next token already; the last waits for the root
         next_BJ = F.pad(context.tokens_BJ[:, 1:], (0, 1))
         known_B = context.count_B - 1
-        self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=next_BJ.device))
         for begin in range(0, width - 1, START_CHUNK):
             columns = slice(begin, min(begin + START_CHUNK, width - 1))
             count_B = (known_B - begin).clamp(0, columns.stop - begin)
@@ -101,6 +100,8 @@ class AutoregressiveDrafter:
         if self.kv is None or self.kv.keys[0].shape[0] != batch or self.kv.capacity != slots:
             shape = (self.head.num_kv_heads, self.head.head_dim)
             self.kv = Buffers([shape], batch, slots, self.step.dtype, device)
+            # captured cycles read its parents and depths where they stand, as they do the buffers
+            self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=device))
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from eval_help import CONTEXTS, Trained, run
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from headstart.data.config import DistillConfig
 from headstart.data.distill import generate
@@ -106,6 +108,51 @@ def test_draft_step_equals_the_heads_own(kind: str, request: pytest.FixtureReque
     some = step(tokens, features, visibility, kv.keys[0], kv.values[0], only)
     for a, b in zip(some, expected, strict=True):
         torch.testing.assert_close(a, b[torch.arange(2), only[:, 0]][:, None], rtol=1e-5, atol=1e-5)
+
+
+class Reads(TorchDispatchMode):
+    """Storages that operations read and that none of them made."""
+
+    def __init__(self, known: list[Tensor]):
+        super().__init__()
+        self.made = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        for tensor in tree_flatten((args, kwargs))[0]:
+            # a tensor without axes is a number of the program's
+            if isinstance(tensor, Tensor) and tensor.dim() and tensor.untyped_storage().data_ptr() not in self.made:
+                self.found[tensor.untyped_storage().data_ptr()] = tensor
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.found:
+                self.made.add(tensor.untyped_storage().data_ptr())
+        return result
+
+
+@pytest.mark.parametrize(("kind", "tree"), [("plain", CHAIN), *WAYS])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(synthetic=(0.8, 0.5)), Sampling(repetition_penalty=1.3)])
+def test_a_cycle_reads_only_what_outlives_its_batch(
+    target: Target, kind: str, tree: TreeConfig, sampling: Sampling, request: pytest.FixtureRequest
+) -> None:
+    """A captured cycle reads memory where it stood when it was captured: its state, and what later batches share."""
+    drafter = None
+    if kind != "plain":
+        drafter = build_drafter(request.getfixturevalue(kind).head, EvalConfig(tree=tree, repetition_penalty=1.3))
+        drafter.sampling = sampling
+    spec = drafter.spec if drafter is not None else None
+    engine = Engine(target.model, 3, slots_needed(12, 30, drafter), spec, fused=fused(target))
+    read: list[dict[int, Tensor]] = []  # kept, so that no address is taken twice
+    for contexts in (CONTEXTS, [context[::-1] for context in CONTEXTS]):
+        loop = Loop(engine, drafter, sampling, torch.Generator())
+        with torch.inference_mode():
+            loop.start(contexts, [30] * 3, [{1}, set(), {2}])
+            loop.cycle()
+            with Reads(loop.tensors()) as reads:
+                loop.cycle()
+        read.append(reads.found)
+    assert set(read[0]) == set(read[1])
+    assert len(read[0]) > 20
 
 
 @pytest.mark.usefixtures("untuned")

@@ -20,11 +20,11 @@ from headstart.eval.parts import cycle_parts
 from headstart.eval.prompts import EvalPrompt, load_prompts, render
 from headstart.eval.report import Report
 from headstart.eval.sampling import Sampling
-from headstart.eval.sweep import check_contexts, sweep, sweep_points
+from headstart.eval.sweep import check_contexts, positions_of, sweep, sweep_points
 from headstart.eval.tally import Found, Tally, report_of
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target import Target
 
@@ -61,6 +61,13 @@ class Decoder:
                 raise ConfigError(f"eval.engine: found 'fused', but {reason}; set eval.engine=transformers") from reason
             self.unfused = str(reason)
             return None
+
+    def limits(self, contexts: list[list[int]]) -> list[int]:
+        """New tokens of every row: `eval.max_new_tokens`, or as many as the target's positions leave (one at least)."""
+        most, positions = self.config.max_new_tokens, positions_of(self.target)
+        if positions is None:
+            return [most] * len(contexts)
+        return [max(min(most, positions - len(context)), 1) for context in contexts]
 
     def gap(self, context: list[int]) -> float:
         """The target's top-1 minus top-2 logit after a context."""
@@ -132,7 +139,7 @@ def evaluate(
     Raises: ConfigError, DataError, TemplateError naming field or file.
     """
     check_config(config)
-    check_contexts(config, target)
+    check_contexts(config.context_lengths, config, target, "eval.context_lengths")
     dtype = str(target.dtype).removeprefix("torch.")
     if config.dtype not in ("auto", dtype):
         raise ConfigError(
@@ -176,36 +183,32 @@ def _measure(
     generate = GenerateBaseline(target, decoder.sampling, config.max_new_tokens) if config.generate_baseline else None
     plain = config.baseline or drafter is None
     decoded_turns, total = 0, sum(max(len(prompt.turns), 1) for prompt in prompts) + sweep_points(config)
-    starts: list[list[int]] = []
-    conversations = {id(prompt): list(prompt.messages) for prompt in prompts}
+    starts = first_contexts(prompts, target, config)
+    talks = _Talks(target, config, prompts)
     warm = config.warmup_tokens < 1
-    for number, (task, turn, batch) in enumerate(_batches(prompts, config.batch_size)):
-        given = dict(config.template_kwargs)
-        contexts = [_context(prompt, turn, conversations[id(prompt)], target, given) for prompt in batch]
-        starts += contexts if turn == 0 else []
+    for number, (task, turn, asked) in enumerate(_batches(prompts, config.batch_size)):
+        if progress is not None:
+            progress(decoded_turns, total, task)
+        decoded_turns += len(asked)
+        batch, contexts = talks.ask(asked, turn)
+        if not batch:
+            continue
         if not warm:
             for way in [None] * plain + [drafter] * (drafter is not None):
                 decoder.run(contexts, way, config.warmup_tokens, config.seed)
             if generate is not None:
                 GenerateBaseline(target, decoder.sampling, config.warmup_tokens).run(contexts[0])
             warm = True
-        if progress is not None:
-            progress(decoded_turns, total, task)
-        tally, seed = tallies[task], config.seed + number
-        base = decoder.run(contexts, None, config.max_new_tokens, seed) if plain else None
-        spec = decoder.run(contexts, drafter, config.max_new_tokens, seed) if drafter is not None else None
+        tally, seed, limits = tallies[task], config.seed + number, decoder.limits(contexts)
+        base = decoder.run(contexts, None, limits, seed) if plain else None
+        spec = decoder.run(contexts, drafter, limits, seed) if drafter is not None else None
         _book(tally, batch, turn, base, spec)
         if base is not None and spec is not None and decoder.sampling.greedy and not decoder.sampling.lossy:
             _compare(tally, decoder, batch, turn, contexts, base, spec)
         for row, context in enumerate(contexts if generate is not None else []):
             generate.run(context, seed + row)  # type: ignore[union-attr]
         # plain answers go on into the next turn, so that both ways see the same context
-        answers = (base or spec).answers  # type: ignore[union-attr]
-        for prompt, answer in zip(batch, answers, strict=True):
-            if turn + 1 < len(prompt.turns):
-                text = target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-                conversations[id(prompt)].append({"role": "assistant", "content": text})
-        decoded_turns += len(batch)
+        talks.answer(batch, turn, (base or spec).answers, limits)  # type: ignore[union-attr]
     steps = count(decoded_turns)
     say = None if progress is None else lambda what: progress(next(steps), total, what)
     sweeps = sweep(decoder, drafter, config, starts, say)
@@ -216,7 +219,7 @@ def _measure(
         parts = cycle_parts(decoder, drafter, [middle] * config.batch_size)
     if progress is not None:
         progress(total, total, "done")
-    return Found(tallies, sweeps, generate, decoder.unfused, decoder.graphs.seconds, parts)
+    return Found(tallies, sweeps, generate, decoder.unfused, decoder.graphs.seconds, parts, talks.notes())
 
 
 def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, list[EvalPrompt]]]:
@@ -230,18 +233,70 @@ def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, l
                 yield task, turn, batch
 
 
+class _Talks:
+    """The prompts' conversations as they grow, and what the target's positions cut off them."""
+
+    def __init__(self, target: Target, config: EvalConfig, prompts: list[EvalPrompt]):
+        self.target, self.config, self.positions = target, config, positions_of(target)
+        self.messages = {id(prompt): list(prompt.messages) for prompt in prompts}
+        self.ended: set[int] = set()
+        self.left_out = self.cut = 0
+
+    def ask(self, prompts: list[EvalPrompt], turn: int) -> tuple[list[EvalPrompt], list[list[int]]]:
+        """Prompts that have room for an answer to this turn, with its context."""
+        asked, contexts = [], []
+        for prompt in prompts:
+            if id(prompt) not in self.ended:
+                context = _context(prompt, turn, self.messages[id(prompt)], self.target, self.config)
+                if self.positions is None or len(context) < self.positions:
+                    asked.append(prompt)
+                    contexts.append(context)
+                    continue
+                self.ended.add(id(prompt))
+            self.left_out += 1
+        return asked, contexts
+
+    def answer(self, prompts: list[EvalPrompt], turn: int, answers: list[Answer], limits: list[int]) -> None:
+        for prompt, answer, limit in zip(prompts, answers, limits, strict=True):
+            self.cut += limit < self.config.max_new_tokens and answer.finish_reason == "length"
+            if turn + 1 < len(prompt.turns):
+                text = self.target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+                self.messages[id(prompt)].append({"role": "assistant", "content": text})
+
+    def notes(self) -> list[str]:
+        reason = f"the target has {self.positions} positions"
+        cut = f"{self.cut} answers end before eval.max_new_tokens={self.config.max_new_tokens}: {reason}"
+        left_out = f"{self.left_out} later turns were left out: {reason}, which their conversations fill"
+        return [note for note, found in ((cut, self.cut), (left_out, self.left_out)) if found]
+
+
 def first_contexts(prompts: list[EvalPrompt], target: Target, config: EvalConfig) -> list[list[int]]:
-    """Token ids that the first answers of the prompts are to follow."""
-    return [_context(prompt, 0, list(prompt.messages), target, dict(config.template_kwargs)) for prompt in prompts]
+    """Token ids that the first answers of the prompts are to follow. Raises DataError where one leaves no room."""
+    positions, contexts = positions_of(target), []
+    for prompt in prompts:
+        context = _context(prompt, 0, list(prompt.messages), target, config)
+        if positions is not None and len(context) >= positions:
+            raise DataError(
+                f"prompt {prompt.id}: found {len(context)} tokens, the target has {positions} positions: shorten it, "
+                "or leave it out"
+            )
+        contexts.append(context)
+    return contexts
 
 
 def _context(
-    prompt: EvalPrompt, turn: int, conversation: list[dict[str, str]], target: Target, template_kwargs: dict[str, Any]
+    prompt: EvalPrompt, turn: int, conversation: list[dict[str, str]], target: Target, config: EvalConfig
 ) -> list[int]:
-    if prompt.prompt_token_ids is not None:
-        return prompt.prompt_token_ids
+    ids = prompt.prompt_token_ids
+    if ids is not None:
+        if max(ids) >= target.dims.vocab_size:
+            raise DataError(
+                f"prompt {prompt.id}: prompt_token_ids: found {max(ids)}, the target has {target.dims.vocab_size} "
+                "tokens: these ids are another tokenizer's"
+            )
+        return ids
     conversation.append({"role": "user", "content": prompt.turns[turn]})
-    return render(conversation, target.tokenizer, template_kwargs)
+    return render(conversation, target.tokenizer, dict(config.template_kwargs))
 
 
 def _book(tally: Tally, batch: list[EvalPrompt], turn: int, base: Decoded | None, spec: Decoded | None) -> None:

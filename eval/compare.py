@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,18 +75,43 @@ def _cells(label: str, report: Report) -> tuple[str, ...]:
 
 
 def differences(reports: dict[str, Report]) -> list[str]:
-    """What makes the numbers not comparable: other prompts, length limit, dtype or card."""
+    """What makes the numbers not comparable: other prompts, target, sampling, length limit, dtype or card.
+
+    Drafter, tree and batch size are what runs are compared by.
+    """
+    runs = list(reports.values())
     found = []
-    for what, values in (
-        ("prompts", {(r.data.get("sha256"), r.prompts) for r in reports.values()}),
-        ("targets", {r.target["name"] for r in reports.values()}),
-        ("max_new_tokens", {r.max_new_tokens for r in reports.values()}),
-        ("dtypes", {r.dtype for r in reports.values()}),
-        ("devices", {r.device for r in reports.values()}),
+    for what, differs in (
+        ("prompts", _several((r.data.get("sha256"), r.prompts) for r in runs)),
+        ("targets", _several(r.target["name"] for r in runs)),
+        ("the target's weights", _same_name_other_weights(runs)),
+        ("tokenizer or chat template", _differ([r.target for r in runs], ("tokenizer_hash", "template_hash"))),
+        ("temperature", _several(r.temperature for r in runs)),
+        ("sampling", _differ([r.sampling for r in runs], ("top_k", "top_p", "min_p", "repetition_penalty"))),
+        ("acceptance", _several((kind_of_acceptance(r), tuple(r.synthetic or ())) for r in runs)),
+        ("max_new_tokens", _several(r.max_new_tokens for r in runs)),
+        ("dtypes", _several(r.dtype for r in runs)),
+        ("devices", _several(r.device for r in runs)),
+        ("engines", _several((r.engine or {}).get("name", "Headstart") for r in runs)),
     ):
-        if len(values) > 1:
+        if differs:
             found.append(f"the runs differ in {what}")
     return found
+
+
+def _several(values: Iterable[Any]) -> bool:
+    return len(set(values)) > 1
+
+
+def _same_name_other_weights(runs: list[Report]) -> bool:
+    """Whether targets of one name and dtype hold different weights."""
+    known = {(r.target["name"], r.dtype, r.target["weight_hash"]) for r in runs if r.target.get("weight_hash")}
+    return len(known) > len({key[:2] for key in known})
+
+
+def _differ(tables: list[dict[str, Any]], names: tuple[str, ...]) -> bool:
+    """Whether one of the fields has several values; a run that does not tell it differs from none."""
+    return any(_several(table[name] for table in tables if table.get(name) is not None) for name in names)
 
 
 def comparison_table(reports: dict[str, Report]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ TREE_KINDS = ("chain", "dynamic", "static")
 DRAFTERS = ("auto", "ngram", "none")
 ACCEPTANCE = ("lossless", "typical")
 ENGINES = ("auto", "fused", "transformers")
+#: fields that are a count or null
+LIMITS = ("limit", "limit_per_task", "max_turns")
 
 
 @dataclass
@@ -152,14 +155,17 @@ def check_config(config: EvalConfig) -> None:
         ("eval.ngram_min", config.ngram_min, 1),
         ("eval.ngram_max", config.ngram_max, config.ngram_min),
         ("eval.top_k", config.top_k, 0),
-        ("eval.temperature", config.temperature, 0),
         ("eval.bootstrap", config.bootstrap, 0),
         ("eval.sweep_prompts", config.sweep_prompts, 1),
+        ("eval.warmup_tokens", config.warmup_tokens, 0),
+        ("eval.seed", config.seed, 0),
+        *((f"eval.{n}", getattr(config, n), 1) for n in LIMITS if getattr(config, n) is not None),
         *((f"eval.batch_sizes[{n}]", size, 1) for n, size in enumerate(config.batch_sizes)),
         *((f"eval.context_lengths[{n}]", length, 2) for n, length in enumerate(config.context_lengths)),
     ):
-        if number < low:
-            raise ConfigError(f"{name}: found {number}, expected at least {low}")
+        _check_whole(name, number, low)
+    if not 0 <= config.temperature < math.inf:
+        raise ConfigError(f"eval.temperature: found {config.temperature}, expected a finite number of at least 0")
     paths = config.tree.paths
     if paths is not None and not (
         isinstance(paths, list | tuple)
@@ -176,8 +182,21 @@ def check_config(config: EvalConfig) -> None:
     for name, sweep in (("batch_sizes", config.batch_sizes), ("context_lengths", config.context_lengths)):
         if len(set(sweep)) < len(sweep):
             raise ConfigError(f"eval.{name}: found {list(sweep)}, expected every value once")
-    if config.repetition_penalty <= 0:
+    if not 0 < config.repetition_penalty < math.inf:
         raise ConfigError(f"eval.repetition_penalty: found {config.repetition_penalty}, expected more than 0 (1 = off)")
+    if not 0 < config.typical_epsilon <= 1:
+        raise ConfigError(f"eval.typical_epsilon: found {config.typical_epsilon}, expected 0 < epsilon ≤ 1")
+    if not 0 < config.typical_delta < math.inf:
+        raise ConfigError(f"eval.typical_delta: found {config.typical_delta}, expected more than 0")
+
+
+def _check_whole(name: str, number: Any, low: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ConfigError(f"{name}: found {number!r}, expected a whole number")
+    if number < low:
+        raise ConfigError(f"{name}: found {number}, expected at least {low}")
+    if number >= 1 << 63:
+        raise ConfigError(f"{name}: found {number}, expected less than 2^63")
 
 
 def check_tune(config: TuneConfig) -> None:
@@ -189,13 +208,12 @@ def check_tune(config: TuneConfig) -> None:
         ("depth", [config.depth], 1),
         ("prompts", [config.prompts], 1),
         ("repeats", [config.repeats], 1),
-        ("context", [config.context or 2], 2),
+        ("context", [2 if config.context is None else config.context], 2),
     ):
         if not values:
             raise ConfigError(f"tune.{name}: found an empty list, expected at least one value")
         for value in values:
-            if value < low:
-                raise ConfigError(f"tune.{name}: found {value}, expected at least {low}")
+            _check_whole(f"tune.{name}", value, low)
 
 
 def synthetic_rates(config: EvalConfig) -> tuple[float, ...] | None:

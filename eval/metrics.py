@@ -50,13 +50,17 @@ def acceptance(cycles: Iterable[Cycle]) -> Acceptance:
 
 
 def bootstrap_tau(per_prompt: Sequence[Sequence[Cycle]], resamples: int, seed: int) -> tuple[float, float] | None:
-    """95 % interval of τ over prompts resampled with replacement; None with fewer than two prompts or no resamples."""
+    """95 % interval of τ over prompts resampled with replacement; None with fewer than two prompts or no resamples.
+
+    Resamples without any forward (one-token answers) count as `acceptance` counts them: τ is 1.
+    """
     if len(per_prompt) < 2 or resamples < 1:
         return None
     tokens = np.array([sum(c.committed for c in cycles) for cycles in per_prompt], dtype=np.float64)
     forwards = np.array([len(cycles) for cycles in per_prompt], dtype=np.float64)
     chosen = np.random.default_rng(seed).integers(0, len(tokens), (resamples, len(tokens)))
-    taus = tokens[chosen].sum(1) / np.maximum(forwards[chosen].sum(1), 1)
+    drawn = forwards[chosen].sum(1)
+    taus = np.where(drawn > 0, tokens[chosen].sum(1) / np.maximum(drawn, 1), 1.0)
     low, high = np.quantile(taus, (0.025, 0.975))
     return float(low), float(high)
 
@@ -72,14 +76,22 @@ class Pace:
 
 
 def bootstrap_speedup(paces: Sequence[Pace], resamples: int, seed: int) -> tuple[float, float] | None:
-    """95 % interval of the speed-up over prompts resampled with replacement; None as for `bootstrap_tau`, or where a
-    prompt was decoded one way only."""
+    """95 % interval of the speed-up over prompts resampled with replacement.
+
+    None as for `bootstrap_tau`, where a prompt was decoded one way only, or where one way decoded nothing beyond each
+    prompt's first token. Resamples that decoded nothing plainly tell no speed-up and are left out.
+    """
     if len(paces) < 2 or resamples < 1 or not all(pace.plain_s and pace.seconds for pace in paces):
+        return None
+    if not any(pace.plain_tokens for pace in paces) or not any(pace.tokens for pace in paces):
         return None
     columns = [(pace.plain_tokens, pace.plain_s, pace.tokens, pace.seconds) for pace in paces]
     table = np.array(columns, dtype=np.float64)
     chosen = np.random.default_rng(seed).integers(0, len(table), (resamples, len(table)))
-    plain_tokens, plain_s, tokens, seconds = table[chosen].sum(1).T
+    sums = table[chosen].sum(1)
+    plain_tokens, plain_s, tokens, seconds = sums[sums[:, 0] > 0].T
+    if not len(plain_tokens):
+        return None
     low, high = np.quantile(tokens / seconds / (plain_tokens / plain_s), (0.025, 0.975))
     return float(low), float(high)
 

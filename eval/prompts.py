@@ -67,7 +67,7 @@ class EvalSource:
             return
         opened = gzip.open if self.path.suffix == ".gz" else open
         try:
-            with opened(self.path, "rt", encoding="utf-8") as lines:
+            with opened(self.path, "rt", encoding="utf-8-sig") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         yield f"{self.path}:{number}", number, _parsed(line, f"{self.path}:{number}")
@@ -201,8 +201,8 @@ def parse_prompt(record: Any, where: str, number: int, task_field: str = "auto")
     prompt = EvalPrompt(str(name), str(task or "all"))
     if record.get("prompt_token_ids"):
         ids = record["prompt_token_ids"]
-        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-            raise DataError(f"{where}: prompt_token_ids: expected a list of integers")
+        if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+            raise DataError(f"{where}: prompt_token_ids: expected a list of integers, 0 or more")
         prompt.prompt_token_ids = ids
     elif "turns" in record:
         prompt.turns = _turns(record["turns"], f"{where}: turns")

@@ -103,14 +103,17 @@ class Report:
     @classmethod
     def from_json(cls, value: dict[str, Any], where: str = "report") -> Report:
         """Raises DataError when the schema is another or a field is missing."""
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: found {type(value).__name__}, expected a JSON object")
         if value.get("schema") != SCHEMA:
             raise DataError(f"{where}: schema: found {value.get('schema')!r}, expected {SCHEMA}")
-        needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-        missing = sorted(needed - set(value))
-        if missing:
-            raise DataError(f"{where}: fields missing: {missing}")
-        kept = {f.name: value[f.name] for f in fields(cls) if f.name in value}
-        kept["tasks"] = {name: Section(**section) for name, section in kept["tasks"].items()}
+        kept = _known(cls, value, where)
+        if not isinstance(kept["tasks"], dict):
+            raise DataError(f"{where}: tasks: found {type(kept['tasks']).__name__}, expected a JSON object")
+        kept["tasks"] = {
+            name: Section(**_known(Section, section, f"{where}: tasks.{name}"))
+            for name, section in kept["tasks"].items()
+        }
         return cls(**kept)
 
     @classmethod
@@ -145,6 +148,16 @@ class Report:
             self.latency,
             self.speedup_ci95,
         )
+
+
+def _known(cls: type, value: Any, where: str) -> dict[str, Any]:
+    """The fields of a dataclass that a JSON object holds. Raises DataError when one without a default is missing."""
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: found {type(value).__name__}, expected a JSON object")
+    needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+    if missing := sorted(needed - set(value)):
+        raise DataError(f"{where}: fields missing: {missing}")
+    return {f.name: value[f.name] for f in fields(cls) if f.name in value}
 
 
 TAU_NOTE = "τ = tokens committed per target forward after prefill (plain decoding = 1)"

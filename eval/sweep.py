@@ -25,13 +25,17 @@ def sweep_points(config: EvalConfig) -> int:
     return len(config.batch_sizes) + len(config.context_lengths)
 
 
-def check_contexts(config: EvalConfig, target: Target) -> None:
-    """Raises ConfigError when a context and its answer go beyond the target's positions."""
-    limit = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
-    longest = max(config.context_lengths, default=0)
+def positions_of(target: Target) -> int | None:
+    """Tokens that the target reads at most, prompt and answer together; None = no limit known."""
+    return getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_contexts(lengths: Sequence[int], config: EvalConfig, target: Target, field: str) -> None:
+    """Raises ConfigError naming `field` when a context and its answer go beyond the target's positions."""
+    limit, longest = positions_of(target), max(lengths, default=0)
     if limit is not None and longest and longest + config.max_new_tokens > limit:
         raise ConfigError(
-            f"eval.context_lengths: found {longest} with eval.max_new_tokens={config.max_new_tokens}, the target has "
+            f"{field}: found {longest} with eval.max_new_tokens={config.max_new_tokens}, the target has "
             f"{limit} positions: give at most {limit - config.max_new_tokens}"
         )
 
@@ -115,7 +119,8 @@ def measure_point(
             decoder.run(rows[:batch], way, config.warmup_tokens, config.seed)
         timed, answers = Timed(), []
         for start in range(0, count, batch):
-            decoded = decoder.run(rows[start : start + batch], way, config.max_new_tokens, config.seed + start)
+            some = rows[start : start + batch]
+            decoded = decoder.run(some, way, decoder.limits(some), config.seed + start)
             timed.add(decoded)
             answers += decoded.answers
         rates[name], row_rates[name] = timed.tokens_per_s, timed.row_tokens_per_s

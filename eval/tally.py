@@ -31,6 +31,8 @@ class Found:
     capture_s: float = 0.0
     #: milliseconds of a cycle's parts (parts.cycle_parts)
     parts: dict[str, float] | None = None
+    #: what the target's positions cut off
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -110,6 +112,7 @@ def report_of(
         notes.append("typical acceptance is LOSSY: the output distribution is not the target's")
     if measured.unfused is not None:
         notes.append(f"the target ran by transformers' own forward, slower than the fused one: {measured.unfused}")
+    notes += measured.notes
     if target.device.type == "cpu":
         notes.append("on a CPU more tokens per forward cost more time: τ carries over to a GPU, the speed-up does not")
     return Report(

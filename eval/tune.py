@@ -140,7 +140,7 @@ def tune(
     """
     check_config(config)
     check_tune(search)
-    check_contexts(replace(config, context_lengths=[search.context] if search.context else []), target)
+    check_contexts([search.context] if search.context else [], config, target, "tune.context")
     if config.synthetic_acceptance is not None:
         raise ConfigError("eval.synthetic_acceptance: tune measures the head's own acceptance: unset it")
     if config.acceptance != "lossless":
@@ -301,7 +301,7 @@ class _Session:
         self.say(f"acceptance of {name}")
         for number, start in enumerate(range(0, len(self.contexts), PROFILE_BATCH)):
             batch = self.contexts[start : start + PROFILE_BATCH]
-            decoded = self.decoder.run(batch, recorder, self.config.max_new_tokens, self.config.seed + number)
+            decoded = self.decoder.run(batch, recorder, self.decoder.limits(batch), self.config.seed + number)
             lengths += [len(answer.tokens) for answer in decoded.answers]
             if shape is not None:
                 ranks.append(recorder.static_ranks(shape, decoded.answers))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.numerics import wide
 from headstart.heads.positions import Anchors, find_anchors
 from headstart.heads.subsample import draw_rows
@@ -56,8 +56,17 @@ class HeadDims:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> HeadDims:
-        """Read the dimensions from a transformers config (the text part of a multimodal one)."""
+        """Read the dimensions from a transformers config (the text part of a multimodal one).
+
+        Raises: TargetError for an architecture that is no decoder with a gated MLP and rotary positions.
+        """
         config = config.get_text_config()
+        needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        if missing := [name for name in needed if not isinstance(getattr(config, name, None), int)]:
+            raise TargetError(
+                f"target of type {config.model_type}: its config has no {', '.join(missing)}; draft layers are built "
+                "from those: expected a decoder such as Llama, Qwen, Mistral, Gemma or gpt-oss"
+            )
         rope = dict(getattr(config, "rope_parameters", None) or {})
         if rope and "rope_type" not in rope and all(isinstance(v, dict) for v in rope.values()):
             # one rope per attention kind (Gemma 3): a draft layer attends globally

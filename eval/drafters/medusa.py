@@ -35,6 +35,11 @@ class MedusaDrafter:
             self.shape = shape or static_shape(static_paths(tree, self.depth))
             if self.shape.levels > head.depth:
                 raise ConfigError(f"static tree: has {self.shape.levels} levels, the head drafts {head.depth}")
+            if self.shape.ranks > head.dims.vocab_size:
+                raise ConfigError(
+                    f"eval.tree.paths: found rank {self.shape.ranks - 1}, the vocabulary has {head.dims.vocab_size} "
+                    "tokens: ranks count from 0"
+                )
         self.max_nodes = self.shape.parent_N.shape[0] if self.shape is not None else self.depth
 
     @property

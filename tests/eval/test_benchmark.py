@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eval_help import CONTEXTS, NEW_TOKENS, Trained, gaps_of
+from eval_help import CONTEXTS, NEW_TOKENS, VOCAB, Trained, gaps_of
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -233,6 +234,8 @@ def test_prompt_formats(tmp_path: Path) -> None:
         ('{"turns": "x"}', r"bad.jsonl:2: turns: found 'x', expected a non-empty list of strings"),
         ('{"prompt": [1]}', r"bad.jsonl:2: prompt: found \[1\], expected a non-empty list"),
         ('{"prompt_token_ids": ["a"]}', r"bad.jsonl:2: prompt_token_ids"),
+        ('{"prompt_token_ids": [1, -1]}', r"bad.jsonl:2: prompt_token_ids: expected a list of integers, 0 or more"),
+        ('{"prompt_token_ids": [true]}', r"bad.jsonl:2: prompt_token_ids"),
     ],
 )
 def test_bad_prompts_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
@@ -275,6 +278,21 @@ def test_config_is_a_recipe_node() -> None:
         ({"synthetic_acceptance": []}, "eval.synthetic_acceptance"),
         ({"synthetic_acceptance": [0.5, "x"]}, "eval.synthetic_acceptance"),
         ({"synthetic_acceptance": 0.5, "acceptance": "typical"}, "set one of them only"),
+        ({"limit": 0}, "eval.limit: found 0, expected at least 1"),
+        ({"limit_per_task": -1}, "eval.limit_per_task: found -1"),
+        ({"max_turns": 0}, "eval.max_turns: found 0"),
+        ({"warmup_tokens": -1}, "eval.warmup_tokens: found -1, expected at least 0"),
+        ({"seed": -1}, "eval.seed: found -1"),
+        ({"seed": 1 << 63}, "eval.seed: found 9223372036854775808, expected less than 2"),
+        ({"top_k": 1.5}, "eval.top_k: found 1.5, expected a whole number"),
+        ({"batch_size": True}, "eval.batch_size: found True, expected a whole number"),
+        ({"temperature": math.nan}, "eval.temperature: found nan"),
+        ({"temperature": math.inf}, "eval.temperature: found inf"),
+        ({"temperature": -0.1}, "eval.temperature: found -0.1"),
+        ({"top_p": math.nan}, "eval.top_p: found nan"),
+        ({"repetition_penalty": math.nan}, "eval.repetition_penalty: found nan"),
+        ({"typical_epsilon": -1.0}, "eval.typical_epsilon: found -1.0"),
+        ({"typical_delta": math.nan}, "eval.typical_delta: found nan"),
     ],
 )
 def test_bad_config(changes: dict[str, Any], message: str) -> None:
@@ -300,6 +318,67 @@ def test_evaluate_refuses_what_cannot_work(
         evaluate(target, medusa.head, config_of(data, tree=TreeConfig("dynamic")))
     with pytest.raises(ConfigError, match="eagle3 drafts a chain or a dynamic tree, found 'static'"):
         evaluate(target, eagle3.head, config_of(data, tree=TreeConfig("static")))
+
+
+def test_ids_of_another_vocabulary(target: Target, tmp_path: Path) -> None:
+    data = write(tmp_path / "x.jsonl", [{"prompt_token_ids": [1]}, {"id": "odd", "prompt_token_ids": [VOCAB, 1]}])
+    with pytest.raises(DataError, match=f"prompt odd: prompt_token_ids: found {VOCAB}, the target has {VOCAB} tokens"):
+        evaluate(target, None, config_of(data))
+
+
+def test_answers_end_where_the_positions_do(
+    target: Target, eagle3: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.model.config, "max_position_embeddings", 12)
+    data = write(tmp_path / "x.jsonl", [{"prompt_token_ids": context} for context in ([5, 6, 7, 8], [11] * 9, [12])])
+    config = config_of(data, max_new_tokens=6, batch_size=2, tree=TreeConfig(depth=5))
+    report = evaluate(target, eagle3.head, config)
+    # 6, 3 and 6 tokens; prefill gives the first of each
+    assert report.tokens == 5 + 2 + 5
+    assert report.greedy_identity is not None and report.greedy_identity["identical"] == 3
+    assert "1 answers end before eval.max_new_tokens=6: the target has 12 positions" in report.notes
+    long = write(tmp_path / "y.jsonl", [{"prompt_token_ids": [5]}, {"id": "long", "prompt_token_ids": [5] * 12}])
+    with pytest.raises(DataError, match="prompt long: found 12 tokens, the target has 12 positions: shorten it"):
+        evaluate(target, None, config_of(long))
+
+
+def test_turns_without_room_are_left_out(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target.model.config, "max_position_embeddings", 9)
+    talks = [{"turns": ["w1 w2", "w3 w4", "w5"]}, {"turns": ["w1"]}]
+    monkeypatch.setattr(target, "tokenizer", WordTokenizer())
+    report = evaluate(target, None, config_of(write(tmp_path / "x.jsonl", talks), max_new_tokens=4))
+    left_out = [note for note in report.notes if "later turns were left out" in note]
+    assert left_out == ["2 later turns were left out: the target has 9 positions, which their conversations fill"]
+    assert report.tokens == 3 + 3
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_of_one_token(target: Target, eagle3: Trained, tmp_path: Path, count: int) -> None:
+    data = write(tmp_path / "x.jsonl", [{"prompt_token_ids": [5 + n]} for n in range(count)])
+    report = evaluate(target, eagle3.head, config_of(data, max_new_tokens=1))
+    assert (report.tau, report.forwards, report.speedup, report.speedup_ci95) == (1.0, 0, None, None)
+    assert report.tau_ci95 == (None if count == 1 else [1.0, 1.0])
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_reports_that_lack_something(tmp_path: Path, target: Target, ids_file: str) -> None:
+    whole = evaluate(target, None, config_of(ids_file, max_new_tokens=3)).to_json()
+    path = tmp_path / "report.json"
+    task = next(iter(whole["tasks"]))
+    for broken, message in (
+        ([], "found list, expected a JSON object"),
+        ({k: v for k, v in whole.items() if k != "tau"}, r"fields missing: \['tau'\]"),
+        ({**whole, "tasks": [1]}, "tasks: found list, expected a JSON object"),
+        ({**whole, "tasks": {"x": None}}, "tasks.x: found NoneType, expected a JSON object"),
+        ({**whole, "tasks": {"x": {"tau": 1.0}}}, r"tasks.x: fields missing: .*'prompts'"),
+    ):
+        path.write_text(json.dumps(broken))
+        with pytest.raises(DataError, match=f"report.json: {message}"):
+            Report.read(tmp_path)
+    path.write_text(
+        json.dumps({**whole, "more": 1, "tasks": {**whole["tasks"], task: {**whole["tasks"][task], "more": 1}}})
+    )
+    assert Report.read(tmp_path).to_json() == whole
 
 
 def test_report_of_another_schema_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from headstart.cli import main
-from headstart.eval.compare import comparison_markdown, differences, read_reports, speedups_by_batch, write_comparison
+from headstart.eval.compare import (
+    comparison_markdown,
+    comparison_table,
+    differences,
+    read_reports,
+    speedups_by_batch,
+    write_comparison,
+)
 from headstart.eval.report import Report, Section
 from headstart.heads.errors import DataError
 
@@ -54,6 +61,34 @@ def test_differences_are_named() -> None:
     assert differences({"one": report(), "two": report(tau=1.0, batch_size=4)}) == []
     other = report(data={"path": "d.jsonl", "sha256": "y"}, device="other")
     assert differences({"one": report(), "two": other}) == ["the runs differ in prompts", "the runs differ in devices"]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "what"),
+    [
+        ({}, {"temperature": 1.0}, ["temperature"]),
+        ({"sampling": {"top_p": 1.0, "seed": 0}}, {"sampling": {"top_p": 0.9, "seed": 1}}, ["sampling"]),
+        ({"sampling": {"top_p": 1.0}}, {"sampling": {"top_p": 1.0, "min_p": 0.1}}, []),
+        ({}, {"lossless": False}, ["acceptance"]),
+        ({"synthetic": [0.5]}, {"synthetic": [0.8]}, ["acceptance"]),
+        ({}, {"prompts": 3}, ["prompts"]),
+        ({}, {"target": {"name": "U"}}, ["targets"]),
+        ({"target": {"name": "T", "weight_hash": "a"}}, {"target": {"name": "T", "weight_hash": "b"}},
+         ["the target's weights"]),
+        ({"target": {"name": "T", "weight_hash": "a"}},
+         {"target": {"name": "T", "weight_hash": "b"}, "dtype": "float32"}, ["dtypes"]),
+        ({"target": {"name": "T", "template_hash": "a"}}, {"target": {"name": "T", "template_hash": "b"}},
+         ["tokenizer or chat template"]),
+        ({"target": {"name": "T", "template_hash": "a"}}, {}, []),
+        ({}, {"engine": {"name": "vLLM"}}, ["engines"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_compare(one: dict[str, Any], two: dict[str, Any], what: list[str]) -> None:
+    reports = {"one": report(**one), "two": report(**two)}
+    expected = [f"the runs differ in {name}" for name in what]
+    assert differences(reports) == expected
+    assert all(f"- {line}" in comparison_markdown(reports) for line in expected)
+    assert all(line in str(comparison_table(reports).caption) for line in expected)
 
 
 def test_batch_sweep(tmp_path: Path) -> None:

@@ -128,6 +128,12 @@ def test_what_cannot_be_data(data: Any, error: type[Exception], message: str) ->
         eval_sources(data)
 
 
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    (tmp_path / "bom.jsonl").write_text('{"prompt": "ü\u2028日本", "task": "täsk"}\n', encoding="utf-8-sig")
+    (prompt,) = load_prompts(tmp_path / "bom.jsonl")
+    assert (prompt.turns, prompt.task) == (["ü\u2028日本"], "täsk")
+
+
 def test_broken_files(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 100)[:-8])
     with pytest.raises(DataError, match="cut.jsonl.gz: not a whole gzip file"):

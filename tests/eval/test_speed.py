@@ -59,6 +59,10 @@ def test_interval_of_the_speedup() -> None:
     assert (low, high) == pytest.approx((1.0, 4.0))
     assert bootstrap_speedup(alike[:1], 50, 0) is None and bootstrap_speedup(alike, 0, 0) is None
     assert bootstrap_speedup([*alike, Pace(100, 2.0)], 50, 0) is None
+    # answers of one token take time and bring nothing after prefill
+    short = Pace(0, 1e-9, 0, 1e-9)
+    assert bootstrap_speedup([short, short], 50, 0) is None
+    assert bootstrap_speedup([short, short, alike[0]], 50, 0) == pytest.approx((2.0, 2.0))
     assert speedup_text(1.8, [1.72, 1.88]) == "1.80× (1.72–1.88)" and speedup_text(None, None) == "–"
 
 

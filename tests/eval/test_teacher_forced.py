@@ -92,3 +92,5 @@ def test_bootstrap_interval_holds_the_estimate() -> None:
     assert 1.0 <= low < tau < high <= 2.0
     assert bootstrap_tau(mixed, 500, 0) == (low, high)
     assert bootstrap_tau(mixed[:1], 500, 0) is None
+    assert bootstrap_tau([[], []], 200, 0) == (1.0, 1.0)
+    assert bootstrap_tau([[], [Cycle(2, 2, 3)]], 200, 0) == (1.0, 3.0)

@@ -9,8 +9,8 @@ import torch
 import transformers
 from reference.tiny import turns_of
 
-from headstart.heads.base import FeatureBatch, FeatureSpec
-from headstart.heads.errors import ConfigError
+from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims
+from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.target import Target, length_groups
 
 VOCAB = 97
@@ -186,3 +186,9 @@ def test_dims_are_read_from_the_model():
     )
     gemma3 = Target.from_model(model_for("gemma3")).dims
     assert gemma3.rope_parameters["rope_theta"] == 1_000_000.0 and gemma3.hidden_act == "gelu_pytorch_tanh"
+
+
+def test_architectures_that_no_draft_layer_can_follow_are_refused():
+    config = transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=2, n_head=2)
+    with pytest.raises(TargetError, match="target of type gpt2: its config has no intermediate_size; .* such as Llama"):
+        HeadDims.from_hf_config(config)

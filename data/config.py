@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,7 @@ class DistillConfig:
         for name in ("max_new_tokens", "samples_per_prompt", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{where}.{name}: found {getattr(self, name)}, expected a number ≥ 1")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"{where}.temperature: found {self.temperature}, expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"{where}.top_p: found {self.top_p}, expected a number in (0, 1]")

@@ -24,6 +24,7 @@ from headstart.data.row_random import draw_at, uniforms
 from headstart.data.sources import Prompt, TokenTurn, read_jsonl
 from headstart.heads.errors import DataError, TemplateError
 from headstart.heads.files import explain_disk, write_json
+from headstart.heads.sampling import distribution
 from headstart.heads.target import Target
 
 #: progress(done, total, message): answers finished, answers planned, a line worth showing or ""
@@ -222,14 +223,7 @@ def choose(logits_BV: Tensor, config: DistillConfig, uniform_B: Tensor) -> Tenso
     """
     if config.temperature == 0:
         return logits_BV.argmax(-1)
-    sorted_BV, index_BV = (logits_BV.float() / config.temperature).sort(dim=-1, descending=True, stable=True)
-    if config.top_k:
-        sorted_BV[:, config.top_k :] = -torch.inf
-    prob_BV = sorted_BV.softmax(-1)
-    if config.top_p < 1:
-        before_BV = prob_BV.cumsum(-1) - prob_BV
-        prob_BV = torch.where(before_BV < config.top_p, prob_BV, 0.0)
-    return draw_at(torch.zeros_like(prob_BV).scatter(1, index_BV, prob_BV), uniform_B)
+    return draw_at(distribution(logits_BV, config.temperature, config.top_k, config.top_p), uniform_B)
 
 
 def _sampling(

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from headstart.eval.choose import argmax
 from headstart.eval.config import EvalConfig, synthetic_rates
+from headstart.heads.numerics import wide
+from headstart.heads.sampling import distribution
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Sampling:
 
 def penalise(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     """Repetition penalty in float32 (float64 stays): `logits` […, V], `seen` bool, broadcastable, or None."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = wide(logits)
     if seen is None or not sampling.penalises:
         return logits
     penalty = sampling.repetition_penalty
@@ -61,29 +63,9 @@ def best(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Distribution after all processors, […, V], float32 (float64 stays). Temperature 0 gives one-hot argmax.
-
-    The most likely token always survives top-k, top-p and min-p, so no row is empty.
-    """
+    """Distribution after all processors, […, V], float32 (float64 stays): see heads.sampling.distribution."""
     logits = penalise(logits, sampling, seen)
-    if sampling.greedy:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        threshold = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    if sampling.top_p < 1:
-        sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
-        sorted_p = sorted_logits.softmax(-1)
-        before = sorted_p.cumsum(-1) - sorted_p
-        drop = before >= sampling.top_p
-        drop[..., 0] = False
-        logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
-    p = logits.softmax(-1)
-    if sampling.min_p > 0:
-        p = torch.where(p < sampling.min_p * p.amax(-1, keepdim=True), 0.0, p)
-        p = p / p.sum(-1, keepdim=True)
-    return p
+    return distribution(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -166,6 +166,7 @@ def test_prepare_from_files(tokenizer, write_jsonl):
         ({"max_length": 1}, "data.max_length: found 1, expected a number ≥ 3"),
         ({"held_out_fraction": 1.0}, r"data.held_out_fraction: found 1.0, expected a number in \[0, 1\)"),
         ({"sources": []}, "no sources and no distill.prompts"),
+        ({"distill": DistillConfig(temperature=float("nan"))}, "distill.temperature: found nan, expected 0"),
         ({"distill": DistillConfig(samples_per_prompt=2)}, "samples_per_prompt: found 2 with temperature 0"),
         ({"distill": DistillConfig(top_p=0.0)}, "data.distill.top_p: found 0.0"),
     ],

@@ -115,7 +115,7 @@ class Tuning:
 
     def entry(self) -> dict[str, Any]:
         """What the head's sidecar keeps: the choice per batch size and what it holds for."""
-        kept = ("label", "tree", "speculate", "tau", "predicted_speedup", "measured_speedup", "agrees")
+        kept = ("label", "tree", "speculate", "tau", "predicted_speedup", "measured_speedup", "agrees", "best_chain")
         batches = {str(c.costs.batch): {name: c.to_json()[name] for name in kept} for c in self.choices}
         return {
             "device": self.device, "dtype": self.dtype, "temperature": self.temperature, "context": self.context,

@@ -13,8 +13,9 @@ from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.fetch import hub_refusal
 from headstart.heads.files import read_json
 from headstart.heads.formats import ExportConfig, check_embeddings, export_head, fetch_head, load_head
+from headstart.heads.formats.launch import NAMES, launch_commands, why_tokens
 from headstart.heads.formats.loading import skeleton
-from headstart.heads.formats.sidecar import SIDECAR
+from headstart.heads.formats.sidecar import SIDECAR, notes
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target
 from headstart.talk import Talk
@@ -126,6 +127,7 @@ def export_found(head: str, target: Target, config: ExportConfig, out: Path, tal
     side = read_json(place / SIDECAR) if (place / SIDECAR).is_file() else {}
     origin = {"exported_from": head, **(side.get("provenance") or {}), **provenance(target.device)}
     origin |= {"recipe": side.get("recipe"), "target": target.fingerprint(), "serving_parity": parity.to_json()}
+    origin["tuned"] = side.get("tuned")
     return exported(export_head(drafted, out, config, origin), talk)
 
 
@@ -133,6 +135,12 @@ def exported(reports: dict[str, Any], talk: Talk) -> dict[str, Any]:
     """Say what `export_head` found, and put it in the form of a result."""
     for report in reports.values():
         talk.say(report.render())
+        side = notes(Path(report.directory))
+        commands = launch_commands(str(report.directory), side, report.served) if side else {}
+        for engine, command in commands.items():
+            talk.say(f"{NAMES[engine]}:\n{command}")
+        if commands and (why := why_tokens(side)):
+            talk.say(why)
     return {
         "exports": {name: report.directory for name, report in reports.items()},
         "checks": {name: report.to_json() for name, report in reports.items()},

@@ -32,6 +32,7 @@ from headstart.heads.errors import ConfigError, FormatError, Terminated
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats import save_head
 from headstart.heads.formats.shards import shard_bytes
+from headstart.heads.formats.sidecar import notes
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target
 from headstart.recipes.load import to_dict, to_yaml
@@ -379,6 +380,8 @@ class Run:
         config = self.recipe.export
         settings = identity.without(dataclasses.asdict(config), *PUBLISHING)
         inputs = {"head": identity.of_saved_head(self.head_dir), "export": settings}
+        if tuned := notes(self.head_dir).get("tuned"):
+            inputs["tuned"] = tuned
         result = self.steps.run("export", inputs, [self.dir / "export"], self._export)
         return result if config.push_to_hub is None else {**result, **self.publish()}
 
@@ -412,7 +415,7 @@ class Run:
         parity = compare_features(self.target, head.spec, texts or probe_sequences(self.target))
         require_parity(parity, self.recipe.export.force)
         self.talk.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
-        origin["serving_parity"] = parity.to_json()
+        origin |= {"serving_parity": parity.to_json(), "tuned": notes(self.head_dir).get("tuned")}
         place = self.dir / "export"
         return exported(export_head(head, place, self.recipe.export, origin), self.talk)
 

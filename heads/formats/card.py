@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from headstart.heads.fetch import TARGETS
+from headstart.heads.formats.launch import NAMES as NAMES_OF_ENGINES
+from headstart.heads.formats.launch import hub_name, launch_commands, tuned_table, why_tokens
 from headstart.heads.formats.sidecar import FACTS
 
 PAPERS = {
@@ -47,16 +48,15 @@ def render_card(
     target = side.get("target") or {}
     parts = [_front_matter(family, target, license_id), f"# {repo_id.split('/')[-1]}", _summary(family, target, side)]
     parts += [_results(report), *(f"![{name.removesuffix('.png')}]({name})" for name in plots)]
-    parts += [_launch(repo_id, family, target, engines, side), _training(side), _provenance(side), _licence(target)]
+    parts += [
+        tuned_table(side),
+        _launch(repo_id, target, engines, side),
+        _training(side),
+        _provenance(side),
+        _licence(target),
+    ]
     parts.append(_citation(family))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def hub_name(target: dict[str, Any]) -> str | None:
-    """The target's Hub id where its name is one, or a registered one's."""
-    name = str(target.get("hub_id") or target.get("name") or "")
-    name = TARGETS[name].hub_id if name in TARGETS else name
-    return name if name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
 
 
 def _front_matter(family: str, target: dict[str, Any], license_id: str | None) -> str:
@@ -117,30 +117,14 @@ def _results(report: dict[str, Any] | None) -> str:
     return "## Results\n\n" + "\n".join(lines) + f"\n\n{note}, {where}.{said}"
 
 
-def _launch(repo_id: str, family: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
+def _launch(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
     base = hub_name(target) or "TARGET"
-    tokens = min(int(side["config"].get("depth") or 3), 4) if family != "eagle" else 3
-    shown = []
-    if "vllm" in engines:
-        spec = json.dumps({"method": family, "model": repo_id, "num_speculative_tokens": tokens})
-        shown.append(f"vLLM:\n\n```bash\nvllm serve {base} --speculative-config '{spec}'\n```")
-    if "sglang" in engines:
-        algorithm = "EAGLE3" if family == "eagle3" else "EAGLE"
-        shown.append(
-            f"SGLang:\n\n```bash\npython -m sglang.launch_server --model-path {base} --speculative-algorithm "
-            f"{algorithm} "
-            f"--speculative-draft-model-path {repo_id} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {tokens + 1}\n```"
-        )
-    if "tgi" in engines:
-        shown.append(f"TGI:\n\n```bash\ntext-generation-launcher --model-id {repo_id}\n```")
-    if "tensorrt_llm" in engines and family == "eagle3":
-        shown.append(
-            "TensorRT-LLM (PyTorch backend):\n\n```bash\n"
-            f"printf 'speculative_config:\\n  decoding_type: Eagle3\\n  max_draft_len: {tokens}\\n"
-            f"  speculative_model: {repo_id}\\n' > spec.yaml\n"
-            f"trtllm-serve {base} --backend pytorch --extra_llm_api_options spec.yaml\n```"
-        )
+    shown = [
+        f"{NAMES_OF_ENGINES[engine]}:\n\n```bash\n{command}\n```"
+        for engine, command in launch_commands(repo_id, side, engines).items()
+    ]
+    if shown and (why := why_tokens(side)):
+        shown.insert(0, why)
     shown.append(
         f"Measure it on your own prompts:\n\n```bash\nheadstart eval --head {repo_id} --target {base} --data "
         "prompts.jsonl\n```"

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from headstart.heads.errors import ConfigError, FormatError, StorageError
 from headstart.heads.files import read_json, write_json, write_text
-from headstart.heads.formats.card import hub_name, render_card
+from headstart.heads.formats.card import render_card
 from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.config import ExportConfig
+from headstart.heads.formats.launch import hub_name
 from headstart.heads.formats.plots import draw_plots
 from headstart.heads.formats.sidecar import SIDECAR
 

@@ -44,6 +44,8 @@ def sidecar(
     head: Head, settings: HeadConfig, layout: str, provenance: dict[str, Any], digests: dict[str, str]
 ) -> dict[str, Any]:
     rest = dict(provenance)
+    tuned = rest.pop("tuned", None)
+    noted = {"tuned": tuned} if tuned else {}
     return {
         "schema": SCHEMA,
         "type": head.family,
@@ -56,6 +58,7 @@ def sidecar(
         "recipe": rest.pop("recipe", None),
         "provenance": rest,
         "sha256": digests,
+        **noted,
     }
 
 

@@ -15,9 +15,9 @@ import torch
 from headstart.heads.base import Head, HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import portable
-from headstart.heads.formats.card import hub_name
 from headstart.heads.formats.findings import EngineVerdict, Row, Verdict, View, guarded, match_rows
 from headstart.heads.formats.geometry import integer
+from headstart.heads.formats.launch import hub_name
 from headstart.heads.formats.vllm import merge_medusa, own_matrices
 
 ENGINE = "TGI"

@@ -120,6 +120,7 @@ def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:
     entry = tuning.entry()
     assert entry["device"] == "card" and entry["batches"]["1"]["tree"]["depth"] == 2
     assert entry["batches"]["1"]["label"] == "chain2"
+    assert entry["batches"]["1"]["best_chain"]["tree"]["depth"] == 2
     json.dumps(tuning.to_json())
 
 

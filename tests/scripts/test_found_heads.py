@@ -19,6 +19,7 @@ from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.formats import check_directory, load_head, save_head
 from headstart.heads.formats.card import render_card
+from headstart.heads.formats.sidecar import annotate
 from headstart.heads.medusa import MedusaConfig
 from headstart.heads.target import Target, TargetConfig
 
@@ -108,6 +109,25 @@ def test_an_export_whose_features_differ_is_refused_or_recorded(
     assert not found["passed"] and found["where"].endswith("hidden_states[5]")
     card = render_card("me/head", side, None, ["vllm"])
     assert "**Exported by force**" in card and "hidden_states[5]" in card and "in the median token" in card
+
+
+def test_an_export_carries_what_tune_chose(
+    headstart: Callable, tiny_target: Path, target: Target, tmp_path: Path
+) -> None:
+    save_head(eagle3(target), tmp_path / "head", {})
+    tree = {"kind": "chain", "depth": 6}
+    choice = {"label": "chain6", "tree": tree, "tau": 2.0, "predicted_speedup": 1.5, "measured_speedup": 1.4,
+              "speculate": True}  # fmt: skip
+    tuned = {"card": {"device": "card", "batches": {"1": choice}}}
+    annotate(tmp_path / "head", {"tuned": tuned})
+    asked = ("export", "--head", tmp_path / "head", "--target", tiny_target, "target.device=cpu")
+    exported = headstart(*asked, "--out", tmp_path / "out", "export.engines=[vllm,sglang]")
+    assert exported.code == 0, exported.err
+    for place in (tmp_path / "out", tmp_path / "out/sglang"):
+        assert json.loads((place / "headstart.json").read_text())["tuned"] == tuned
+    said = "".join(exported.err.split())
+    assert '"num_speculative_tokens":6' in said and "--speculative-num-steps6" in said
+    assert "6draftedtokens:thebestchainatbatch1oncard" in said
 
 
 def test_training_goes_on_from_a_published_head(

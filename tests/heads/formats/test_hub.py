@@ -206,6 +206,40 @@ def test_the_card_says_what_the_head_was_trained_on(exported: Path) -> None:
     assert "@article{eagle3-2503.01840," in card and "year = {2025}" in card
 
 
+def choice(kind: str, depth: int, speculate: bool, chain: int | None = None) -> dict[str, Any]:
+    best = None if chain is None else {"tree": {"kind": "chain", "depth": chain}, "predicted_speedup": 1.25}
+    return {
+        "label": f"{kind}{depth}", "tree": {"kind": kind, "depth": depth}, "tau": 2.5, "predicted_speedup": 1.75,
+        "measured_speedup": 1.5 if speculate else 0.75, "speculate": speculate, "best_chain": best,
+    }  # fmt: skip
+
+
+def test_the_card_launches_the_tuned_chain(exported: Path) -> None:
+    side = json.loads((exported / "headstart.json").read_text())
+    assert "tuned" not in side and "Tuned" not in render_card("me/head", side, None, ["vllm"])
+    batches = {"8": choice("dynamic", 6, False, 2), "1": choice("dynamic", 7, True, 5), "2": choice("chain", 3, True)}
+    side["tuned"] = {"card": {"batches": batches}, "odd": 1, "older": {"batches": {"1": {"label": "x"}}}}
+    card = render_card("me/head", side, None, ["vllm", "sglang", "tensorrt_llm"])
+    rows = [line for line in card.splitlines() if line.startswith("| card")]
+    assert rows[1:] == [
+        "| card | 1 | dynamic7 | 2.50 | 1.75× | 1.50× | speculate | 5 (1.25×) |",
+        "| card | 2 | chain3 | 2.50 | 1.75× | 1.50× | speculate | 3 (1.75×) |",
+        "| card | 8 | dynamic6 | 2.50 | 1.75× | 0.75× | decode plainly | 2 (1.25×) |",
+    ]
+    assert '"num_speculative_tokens": 5' in card and "--speculative-num-steps 5" in card and "max_draft_len: 5" in card
+    assert "5 drafted tokens: the best chain at batch 1 on card (`headstart tune`, 1.25× predicted)." in card
+    side["tuned"] = {"card": {"batches": {"1": choice("chain", 6, False)}}}
+    card = render_card("me/head", side, None, ["vllm"])
+    assert "no batch size at which drafting pays" in card and '"num_speculative_tokens": 4' in card
+
+
+def test_a_tuned_chain_is_no_longer_than_a_medusa_head(tmp_path: Path) -> None:
+    export_head(our_head(MedusaConfig(depth=2)), tmp_path, ExportConfig(), PROVENANCE)
+    side = json.loads((tmp_path / "headstart.json").read_text())
+    side["tuned"] = {"card": {"batches": {"1": choice("chain", 5, True)}}}
+    assert '"num_speculative_tokens": 2' in render_card("me/head", side, None, ["vllm"])
+
+
 def test_a_registered_target_is_named_as_the_hub_knows_it(exported: Path) -> None:
     side = json.loads((exported / "headstart.json").read_text())
     side["target"] = {"name": "smollm2-135m-instruct"}

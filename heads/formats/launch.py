@@ -1,0 +1,136 @@
+"""How serving engines are started with a head, and what `headstart tune` noted about it for that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.heads.fetch import TARGETS
+
+#: engine key → its name in text
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "tgi": "TGI", "tensorrt_llm": "TensorRT-LLM (PyTorch backend)"}
+
+
+@dataclass(frozen=True)
+class TunedBatch:
+    """One choice of `headstart tune`.
+
+    Attributes:
+        chain: depth of the best chain, which is what engines draft; None where none was searched.
+        chain_speedup: its predicted speed-up.
+    """
+
+    device: str
+    batch: int
+    label: str
+    tau: float
+    predicted: float
+    measured: float
+    speculate: bool
+    chain: int | None
+    chain_speedup: float | None
+
+
+def tuned_batches(side: dict[str, Any]) -> list[TunedBatch]:
+    """Every choice that headstart.json keeps, by card and batch; entries that are none are left out."""
+    tuned = side.get("tuned")
+    found = []
+    for device, entry in tuned.items() if isinstance(tuned, dict) else []:
+        batches = entry.get("batches") if isinstance(entry, dict) else None
+        for batch, choice in batches.items() if isinstance(batches, dict) else []:
+            try:
+                best = choice if choice["tree"]["kind"] == "chain" else choice.get("best_chain")
+                found.append(
+                    TunedBatch(
+                        str(device), int(batch), str(choice["label"]), float(choice["tau"]),
+                        float(choice["predicted_speedup"]), float(choice["measured_speedup"]),
+                        bool(choice["speculate"]), int(best["tree"]["depth"]) if best else None,
+                        float(best["predicted_speedup"]) if best else None,
+                    )
+                )  # fmt: skip
+            except (KeyError, TypeError, ValueError, AttributeError):
+                continue
+    return sorted(found, key=lambda choice: (choice.device, choice.batch))
+
+
+def tuned_chain(side: dict[str, Any]) -> TunedBatch | None:
+    """The choice that launch commands follow: the smallest batch at which speculation pays, the fastest card first."""
+    paying = [choice for choice in tuned_batches(side) if choice.speculate and choice.chain]
+    return min(paying, key=lambda choice: (choice.batch, -choice.measured), default=None)
+
+
+def drafted_tokens(side: dict[str, Any]) -> int:
+    """Tokens that engines are to draft: the tuned chain's, else as many as the head trained for, 4 at most."""
+    chosen = tuned_chain(side)
+    depth = int(side["config"].get("depth") or 3)
+    if chosen is not None and chosen.chain is not None:
+        return min(chosen.chain, depth) if side["type"] == "medusa" else chosen.chain
+    return min(depth, 4) if side["type"] != "eagle" else 3
+
+
+def why_tokens(side: dict[str, Any]) -> str:
+    """Where the number of drafted tokens comes from, in a sentence; "" without a tuning."""
+    chosen = tuned_chain(side)
+    if chosen is not None:
+        return (
+            f"{drafted_tokens(side)} drafted tokens: the best chain at batch {chosen.batch} on {chosen.device} "
+            f"(`headstart tune`, {chosen.chain_speedup:.2f}× predicted)."
+        )
+    if tuned_batches(side):
+        return "`headstart tune` found no batch size at which drafting pays: measure before you deploy it."
+    return ""
+
+
+def tuned_table(side: dict[str, Any]) -> str:
+    """Markdown of every tuned batch size; "" without a tuning."""
+    rows = []
+    for choice in tuned_batches(side):
+        chain = "–" if choice.chain is None else f"{choice.chain} ({choice.chain_speedup:.2f}×)"
+        rows.append(
+            f"| {choice.device} | {choice.batch} | {choice.label} | {choice.tau:.2f} | {choice.predicted:.2f}× | "
+            f"{choice.measured:.2f}× | {'speculate' if choice.speculate else 'decode plainly'} | {chain} |"
+        )
+    if not rows:
+        return ""
+    head = ["| card | batch | best tree | τ | predicted | measured | do | best chain |", "|" + "---|" * 8]
+    said = "Speed-ups over plain decoding in Headstart's own loop; the tree is chosen by prediction and then measured."
+    return "\n".join(["## Tuned trees", "", *head, *rows, "", said])
+
+
+def hub_name(target: dict[str, Any]) -> str | None:
+    """The target's Hub id where its name is one, or a registered one's."""
+    name = str(target.get("hub_id") or target.get("name") or "")
+    name = TARGETS[name].hub_id if name in TARGETS else name
+    return name if name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
+
+
+def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dict[str, str]:
+    """Engine key → shell command that serves the target with this head.
+
+    Args:
+        model: where engines find the head: directory or Hub id.
+        side: headstart.json of the export.
+        engines: keys of the engines that load it.
+    """
+    family, base, tokens = side["type"], hub_name(side.get("target") or {}) or "TARGET", drafted_tokens(side)
+    commands = {}
+    if "vllm" in engines:
+        spec = json.dumps({"method": family, "model": model, "num_speculative_tokens": tokens})
+        commands["vllm"] = f"vllm serve {base} --speculative-config '{spec}'"
+    if "sglang" in engines:
+        algorithm = "EAGLE3" if family == "eagle3" else "EAGLE"
+        commands["sglang"] = (
+            f"python -m sglang.launch_server --model-path {base} --speculative-algorithm {algorithm} "
+            f"--speculative-draft-model-path {model} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {tokens + 1}"
+        )
+    if "tgi" in engines:
+        commands["tgi"] = f"text-generation-launcher --model-id {model}"
+    if "tensorrt_llm" in engines and family == "eagle3":
+        commands["tensorrt_llm"] = (
+            f"printf 'speculative_config:\\n  decoding_type: Eagle3\\n  max_draft_len: {tokens}\\n"
+            f"  speculative_model: {model}\\n' > spec.yaml\n"
+            f"trtllm-serve {base} --backend pytorch --extra_llm_api_options spec.yaml"
+        )
+    return commands

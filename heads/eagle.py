@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,11 @@ class EagleConfig(AutoregressiveConfig):
     logit_loss_weight: float = 0.1
     #: soft_ce | kl | lk: what the logits minimise against the target's distribution (losses.eager.divergence)
     loss: str = "soft_ce"
+    #: weight of -Σ p log q over the target's `top_tokens` most likely tokens alone, HASS's ranking distillation: 1 in a
+    #: second stage, which goes on from a head of the first (`start_from`). 0 = off; needs loss soft_ce
+    top_tokens_loss_weight: float = 0.0
+    #: tokens in that loss
+    top_tokens: int = 10
     #: amplitude a of the input noise U(-a, a) · 512 / T in training
     feature_noise: float = 0.1
     #: MLP width; null: the target's
@@ -51,6 +57,7 @@ class EagleHead(AutoregressiveHead):
                 f"head.depth: found {config.depth}, expected 1 (EAGLE-1) or more passes of harmonised training"
             )
         check_loss(config.loss)
+        _check_top_tokens(config)
         super().__init__(config, dims)
         hidden = dims.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
@@ -126,15 +133,36 @@ class EagleHead(AutoregressiveHead):
         feature_AD = batch.teacher_hidden()
         with torch.no_grad():
             teacher_AV = teacher.logits(feature_AD, dtype=compute_dtype(self.fc.weight))
+            logit_weight_A = self._logit_weights(teacher_AV)
         losses, hits, weights = [], [], anchors.weights()
         for d, (g_AH, weight_A) in enumerate(zip(self.rollout(batch), weights, strict=True)):
             row_A = anchors.teacher_AK[: anchors.count_K[d], d]
             distance_A = F.smooth_l1_loss(wide(g_AH), wide(feature_AD[row_A]), reduction="none").mean(-1)
-            logit_loss, argmax_A = self._logit_loss(g_AH, teacher_AV, row_A, weight_A, teacher)
+            scaled_A = weight_A if logit_weight_A is None else weight_A * logit_weight_A[row_A]
+            logit_loss, argmax_A = self._logit_loss(g_AH, teacher_AV, row_A, scaled_A, teacher)
+            logit_weight = config.logit_loss_weight if logit_weight_A is None else 1.0
             feature_loss = (distance_A * weight_A).sum()
-            losses.append(config.hidden_loss_weight * feature_loss + config.logit_loss_weight * logit_loss)
+            losses.append(config.hidden_loss_weight * feature_loss + logit_weight * logit_loss)
             hits.append((argmax_A == batch.teacher_argmax_A[row_A]) & (weight_A > 0))
         return HeadLoss.of(torch.stack(losses), weights, hits, weights)
+
+    def _logit_weights(self, teacher_AV: Tensor) -> Tensor | None:
+        """Fold the loss of the top tokens into the teacher, in place; the weights of its rows [A], None = as they are.
+
+        With Ω the top tokens, m = Σ_Ω p, a = logit_loss_weight and b = top_tokens_loss_weight,
+
+            -a Σ p log q - b Σ_Ω p log q = -(a + b m) Σ p̃ log q,    p̃ ∝ p on other tokens, p (1 + b / a) on Ω:
+
+        one soft cross-entropy whose teacher has log(1 + b / a) more on Ω, in no memory of its own.
+        """
+        config = self.config
+        if config.top_tokens_loss_weight == 0:
+            return None
+        top_Ak = teacher_AV.topk(min(config.top_tokens, teacher_AV.shape[-1]), dim=-1)
+        mass_A = (wide(top_Ak.values) - fused.row_logsumexp(teacher_AV)[:, None]).exp().sum(-1)
+        boost = math.log1p(config.top_tokens_loss_weight / config.logit_loss_weight)
+        teacher_AV.scatter_(1, top_Ak.indices, (wide(top_Ak.values) + boost).to(teacher_AV.dtype))
+        return config.logit_loss_weight + config.top_tokens_loss_weight * mass_A
 
     def _logit_loss(
         self, g_AH: Tensor, teacher_AV: Tensor, row_A: Tensor, weight_A: Tensor, teacher: Teacher
@@ -145,3 +173,18 @@ class EagleHead(AutoregressiveHead):
         logits_AV = teacher.logits(g_AH)
         loss_A = eager.divergence(logits_AV, teacher_AV[row_A], self.config.loss)
         return (loss_A * weight_A).sum(), logits_AV.detach().argmax(-1)
+
+
+def _check_top_tokens(config: EagleConfig) -> None:
+    """Raises ConfigError unless the loss of the top tokens is off or can be formed."""
+    weight = config.top_tokens_loss_weight
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"head.top_tokens_loss_weight: found {weight}, expected 0 (off) or more")
+    if config.top_tokens < 1:
+        raise ConfigError(f"head.top_tokens: found {config.top_tokens}, expected at least 1")
+    if weight and (config.loss != "soft_ce" or not config.logit_loss_weight > 0):
+        raise ConfigError(
+            f"head.top_tokens_loss_weight: found {weight} with head.loss={config.loss} and "
+            f"head.logit_loss_weight={config.logit_loss_weight}; it adds to a soft cross-entropy: set "
+            "head.loss=soft_ce and head.logit_loss_weight above 0"
+        )

@@ -152,6 +152,14 @@ def _kernels(x: Tensor) -> bool:
     return x.is_cuda and triton is not None
 
 
+def row_logsumexp(x_TU: Tensor) -> Tensor:
+    """log Σ exp of every row, [T] in at least float32, without a second block of the size of x."""
+    if _kernels(x_TU):
+        return _lse_triton(x_TU)
+    chunk = chunk_rows(max(x_TU.shape[0], 1), x_TU.shape[1])
+    return torch.cat([wide(part_CU).logsumexp(-1) for part_CU in x_TU.split(chunk)])
+
+
 def _soft_rows(kind: str, teacher_TU: Tensor, teacher_row_A: Tensor, grad_weight_A: Tensor) -> RowLoss:
     """Unweighted losses; gradients weighted by `grad_weight_A`."""
     # a teacher row serves every depth that looks at it: its log-sum-exp is taken once

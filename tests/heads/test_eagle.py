@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from reference.cache import chain_by_steps, rows_by_steps
@@ -20,11 +22,13 @@ from reference.tiny import (
     randomise,
     teacher_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads import EagleConfig
 from headstart.heads.base import HeadDims, build_head
 from headstart.heads.eagle import EagleHead
 from headstart.heads.errors import ConfigError
+from headstart.heads.losses import fused
 
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
 DIMS = HeadDims(32, 97, 8, 4, 2, 8, 48, rms_norm_eps=1e-5, rope_parameters=ROPE)
@@ -180,6 +184,77 @@ def test_other_losses_of_the_logits(kind: str, scale: float):
     weights = double_weights(head)
     expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), logit_weight=1.0, depth=2, kind=kind)
     check_against(head, feature_batch(inputs, ends, 2, pad_to=50), teacher_of(ends), expected, weights)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.7], ids=["fused", "through the target's own head"])
+@pytest.mark.parametrize(("top_weight", "top_tokens"), [(1.0, 10), (0.3, 1), (2.0, 200)])
+def test_the_loss_of_the_top_tokens_and_its_gradients(scale: float, top_weight: float, top_tokens: int):
+    ends = random_ends(97, 32, 50, scale=scale)
+    settings = {"depth": 3, "top_tokens_loss_weight": top_weight, "top_tokens": top_tokens}
+    head, ends = tiny_eagle(dtype=torch.float64, ends=ends, **settings)
+    inputs = [double_document(d) for d in documents()]
+    weights = double_weights(head)
+    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=3, top_weight=top_weight, top_tokens=top_tokens)
+    plain = eagle_loss(double_weights(head), ends, inputs, shape_of(DIMS), depth=3)
+    assert all(more > less for more, less in zip(expected.loss, plain.loss, strict=True))
+    batch = feature_batch(inputs, ends, 3, pad_to=50)
+    check_against(head, batch, teacher_of(ends), expected, weights)
+    head.zero_grad()
+    weights = double_weights(head)
+    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=3, top_weight=top_weight, top_tokens=top_tokens)
+    # fixed shapes, as captured steps have them
+    check_against(head, batch.padded(rows=64, anchors=24, documents=8), teacher_of(ends), expected, weights)
+
+
+def test_the_loss_of_the_top_tokens_in_chunks(monkeypatch: pytest.MonkeyPatch):
+    head, ends = tiny_eagle(dtype=torch.float64, depth=2, top_tokens_loss_weight=1.0)
+    inputs = [double_document(d) for d in documents()]
+    weights = double_weights(head)
+    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=2, top_weight=1.0)
+    monkeypatch.setattr(fused, "CHUNK_ELEMENTS", 4 * 97)
+    check_against(head, feature_batch(inputs, ends, 2), teacher_of(ends), expected, weights)
+
+
+class Blocks(TorchDispatchMode):
+    """Counts operations that allocate `elements` or more."""
+
+    def __init__(self, elements: int):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for made in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.count += made.numel() >= self.elements
+        return result
+
+
+def test_the_loss_of_the_top_tokens_holds_no_block_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """In chunks, as many blocks of anchors × V and more are made with that loss as without."""
+    monkeypatch.setattr(fused, "CHUNK_ELEMENTS", 4 * 97)
+    inputs = [double_document(d) for d in documents()]
+    counts = []
+    for weight in (0.0, 1.0):
+        head, ends = tiny_eagle(dtype=torch.float64, depth=2, top_tokens_loss_weight=weight)
+        batch = feature_batch(inputs, ends, 2)
+        with Blocks(len(batch.anchors) * 97) as found:
+            head.loss(batch, teacher_of(ends)).loss_K.sum().backward()
+        counts.append(found.count)
+    assert counts[0] == counts[1] > 0
+
+
+def test_the_loss_of_the_top_tokens_needs_a_soft_cross_entropy():
+    assert EagleConfig().top_tokens_loss_weight == 0.0
+    for fields, message in (
+        ({"loss": "kl"}, "head.top_tokens_loss_weight: found 1.0 with head.loss=kl"),
+        ({"logit_loss_weight": 0.0}, "head.logit_loss_weight=0.0"),
+        ({"top_tokens": 0}, "head.top_tokens: found 0, expected at least 1"),
+        ({"top_tokens_loss_weight": -1.0}, "head.top_tokens_loss_weight: found -1.0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_head(EagleConfig(**{"top_tokens_loss_weight": 1.0, **fields}), DIMS)
 
 
 def test_harmonised_passes_in_fixed_shapes():

@@ -81,10 +81,13 @@ def eagle_loss(
     logit_weight: float = 0.1,
     depth: int = 1,
     kind: str = "soft_ce",
+    top_weight: float = 0.0,
+    top_tokens: int = 10,
 ) -> Sums:
     """1.0 · SmoothL1(g, f_{t+d}) + 0.1 · softCE(lm_head(g), p at t + d), on positions supervised at depth d.
 
-    `kind`: another divergence in the place of softCE.
+    `kind`: another divergence in the place of softCE. `top_weight`: of the cross-entropy's terms of the `top_tokens`
+    tokens of largest p alone, once more (HASS, second stage).
     """
     features: dict[tuple[int, int], list[Tensor]] = {}
     rows = {id(document): all_rows(weights, ends, shape, document) for document in documents}
@@ -99,7 +102,11 @@ def eagle_loss(
         next_D = document.hidden_TD[t + d]
         p_V = torch.softmax(ends.logits(next_D), dim=0)
         distance = smooth_l1(features[id(document), t][d - 1], next_D)
-        return hidden_weight * distance + logit_weight * DIVERGENCES[kind](p_V, logits)
+        found = hidden_weight * distance + logit_weight * DIVERGENCES[kind](p_V, logits)
+        logq_V = logits - torch.logsumexp(logits, dim=0)
+        for token in sorted(range(len(p_V)), key=lambda token: -p_V[token].item())[:top_tokens] if top_weight else []:
+            found = found - top_weight * p_V[token] * logq_V[token]
+        return found
 
     return sum_over_positions(documents, depth, draft, loss, ends)
 

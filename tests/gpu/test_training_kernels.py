@@ -211,6 +211,7 @@ def test_row_kernels_match_their_twins():
     [
         *((family, {}) for family in sorted(HEADS)),
         ("eagle", {"depth": 3}),
+        ("eagle", {"depth": 2, "top_tokens_loss_weight": 1.0}),
         ("eagle3", {"loss": "lk", "row_fraction": 0.7}),
     ],
 )

@@ -114,11 +114,19 @@ class MedusaHead(Head):
     def draft_logits(self, hidden_BD: Tensor) -> Tensor:
         """Post-norm hidden states [B, D] → logits [B, K, V]."""
         hidden = hidden_BD.to(compute_dtype(self.blocks[0].layers[0].weight))
-        outputs = []
-        for d, block in enumerate(self.blocks):
-            weight_VD = self.output_weight(d)
-            outputs.append(nn.functional.linear(block(hidden).to(weight_VD.dtype), weight_VD))
-        return torch.stack(outputs, dim=1)
+        inputs = [block(hidden) for block in self.blocks]
+        if self.config.lm_head == "own":
+            outputs = [lm(x.to(lm.weight.dtype)) for lm, x in zip(self.lm_heads, inputs, strict=True)]
+            return torch.stack(outputs, dim=1)
+        # one product with the target's matrix for all heads; the sum with a low-rank update is never formed
+        weight_VD = self.teacher.weight_VD
+        logits = nn.functional.linear(torch.stack(inputs, dim=1).to(weight_VD.dtype), weight_VD)
+        if self.teacher.scale != 1.0:
+            logits = logits * self.teacher.scale
+        if self.config.lm_head == "lowrank":
+            updates = [up(down(x)) for up, down, x in zip(self.up, self.down, inputs, strict=True)]
+            logits = logits + torch.stack(updates, dim=1).to(logits.dtype)
+        return logits
 
     def depth_counts(self, batch: FeatureBatch) -> Tensor:
         return batch.anchors.active_counts()

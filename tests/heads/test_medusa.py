@@ -99,7 +99,11 @@ def test_heads_start_as_exact_copies_of_the_targets(lm_head: str, num_layers: in
     hidden_BD = documents()[0].hidden_TD
     target = teacher_of(ends).logits(hidden_BD)
     for d in range(3):
-        assert torch.equal(head.draft_logits(hidden_BD)[:, d], target)
+        found = head.draft_logits(hidden_BD)[:, d]
+        if lm_head == "own":
+            assert torch.equal(found, target)
+        else:  # one product for all heads sums in another order
+            assert_near(found, target, f"head {d + 1}", tolerance=1e-6)
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])

@@ -232,33 +232,13 @@ def expand(logits_BfU: Tensor, score_Bf: Tensor, k: int) -> Expansion:
     """
     batch, frontier, _ = logits_BfU.shape
     width = min(k, logits_BfU.shape[-1])
-    values_Bfw, index_Bfw = top_candidates(logits_BfU, width)
-    logp_Bfw = wide(values_Bfw) - log_total(logits_BfU)
+    values_Bfw, index_Bfw = logits_BfU.topk(width, dim=-1)
+    logp_Bfw = wide(values_Bfw) - wide(logits_BfU).logsumexp(-1, keepdim=True)
     # a log-probability never above 0, even by rounding, keeps a child's score at or below its parent's
     score_BM = (score_Bf[:, :, None] + logp_Bfw.clamp(max=0.0)).reshape(batch, -1)
     parent_BM = torch.arange(frontier, device=score_BM.device).repeat_interleave(width).expand(batch, -1)
     best = torch.sort(score_BM, dim=1, descending=True, stable=True).indices[:, :k]
     return Expansion(index_Bfw.reshape(batch, -1), score_BM, parent_BM, best)
-
-
-def log_total(logits: Tensor) -> Tensor:
-    """log Σ exp over the last axis (kept, of size 1) in float32; float64 stays."""
-    return wide(logits).logsumexp(-1, keepdim=True)
-
-
-def top_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(values, indices) of the k largest over the last axis, best first: in parts first, where the axis is long.
-
-    A few long rows would leave most of a GPU idle; the best of every part hold the best of all.
-    """
-    size = logits.shape[-1]
-    parts = next((parts for parts in (64, 32, 16, 8) if size % parts == 0 and size // parts >= 8 * k), 1)
-    if parts == 1 or not logits.is_cuda:
-        return logits.topk(k, dim=-1)
-    some = logits.unflatten(-1, (parts, -1)).topk(k, dim=-1)
-    first = torch.arange(parts, device=logits.device)[:, None] * (size // parts)
-    values, order = some.values.flatten(-2).topk(k, dim=-1)
-    return values, (some.indices + first).flatten(-2).gather(-1, order)
 
 
 def select(score_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, tokens_BM: Tensor, nodes: int, levels: int) -> Tree:

@@ -35,6 +35,7 @@ from torch import Tensor
 from headstart.bench_train import PRESETS, print_kernels, random_target
 from headstart.eval import attention
 from headstart.eval.attention import Visibility
+from headstart.eval.candidates import Growth
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decode import CycleGraphs, Decoded, decode, slots_needed
 from headstart.eval.drafters import AutoregressiveDrafter, Drafter, build_drafter
@@ -42,7 +43,6 @@ from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel
 from headstart.eval.linear import graph_time, measure
 from headstart.eval.sampling import Sampling
-from headstart.eval.tree import expand
 from headstart.heads.base import build_head
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.files import write_json
@@ -159,17 +159,16 @@ def random_drafter(target: Target, tree: TreeConfig, rates: tuple[float, ...]) -
 
 def frontier(drafter: AutoregressiveDrafter, batch: int) -> Callable[[], object]:
     """One level of a dynamic tree after the drafter's last batch."""
-    k, width = drafter.tree.k, drafter.tree.depth * drafter.tree.k
-    device, hidden = drafter.length_B.device, drafter.pending_g_BJH.shape[-1]
-    own_k = torch.arange(k, device=device)
-    draft_Bk = torch.zeros((batch, k), dtype=torch.int64, device=device)
-    seen_Bkn = (torch.arange(width, device=device) == own_k[:, None]).expand(batch, k, width).contiguous()
-    g_BkH = torch.zeros((batch, k, hidden), dtype=drafter.pending_g_BJH.dtype, device=device)
-    score_Bk = torch.zeros((batch, k), device=device)
+    k, depth, ids_U = drafter.tree.k, drafter.tree.depth, drafter.head.draft_ids_U
+    pending_g_BJH = drafter.pending_g_BJH
+    size = drafter.head.dims.vocab_size if ids_U is None else ids_U.shape[0]
+    logits_B1U = pending_g_BJH.new_zeros((batch, 1, size))
+    growth = Growth.start(drafter.length_B, k, depth, logits_B1U, ids_U).grow(logits_B1U)
+    g_B1H = pending_g_BJH.new_zeros((batch, 1, pending_g_BJH.shape[-1]))
 
     def run() -> object:
-        _, logits_BkU = drafter._frontier_pass(draft_Bk, g_BkH, seen_Bkn, own_k, 1)
-        return expand(logits_BkU, score_Bk, k)
+        _, logits_BkU = drafter._frontier_pass(growth, g_B1H)
+        return growth.grow(logits_BkU)
 
     return run
 

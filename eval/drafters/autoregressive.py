@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.eval.attention import Visibility
+from headstart.eval.candidates import Growth
 from headstart.eval.choose import argmax
 from headstart.eval.config import TreeConfig
 from headstart.eval.control import Lined, line_up
@@ -22,7 +23,7 @@ from headstart.eval.draft import DraftStep
 from headstart.eval.engine import Rows
 from headstart.eval.fused import Buffers
 from headstart.eval.sampling import Sampling, draw, penalise, probabilities
-from headstart.eval.tree import Tree, chain, expand, select
+from headstart.eval.tree import Tree, chain
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import ConfigError
@@ -172,45 +173,20 @@ class AutoregressiveDrafter:
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
         """EAGLE-2: expand the k best nodes of each level, keep the best of everything stored."""
-        k, depth = self.tree.k, self.tree.depth
-        batch, device = logits_B1U.shape[0], logits_B1U.device
-        scratch = torch.arange(depth * k, device=device)
-        level = expand(self._penalised(logits_B1U), logits_B1U.new_zeros((batch, 1), dtype=torch.float32), k)
-        tokens, scores = [level.tokens_BM], [level.score_BM]
-        parents, depths = [torch.full_like(level.parent_BM, -1)], [torch.ones_like(level.parent_BM)]
-        base = 0
-        parent_g_BkH = g_B1H.expand(-1, level.frontier_Bk.shape[1], -1)
-        ancestors_Bkn = torch.zeros((batch, level.frontier_Bk.shape[1], depth * k), dtype=torch.bool, device=device)
-        for number in range(1, depth):
-            # the frontier of this level: global candidate indices, draft tokens, and scratch slots of its own
-            frontier_Bk = level.frontier_Bk
-            width = frontier_Bk.shape[1]
-            own_k = (number - 1) * k + torch.arange(width, device=device)
-            ancestors_Bkn = ancestors_Bkn | (scratch == own_k[:, None])
-            draft_Bk = level.tokens_BM.gather(1, frontier_Bk)
-            g_BkH, logits_BkU = self._frontier_pass(draft_Bk, parent_g_BkH, ancestors_Bkn, own_k, number)
-            score_Bk = level.score_BM.gather(1, frontier_Bk)
-            level = expand(self._penalised(logits_BkU), score_Bk, k)
-            tokens.append(level.tokens_BM)
-            scores.append(level.score_BM)
-            parents.append((base + frontier_Bk).gather(1, level.parent_BM))
-            depths.append(torch.full_like(level.parent_BM, number + 1))
-            base += scores[-2].shape[1]
-            # the next frontier hangs under nodes of this one
-            under_Bk = level.parent_BM.gather(1, level.frontier_Bk)
-            parent_g_BkH = _at(g_BkH, under_Bk[:, :, None])
-            ancestors_Bkn = ancestors_Bkn.gather(1, under_Bk[:, :, None].expand(-1, -1, depth * k))
-        score_BS, parent_BS, depth_BS, token_BS = (torch.cat(part, 1) for part in (scores, parents, depths, tokens))
-        tree = select(score_BS, parent_BS, depth_BS, token_BS, nodes=self.max_nodes, levels=depth)
-        return replace(tree, tokens_BN=self.head.target_ids(tree.tokens_BN))
+        logits_BfU, g_BfH = self._penalised(logits_B1U), g_B1H
+        growth = Growth.start(self.length_B, self.tree.k, self.tree.depth, logits_BfU, self.head.draft_ids_U)
+        growth = growth.grow(logits_BfU)
+        for _ in range(self.tree.depth - 1):
+            g_BfH, logits_BfU = self._frontier_pass(growth, g_BfH)
+            growth = growth.grow(self._penalised(logits_BfU))
+        return growth.tree(self.max_nodes)
 
-    def _frontier_pass(
-        self, draft_Bk: Tensor, g_BkH: Tensor, ancestors_Bkn: Tensor, own_k: Tensor, number: int
-    ) -> tuple[Tensor, Tensor]:
-        """Run the frontier of level `number`: nodes see the context, their ancestors and themselves."""
-        position_Bk = (self.length_B[:, None] + number - 1).expand(draft_Bk.shape)
-        visibility = Visibility(position_Bk, self.length_B[:, None] + own_k, self.length_B, ancestors_Bkn)
-        return self._pass(self.head.target_ids(draft_Bk), g_BkH, visibility)
+    def _frontier_pass(self, growth: Growth, g_BfH: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the frontier: nodes see the context, their ancestors and themselves. `g_BfH`: of the frontier before."""
+        nodes = growth.frontier
+        assert nodes is not None
+        visibility = Visibility(nodes.position_Bk, nodes.write_Bk, growth.length_B, nodes.seen_Bkn)
+        return self._pass(nodes.tokens_Bk, _at(g_BfH, nodes.under_Bk[:, :, None]), visibility)
 
     # passes ------------------------------------------------------------------------------------------------------
 

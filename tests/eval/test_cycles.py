@@ -24,7 +24,6 @@ from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import Buffers, FusedModel
 from headstart.eval.generation import EngineGenerator
 from headstart.eval.sampling import Sampling
-from headstart.eval.tree import top_candidates
 from headstart.heads.base import FeatureSpec
 from headstart.heads.target import Target
 
@@ -227,17 +226,6 @@ def test_captured_sampling_follows_its_seed(target: Target, request: pytest.Fixt
         decoded = decode(engine, CONTEXTS, drafter, sampling, 30, set(), generator, graphs=graphs)
         said.append([answer.tokens for answer in decoded.answers])
     assert said[0] == said[1] != said[2]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("size", [32000, 49152, 61, 1000])
-def test_top_candidates_in_parts(size: int) -> None:
-    logits = torch.randn((2, 5, size), device="cuda").to(torch.bfloat16)
-    values, indices = top_candidates(logits, 10)
-    assert torch.equal(values, logits.topk(10, dim=-1).values)
-    assert torch.equal(logits.gather(-1, indices), values)
-    assert all(len(set(row)) == 10 for row in indices.flatten(0, 1).tolist())
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import fields, replace
 
@@ -32,7 +33,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
 )
-interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU every drafter runs the kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [61, 1000, 32000, 49153]
 #: the interpreter takes its time
@@ -209,12 +209,14 @@ def test_what_is_kept_among_ties(total: int, nodes: int) -> None:
         assert nodes < total / 2 or not expected.valid_BN.all()
 
 
-@interpreted
 @pytest.mark.parametrize(("family", "penalty"), [("eagle3", 1.3), ("eagle", 1.0)])
 def test_drafters_with_and_without_kernels(
     target: Target, family: str, penalty: float, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: Trained = request.getfixturevalue(family)
+    there = Target.from_model(copy.deepcopy(target.model).to(DEVICE))
+    head = copy.deepcopy(trained.head).to(DEVICE)
+    head.bind(there.embed_VD, there.teacher)
     config, sampling = TreeConfig("dynamic", 3, 3, 10), Sampling(repetition_penalty=penalty)
     answers = []
     for kernels in (False, True):
@@ -228,8 +230,8 @@ def test_drafters_with_and_without_kernels(
                 return trees[-1]
 
         monkeypatch.setattr(candidates, "wants_kernel", lambda x, kernels=kernels: kernels)
-        drafter = Recorded(trained.head, config, sampling)  # type: ignore[arg-type]
-        answers.append((run(target, drafter, CONTEXTS, 9, sampling=sampling), trees))
+        drafter = Recorded(head, config, sampling)  # type: ignore[arg-type]
+        answers.append((run(there, drafter, CONTEXTS, 9, sampling=sampling), trees))
     (eager, expected), (kernel, found) = answers
     assert [answer.tokens for answer in kernel] == [answer.tokens for answer in eager]
     assert len(found) == len(expected) > 2

@@ -373,6 +373,11 @@ class _Rows:
     def __init__(self, batch: int, max_new_tokens: int | list[int], stop_ids: set[int] | list[set[int]]):
         self.limits = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
         self.stops = list(stop_ids) if isinstance(stop_ids, list) else [set(stop_ids)] * batch
+        if len(self.limits) != batch or len(self.stops) != batch or min(self.limits, default=0) < 1:
+            raise ValueError(
+                f"decode: found {batch} contexts, limits {self.limits}, {len(self.stops)} sets of stop tokens; "
+                "expected at least one context, and for each a limit of 1 or more and a set"
+            )
         self.answers = [Answer() for _ in range(batch)]
         self.active = [True] * batch
 

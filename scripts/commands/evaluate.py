@@ -172,17 +172,22 @@ def use_tuned(head: Path, target: Target, config: EvalConfig, talk: Talk) -> Non
     from headstart.heads.formats.sidecar import notes
     from headstart.heads.provenance import device_name
 
-    entry = (notes(head).get("tuned") or {}).get(device_name(target.device))
-    found = entry and entry["batches"].get(str(config.batch_size))
-    if not found:
+    try:
+        entry = (notes(head).get("tuned") or {}).get(device_name(target.device)) or {"batches": {}}
+        found = entry["batches"].get(str(config.batch_size))
+        if not found:
+            return
+        tree, speculate, label = TreeConfig(**found["tree"]), found["speculate"], found["label"]
+    except (AttributeError, KeyError, TypeError) as error:
+        talk.say(f"{head / 'headstart.json'}: what was tuned cannot be read ({error!r}) and is not used")
         return
-    if not found["speculate"]:
+    if not speculate:
         talk.say(
             f"tuned on this card: plain decoding is faster at batch {config.batch_size}; measuring the head anyway"
         )
         return
-    config.tree = TreeConfig(**found["tree"])
-    talk.say(f"tree tuned for this card and batch {config.batch_size}: {found['label']} (eval.tree.… overrides it)")
+    config.tree = tree
+    talk.say(f"tree tuned for this card and batch {config.batch_size}: {label} (eval.tree.… overrides it)")
 
 
 def label_of(data: Any) -> str:

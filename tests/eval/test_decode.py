@@ -11,9 +11,9 @@ from eval_help import CONTEXTS, NEW_TOKENS, VOCAB, Trained, gaps_of, run
 from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig
-from headstart.eval.decode import Answer
+from headstart.eval.decode import Answer, decode
 from headstart.eval.drafters import NgramDrafter, build_drafter
-from headstart.eval.engine import Rows
+from headstart.eval.engine import Engine, Rows
 from headstart.eval.sampling import Sampling
 from headstart.eval.tree import Tree, chain
 from headstart.heads.target import Target
@@ -132,6 +132,22 @@ def test_length_limits_cut_inside_an_accepted_path(target: Target, plain: list[A
     check_cycles(answers)
     # 12 tokens after the first: 5, 5, and 2 of the last 5
     assert [(c.accepted, c.committed) for c in answers[2].cycles] == [(4, 5), (4, 5), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("contexts", "limits", "stops"),
+    [
+        ([[5]], 0, set()),
+        ([[5], [6]], [3, 0], set()),
+        ([[5], [6]], [3], set()),
+        ([[5], [6]], 3, [set()]),
+        ([], 3, set()),
+    ],
+)
+def test_limits_that_no_row_can_keep(target: Target, contexts: Any, limits: Any, stops: Any) -> None:
+    engine = Engine(target.model, len(contexts), 16)
+    with pytest.raises(ValueError, match=f"decode: found {len(contexts)} contexts"):
+        decode(engine, contexts, None, Sampling(), limits, stops)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(target: Target, plain: list[Answer]) -> None:

@@ -72,6 +72,11 @@ def test_tune_keeps_its_choice_and_eval_uses_it(
     annotate(head, {"tuned": {entry["device"]: entry}})
     plain = headstart("eval", *options, "--out", tmp_path / "c", "--json")
     assert "plain decoding is faster at batch 1" in plain.err and plain.json["tree"]["label"] == "chain2"
+    for odd in (1, {}, {"batches": {"1": {"speculate": True}}}, {"batches": {"1": {**kept, "tree": {"sort": "bush"}}}}):
+        annotate(head, {"tuned": {entry["device"]: odd}})
+        ignored = headstart("eval", *options, "--out", tmp_path / "d", "--json")
+        assert ignored.code == 0 and ignored.json["tree"]["label"] == "chain2"
+        assert ("what was tuned cannot be read" in ignored.err) == (odd != {})
 
 
 def test_tune_without_a_head(headstart: Callable, tiny_target: Path, prompts: Path, tmp_path: Path) -> None:

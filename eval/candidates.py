@@ -163,6 +163,13 @@ def grow_kernel(growth: Growth, logits_BfU: Tensor) -> Frontier:
     return Frontier(token_Bk, score_Bk, under_Bk, index_Bk, seen_Bkn, position_Bk, write_Bk)
 
 
+def top_ids(logits: Tensor, k: int) -> Tensor:
+    """int64 [..., k]: ids of the k largest of [..., U], best first."""
+    if not wants_kernel(logits) or k > MAX_K:
+        return logits.topk(k, dim=-1).indices
+    return best_kernel(logits.reshape(-1, logits.shape[-1]), k)[1].view(*logits.shape[:-1], k)
+
+
 def best_kernel(logits_RU: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k ≤ MAX_K largest of every row, best first, of equal ones the lower id first.
 

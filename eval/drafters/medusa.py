@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headstart.eval.candidates import top_ids
 from headstart.eval.config import TreeConfig
 from headstart.eval.engine import Rows
-from headstart.eval.sampling import Sampling, draw, penalise, probabilities
+from headstart.eval.sampling import Sampling, best, draw, penalise, probabilities
 from headstart.eval.tree import StaticShape, Tree, chain, static_paths, static_shape
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import ConfigError
@@ -85,9 +86,11 @@ class MedusaDrafter:
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
             seen_B1V = self.seen_BV[:, None]
-        if self.shape is not None:
-            return self.shape.fill(penalise(logits_BKV, self.sampling, seen_B1V).topk(self.shape.ranks, dim=-1).indices)
-        if self.tree.sample and not self.sampling.greedy:
+        if self.shape is None and self.tree.sample and not self.sampling.greedy:
             q_BKV = probabilities(logits_BKV, self.sampling, seen_B1V)
             return chain(draw(q_BKV, generator), q_BKV=q_BKV)
-        return chain(penalise(logits_BKV, self.sampling, seen_B1V).argmax(-1))
+        if self.shape is None:
+            return chain(best(logits_BKV, self.sampling, seen_B1V))
+        if seen_B1V is not None:
+            logits_BKV = penalise(logits_BKV, self.sampling, seen_B1V)
+        return self.shape.fill(top_ids(logits_BKV, self.shape.ranks))

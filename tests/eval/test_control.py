@@ -11,7 +11,7 @@ import pytest
 import torch
 from eval_help import CONTEXTS, Trained, run
 
-from headstart.eval import choose, control, pointwise, verify
+from headstart.eval import candidates, choose, control, pointwise, verify
 from headstart.eval.choose import argmax_eager, argmax_kernel
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.drafters import build_drafter
@@ -170,7 +170,7 @@ def test_the_whole_loop_on_kernels(
     model = FusedModel(target.model, attention_windows(target.model.config))
     for module in (control, verify):
         monkeypatch.setattr(module, "on_kernels", lambda _: True)
-    for module in (pointwise, choose):
+    for module in (pointwise, choose, candidates):
         monkeypatch.setattr(module, "wants_kernel", lambda _: True)
     assert answers(fused=model) == expected
     assert any(cycle.accepted for answer in expected for cycle in answer.cycles) or kind == "plain"

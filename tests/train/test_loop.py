@@ -333,9 +333,10 @@ def test_a_full_disk_pauses_the_run_and_nothing_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_directory", full)
     head, result = run(tmp_path / "run", validate=validate, eval_every=6, disk_wait=1e6)
     assert_same_weights(head, undisturbed)
-    assert set(refused) == {"step-00000004", "step-00000008", "step-00000012", "best"}
+    steps = sorted({*refused} - {"best"})  # one that finds the writer still busy is taken at a later step
+    assert "best" in refused and len(steps) == 3 and steps[-1] == "step-00000012"
     assert clock[0] >= 2000.0 and result.seconds < 1000.0
-    for name in ("step-00000008", "step-00000012", "best"):
+    for name in (*steps[-2:], "best"):
         assert checkpoint.damage(tmp_path / "run" / "checkpoints" / name) is None
     state = json.loads((tmp_path / "run/checkpoints/step-00000012/state.json").read_text())
     assert state["finished"] == [12, "steps"]

@@ -234,7 +234,8 @@ def test_every_export_loads_in_its_engine_and_comes_back(tmp_path: Path, name: s
     if head.family == "medusa":
         back.bind(head.teacher.weight_VD, head.teacher)
         hidden = torch.randn(5, 32)
-        torch.testing.assert_close(back.draft_logits(hidden), head.draft_logits(hidden))
+        # a low-rank update that the engine has summed into its matrix is another order of the same sums
+        torch.testing.assert_close(back.draft_logits(hidden), head.draft_logits(hidden), rtol=1e-5, atol=1e-4)
     else:
         assert same_state(back, head)
 

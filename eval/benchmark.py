@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
-from headstart.eval.decode import Answer, Cycle, CycleGraphs, Decoded, decode, roomy, slots_needed
+from headstart.eval.decode import Answer, Cycle, Decoded, decode, roomy, slots_needed
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
 from headstart.eval.generate import GenerateBaseline
+from headstart.eval.graphs import CycleGraphs
 from headstart.eval.metrics import Pace, acceptance
 from headstart.eval.parts import cycle_parts
 from headstart.eval.prompts import EvalPrompt, load_prompts, render

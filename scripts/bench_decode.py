@@ -37,10 +37,11 @@ from headstart.eval import attention
 from headstart.eval.attention import Visibility
 from headstart.eval.candidates import Growth
 from headstart.eval.config import EvalConfig, TreeConfig
-from headstart.eval.decode import CycleGraphs, Decoded, decode, slots_needed
+from headstart.eval.decode import Decoded, decode, slots_needed
 from headstart.eval.drafters import AutoregressiveDrafter, Drafter, build_drafter
 from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import FusedModel
+from headstart.eval.graphs import CycleGraphs
 from headstart.eval.linear import graph_time, measure
 from headstart.eval.sampling import Sampling
 from headstart.heads.base import build_head

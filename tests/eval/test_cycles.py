@@ -17,12 +17,13 @@ from headstart.eval import engine as engine_module
 from headstart.eval.attention import Visibility
 from headstart.eval.benchmark import tau_probe
 from headstart.eval.config import EvalConfig, TreeConfig
-from headstart.eval.decode import Answer, CycleGraphs, Loop, decode, roomy, slots_needed
+from headstart.eval.decode import Answer, Loop, decode, roomy, slots_needed
 from headstart.eval.draft import DraftStep
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.engine import Engine, attention_windows
 from headstart.eval.fused import Buffers, FusedModel
 from headstart.eval.generation import EngineGenerator
+from headstart.eval.graphs import CycleGraphs
 from headstart.eval.sampling import Sampling
 from headstart.heads.base import FeatureSpec
 from headstart.heads.target import Target

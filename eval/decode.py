@@ -47,9 +47,11 @@ class Answer:
 
 @dataclass
 class Decoded:
-    """Answers of a batch and the wall-clock seconds of its two phases (device synchronised).
+    """Answers of a batch and what they took in wall-clock seconds.
 
     Attributes:
+        prefill_s: until the first tokens were there (device synchronised).
+        decode_s: from then until the last token arrived.
         cycle_s: seconds of each cycle of the batch, as the host sees its tokens arrive.
     """
 
@@ -134,10 +136,10 @@ def decode(
             book.cycle(rows_table)
             arrivals.append(time.perf_counter())
             loop.commit()
+    # a captured cycle beyond the last one is under way; no token waits for it
     synchronize(device)
-    finished = time.perf_counter()
     cycle_s = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
-    return Decoded(book.answers, prefilled - began, finished - prefilled, cycle_s)
+    return Decoded(book.answers, prefilled - began, arrivals[-1] - prefilled, cycle_s)
 
 
 #: columns of a cycle's table that follow the committed tokens: how many, the next root, levels drafted, context length

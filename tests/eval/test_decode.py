@@ -83,6 +83,14 @@ def check_cycles(answers: list[Answer]) -> None:
             assert 0 <= cycle.committed - cycle.accepted <= 1
 
 
+@pytest.mark.parametrize(("limit", "cycles"), [(1, 0), (6, 5)])
+def test_decoding_takes_until_the_last_token_is_there(target: Target, limit: int, cycles: int) -> None:
+    engine = Engine(target.model, 3, 60, bucket=8)
+    decoded = decode(engine, CONTEXTS, None, Sampling(), limit, set())
+    assert len(decoded.cycle_s) == cycles and all(seconds > 0 for seconds in decoded.cycle_s)
+    assert decoded.decode_s == pytest.approx(sum(decoded.cycle_s)) and decoded.prefill_s > 0
+
+
 @torch.no_grad()
 def test_plain_decoding_equals_repeated_full_forwards(target: Target, plain: list[Answer]) -> None:
     for context, answer in zip(CONTEXTS, plain, strict=True):

@@ -21,6 +21,7 @@ from headstart.eval.attention import Visibility, visible_slots
 from headstart.eval.cache import StaticKV
 from headstart.eval.control import Taken, lay_out, take_path
 from headstart.eval.fused import Buffers, FusedModel
+from headstart.eval.graphs import warm_up
 from headstart.eval.tree import Tree
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import TargetError
@@ -307,14 +308,14 @@ class ChunkGraph:
         self._tokens_BM = torch.zeros((engine.batch, width), dtype=torch.int64, device=device)
         # padding writes to the bin, so that a capture leaves no trace
         self._position_BM = torch.full_like(self._tokens_BM, -1)
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            engine._chunk_forward(self._tokens_BM, self._position_BM, width)
-        torch.cuda.current_stream(device).wait_stream(stream)
+
+        def forward() -> Step:
+            return engine._chunk_forward(self._tokens_BM, self._position_BM, width)
+
+        warm_up(forward, device)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
-            self._step = engine._chunk_forward(self._tokens_BM, self._position_BM, width)
+            self._step = forward()
 
     @property
     def pool(self) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,15 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from headstart.eval.decode import Loop
+
+
+def warm_up(run: Callable[[], object], device: torch.device | None = None) -> None:
+    """Run once before a capture, on a stream of its own: kernels compile and libraries set themselves up here."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 class CycleGraphs:
@@ -62,18 +71,12 @@ class CycleGraphs:
 
 class _CycleGraph:
     def __init__(self, loop: Loop):
-        device = loop.engine.device
         loop.tune()
         self.held = [tensor.clone() for tensor in loop.tensors()]
         before = [value.clone() for value in self.held]
         noise = loop.generator.get_state() if loop.generator is not None else None
-        # kernels compile and libraries set themselves up outside the capture; KV that this cycle writes lies beyond
-        # the contexts, where the next one writes it again
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            loop.cycle()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        # KV that this cycle writes lies beyond the contexts, where the next one writes it again
+        warm_up(loop.cycle, loop.engine.device)
         loop.attach(self.held)
         self.graph = torch.cuda.CUDAGraph()
         if loop.generator is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headstart.eval.graphs import warm_up
 from headstart.eval.pointwise import LINE_BYTES, NormWeights, launch_options, rms_norm, wants_kernel
 
 try:
@@ -269,11 +270,7 @@ def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | 
 
 def graph_time(run: Callable[[], object], replays: int = 5, warmup: int = 2) -> float:
     """Milliseconds of one replay of `run` captured as a CUDA graph (median)."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(run)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()

@@ -185,7 +185,7 @@ def _measure(
     plain = config.baseline or drafter is None
     decoded_turns, total = 0, sum(max(len(prompt.turns), 1) for prompt in prompts) + sweep_points(config)
     starts = first_contexts(prompts, target, config)
-    talks = _Talks(target, config, prompts)
+    talks = _Talks(target, config, prompts, starts)
     warm = config.warmup_tokens < 1
     for number, (task, turn, asked) in enumerate(_batches(prompts, config.batch_size)):
         if progress is not None:
@@ -235,11 +235,15 @@ def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, l
 
 
 class _Talks:
-    """The prompts' conversations as they grow, and what the target's positions cut off them."""
+    """The prompts' conversations as they grow, and what the target's positions cut off them.
 
-    def __init__(self, target: Target, config: EvalConfig, prompts: list[EvalPrompt]):
+    Args: starts: first_contexts of the prompts.
+    """
+
+    def __init__(self, target: Target, config: EvalConfig, prompts: list[EvalPrompt], starts: list[list[int]]):
         self.target, self.config, self.positions = target, config, positions_of(target)
-        self.messages = {id(prompt): list(prompt.messages) for prompt in prompts}
+        self.starts = {id(prompt): start for prompt, start in zip(prompts, starts, strict=True)}
+        self.messages = {id(prompt): [*prompt.messages, *map(_user, prompt.turns[:1])] for prompt in prompts}
         self.ended: set[int] = set()
         self.left_out = self.cut = 0
 
@@ -248,7 +252,10 @@ class _Talks:
         asked, contexts = [], []
         for prompt in prompts:
             if id(prompt) not in self.ended:
-                context = _context(prompt, turn, self.messages[id(prompt)], self.target, self.config)
+                context = self.starts[id(prompt)]
+                if turn:
+                    self.messages[id(prompt)].append(_user(prompt.turns[turn]))
+                    context = _context(prompt, self.messages[id(prompt)], self.target, self.config)
                 if self.positions is None or len(context) < self.positions:
                     asked.append(prompt)
                     contexts.append(context)
@@ -275,7 +282,7 @@ def first_contexts(prompts: list[EvalPrompt], target: Target, config: EvalConfig
     """Token ids that the first answers of the prompts are to follow. Raises DataError where one leaves no room."""
     positions, contexts = positions_of(target), []
     for prompt in prompts:
-        context = _context(prompt, 0, list(prompt.messages), target, config)
+        context = _context(prompt, [*prompt.messages, *map(_user, prompt.turns[:1])], target, config)
         if positions is not None and len(context) >= positions:
             raise DataError(
                 f"prompt {prompt.id}: found {len(context)} tokens, the target has {positions} positions: shorten it, "
@@ -285,9 +292,11 @@ def first_contexts(prompts: list[EvalPrompt], target: Target, config: EvalConfig
     return contexts
 
 
-def _context(
-    prompt: EvalPrompt, turn: int, conversation: list[dict[str, str]], target: Target, config: EvalConfig
-) -> list[int]:
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _context(prompt: EvalPrompt, conversation: list[dict[str, str]], target: Target, config: EvalConfig) -> list[int]:
     ids = prompt.prompt_token_ids
     if ids is not None:
         if max(ids) >= target.dims.vocab_size:
@@ -296,7 +305,6 @@ def _context(
                 "tokens: these ids are another tokenizer's"
             )
         return ids
-    conversation.append({"role": "user", "content": prompt.turns[turn]})
     return render(conversation, target.tokenizer, dict(config.template_kwargs))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.pointwise import launch_options
+from headstart.eval.pointwise import launch_options, wants_kernel
 from headstart.eval.tree import Tree, with_root
 
 try:
@@ -23,11 +23,6 @@ try:
     from headstart.eval.pointwise import await_previous
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
-
-
-def on_kernels(tensor: Tensor) -> bool:
-    """Whether integers that stand beside `tensor` go to a Triton kernel."""
-    return triton is not None and tensor.is_cuda
 
 
 def _rows(tensor_BN: Tensor) -> Tensor:
@@ -62,7 +57,7 @@ def lay_out_eager(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
 
 def lay_out(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
     """Args: roots_B, length_B: int64, each row's root and its context's length."""
-    return (lay_out_kernel if on_kernels(roots_B) else lay_out_eager)(tree, roots_B, length_B)
+    return (lay_out_kernel if wants_kernel(roots_B) else lay_out_eager)(tree, roots_B, length_B)
 
 
 def lay_out_kernel(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
@@ -149,7 +144,7 @@ def take_path_eager(
 
 def take_path(tree: Tree, roots_B: Tensor, path_BK: Tensor, active_B: Tensor, length_B: Tensor, bin: int) -> Taken:
     """Args: path_BK: Verdict's; active_B: rows that take anything; bin: slot that padding is written to."""
-    run = take_path_kernel if on_kernels(roots_B) else take_path_eager
+    run = take_path_kernel if wants_kernel(roots_B) else take_path_eager
     return run(tree, roots_B, path_BK, active_B, length_B, bin)
 
 
@@ -208,7 +203,7 @@ def advance(
         next_B: the target's token after the path. roots_B, left_B, active_B: as before the cycle.
         stop_BS: int64, stop tokens of each row, -1 = none.
     """
-    run = advance_kernel if on_kernels(roots_B) else advance_eager
+    run = advance_kernel if wants_kernel(roots_B) else advance_eager
     return run(tree, taken, next_B, roots_B, left_B, active_B, stop_BS)
 
 
@@ -276,7 +271,7 @@ def line_up_eager(
 
 def line_up(tokens_BW: Tensor, count_B: Tensor, roots_B: Tensor, length_B: Tensor, bin: int, levels: int) -> Lined:
     """Args: tokens_BW: committed tokens, `count_B` of each row, roots_B: what follows them, length_B: rows before."""
-    run = line_up_kernel if on_kernels(roots_B) else line_up_eager
+    run = line_up_kernel if wants_kernel(roots_B) else line_up_eager
     return run(tokens_BW, count_B, roots_B, length_B, bin, levels)
 
 

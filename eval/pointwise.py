@@ -27,7 +27,7 @@ LINE_BYTES = 128
 
 
 def wants_kernel(x: Tensor) -> bool:
-    """Whether `x` goes to a Triton kernel: on a GPU, in a floating dtype that kernels take."""
+    """Whether `x` goes to a Triton kernel: on a GPU, integers or a floating dtype that kernels take."""
     return triton is not None and x.is_cuda and x.dtype != torch.float64
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.control import on_kernels, synthetic_kernel, walk_kernel
+from headstart.eval.control import synthetic_kernel, walk_kernel
+from headstart.eval.pointwise import wants_kernel
 from headstart.eval.sampling import Sampling, best, draw, probabilities
 from headstart.eval.tree import Tree
 
@@ -89,7 +90,7 @@ def walk_choices(tree: Tree, choice_BM: Tensor) -> Verdict:
     deterministic trees: accepting children in order with p(x), then the renormalised rest, is the same as drawing
     once and looking whether the draw is a child.
     """
-    return Verdict(*walk_kernel(tree, choice_BM)) if on_kernels(choice_BM) else walk_choices_eager(tree, choice_BM)
+    return Verdict(*walk_kernel(tree, choice_BM)) if wants_kernel(choice_BM) else walk_choices_eager(tree, choice_BM)
 
 
 def walk_choices_eager(tree: Tree, choice_BM: Tensor) -> Verdict:
@@ -220,7 +221,7 @@ def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Ge
     """
     shape = (choice_BM.shape[0], tree.levels)
     uniform_BK = torch.rand(shape, device=choice_BM.device, generator=generator)
-    if on_kernels(choice_BM):
+    if wants_kernel(choice_BM):
         return Verdict(*synthetic_kernel(tree, choice_BM, uniform_BK, rate_K))
     return synthetic_eager(tree, choice_BM, uniform_BK, rate_K)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,11 @@ from headstart.eval.sampling import Sampling
 from headstart.heads import HEADS
 from headstart.heads.base import FeatureBatch, Head, build_head
 from headstart.heads.target import Target
+
+#: where kernels run: on a GPU, or in Triton's interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS_RUN = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs a GPU or TRITON_INTERPRET=1")
 
 VOCAB = 61
 CONTEXTS = [[5, 6, 7, 8, 9, 10, 11], [11, 12], [13] * 9 + [20, 21, 22]]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import fields, replace
 
 import pytest
 import torch
-from eval_help import CONTEXTS, Trained, run
+from eval_help import CONTEXTS, DEVICE, Trained, needs_kernels, run
 from torch import Tensor
 
 from headstart.eval import candidates
@@ -29,10 +28,7 @@ from headstart.eval.tree import Tree
 from headstart.heads.target import Target
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-)
+pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [61, 1000, 32000, 49153]
 #: the interpreter takes its time

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
-from eval_help import CONTEXTS, Trained, run
+from eval_help import CONTEXTS, DEVICE, KERNELS_RUN, Trained, needs_kernels, run
 
 from headstart.eval import candidates, choose, control, pointwise, verify
 from headstart.eval.choose import argmax_eager, argmax_kernel
@@ -21,10 +20,7 @@ from headstart.eval.tree import Tree, chain, empty, select
 from headstart.heads.target import Target
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-)
+pytestmark = needs_kernels
 BATCH, VOCAB = 3, 7
 
 
@@ -64,7 +60,7 @@ def trees() -> Iterator[tuple[str, Tree]]:
     yield "selected", select(scores, parents, depths, integers(VOCAB, BATCH, 40), 20, max(depth))
 
 
-TREES = dict(trees()) if DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1" else {}
+TREES = dict(trees()) if KERNELS_RUN else {}
 LENGTH, ROOTS = torch.tensor([5, 900, 17], device=DEVICE), torch.tensor([3, 0, 6], device=DEVICE)
 
 
@@ -168,9 +164,7 @@ def test_the_whole_loop_on_kernels(
     stops[2] = {answers()[2].tokens[4]}
     expected = answers()
     model = FusedModel(target.model, attention_windows(target.model.config))
-    for module in (control, verify):
-        monkeypatch.setattr(module, "on_kernels", lambda _: True)
-    for module in (pointwise, choose, candidates):
+    for module in (control, verify, pointwise, choose, candidates):
         monkeypatch.setattr(module, "wants_kernel", lambda _: True)
     assert answers(fused=model) == expected
     assert any(cycle.accepted for answer in expected for cycle in answer.cycles) or kind == "plain"

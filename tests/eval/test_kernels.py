@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from eval_help import DEVICE, needs_kernels
 
 from headstart.eval.attention import Ahead, AttendShape, Visibility, attend_eager, attend_kernel
 from headstart.eval.linear import (
@@ -33,10 +32,7 @@ from headstart.eval.pointwise import (
 )
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-)
+pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 PARENT = [-1, 0, 0, 1, 1, 3, 2]
 

@@ -234,8 +234,9 @@ def test_every_export_loads_in_its_engine_and_comes_back(tmp_path: Path, name: s
     if head.family == "medusa":
         back.bind(head.teacher.weight_VD, head.teacher)
         hidden = torch.randn(5, 32)
-        # a low-rank update that the engine has summed into its matrix is another order of the same sums
-        torch.testing.assert_close(back.draft_logits(hidden), head.draft_logits(hidden), rtol=1e-5, atol=1e-4)
+        # a low-rank update that the export has summed into its matrix is another order of the same sums
+        bounds = dict(rtol=1e-5, atol=1e-4) if head.config.lm_head == "lowrank" else {}
+        torch.testing.assert_close(back.draft_logits(hidden), head.draft_logits(hidden), **bounds)
     else:
         assert same_state(back, head)
 

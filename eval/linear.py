@@ -2,7 +2,9 @@
 
 With 1 to 64 rows a product only streams its weights, so what counts is the bytes in flight. The kernel keeps several
 weight tiles in flight per multiprocessor and turns the product over (weights as the tall operand), so that Hopper's
-matrix units take few rows without waste. Which tile sizes, or whether cuBLAS, is decided by `tune`: a measurement.
+matrix units take few rows without waste. Small matrices (a small target's, a draft's) are over before a loop has got
+going: for them a second kernel cuts the inputs over the warps of a program and loads its weights before the kernel in
+front of it has ended. Which kernel and tile sizes, or whether cuBLAS, is decided by `tune`: a measurement.
 Shape legend: R rows, K inputs, N outputs.
 """
 
@@ -42,6 +44,7 @@ class Tiles:
     Attributes:
         vector: a single row on the ordinary arithmetic units instead of the matrix units.
         splits: parts of the inputs that run side by side; a second kernel adds them up.
+        sliced: every warp takes a slice of a tile's inputs, and the program adds the slices up.
     """
 
     outputs: int
@@ -50,9 +53,10 @@ class Tiles:
     stages: int
     vector: bool = False
     splits: int = 1
+    sliced: bool = False
 
     def __str__(self) -> str:
-        more = " vector" * self.vector + f" splits {self.splits}" * (self.splits > 1)
+        more = " vector" * self.vector + " sliced" * self.sliced + f" splits {self.splits}" * (self.splits > 1)
         return f"{self.outputs}×{self.inputs} w{self.warps} s{self.stages}{more}"
 
 
@@ -71,6 +75,13 @@ SPLIT_CANDIDATES = (
 #: and for a single row
 VECTOR_CANDIDATES = (
     Tiles(8, 512, 4, 1, True), Tiles(4, 1024, 4, 1, True), Tiles(16, 512, 8, 1, True), Tiles(16, 256, 4, 1, True),
+)  # fmt: skip
+#: and for matrices of at most so many outputs and inputs
+SMALL_OUTPUTS, SMALL_INPUTS = 3072, 4096
+SMALL_CANDIDATES = (
+    Tiles(16, 512, 4, 1, sliced=True), Tiles(16, 1024, 8, 1, sliced=True), Tiles(16, 2048, 8, 1, sliced=True),
+    Tiles(32, 512, 8, 1, sliced=True),
+    Tiles(16, 64, 2, 6), Tiles(16, 128, 4, 4), Tiles(32, 64, 4, 6),
 )  # fmt: skip
 
 
@@ -107,7 +118,7 @@ class Linear:
         rows = x_RK.shape[0]
         if rows > MAX_ROWS or not wants_kernel(x_RK):
             return None
-        return self.tiles.get(row_bucket(rows), CANDIDATES[0])
+        return self.tiles.get(row_bucket(rows), CANDIDATES[0] if on_matrix_units(x_RK.dtype) else None)
 
     def with_norm(self, x_RK: Tensor, residual_RN: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """(the call's result, its RMSNorm): one kernel fewer where the product is split."""
@@ -121,6 +132,12 @@ class Linear:
 def row_bucket(rows: int) -> int:
     """Rows that one choice of tiles serves: 1, or what the matrix units' operand is padded to (16, 32, 64)."""
     return 1 if rows == 1 else next(size for size in (16, 32, 64) if rows <= size)
+
+
+def on_matrix_units(dtype: torch.dtype) -> bool:
+    """Whether the matrix units take the dtype without rounding. Others would be unrolled into single products, whose
+    compilation takes minutes."""
+    return dtype.itemsize == 2
 
 
 def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None) -> Tensor:
@@ -147,20 +164,27 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         "SILU": linear.activation == "silu",
         "BIAS": bias_N is not None,
         "RESIDUAL": residual_RN is not None,
-        "EVEN": inputs % tiles.inputs == 0,
         **launch_options(x_RK.device),
     }
+    even = inputs % tiles.inputs == 0
     if tiles.vector:
         _vector_kernel[(triton.cdiv(outputs, tiles.outputs),)](
             x_RK, weight_NK, bias, residual, out_RN, outputs, inputs,
-            BN=tiles.outputs, BK=tiles.inputs, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
+            BN=tiles.outputs, BK=tiles.inputs, EVEN=even, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
         )  # fmt: skip
         return out_RN
     tile_outputs = max(16, tiles.outputs // 2) if paired else tiles.outputs
+    if tiles.sliced:
+        _sliced_kernel[(triton.cdiv(outputs, tile_outputs),)](
+            x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
+            BR=max(16, row_bucket(rows)), BN=tile_outputs, SLICES=tiles.warps, BK=tiles.inputs // tiles.warps,
+            num_warps=tiles.warps, num_stages=tiles.stages, **flags,
+        )  # fmt: skip
+        return out_RN
     _linear_kernel[(triton.cdiv(outputs, tile_outputs),)](
         x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
-        BR=max(16, row_bucket(rows)), BN=tile_outputs, BK=tiles.inputs, num_warps=tiles.warps,
-        num_stages=tiles.stages, SPLITS=1, **_prefetched(weight_NK, tiles), **flags,
+        BR=max(16, row_bucket(rows)), BN=tile_outputs, BK=tiles.inputs, EVEN=even,
+        num_warps=tiles.warps, num_stages=tiles.stages, SPLITS=1, **_prefetched(weight_NK, tiles), **flags,
     )  # fmt: skip
     return out_RN
 
@@ -242,16 +266,27 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]
     return chosen
 
 
+def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
+    """Ways that `tune` measures for this product of so many rows; None = cuBLAS."""
+    ways: list[Tiles | None] = [None]
+    if rows == 1:
+        ways += VECTOR_CANDIDATES
+    if on_matrix_units(linear.weight_NK.dtype):
+        ways += CANDIDATES
+        if rows > 1 and linear.residual:
+            ways += [tiles for tiles in SPLIT_CANDIDATES if splittable(linear, tiles)]
+        if rows > 1 and linear.outputs <= SMALL_OUTPUTS and linear.weight_NK.shape[1] <= SMALL_INPUTS:
+            ways += SMALL_CANDIDATES
+    return ways
+
+
 def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
     """Microseconds per product of every candidate (None = cuBLAS) on products of one shape."""
     weight_NK = members[0].weight_NK
     x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
     residual_RN = x_RK.new_zeros((rows, members[0].outputs)) if members[0].residual else None
     times: dict[Tiles | None, float] = {}
-    more = VECTOR_CANDIDATES if rows == 1 else SPLIT_CANDIDATES if members[0].residual else ()
-    for tiles in (None, *CANDIDATES, *more):
-        if tiles is not None and tiles.splits > 1 and not splittable(members[0], tiles):
-            continue
+    for tiles in candidates(members[0], rows):
 
         def run(tiles: Tiles | None = tiles) -> None:
             for linear in members:
@@ -293,6 +328,24 @@ if triton is not None:
         if SILU:
             return x * tl.sigmoid(x)
         return x * tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+
+    @triton.jit
+    def _finish(
+        sums, ups, bias, residual, out, place, weight_row, outputs, kept,
+        PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ):  # fmt: skip
+        """What comes after the product of a tile [outputs, rows], and the store."""
+        if BIAS:
+            sums += tl.load(bias + weight_row).to(tl.float32)[:, None]
+            if PAIRED:
+                ups += tl.load(bias + outputs + weight_row).to(tl.float32)[:, None]
+        if PAIRED:
+            sums = _gate(sums, SILU) * ups
+        if RESIDUAL:
+            # the product is rounded before the sum, as a separate addition would find it
+            sums = sums.to(out.dtype.element_ty).to(tl.float32)
+            sums += tl.load(residual + place, mask=kept, other=0.0).to(tl.float32)
+        tl.store(out + place, sums.to(out.dtype.element_ty), mask=kept)
 
     @triton.jit
     def _linear_kernel(
@@ -348,21 +401,58 @@ if triton is not None:
                 else:
                     tile = tl.load(up_at + first, mask=(channel < inputs - first)[None, :], other=0.0)
                 ups = tl.dot(tile, part, ups, input_precision="ieee")
-        if BIAS:
-            sums += tl.load(bias + weight_row).to(tl.float32)[:, None]
-            if PAIRED:
-                ups += tl.load(bias + outputs + weight_row).to(tl.float32)[:, None]
-        if PAIRED:
-            sums = _gate(sums, SILU) * ups
         place = row[None, :] * outputs + output[:, None]
         if SPLITS > 1:
             place += tl.program_id(1) * rows * outputs
-        kept = inside[:, None] & real[None, :]
-        if RESIDUAL:
-            # the product is rounded before the sum, as a separate addition would find it
-            sums = sums.to(out.dtype.element_ty).to(tl.float32)
-            sums += tl.load(residual + place, mask=kept, other=0.0).to(tl.float32)
-        tl.store(out + place, sums.to(out.dtype.element_ty), mask=kept)
+        _finish(
+            sums, ups, bias, residual, out, place, weight_row, outputs, inside[:, None] & real[None, :],
+            PAIRED, SILU, BIAS, RESIDUAL,
+        )  # fmt: skip
+
+    @triton.jit
+    def _sliced_kernel(
+        x, weight, bias, residual, out, rows, outputs, inputs,
+        PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+        BR: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """BN outputs of all rows as SLICES products of BK inputs each: a warp's chain of sums is that much shorter."""
+        output = tl.program_id(0) * BN + tl.arange(0, BN)
+        weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
+        row = tl.arange(0, BR)
+        real = row < rows
+        channel = tl.arange(0, SLICES)[:, None] * BK + tl.arange(0, BK)[None, :]
+        weight_at = weight + weight_row[None, :, None] * inputs + channel[:, None, :]
+        up_at = weight_at
+        if PAIRED:
+            up_at = weight_at + tl.cast(outputs, tl.int64) * inputs
+        x_at = x + row[None, None, :] * inputs + channel[:, :, None]
+        here = channel < inputs
+        tile = tl.load(weight_at, mask=here[:, None, :], other=0.0)
+        up_tile = tile
+        if PAIRED:
+            up_tile = tl.load(up_at, mask=here[:, None, :], other=0.0)
+        if OVERLAP:
+            # the first weights are on their way before the previous kernel's results are needed
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        part = tl.load(x_at, mask=real[None, None, :] & here[:, :, None], other=0.0)
+        sums = tl.dot(tile, part, input_precision="ieee")
+        ups = sums
+        if PAIRED:
+            ups = tl.dot(up_tile, part, input_precision="ieee")
+        for first in range(SLICES * BK, inputs, SLICES * BK):
+            here = channel < inputs - first
+            part = tl.load(x_at + first, mask=real[None, None, :] & here[:, :, None], other=0.0)
+            tile = tl.load(weight_at + first, mask=here[:, None, :], other=0.0)
+            sums = tl.dot(tile, part, sums, input_precision="ieee")
+            if PAIRED:
+                up_tile = tl.load(up_at + first, mask=here[:, None, :], other=0.0)
+                ups = tl.dot(up_tile, part, ups, input_precision="ieee")
+        kept = (output < outputs)[:, None] & real[None, :]
+        _finish(
+            tl.sum(sums, 0), tl.sum(ups, 0), bias, residual, out, row[None, :] * outputs + output[:, None],
+            weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL,
+        )  # fmt: skip
 
     @triton.jit
     def _join_kernel(

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.eval.attention import Visibility
 from headstart.eval.engine import attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
+from headstart.eval.linear import Linear, Tiles, candidates
 from headstart.eval.tree import with_root
 
 
@@ -120,3 +121,20 @@ def test_two_layers_of_llama_8b(tokens: int) -> None:
         expected = model(input_ids=ids, use_cache=False).logits[:, context:]
     distance = (logits.float() - expected.float()).norm() / expected.float().norm()
     assert torch.isfinite(logits).all() and float(distance) < 0.05
+
+
+def test_ways_of_a_product() -> None:
+    """What is measured: small matrices get kernels of their own, and nothing but 16-bit numbers the matrix units."""
+
+    def ways(outputs: int, inputs: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> list[Tiles | None]:
+        return candidates(Linear(torch.empty((outputs, inputs), dtype=dtype, device="meta"), residual=True), rows)
+
+    sliced = [tiles for tiles in ways(576, 1536, 4) if tiles is not None and tiles.sliced]
+    assert sliced and all(tiles.inputs % tiles.warps == 0 for tiles in sliced)
+    assert not any(tiles is not None and tiles.sliced for tiles in ways(6144, 4096, 4) + ways(576, 1536, 1))
+    assert any(tiles is not None and tiles.splits > 1 for tiles in ways(4096, 14336, 64))
+    # compiled for float32 such kernels take minutes, and only a single row gains
+    assert ways(576, 1536, 24, torch.float32) == [None]
+    assert all(tiles is None or tiles.vector for tiles in ways(576, 1536, 1, torch.float32))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert None in ways(576, 1536, 1, dtype)

@@ -48,9 +48,10 @@ def way_of(tree: TreeConfig) -> str:
 
 @dataclass
 class Costs:
-    """Seconds at one batch size and context length.
+    """Seconds at one batch size.
 
     Attributes:
+        context: tokens in front of a row's next one, on average.
         plain_s: a whole cycle of plain decoding.
         verify_s: "chain" or "tree" → tokens in the forward (nodes + 1) → seconds of the target's forward.
         draft_s: `way_of` → levels → seconds of drafting.
@@ -123,12 +124,13 @@ def measure_costs(
 
     Args:
         build: makes the drafter of a tree.
-        contexts: token ids of one batch, all of the length that the costs are for.
+        contexts: token ids of one batch, as long as they are to be when the costs are paid.
         repeats: replays (calls on a CPU) behind each median.
         advance: called after every measurement; `measurements` tells how many there are.
     """
     done = advance or (lambda: None)
-    costs = Costs(len(contexts), len(contexts[0]), _cycle_seconds(decoder, None, contexts))
+    context = round(statistics.mean(map(len, contexts)))
+    costs = Costs(len(contexts), context, _cycle_seconds(decoder, None, contexts))
     done()
     largest = max(trees, key=node_count)
     for tree in draft_points(trees):

@@ -157,13 +157,13 @@ def tune(
         head.eval()
     search = replace(search, depth=deepest(head, search))
     session = _Session(target, head, config, search, contexts, progress)
-    profiles, context = session.profiles(kinds)
+    profiles, halfway = session.profiles(kinds)
     trees = candidates(profiles, search)
     session.plan(trees)
     choices: list[Choice] = []
     for batch in sorted(set(search.batch_sizes)):
         try:
-            choices.append(session.choose(batch, context, trees, profiles))
+            choices.append(session.choose(batch, halfway, trees, profiles))
         except torch.OutOfMemoryError:
             if not choices:
                 raise
@@ -178,12 +178,16 @@ def tune(
         device=device_name(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
         temperature=float(config.temperature),
-        context=context,
+        context=mean_length(halfway),
         prompts=len(contexts),
         cycles={name: profile.cycles for name, profile in profiles.items()},
         taus={tree_name(tree): _of(profiles, tree).tau(tree) for tree in trees},
         choices=choices,
     )
+
+
+def mean_length(contexts: list[list[int]]) -> int:
+    return round(statistics.mean(map(len, contexts)))
 
 
 def tree_kinds(head: Head | None, config: EvalConfig) -> tuple[str, ...]:
@@ -267,8 +271,8 @@ class _Session:
         assert drafter is not None
         return drafter
 
-    def profiles(self, kinds: tuple[str, ...]) -> tuple[dict[str, Profile], int]:
-        """Acceptance of every kind of tree, and the context length that costs are to be measured for."""
+    def profiles(self, kinds: tuple[str, ...]) -> tuple[dict[str, Profile], list[list[int]]]:
+        """Acceptance of every kind of tree, and the contexts that costs are to be measured for."""
         depth, most = self.search.depth, max(self.search.total_tokens)
         runs = [("chain", TreeConfig("chain", depth))]
         if "dynamic" in kinds:
@@ -282,10 +286,11 @@ class _Session:
         for name, tree in runs:
             found[name], answers = self._profile(name, tree)
             lengths = lengths or answers
-        context = self.search.context
-        if context is None:
-            context = round(statistics.median(map(len, self.contexts)) + statistics.mean(lengths) / 2)
-        return found, context
+        if self.search.context is not None:
+            return found, self.contexts
+        # halfway through an answer; a batch waits for its longest context, so they keep their own lengths
+        half = round(statistics.mean(lengths) / 2)
+        return found, [fit(context, len(context) + half) for context in self.contexts]
 
     def _profile(self, name: str, tree: TreeConfig) -> tuple[Profile, list[int]]:
         """Decode the prompts with the largest tree of a kind; also the lengths of the answers."""
@@ -315,8 +320,13 @@ class _Session:
             raise DataError("tune: the answers are too short to tell what is accepted: give longer ones")
         return profile, lengths
 
-    def choose(self, batch: int, context: int, trees: list[TreeConfig], profiles: dict[str, Profile]) -> Choice:
-        rows = [fit(self.contexts[n % len(self.contexts)], context) for n in range(batch)]
+    def choose(
+        self, batch: int, halfway: list[list[int]], trees: list[TreeConfig], profiles: dict[str, Profile]
+    ) -> Choice:
+        """Args: halfway: the contexts that costs are measured for."""
+        # as `measure_point` takes them; one row alone stands for all
+        chosen = spread(halfway, batch) if batch > 1 else [fit(halfway[0], mean_length(halfway))]
+        rows = [chosen[n % len(chosen)] for n in range(batch)]
         self.say(f"costs at batch {batch}")
         costs = measure_costs(self.decoder, self.build, trees, rows, self.search.repeats, lambda: self.say(step=1))
         ranked = rank(profiles, costs, trees)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from eval_help import CONTEXTS, Trained, memory_for_two_rows
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
-from headstart.eval.costs import Costs, anchors, draft_points, forwards, measurements, node_count
+from headstart.eval.costs import Costs, anchors, draft_points, forwards, measure_costs, measurements, node_count
 from headstart.eval.profile import ChainProfile, StaticProfile
 from headstart.eval.tune import (
     Candidate,
@@ -51,13 +52,13 @@ def test_cycle_by_hand() -> None:
 
 
 def test_expected_speedup_by_hand() -> None:
-    """Accepted 0, 1, 3, 3 drafts: τ 1.75 with a chain of 1, 2.25 with 2, 2.75 with 3, at cycles of 12.5, 14.1, 15.7."""
-    profile = ChainProfile(np.array([0, 1, 3, 3]))
-    for depth, expected in ((1, 1.75 * 10 / 12.5), (2, 2.25 * 10 / 14.1), (3, 2.75 * 10 / 15.7)):
+    """Accepted 0, 1, 3, 3 drafts: τ 11/6 with chains of 1 and 2, 11/4 with 3, at cycles of 12.5, 14.1, 15.7."""
+    profile = ChainProfile(np.array([0, 1, 3, 3]), 4)
+    for depth, expected in ((1, 11 / 6 * 10 / 12.5), (2, 11 / 6 * 10 / 14.1), (3, 11 / 4 * 10 / 15.7)):
         assert expected_speedup(profile, costs(), TreeConfig("chain", depth)) == pytest.approx(expected)
     ranked = rank({"chain": profile}, costs(), [TreeConfig("chain", depth) for depth in (1, 2, 3)])
-    assert [candidate.tree.depth for candidate in ranked] == [3, 2, 1]
-    never = ChainProfile(np.zeros(4, dtype=np.int64))
+    assert [candidate.tree.depth for candidate in ranked] == [3, 1, 2]
+    never = ChainProfile(np.zeros(4, dtype=np.int64), 4)
     assert rank({"chain": never}, costs(), [TreeConfig("chain", 1)])[0].speedup == pytest.approx(10 / 12.5)
 
 
@@ -89,13 +90,13 @@ def test_what_is_measured() -> None:
 def test_candidates_are_all_different() -> None:
     static = StaticProfile(np.array([[0, 0], [1, 0], [0, 1], [0, 0]]))
     trees = candidates(
-        {"chain": ChainProfile(np.array([1])), "static": static}, TuneConfig(depth=2, total_tokens=[3, 4, 60])
+        {"chain": ChainProfile(np.array([1]), 2), "static": static}, TuneConfig(depth=2, total_tokens=[3, 4, 60])
     )
     assert [tree_name(tree) for tree in trees] == ["chain1", "chain2", "static n2", "static n3", "static n5"]
     assert trees[2].paths == [[0], [0, 0]] and trees[2].depth == 2
     for tree in trees:
         check_config(EvalConfig(tree=tree))
-    dynamic: Any = {"chain": ChainProfile(np.array([1])), "dynamic2": None}
+    dynamic: Any = {"chain": ChainProfile(np.array([1]), 2), "dynamic2": None}
     search = TuneConfig(depth=3, k=[2], total_tokens=[4, 8, 60])
     names = [tree_name(tree) for tree in candidates(dynamic, search)]
     assert names[3:] == [
@@ -136,6 +137,24 @@ def settings(prompts: str, **changes: Any) -> EvalConfig:
 
 
 SMALL = {"batch_sizes": [2], "depth": 2, "k": [2], "total_tokens": [4, 6], "prompts": 2, "repeats": 1}
+
+
+def test_costs_are_of_contexts_as_long_as_the_prompts_are(target: Target, tmp_path: Path, monkeypatch: Any) -> None:
+    """A batch waits for its longest row, so a batch of equal ones would not cost the same."""
+    path = tmp_path / "ids.jsonl"
+    path.write_text("".join(json.dumps({"prompt_token_ids": [7] * length}) + "\n" for length in (5, 40)))
+    lengths: dict[int, list[int]] = {}
+
+    def watched(decoder: Any, build: Any, trees: Any, contexts: list[list[int]], *rest: Any) -> Costs:
+        lengths[len(contexts)] = [len(context) for context in contexts]
+        return measure_costs(decoder, build, trees, contexts, *rest)
+
+    monkeypatch.setattr("headstart.eval.tune.measure_costs", watched)
+    search = TuneConfig(batch_sizes=[1, 3], depth=1, prompts=2, repeats=1)
+    found = tune(target, None, settings(str(path), drafter="ngram"), search)
+    # answers of 12 tokens: halfway through them 11 and 46 tokens stand in front
+    assert lengths == {1: [28], 3: [11, 46, 11]} and found.context == 28
+    assert [choice.costs.context for choice in found.choices] == [28, 23]
 
 
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])

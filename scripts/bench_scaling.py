@@ -203,6 +203,7 @@ def run_case(
     steps = options.steps + (RECORD if case.save_every else 0)  # the last save is followed by timed steps
     if case.cut or accumulation > accelerator.num_processes:
         steps = REFERENCE_STEPS
+    steps += RECORD  # not timed: the last step makes no features for one behind it
     train_config = TrainConfig(
         steps=steps, accumulation=accumulation, lr=1e-4, warmup_steps=4, schedule="constant", log_every=RECORD,
         parallel=case.parallel, save_every=case.save_every, keep=1,
@@ -221,6 +222,7 @@ def run_case(
         if accelerator.is_main_process:
             records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
             records = [record for record in records if "train/loss" in record]
+            records.pop()
             found["losses"] = [record["train/loss"] for record in records]
             first, last = records[0], records[-1]
             found["tokens_per_step"] = result.tokens // result.step

@@ -76,8 +76,9 @@ SPLIT_CANDIDATES = (
 VECTOR_CANDIDATES = (
     Tiles(8, 512, 4, 1, True), Tiles(4, 1024, 4, 1, True), Tiles(16, 512, 8, 1, True), Tiles(16, 256, 4, 1, True),
 )  # fmt: skip
-#: and for matrices of at most so many outputs and inputs
+#: and for matrices of at most so many outputs and inputs; a sliced tile holds at most so many inputs of all rows
 SMALL_OUTPUTS, SMALL_INPUTS = 3072, 4096
+SLICED_ELEMENTS = 1 << 16
 SMALL_CANDIDATES = (
     Tiles(16, 512, 4, 1, sliced=True), Tiles(16, 1024, 8, 1, sliced=True), Tiles(16, 2048, 8, 1, sliced=True),
     Tiles(32, 512, 8, 1, sliced=True),
@@ -276,8 +277,13 @@ def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
         if rows > 1 and linear.residual:
             ways += [tiles for tiles in SPLIT_CANDIDATES if splittable(linear, tiles)]
         if rows > 1 and linear.outputs <= SMALL_OUTPUTS and linear.weight_NK.shape[1] <= SMALL_INPUTS:
-            ways += SMALL_CANDIDATES
+            ways += [tiles for tiles in SMALL_CANDIDATES if not tiles.sliced or _fits(tiles, linear, rows)]
     return ways
+
+
+def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
+    """Whether a sliced tile holds mostly real inputs, and its rows fit into shared memory."""
+    return tiles.inputs < 2 * linear.weight_NK.shape[1] and tiles.inputs * row_bucket(rows) <= SLICED_ELEMENTS
 
 
 def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:

@@ -2,10 +2,7 @@
 
 One run with the largest tree tells the accepted length in every smaller one, cycle by cycle: a shorter chain is a
 prefix, a smaller dynamic tree keeps the best-scored candidates, of which parents always rank before children, and a
-static tree takes any set of ranks once all heads' candidates are known. A smaller tree needs more cycles for what the
-largest accepted at once, and these lie where drafts are good: the mean over the largest tree's cycles would miss them.
-So `tau` walks on inside every accepted path, and takes what was accepted from afar to be accepted from nearer by. A
-path that ended with the largest tree, not with a rejection, would have gone on: its last cycle counts by its tokens.
+static tree takes any set of ranks once all heads' candidates are known.
 Shape legend: B batch, N nodes, K levels, R ranks, C cycles.
 """
 
@@ -40,30 +37,19 @@ class Profile(Protocol):
         """Tokens per target forward with this tree. A last cycle's cut is not taken off."""
         ...
 
-    def accepted(self, tree: TreeConfig) -> NDArray[np.int64]:
-        """int [C]: drafts that the tree has accepted where the recorded cycles began."""
-        ...
-
 
 @dataclass(frozen=True)
 class ChainProfile:
-    """accepted_C: int [C], accepted drafts of each cycle of the longest chain, which has `levels` drafts."""
+    """accepted_C: int [C], accepted drafts of each cycle of the longest chain."""
 
     accepted_C: NDArray[np.int64]
-    levels: int
 
     @property
     def cycles(self) -> int:
         return len(self.accepted_C)
 
-    def accepted(self, tree: TreeConfig) -> NDArray[np.int64]:
-        return np.minimum(self.accepted_C, tree.depth)
-
     def tau(self, tree: TreeConfig) -> float:
-        tokens_C, whole = self.accepted_C + 1, min(tree.depth, self.levels) + 1
-        # a full chain and the target's token, over and over, until a draft is rejected
-        cycles_C = np.where(self.accepted_C < self.levels, self.accepted_C // whole + 1, tokens_C / whole)
-        return float(tokens_C.sum() / cycles_C.sum())
+        return 1.0 + float(np.minimum(self.accepted_C, tree.depth).mean())
 
 
 @dataclass(frozen=True)
@@ -71,40 +57,22 @@ class DynamicProfile:
     """Cycles of the largest dynamic tree with one `k`.
 
     Attributes:
-        rank_CKKK: int [C, K, K, K]: entry (c, i, j - 1, d - 1) is the rank of the accepted node of level j among the
-            verified nodes below the accepted one of level i (0: below the root), of levels up to d, best score first;
-            NEVER where level j was not accepted, or does not lie beyond i and up to d.
+        rank_CKK: int [C, K, K]: entry (c, j - 1, d - 1) is the rank of the accepted node of level j among the verified
+            nodes of levels up to d, best score first; NEVER where level j was not accepted or lies beyond d.
     With `total_tokens` = n + 1 and `depth` = d a tree holds the n best candidates of levels up to d, hence exactly the
     accepted nodes of rank below n: exact while the largest tree verified n nodes of those levels, else a lower bound.
     """
 
-    rank_CKKK: NDArray[np.int64]
+    rank_CKK: NDArray[np.int64]
 
     @property
     def cycles(self) -> int:
-        return len(self.rank_CKKK)
-
-    def accepted(self, tree: TreeConfig) -> NDArray[np.int64]:
-        return self._accepted(tree, np.arange(self.cycles), np.zeros(self.cycles, dtype=np.int64))
-
-    def _accepted(self, tree: TreeConfig, which_P: NDArray[np.int64], from_P: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Drafts accepted by a tree that begins at level `from_P` (< K) of the paths of cycles `which_P`."""
-        end_P = np.minimum(from_P + tree.depth, self.rank_CKKK.shape[1])
-        kept_PK: NDArray[np.bool_] = self.rank_CKKK[which_P, from_P, :, end_P - 1] < tree.total_tokens - 1
-        return kept_PK.sum(1)
+        return len(self.rank_CKK)
 
     def tau(self, tree: TreeConfig) -> float:
-        levels = self.rank_CKKK.shape[1]
-        length_C = (self.rank_CKKK[:, 0, :, -1] < NEVER).sum(1)
-        at_C, cycles, whole = np.zeros_like(length_C), 0.0, min(tree.depth, levels) + 1
-        # every round is one cycle in all paths that are not used up, of which the target's own token is the last
-        while len(which_P := np.flatnonzero(at_C <= length_C)):
-            # behind the last level nothing is left to accept
-            from_P = np.minimum(at_C[which_P], levels - 1)
-            tokens_P = np.where(at_C[which_P] == from_P, self._accepted(tree, which_P, from_P), 0) + 1
-            at_C[which_P] += tokens_P
-            cycles += float(np.where(at_C[which_P] > levels, tokens_P / whole, 1.0).sum())
-        return float((length_C + 1).sum() / cycles)
+        depth = min(tree.depth, self.rank_CKK.shape[1])
+        kept_CK = self.rank_CKK[:, :, depth - 1] < tree.total_tokens - 1
+        return 1.0 + float(kept_CK.sum(1).mean())
 
 
 @dataclass(frozen=True)
@@ -129,14 +97,10 @@ class StaticProfile:
                 counts[tuple(row[:length])] += 1
         return counts
 
-    def accepted(self, tree: TreeConfig) -> NDArray[np.int64]:
-        paths = set(static_paths(tree, min(tree.depth, self.rank_CK.shape[1])))
-        rows = [tuple(row) for row in self.rank_CK.tolist()]
-        return np.array([sum(row[:length] in paths for length in range(1, len(row) + 1)) for row in rows])
-
     def tau(self, tree: TreeConfig) -> float:
-        # the recorded cycles began where the spine's paths ended, so there is nothing to walk on in
-        return 1.0 + float(self.accepted(tree).mean())
+        counts = self._prefixes()
+        paths = set(static_paths(tree, min(tree.depth, self.rank_CK.shape[1])))
+        return 1.0 + sum(counts[path] for path in paths) / self.cycles
 
     def best_paths(self, nodes: int) -> list[list[int]]:
         """The `nodes` paths that were right most often: no static tree of that size accepts more on these cycles.
@@ -188,11 +152,11 @@ class Recorder:
             self.offsets[row] += count
             if rank_BKN is not None:
                 path = follow(parent[row], drafted[row], tokens[row][1:count])
-                self.ranks.append(path_ranks(rank_BKN[row], parent[row], path))
+                self.ranks.append(path_ranks(rank_BKN[row], path))
         self.drafter.commit(accepted)
 
     def chain_profile(self) -> ChainProfile:
-        return ChainProfile(np.array(self.accepted, dtype=np.int64), self.tree.levels)
+        return ChainProfile(np.array(self.accepted, dtype=np.int64))
 
     def dynamic_profile(self) -> DynamicProfile:
         return DynamicProfile(np.stack(self.ranks))
@@ -251,19 +215,10 @@ def follow(parent_N: list[int], token_N: list[int], accepted: list[int]) -> list
     return path
 
 
-def path_ranks(rank_KN: NDArray[np.int64], parent_N: list[int], path: list[int]) -> NDArray[np.int64]:
-    """int64 [K, K, K]: see `DynamicProfile.rank_CKKK`. Args: rank_KN: `ranks_by_depth` of the tree."""
-    levels, count = rank_KN.shape
-    found_KKK = np.full((levels, levels, levels), NEVER)
-    below_N = np.ones(count, dtype=bool)
-    for begin in range(len(path)):
-        if begin:
-            root = path[begin - 1]
-            # parents stand before their children
-            below_N = np.zeros(count, dtype=bool)
-            for node, parent in enumerate(parent_N):
-                below_N[node] = parent == root or (parent >= 0 and below_N[parent])
-        for level in range(begin, len(path)):
-            rank_K = rank_KN[level:, path[level]]
-            found_KKK[begin, level, level:] = (rank_KN[level:, below_N] < rank_K[:, None]).sum(1)
-    return found_KKK
+def path_ranks(rank_KN: NDArray[np.int64], path: list[int]) -> NDArray[np.int64]:
+    """int64 [K, K]: see `DynamicProfile.rank_CKK`."""
+    levels = rank_KN.shape[0]
+    found_KK = np.full((levels, levels), NEVER)
+    for level, node in enumerate(path):
+        found_KK[level, level:] = rank_KN[level:, node]
+    return found_KK

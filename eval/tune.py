@@ -2,7 +2,9 @@
 
     speed-up = τ(tree) · t_plain(batch) / (t_draft(tree) + t_verify(nodes + 1) + rest)          (methods §11)
 
-The best tree of each batch size is then decoded for real, and the measured speed-up stands beside the predicted one.
+τ of every tree follows from a few runs with large ones (`eval/profile.py`). That tells it where the large ones' cycles began; a
+smaller tree's begin more often where drafts are good, which its own run shows: the best few trees get one. The best of each
+batch size is then decoded for real, and the measured speed-up stands beside the predicted one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from headstart.eval.benchmark import Decoder, attach, first_contexts
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune, tree_label
 from headstart.eval.costs import Costs, measure_costs, measurements, node_count
 from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
+from headstart.eval.metrics import acceptance
 from headstart.eval.profile import Profile, Recorder, StaticProfile, spine
 from headstart.eval.prompts import describe_data, load_prompts
 from headstart.eval.sweep import check_contexts, fit, measure_point, spread
@@ -34,6 +37,8 @@ from headstart.heads.target import Target
 AGREEMENT = 0.1
 #: contexts decoded together while acceptance is recorded
 PROFILE_BATCH = 16
+#: best trees by their profile whose τ is taken from runs of their own
+FINALISTS = 3
 
 
 def expected_speedup(profile: Profile, costs: Costs, tree: TreeConfig) -> float:
@@ -59,7 +64,7 @@ class Choice:
     """What to do at one batch size.
 
     Attributes:
-        best: the fastest tree by prediction, whether or not it gains.
+        best: the fastest tree by prediction, whether or not it gains; its τ and the chain's are of their own runs.
         best_chain: the same among chains, which is what serving engines mostly draft; None where none was searched.
         measured: `measure_point` of `best`; `measured_speedup` is per row, so that rows which end early do not count.
     """
@@ -103,6 +108,7 @@ class Tuning:
     context: int
     prompts: int
     cycles: dict[str, int]
+    #: τ by the profiles of every tree that was compared
     taus: dict[str, float]
     choices: list[Choice]
 
@@ -239,6 +245,10 @@ def rank(profiles: dict[str, Profile], costs: Costs, trees: list[TreeConfig]) ->
     for tree in trees:
         profile = _of(profiles, tree)
         made.append(Candidate(tree, profile.tau(tree), expected_speedup(profile, costs, tree)))
+    return by_speedup(made)
+
+
+def by_speedup(made: list[Candidate]) -> list[Candidate]:
     return sorted(made, key=lambda candidate: (-candidate.speedup, node_count(candidate.tree)))
 
 
@@ -256,6 +266,8 @@ class _Session:
     ):
         self.target, self.head, self.config, self.search, self.contexts = target, head, config, search, contexts
         self.progress, self.done, self.total = progress, 0, 0
+        #: `tree_name` → τ of the tree's own run
+        self.own_taus: dict[str, float] = {}
         self.decoder = Decoder(target, config)
 
     def say(self, what: str = "", step: int = 0) -> None:
@@ -264,7 +276,7 @@ class _Session:
             self.progress(self.done, max(self.total, self.done), what)
 
     def plan(self, trees: list[TreeConfig]) -> None:
-        self.total = self.done + len(self.search.batch_sizes) * (measurements(trees) + 1)
+        self.total = self.done + len(self.search.batch_sizes) * (measurements(trees) + 2)
 
     def build(self, tree: TreeConfig) -> Drafter:
         drafter = build_drafter(self.head, replace(self.config, tree=tree))
@@ -330,9 +342,28 @@ class _Session:
         self.say(f"costs at batch {batch}")
         costs = measure_costs(self.decoder, self.build, trees, rows, self.search.repeats, lambda: self.say(step=1))
         ranked = rank(profiles, costs, trees)
-        best = ranked[0]
+        best = by_speedup([self.refine(candidate, costs) for candidate in ranked[:FINALISTS]])[0]
+        chain = next((candidate for candidate in ranked if candidate.tree.kind == "chain"), None)
+        best_chain = None if chain is None else self.refine(chain, costs)
+        self.say(step=1)
         self.say(f"decoding with {tree_name(best.tree)} at batch {batch}")
         point_config = replace(self.config, sweep_prompts=min(self.search.prompts, len(self.contexts)))
         measured = measure_point(self.decoder, self.build(best.tree), point_config, self.contexts, batch)
         self.say(step=1)
-        return Choice(costs, best, next((c for c in ranked if c.tree.kind == "chain"), None), measured)
+        return Choice(costs, best, best_chain, measured)
+
+    def refine(self, candidate: Candidate, costs: Costs) -> Candidate:
+        """The candidate with τ of its own run over all prompts."""
+        name = tree_name(candidate.tree)
+        if name not in self.own_taus:
+            self.say(f"acceptance of {name}")
+            drafter, cycles = self.build(candidate.tree), []
+            for number, start in enumerate(range(0, len(self.contexts), PROFILE_BATCH)):
+                batch = self.contexts[start : start + PROFILE_BATCH]
+                decoded = self.decoder.run(batch, drafter, self.decoder.limits(batch), self.config.seed + number)
+                cycles += [cycle for answer in decoded.answers for cycle in answer.cycles]
+            # captured cycles hold on to their drafters
+            self.decoder.graphs.clear()
+            self.own_taus[name] = acceptance(cycles).tau
+        tau = self.own_taus[name]
+        return Candidate(candidate.tree, tau, tau * costs.plain_s / costs.cycle_s(candidate.tree))

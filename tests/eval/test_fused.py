@@ -132,6 +132,10 @@ def test_ways_of_a_product() -> None:
     sliced = [tiles for tiles in ways(576, 1536, 4) if tiles is not None and tiles.sliced]
     assert sliced and all(tiles.inputs % tiles.warps == 0 for tiles in sliced)
     assert not any(tiles is not None and tiles.sliced for tiles in ways(6144, 4096, 4) + ways(576, 1536, 1))
+    # the longest slices are for long inputs and few rows
+    longest = max(tiles.inputs for tiles in sliced)
+    for inputs, rows in ((576, 4), (1536, 64)):
+        assert all(tiles.inputs < longest for tiles in ways(576, inputs, rows) if tiles is not None and tiles.sliced)
     assert any(tiles is not None and tiles.splits > 1 for tiles in ways(4096, 14336, 64))
     # compiled for float32 such kernels take minutes, and only a single row gains
     assert ways(576, 1536, 24, torch.float32) == [None]

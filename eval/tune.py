@@ -2,9 +2,9 @@
 
     speed-up = τ(tree) · t_plain(batch) / (t_draft(tree) + t_verify(nodes + 1) + rest)          (methods §11)
 
-τ of every tree follows from a few runs with large ones (`eval/profile.py`). That tells it where the large ones' cycles began; a
-smaller tree's begin more often where drafts are good, which its own run shows: the best few trees get one. The best of each
-batch size is then decoded for real, and the measured speed-up stands beside the predicted one.
+τ of every tree follows from a few runs with large ones (`eval/profile.py`). They tell it where the large ones' cycles
+began; a smaller tree's begin more often where drafts are good, as its own run shows: the best few trees get one. The
+best of each batch size is then decoded for real, and the measured speed-up stands beside the predicted one.
 """
 
 from __future__ import annotations

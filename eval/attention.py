@@ -153,7 +153,10 @@ def attend_kernel(
     splits: int | None = None,
     ahead: Ahead | None = None,
 ) -> Tensor:
-    """Split-KV attention. Args: splits: parts of the context; None fills the card."""
+    """Split-KV attention.
+
+    Args: splits: parts of the context; None fills the card. A tree's own slots are one part more where there are several.
+    """
     batch, count = visibility.position_BM.shape
     rows, heads, d = q_Rhd.shape
     kv_heads = keys.shape[1]
@@ -165,12 +168,14 @@ def attend_kernel(
     if splits is None:
         parts = triton.cdiv(keys.shape[2], BLOCK_SLOTS)
         splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles), parts))
+    tree = visibility.tree_BMW
+    if tree is not None and splits > 1:
+        splits += 1
     out = torch.empty_like(q_Rhd)
     partial = stats = out
     if splits > 1:
         partial = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=out.device)
         stats = torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=out.device)
-    tree = visibility.tree_BMW
     if shape.window is not None:
         visibility.check_window()
     sinks = shape.sinks_h
@@ -260,9 +265,16 @@ if triton is not None:
         low = end * 0
         if WINDOW:
             low = tl.maximum(tl.min(tl.where(at >= 0, at, end), 0) - window + 1, 0)
-        part = tl.cdiv(tl.cdiv(end - low, splits), BS) * BS
-        start = low + split * part
-        stop = tl.minimum(start + part, end)
+        if TREE and SPLIT:
+            # the last part is the tree's own slots, so that no program waits for committed ones and then for those
+            part = tl.cdiv(tl.cdiv(tl.maximum(committed - low, 0), splits - 1), BS) * BS
+            last = split == splits - 1
+            start = tl.where(last, committed, low + split * part)
+            stop = tl.where(last, end, tl.minimum(start + part, committed))
+        else:
+            part = tl.cdiv(tl.cdiv(end - low, splits), BS) * BS
+            start = low + split * part
+            stop = tl.minimum(start + part, end)
         peak = tl.full((BR,), float("-inf"), tl.float32)
         total = tl.zeros((BR,), tl.float32)
         context = tl.zeros((BR, BD), tl.float32)

@@ -422,6 +422,8 @@ if triton is not None:
         BR: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """BN outputs of all rows as SLICES products of BK inputs each: a warp's chain of sums is that much shorter."""
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
         output = tl.program_id(0) * BN + tl.arange(0, BN)
         weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
         row = tl.arange(0, BR)
@@ -438,8 +440,7 @@ if triton is not None:
         if PAIRED:
             up_tile = tl.load(up_at, mask=here[:, None, :], other=0.0)
         if OVERLAP:
-            # the first weights are on their way before the previous kernel's results are needed
-            tl.extra.cuda.gdc_launch_dependents()
+            # the first weights are here before the previous kernel's results are needed
             tl.extra.cuda.gdc_wait()
         part = tl.load(x_at, mask=real[None, None, :] & here[:, :, None], other=0.0)
         sums = tl.dot(tile, part, input_precision="ieee")

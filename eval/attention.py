@@ -155,7 +155,7 @@ def attend_kernel(
 ) -> Tensor:
     """Split-KV attention.
 
-    Args: splits: parts of the context; None fills the card. A tree's own slots are one part more where there are several.
+    Args: splits: parts of the context; None fills the card. Where there are several, a tree's own slots are one more.
     """
     batch, count = visibility.position_BM.shape
     rows, heads, d = q_Rhd.shape

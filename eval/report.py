@@ -95,6 +95,8 @@ class Report:
     cycle: dict[str, float] | None = None
     #: HF generate at batch 1, where asked for; its label stands beside it
     generate: dict[str, Any] | None = None
+    #: command line of the process that measured this
+    command: str | None = None
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -340,5 +342,6 @@ def render_markdown(report: Report) -> str:
     lines += [f"- {note}" for note in report.notes]
     lines += [f"- data: {report.data['path']}, {report.prompts} prompts, at most {report.max_new_tokens} new tokens"]
     lines += [f"- {name}: {number(value, 2)}" for name, value in report.timing.items()]
+    lines += [f"- command: `{report.command}`"] if report.command else []
     lines += [f"- revision {report.git_revision}; " + ", ".join(f"{k} {v}" for k, v in report.versions.items())]
     return "\n".join(lines) + "\n"

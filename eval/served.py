@@ -24,7 +24,7 @@ from headstart.eval.prompts import EvalPrompt, describe_data, load_prompts
 from headstart.eval.report import Report, Section
 from headstart.eval.sampling import Sampling
 from headstart.heads.errors import ConfigError, ServerError
-from headstart.heads.provenance import git_revision, versions
+from headstart.heads.provenance import command_line, git_revision, versions
 
 #: seconds until a server's counters hold the requests it has answered
 SETTLE = 10.0
@@ -250,4 +250,5 @@ def _report(
         git_revision=git_revision(),
         notes=notes,
         engine={"name": engine, "version": probe.version, "url": url, "model": model},
+        command=command_line(),
     )

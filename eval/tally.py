@@ -14,7 +14,7 @@ from headstart.eval.prompts import describe_data
 from headstart.eval.report import Report, Section
 from headstart.eval.sampling import Sampling
 from headstart.heads.base import Head
-from headstart.heads.provenance import device_name, git_revision, versions
+from headstart.heads.provenance import command_line, device_name, git_revision, versions
 from headstart.heads.target import Target
 
 
@@ -141,6 +141,7 @@ def report_of(
         sweeps=measured.sweeps or None,
         cycle=measured.parts,
         generate=None if measured.generate is None else measured.generate.report(),
+        command=command_line(),
     )
 
 

@@ -30,7 +30,7 @@ from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.medusa import MedusaHead
-from headstart.heads.provenance import device_name, git_revision, versions
+from headstart.heads.provenance import command_line, device_name, git_revision, versions
 from headstart.heads.target import Target
 
 #: how far predicted and measured speed-up may lie apart
@@ -115,8 +115,8 @@ class Tuning:
     def to_json(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "choices"}
         return {
-            **values, "choices": [choice.to_json() for choice in self.choices], "versions": versions(),
-            "git_revision": git_revision(),
+            **values, "choices": [choice.to_json() for choice in self.choices], "command": command_line(),
+            "versions": versions(), "git_revision": git_revision(),
         }  # fmt: skip
 
     def entry(self) -> dict[str, Any]:

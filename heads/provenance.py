@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,18 @@ def git_revision() -> str:
         return revision + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+
+
+def command_line() -> str:
+    """The command that started this process, as a shell takes it; programs by their names, without their folders.
+
+    `headstart eval …` for an installed script, `python -m headstart.bench_decode …` for a module.
+    """
+    words = sys.orig_argv[1:] or sys.argv
+    if words and not words[0].startswith("-"):
+        name = Path(words[0]).name
+        return shlex.join([*(["python"] if name.endswith(".py") else []), name, *words[1:]])
+    return shlex.join(["python", *words])
 
 
 def versions() -> dict[str, str]:

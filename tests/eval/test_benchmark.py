@@ -28,7 +28,7 @@ from headstart.heads.target import Target
 REQUIRED = {
     *("schema", "target", "head", "data", "dtype", "device", "temperature", "tree", "tau", "tau_ci95", "tasks"),
     *("per_position_acceptance", "baseline_tokens_per_s", "tokens_per_s", "speedup", "greedy_identity", "recipe"),
-    *("versions", "git_revision"),
+    *("versions", "git_revision", "command"),
 }
 
 

@@ -168,6 +168,9 @@ def attend_kernel(
     if splits is None:
         parts = triton.cdiv(keys.shape[2], BLOCK_SLOTS)
         splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles), parts))
+        # the merging kernel holds a power of two of parts in registers: one more must not double them
+        if visibility.tree_BMW is not None and splits in (8, 16, 32):
+            splits -= 1
     tree = visibility.tree_BMW
     if tree is not None and splits > 1:
         splits += 1

@@ -95,7 +95,7 @@ class Linear:
         bias_N: or None.
         activation: None, or a key of ACTIVATIONS.
         residual: whether calls add a residual, which tuning then does as well.
-        tiles: row bucket → Tiles, or None = cuBLAS; a missing bucket takes the first candidate.
+        tiles: row bucket → Tiles, or None = cuBLAS; a missing bucket takes the first candidate, cuBLAS in float32.
     """
 
     weight_NK: Tensor
@@ -253,18 +253,25 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]
     chosen: dict[str, float] = {}
     if rows > MAX_ROWS or not linears or not wants_kernel(linears[0].weight_NK):
         return chosen
+    cache = torch.cuda.get_device_properties(linears[0].weight_NK.device).L2_cache_size
     groups: dict[tuple[Any, ...], list[Linear]] = {}
     for linear in linears:
         key = (tuple(linear.weight_NK.shape), linear.activation, linear.bias_N is not None, linear.residual)
         if row_bucket(rows) not in linear.tiles:
             groups.setdefault(key, []).append(linear)
     for (shape, activation, _, _), members in groups.items():
-        times = measure(members[:8], rows, replays)
+        times = measure(outgrowing(members, cache), rows, replays)
         best = min(times, key=lambda tiles: times[tiles])
         for linear in members:
             linear.tiles[row_bucket(rows)] = best
         chosen[f"{shape[0]}×{shape[1]}{' ' + activation if activation else ''} {rows}"] = times[best]
     return chosen
+
+
+def outgrowing(members: list[Linear], cache: int) -> list[Linear]:
+    """As many products, at least eight, as it takes to push each other's weights out of a cache of so many bytes."""
+    count = max(8, -(-2 * cache // members[0].weight_NK.nbytes))
+    return members[:count]
 
 
 def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
@@ -282,8 +289,9 @@ def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
 
 
 def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
-    """Whether a sliced tile holds mostly real inputs, and its rows fit into shared memory."""
-    return tiles.inputs < 2 * linear.weight_NK.shape[1] and tiles.inputs * row_bucket(rows) <= SLICED_ELEMENTS
+    """Whether a sliced tile holds mostly real inputs, and its rows and weights leave each other room."""
+    held = tiles.inputs * row_bucket(rows) * (1 if linear.activation is None else 2)
+    return tiles.inputs < 2 * linear.weight_NK.shape[1] and held <= SLICED_ELEMENTS
 
 
 def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:

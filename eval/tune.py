@@ -196,6 +196,19 @@ def mean_length(contexts: list[list[int]]) -> int:
     return round(statistics.mean(map(len, contexts)))
 
 
+def usual_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
+    """Of the batches that `measure_point` decodes the one with the median of their longest contexts.
+
+    One row alone is as long as the contexts are on average, since the rows' times add up.
+    """
+    if batch == 1:
+        return [fit(contexts[0], mean_length(contexts))]
+    count = -(-len(contexts) // batch) * batch
+    rows = [contexts[n % len(contexts)] for n in range(count)]
+    batches = [rows[start : start + batch] for start in range(0, count, batch)]
+    return sorted(batches, key=lambda some: max(map(len, some)))[len(batches) // 2]
+
+
 def tree_kinds(head: Head | None, config: EvalConfig) -> tuple[str, ...]:
     if config.drafter == "ngram":
         return ("chain",)
@@ -252,6 +265,12 @@ def by_speedup(made: list[Candidate]) -> list[Candidate]:
     return sorted(made, key=lambda candidate: (-candidate.speedup, node_count(candidate.tree)))
 
 
+def finalists(ranked: list[Candidate]) -> list[Candidate]:
+    """The best few, with the best chain among them: it competes, as its own run may show it to be the fastest."""
+    chains = [candidate for candidate in ranked if candidate.tree.kind == "chain"]
+    return ranked[:FINALISTS] + [chain for chain in chains[:1] if chain not in ranked[:FINALISTS]]
+
+
 class _Session:
     """Runs of one tuning, with a count of what is done."""
 
@@ -301,8 +320,11 @@ class _Session:
         if self.search.context is not None:
             return found, self.contexts
         # halfway through an answer; a batch waits for its longest context, so they keep their own lengths
-        half = round(statistics.mean(lengths) / 2)
-        return found, [fit(context, len(context) + half) for context in self.contexts]
+        half, limits = round(statistics.mean(lengths) / 2), self.decoder.limits(self.contexts)
+        return found, [
+            fit(context, len(context) + min(half, limit // 2))
+            for context, limit in zip(self.contexts, limits, strict=True)
+        ]
 
     def _profile(self, name: str, tree: TreeConfig) -> tuple[Profile, list[int]]:
         """Decode the prompts with the largest tree of a kind; also the lengths of the answers."""
@@ -336,15 +358,12 @@ class _Session:
         self, batch: int, halfway: list[list[int]], trees: list[TreeConfig], profiles: dict[str, Profile]
     ) -> Choice:
         """Args: halfway: the contexts that costs are measured for."""
-        # as `measure_point` takes them; one row alone stands for all
-        chosen = spread(halfway, batch) if batch > 1 else [fit(halfway[0], mean_length(halfway))]
-        rows = [chosen[n % len(chosen)] for n in range(batch)]
+        rows = usual_batch(halfway, batch)
         self.say(f"costs at batch {batch}")
         costs = measure_costs(self.decoder, self.build, trees, rows, self.search.repeats, lambda: self.say(step=1))
         ranked = rank(profiles, costs, trees)
-        best = by_speedup([self.refine(candidate, costs) for candidate in ranked[:FINALISTS]])[0]
-        chain = next((candidate for candidate in ranked if candidate.tree.kind == "chain"), None)
-        best_chain = None if chain is None else self.refine(chain, costs)
+        refined = by_speedup([self.refine(candidate, costs) for candidate in finalists(ranked)])
+        best, best_chain = refined[0], next((c for c in refined if c.tree.kind == "chain"), None)
         self.say(step=1)
         self.say(f"decoding with {tree_name(best.tree)} at batch {batch}")
         point_config = replace(self.config, sweep_prompts=min(self.search.prompts, len(self.contexts)))

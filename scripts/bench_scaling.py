@@ -200,7 +200,9 @@ def run_case(
     target.keep_rows(draft_ids_U)
     head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
     source = OnlineFeatures(target, samples, head.spec, head.depth)
-    steps = options.steps + (RECORD if case.save_every else 0)  # the last save is followed by timed steps
+    steps = options.steps
+    if case.save_every:  # the last save is followed by timed steps
+        steps = -(-steps // case.save_every) * case.save_every + RECORD
     if case.cut or accumulation > accelerator.num_processes:
         steps = REFERENCE_STEPS
     steps += RECORD  # not timed: the last step makes no features for one behind it

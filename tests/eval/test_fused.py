@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.eval.attention import Visibility
 from headstart.eval.engine import attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
-from headstart.eval.linear import Linear, Tiles, candidates
+from headstart.eval.linear import Linear, Tiles, candidates, outgrowing
 from headstart.eval.tree import with_root
 
 
@@ -137,6 +137,10 @@ def test_ways_of_a_product() -> None:
     for inputs, rows in ((576, 4), (1536, 64)):
         assert all(tiles.inputs < longest for tiles in ways(576, inputs, rows) if tiles is not None and tiles.sliced)
     assert any(tiles is not None and tiles.splits > 1 for tiles in ways(4096, 14336, 64))
+    # timed on as many as do not fit into the cache together: weights come from memory in a model
+    small = [Linear(torch.empty((576, 576), dtype=torch.bfloat16, device="meta")) for _ in range(30)]
+    assert len(outgrowing(small, 2**20)) == 8 and len(outgrowing(small, 6 * 2**20)) == 19
+    assert len(outgrowing(small, 50 * 2**20)) == 30
     # compiled for float32 such kernels take minutes, and only a single row gains
     assert ways(576, 1536, 24, torch.float32) == [None]
     assert all(tiles is None or tiles.vector for tiles in ways(576, 1536, 1, torch.float32))

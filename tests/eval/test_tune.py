@@ -20,9 +20,11 @@ from headstart.eval.tune import (
     Tuning,
     candidates,
     expected_speedup,
+    finalists,
     rank,
     tree_name,
     tune,
+    usual_batch,
 )
 from headstart.heads.errors import ConfigError
 from headstart.heads.target import Target
@@ -104,6 +106,24 @@ def test_candidates_are_all_different() -> None:
         *("dynamic k2 d2 n3", "dynamic k2 d2 n6"),
         *("dynamic k2 d3 n3", "dynamic k2 d3 n7", "dynamic k2 d3 n10"),
     ]
+
+
+def test_the_best_chain_is_among_the_finalists() -> None:
+    trees = [Candidate(TreeConfig("dynamic", depth, 4, 60), 2.0, 3.0 - depth / 10) for depth in range(1, 6)]
+    chains = [Candidate(TreeConfig("chain", depth), 2.0, 1.5 - depth / 10) for depth in (1, 2)]
+    assert finalists(trees + chains) == [*trees[:3], chains[0]]
+    assert finalists([*trees[:2], *chains]) == [*trees[:2], chains[0]]
+    assert finalists(trees) == trees[:3] and finalists(chains) == chains
+
+
+def test_costs_are_of_a_usual_batch() -> None:
+    contexts = [[7] * length for length in (4000, *(100,) * 6, 4000)]
+    assert [len(context) for context in usual_batch(contexts, 1)] == [1075]
+    # of four batches of two, two hold a long context; of three of three, two do
+    assert [sorted(map(len, usual_batch(contexts, batch))) for batch in (2, 3)] == [[100, 4000], [100, 100, 4000]]
+    contexts[-1] = [7] * 100
+    assert [len(context) for context in usual_batch(contexts, 2)] == [100, 100]
+    assert [len(context) for context in usual_batch(contexts[:2], 3)] == [4000, 100, 4000]
 
 
 def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:

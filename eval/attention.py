@@ -158,6 +158,7 @@ def attend_kernel(
     Args: splits: parts of the context; None fills the card. Where there are several, a tree's own slots are one more.
     """
     batch, count = visibility.position_BM.shape
+    tree = visibility.tree_BMW
     rows, heads, d = q_Rhd.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -169,9 +170,8 @@ def attend_kernel(
         parts = triton.cdiv(keys.shape[2], BLOCK_SLOTS)
         splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles), parts))
         # the merging kernel holds a power of two of parts in registers: one more must not double them
-        if visibility.tree_BMW is not None and splits in (8, 16, 32):
+        if tree is not None and splits in (8, 16, 32):
             splits -= 1
-    tree = visibility.tree_BMW
     if tree is not None and splits > 1:
         splits += 1
     out = torch.empty_like(q_Rhd)

@@ -253,14 +253,13 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]
     chosen: dict[str, float] = {}
     if rows > MAX_ROWS or not linears or not wants_kernel(linears[0].weight_NK):
         return chosen
-    cache = torch.cuda.get_device_properties(linears[0].weight_NK.device).L2_cache_size
     groups: dict[tuple[Any, ...], list[Linear]] = {}
     for linear in linears:
         key = (tuple(linear.weight_NK.shape), linear.activation, linear.bias_N is not None, linear.residual)
         if row_bucket(rows) not in linear.tiles:
             groups.setdefault(key, []).append(linear)
     for (shape, activation, _, _), members in groups.items():
-        times = measure(outgrowing(members, cache), rows, replays)
+        times = measure(members, rows, replays)
         best = min(times, key=lambda tiles: times[tiles])
         for linear in members:
             linear.tiles[row_bucket(rows)] = best
@@ -295,8 +294,9 @@ def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
 
 
 def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
-    """Microseconds per product of every candidate (None = cuBLAS) on products of one shape."""
+    """Microseconds per product of every candidate (None = cuBLAS). Args: members: products of one shape."""
     weight_NK = members[0].weight_NK
+    members = outgrowing(members, torch.cuda.get_device_properties(weight_NK.device).L2_cache_size)
     x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
     residual_RN = x_RK.new_zeros((rows, members[0].outputs)) if members[0].residual else None
     times: dict[Tiles | None, float] = {}

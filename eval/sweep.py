@@ -60,6 +60,17 @@ def spread(values: Sequence[T], most: int) -> list[T]:
     return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
 
 
+def row_batches(contexts: list[list[int]], least: int, batch: int) -> list[list[list[int]]]:
+    """Whole batches of at least `least` rows: the contexts, evenly chosen from or repeated.
+
+    >>> row_batches([[1], [2], [3]], 3, 2)
+    [[[1], [2]], [[3], [1]]]
+    """
+    count = -(-least // batch) * batch
+    chosen = spread(contexts, count)
+    return [[chosen[n % len(chosen)] for n in range(start, start + batch)] for start in range(0, count, batch)]
+
+
 def sweep(
     decoder: Decoder,
     drafter: Drafter | None,
@@ -106,21 +117,19 @@ def measure_point(
     `speedup` is by the clock, so batches that thin out as their rows end count as they are; `row_speedup` is by the
     time that rows spent decoding, as where ended rows are replaced at once.
     """
-    count = -(-max(batch, config.sweep_prompts) // batch) * batch
-    chosen = spread(contexts, count)
-    rows = [chosen[n % len(chosen)] for n in range(count)]
-    point: dict[str, Any] = {"rows": count, "prompts": len(chosen)}
+    batches = row_batches(contexts, max(batch, config.sweep_prompts), batch)
+    count = len(batches) * batch
+    point: dict[str, Any] = {"rows": count, "prompts": min(len(contexts), count)}
     rates: dict[str, float | None] = {}
     row_rates: dict[str, float | None] = {}
     for way, name in ((None, "baseline"), (drafter, "speculative")):
         if name == "speculative" and drafter is None:
             continue
         if config.warmup_tokens > 0:
-            decoder.run(rows[:batch], way, config.warmup_tokens, config.seed)
+            decoder.run(batches[0], way, config.warmup_tokens, config.seed)
         timed, answers = Timed(), []
-        for start in range(0, count, batch):
-            some = rows[start : start + batch]
-            decoded = decoder.run(some, way, decoder.limits(some), config.seed + start)
+        for number, some in enumerate(batches):
+            decoded = decoder.run(some, way, decoder.limits(some), config.seed + number * batch)
             timed.add(decoded)
             answers += decoded.answers
         rates[name], row_rates[name] = timed.tokens_per_s, timed.row_tokens_per_s

@@ -10,7 +10,7 @@ best of each batch size is then decoded for real, and the measured speed-up stan
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,11 +20,12 @@ import torch
 from headstart.eval.benchmark import Decoder, attach, first_contexts
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune, tree_label
 from headstart.eval.costs import Costs, measure_costs, measurements, node_count
+from headstart.eval.decode import Decoded
 from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
 from headstart.eval.metrics import acceptance
 from headstart.eval.profile import Profile, Recorder, StaticProfile, spine
 from headstart.eval.prompts import describe_data, load_prompts
-from headstart.eval.sweep import check_contexts, fit, measure_point, spread
+from headstart.eval.sweep import check_contexts, fit, measure_point, row_batches, spread
 from headstart.eval.tree import MEDUSA_RANKS
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
@@ -41,9 +42,9 @@ PROFILE_BATCH = 16
 FINALISTS = 3
 
 
-def expected_speedup(profile: Profile, costs: Costs, tree: TreeConfig) -> float:
+def expected_speedup(tau: float, costs: Costs, tree: TreeConfig) -> float:
     """τ · t_plain / t_cycle of a tree, every row of the batch decoding (methods §11)."""
-    return profile.tau(tree) * costs.plain_s / costs.cycle_s(tree)
+    return tau * costs.plain_s / costs.cycle_s(tree)
 
 
 @dataclass(frozen=True)
@@ -203,9 +204,7 @@ def usual_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
     """
     if batch == 1:
         return [fit(contexts[0], mean_length(contexts))]
-    count = -(-len(contexts) // batch) * batch
-    rows = [contexts[n % len(contexts)] for n in range(count)]
-    batches = [rows[start : start + batch] for start in range(0, count, batch)]
+    batches = row_batches(contexts, max(batch, len(contexts)), batch)
     return sorted(batches, key=lambda some: max(map(len, some)))[len(batches) // 2]
 
 
@@ -256,8 +255,8 @@ def rank(profiles: dict[str, Profile], costs: Costs, trees: list[TreeConfig]) ->
     """Candidates by predicted speed-up, the best first; equals prefer fewer nodes."""
     made = []
     for tree in trees:
-        profile = _of(profiles, tree)
-        made.append(Candidate(tree, profile.tau(tree), expected_speedup(profile, costs, tree)))
+        tau = _of(profiles, tree).tau(tree)
+        made.append(Candidate(tree, tau, expected_speedup(tau, costs, tree)))
     return by_speedup(made)
 
 
@@ -338,9 +337,7 @@ class _Session:
         lengths: list[int] = []
         ranks = []
         self.say(f"acceptance of {name}")
-        for number, start in enumerate(range(0, len(self.contexts), PROFILE_BATCH)):
-            batch = self.contexts[start : start + PROFILE_BATCH]
-            decoded = self.decoder.run(batch, recorder, self.decoder.limits(batch), self.config.seed + number)
+        for decoded in self._decoded(recorder):
             lengths += [len(answer.tokens) for answer in decoded.answers]
             if shape is not None:
                 ranks.append(recorder.static_ranks(shape, decoded.answers))
@@ -376,13 +373,16 @@ class _Session:
         name = tree_name(candidate.tree)
         if name not in self.own_taus:
             self.say(f"acceptance of {name}")
-            drafter, cycles = self.build(candidate.tree), []
-            for number, start in enumerate(range(0, len(self.contexts), PROFILE_BATCH)):
-                batch = self.contexts[start : start + PROFILE_BATCH]
-                decoded = self.decoder.run(batch, drafter, self.decoder.limits(batch), self.config.seed + number)
-                cycles += [cycle for answer in decoded.answers for cycle in answer.cycles]
+            runs = self._decoded(self.build(candidate.tree))
+            cycles = [cycle for decoded in runs for answer in decoded.answers for cycle in answer.cycles]
             # captured cycles hold on to their drafters
             self.decoder.graphs.clear()
             self.own_taus[name] = acceptance(cycles).tau
         tau = self.own_taus[name]
-        return Candidate(candidate.tree, tau, tau * costs.plain_s / costs.cycle_s(candidate.tree))
+        return Candidate(candidate.tree, tau, expected_speedup(tau, costs, candidate.tree))
+
+    def _decoded(self, drafter: Drafter) -> Iterator[Decoded]:
+        """All prompts, a batch after the other."""
+        for number, start in enumerate(range(0, len(self.contexts), PROFILE_BATCH)):
+            batch = self.contexts[start : start + PROFILE_BATCH]
+            yield self.decoder.run(batch, drafter, self.decoder.limits(batch), self.config.seed + number)

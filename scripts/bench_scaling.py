@@ -224,7 +224,7 @@ def run_case(
         if accelerator.is_main_process:
             records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
             records = [record for record in records if "train/loss" in record]
-            records.pop()
+            records.pop()  # of the steps that are not timed
             found["losses"] = [record["train/loss"] for record in records]
             first, last = records[0], records[-1]
             found["tokens_per_step"] = result.tokens // result.step

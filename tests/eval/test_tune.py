@@ -57,7 +57,8 @@ def test_expected_speedup_by_hand() -> None:
     """Accepted 0, 1, 3, 3 drafts: τ 1.75 with a chain of 1, 2.25 with 2, 2.75 with 3, at cycles of 12.5, 14.1, 15.7."""
     profile = ChainProfile(np.array([0, 1, 3, 3]))
     for depth, expected in ((1, 1.75 * 10 / 12.5), (2, 2.25 * 10 / 14.1), (3, 2.75 * 10 / 15.7)):
-        assert expected_speedup(profile, costs(), TreeConfig("chain", depth)) == pytest.approx(expected)
+        tree = TreeConfig("chain", depth)
+        assert expected_speedup(profile.tau(tree), costs(), tree) == pytest.approx(expected)
     ranked = rank({"chain": profile}, costs(), [TreeConfig("chain", depth) for depth in (1, 2, 3)])
     assert [candidate.tree.depth for candidate in ranked] == [3, 2, 1]
     never = ChainProfile(np.zeros(4, dtype=np.int64))

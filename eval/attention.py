@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.pointwise import LINE_BYTES, launch_options, wants_kernel
+from headstart.eval.pointwise import HEADS_PER_PROGRAM, LINE_BYTES, launch_options, wants_kernel
 
 try:
     import triton
@@ -169,7 +169,7 @@ def attend_kernel(
     if splits is None:
         parts = triton.cdiv(keys.shape[2], BLOCK_SLOTS)
         splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles), parts))
-        # the merging kernel holds a power of two of parts in registers: one more must not double them
+        # the merging kernel goes through a power of two of parts: one more must not double them
         if tree is not None and splits in (8, 16, 32):
             splits -= 1
     if tree is not None and splits > 1:
@@ -198,10 +198,10 @@ def attend_kernel(
         num_warps=8 if block_rows > 32 or d > 128 else 4, num_stages=STAGES, **options,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(rows, heads)](
+        _merge_kernel[(rows, triton.cdiv(heads, HEADS_PER_PROGRAM))](
             partial, stats, out if sinks is None else sinks, out, rows, splits,
-            H=heads, D=d, BD=triton.next_power_of_2(d), BP=triton.next_power_of_2(splits), SINKS=sinks is not None,
-            num_warps=1, **launch_options(out.device),
+            H=heads, D=d, HB=HEADS_PER_PROGRAM, BD=triton.next_power_of_2(d), BP=triton.next_power_of_2(splits),
+            SINKS=sinks is not None, num_warps=HEADS_PER_PROGRAM, **launch_options(out.device),
         )  # fmt: skip
     return out
 
@@ -346,29 +346,35 @@ if triton is not None:
     @triton.jit
     def _merge_kernel(
         partial, stats, sinks, out, rows, splits,
-        H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SINKS: tl.constexpr,
+        H: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SINKS: tl.constexpr,
         OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """Weigh the parts of one row and head by their shares of the softmax."""
+        """Weigh the parts of HB heads of one row by their shares of the softmax."""
+        head = tl.program_id(1) * HB + tl.arange(0, HB)
+        real = head < H
+        highest = tl.full((HB,), float("-inf"), tl.float32)
+        if SINKS:
+            sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32)
+            highest = sink
         await_previous(OVERLAP)
-        place = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
+        place = tl.program_id(0).to(tl.int64) * H + head
         channel = tl.arange(0, BD)
-        part = tl.arange(0, BP)
-        there = part < splits
-        spot = part.to(tl.int64) * rows * H + place
-        peak = tl.load(stats + spot * 2, mask=there, other=float("-inf"))
-        total = tl.load(stats + spot * 2 + 1, mask=there, other=0.0)
-        context = tl.load(
-            partial + spot[:, None] * D + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0
-        )
-        highest = tl.max(peak, 0)
-        if SINKS:
-            sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)
-            highest = tl.maximum(highest, sink)
+        kept = real[:, None] & (channel < D)[None, :]
+        for part in tl.static_range(BP):
+            spot = tl.cast(part, tl.int64) * rows * H + place
+            peak = tl.load(stats + spot * 2, mask=real & (part < splits), other=float("-inf"))
+            highest = tl.maximum(highest, peak)
         safe = tl.where(highest == float("-inf"), 0.0, highest)
-        share = tl.exp(peak - safe)
-        whole = tl.sum(total * share, 0)
+        whole = tl.zeros((HB,), tl.float32)
         if SINKS:
-            whole += tl.exp(sink - safe)
-        merged = tl.sum(context * share[:, None], 0) / tl.maximum(whole, 1e-30)
-        tl.store(out + place * D + channel, merged.to(out.dtype.element_ty), mask=channel < D)
+            whole = tl.exp(sink - safe)
+        merged = tl.zeros((HB, BD), tl.float32)
+        for part in tl.static_range(BP):
+            spot = tl.cast(part, tl.int64) * rows * H + place
+            there = real & (part < splits)
+            share = tl.exp(tl.load(stats + spot * 2, mask=there, other=float("-inf")) - safe)
+            whole += tl.load(stats + spot * 2 + 1, mask=there, other=0.0) * share
+            at = partial + spot[:, None] * D + channel[None, :]
+            merged += tl.load(at, mask=kept & (part < splits), other=0.0) * share[:, None]
+        merged = merged / tl.maximum(whole, 1e-30)[:, None]
+        tl.store(out + place[:, None] * D + channel[None, :], merged.to(out.dtype.element_ty), mask=kept)

@@ -2,9 +2,7 @@
 
 With 1 to 64 rows a product only streams its weights, so what counts is the bytes in flight. The kernel keeps several
 weight tiles in flight per multiprocessor and turns the product over (weights as the tall operand), so that Hopper's
-matrix units take few rows without waste. Small matrices (a small target's, a draft's) are over before a loop has got
-going: for them a second kernel cuts the inputs over the warps of a program and loads its weights before the kernel in
-front of it has ended. Which kernel and tile sizes, or whether cuBLAS, is decided by `tune`: a measurement.
+matrix units take few rows without waste. Which tile sizes, or whether cuBLAS, is decided by `tune`: a measurement.
 Shape legend: R rows, K inputs, N outputs.
 """
 
@@ -44,7 +42,6 @@ class Tiles:
     Attributes:
         vector: a single row on the ordinary arithmetic units instead of the matrix units.
         splits: parts of the inputs that run side by side; a second kernel adds them up.
-        sliced: every warp takes a slice of a tile's inputs, and the program adds the slices up.
     """
 
     outputs: int
@@ -53,10 +50,9 @@ class Tiles:
     stages: int
     vector: bool = False
     splits: int = 1
-    sliced: bool = False
 
     def __str__(self) -> str:
-        more = " vector" * self.vector + " sliced" * self.sliced + f" splits {self.splits}" * (self.splits > 1)
+        more = " vector" * self.vector + f" splits {self.splits}" * (self.splits > 1)
         return f"{self.outputs}×{self.inputs} w{self.warps} s{self.stages}{more}"
 
 
@@ -76,14 +72,12 @@ SPLIT_CANDIDATES = (
 VECTOR_CANDIDATES = (
     Tiles(8, 512, 4, 1, True), Tiles(4, 1024, 4, 1, True), Tiles(16, 512, 8, 1, True), Tiles(16, 256, 4, 1, True),
 )  # fmt: skip
-#: and for matrices of at most so many outputs and inputs; a sliced tile holds at most so many inputs of all rows
-SMALL_OUTPUTS, SMALL_INPUTS = 3072, 4096
-SLICED_ELEMENTS = 1 << 16
-SMALL_CANDIDATES = (
-    Tiles(16, 512, 4, 1, sliced=True), Tiles(16, 1024, 8, 1, sliced=True), Tiles(16, 2048, 8, 1, sliced=True),
-    Tiles(32, 512, 8, 1, sliced=True),
-    Tiles(16, 64, 2, 6), Tiles(16, 128, 4, 4), Tiles(32, 64, 4, 6),
-)  # fmt: skip
+#: and for more rows than 16 of a matrix this large: the rows are read again by fewer programs
+WIDE_OUTPUTS, WIDE_ROWS = 16384, 16
+WIDE_CANDIDATES = (Tiles(256, 64, 8, 4), Tiles(256, 64, 8, 3))
+#: and for matrices of so few outputs that tiles have to be small
+SMALL_OUTPUTS = 3072
+SMALL_CANDIDATES = (Tiles(16, 64, 2, 6), Tiles(16, 128, 4, 4), Tiles(32, 64, 4, 6))
 
 
 @dataclass(eq=False)
@@ -175,13 +169,6 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         )  # fmt: skip
         return out_RN
     tile_outputs = max(16, tiles.outputs // 2) if paired else tiles.outputs
-    if tiles.sliced:
-        _sliced_kernel[(triton.cdiv(outputs, tile_outputs),)](
-            x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
-            BR=max(16, row_bucket(rows)), BN=tile_outputs, SLICES=tiles.warps, BK=tiles.inputs // tiles.warps,
-            num_warps=tiles.warps, num_stages=tiles.stages, **flags,
-        )  # fmt: skip
-        return out_RN
     _linear_kernel[(triton.cdiv(outputs, tile_outputs),)](
         x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
         BR=max(16, row_bucket(rows)), BN=tile_outputs, BK=tiles.inputs, EVEN=even,
@@ -282,15 +269,11 @@ def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
         ways += CANDIDATES
         if rows > 1 and linear.residual:
             ways += [tiles for tiles in SPLIT_CANDIDATES if splittable(linear, tiles)]
-        if rows > 1 and linear.outputs <= SMALL_OUTPUTS and linear.weight_NK.shape[1] <= SMALL_INPUTS:
-            ways += [tiles for tiles in SMALL_CANDIDATES if not tiles.sliced or _fits(tiles, linear, rows)]
+        if rows > WIDE_ROWS and linear.weight_NK.shape[0] >= WIDE_OUTPUTS:
+            ways += WIDE_CANDIDATES
+        if rows > 1 and linear.outputs <= SMALL_OUTPUTS:
+            ways += SMALL_CANDIDATES
     return ways
-
-
-def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
-    """Whether a sliced tile holds mostly real inputs, and its rows and weights leave each other room."""
-    held = tiles.inputs * row_bucket(rows) * (1 if linear.activation is None else 2)
-    return tiles.inputs < 2 * linear.weight_NK.shape[1] and held <= SLICED_ELEMENTS
 
 
 def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
@@ -345,10 +328,10 @@ if triton is not None:
 
     @triton.jit
     def _finish(
-        sums, ups, bias, residual, out, place, weight_row, outputs, kept,
+        sums, ups, bias, added, out, place, weight_row, outputs, kept,
         PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     ):  # fmt: skip
-        """What comes after the product of a tile [outputs, rows], and the store."""
+        """What comes after the product of a tile [outputs, rows], and the store. `added`: the residual's tile."""
         if BIAS:
             sums += tl.load(bias + weight_row).to(tl.float32)[:, None]
             if PAIRED:
@@ -358,7 +341,7 @@ if triton is not None:
         if RESIDUAL:
             # the product is rounded before the sum, as a separate addition would find it
             sums = sums.to(out.dtype.element_ty).to(tl.float32)
-            sums += tl.load(residual + place, mask=kept, other=0.0).to(tl.float32)
+            sums += added.to(tl.float32)
         tl.store(out + place, sums.to(out.dtype.element_ty), mask=kept)
 
     @triton.jit
@@ -398,6 +381,11 @@ if triton is not None:
                     prefetch(weight + (outputs + weight_row)[:, None] * inputs + at[None, :])
             tl.extra.cuda.gdc_wait()
         x_at = x + row[None, :] * inputs + channel[:, None]
+        place = row[None, :] * outputs + output[:, None]
+        kept = inside[:, None] & real[None, :]
+        added = 0.0
+        if RESIDUAL:
+            added = tl.load(residual + place, mask=kept, other=0.0)
         sums = tl.zeros((BN, BR), tl.float32)
         ups = tl.zeros((BN, BR), tl.float32)
         for first in range(begin, end, BK):
@@ -415,59 +403,9 @@ if triton is not None:
                 else:
                     tile = tl.load(up_at + first, mask=(channel < inputs - first)[None, :], other=0.0)
                 ups = tl.dot(tile, part, ups, input_precision="ieee")
-        place = row[None, :] * outputs + output[:, None]
         if SPLITS > 1:
             place += tl.program_id(1) * rows * outputs
-        _finish(
-            sums, ups, bias, residual, out, place, weight_row, outputs, inside[:, None] & real[None, :],
-            PAIRED, SILU, BIAS, RESIDUAL,
-        )  # fmt: skip
-
-    @triton.jit
-    def _sliced_kernel(
-        x, weight, bias, residual, out, rows, outputs, inputs,
-        PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-        BR: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
-    ):  # fmt: skip
-        """BN outputs of all rows as SLICES products of BK inputs each: a warp's chain of sums is that much shorter."""
-        if OVERLAP:
-            tl.extra.cuda.gdc_launch_dependents()
-        output = tl.program_id(0) * BN + tl.arange(0, BN)
-        weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
-        row = tl.arange(0, BR)
-        real = row < rows
-        channel = tl.arange(0, SLICES)[:, None] * BK + tl.arange(0, BK)[None, :]
-        weight_at = weight + weight_row[None, :, None] * inputs + channel[:, None, :]
-        up_at = weight_at
-        if PAIRED:
-            up_at = weight_at + tl.cast(outputs, tl.int64) * inputs
-        x_at = x + row[None, None, :] * inputs + channel[:, :, None]
-        here = channel < inputs
-        tile = tl.load(weight_at, mask=here[:, None, :], other=0.0)
-        up_tile = tile
-        if PAIRED:
-            up_tile = tl.load(up_at, mask=here[:, None, :], other=0.0)
-        if OVERLAP:
-            # the first weights are here before the previous kernel's results are needed
-            tl.extra.cuda.gdc_wait()
-        part = tl.load(x_at, mask=real[None, None, :] & here[:, :, None], other=0.0)
-        sums = tl.dot(tile, part, input_precision="ieee")
-        ups = sums
-        if PAIRED:
-            ups = tl.dot(up_tile, part, input_precision="ieee")
-        for first in range(SLICES * BK, inputs, SLICES * BK):
-            here = channel < inputs - first
-            part = tl.load(x_at + first, mask=real[None, None, :] & here[:, :, None], other=0.0)
-            tile = tl.load(weight_at + first, mask=here[:, None, :], other=0.0)
-            sums = tl.dot(tile, part, sums, input_precision="ieee")
-            if PAIRED:
-                up_tile = tl.load(up_at + first, mask=here[:, None, :], other=0.0)
-                ups = tl.dot(up_tile, part, ups, input_precision="ieee")
-        kept = (output < outputs)[:, None] & real[None, :]
-        _finish(
-            tl.sum(sums, 0), tl.sum(ups, 0), bias, residual, out, row[None, :] * outputs + output[:, None],
-            weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL,
-        )  # fmt: skip
+        _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL)
 
     @triton.jit
     def _join_kernel(
@@ -476,25 +414,29 @@ if triton is not None:
         OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One row: add up the parts and what comes after them."""
-        await_previous(OVERLAP)
         row = tl.program_id(0)
         channel = tl.arange(0, BLOCK)
         inside = channel < outputs
+        if BIAS:
+            shift = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            by = tl.load(factor + channel, mask=inside, other=0.0)
+        await_previous(OVERLAP)
+        if RESIDUAL:
+            added = tl.load(residual + row * outputs + channel, mask=inside, other=0.0).to(tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         for split in tl.static_range(SPLITS):
             total += tl.load(sums + (split * rows + row) * outputs + channel, mask=inside, other=0.0)
         if BIAS:
-            total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+            total += shift
         if RESIDUAL:
             # rounded before the sum, as a separate addition would find it
-            total = total.to(out.dtype.element_ty).to(tl.float32)
-            total += tl.load(residual + row * outputs + channel, mask=inside, other=0.0).to(tl.float32)
+            total = total.to(out.dtype.element_ty).to(tl.float32) + added
         rounded = total.to(out.dtype.element_ty)
         tl.store(out + row * outputs + channel, rounded, mask=inside)
         if NORM:
             value = rounded.to(tl.float32)
             scale = tl.rsqrt(tl.sum(value * value, 0) / outputs + eps)
-            by = tl.load(factor + channel, mask=inside, other=0.0)
             tl.store(normed + row * outputs + channel, (value * scale * by).to(normed.dtype.element_ty), mask=inside)
 
     @triton.jit
@@ -520,6 +462,9 @@ if triton is not None:
             # the first tiles are on their way before the previous kernel's results are needed
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
+        kept = output < outputs
+        if RESIDUAL:
+            added = tl.load(residual + output, mask=kept, other=0.0).to(tl.float32)
         part = tl.load(x + channel, mask=here, other=0.0).to(tl.float32)[None, :]
         sums = tile.to(tl.float32) * part
         ups = sums
@@ -548,8 +493,6 @@ if triton is not None:
             if BIAS:
                 up += tl.load(bias + outputs + weight_row).to(tl.float32)
             result = _gate(result, SILU) * up
-        kept = output < outputs
         if RESIDUAL:
-            result = result.to(out.dtype.element_ty).to(tl.float32)
-            result += tl.load(residual + output, mask=kept, other=0.0).to(tl.float32)
+            result = result.to(out.dtype.element_ty).to(tl.float32) + added
         tl.store(out + output, result.to(out.dtype.element_ty), mask=kept)

@@ -24,6 +24,8 @@ except ImportError:  # CPU builds of torch come without Triton
 
 #: a cache line of the GPUs that kernels prefetch on
 LINE_BYTES = 128
+#: heads that one program of a per-head kernel takes, a warp each: a program per head would be thousands of tiny ones
+HEADS_PER_PROGRAM = 4
 
 
 def wants_kernel(x: Tensor) -> bool:
@@ -167,11 +169,12 @@ def rope_store_kernel(
     q_factor = shape.q_norm.factor_D if shape.q_norm is not None else qkv_RC
     k_factor = shape.k_norm.factor_D if shape.k_norm is not None else qkv_RC
     at = write_BM if position_BM is None else position_BM
-    _rope_store_kernel[(rows, h + 2 * g)](
+    _rope_store_kernel[(rows, triton.cdiv(h + 2 * g, HEADS_PER_PROGRAM))](
         qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_factor, k_factor, q_Rhd, keys, values,
         write_BM.contiguous(), at.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1),
         keys.stride(2), cos_RW.shape[-1] // 2, shape.q_norm.eps if shape.q_norm is not None else 0.0, H=h, G=g, D=d,
-        BLOCK=triton.next_power_of_2(d), NORM=norm, TABLE=position_BM is not None, num_warps=1,
+        HB=HEADS_PER_PROGRAM, BLOCK=triton.next_power_of_2(d), NORM=norm, TABLE=position_BM is not None,
+        num_warps=HEADS_PER_PROGRAM,
         **launch_options(qkv_RC.device),
     )  # fmt: skip
     return q_Rhd
@@ -276,13 +279,13 @@ if triton is not None:
 
     @triton.jit
     def _rms_norm_kernel(x, factor, out, width, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-        await_previous(OVERLAP)
         row = tl.program_id(0).to(tl.int64)
         channel = tl.arange(0, BLOCK)
         inside = channel < width
+        by = tl.load(factor + channel, mask=inside, other=0.0)
+        await_previous(OVERLAP)
         value = tl.load(x + row * width + channel, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-        by = tl.load(factor + channel, mask=inside, other=0.0)
         tl.store(out + row * width + channel, (value * scale * by).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
@@ -291,23 +294,26 @@ if triton is not None:
         NORM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One program per row and half: the embedding, then the feature."""
-        await_previous(OVERLAP)
         row = tl.program_id(0).to(tl.int64)
         channel = tl.arange(0, BLOCK)
         inside = channel < width
         if tl.program_id(1) == 0:
+            if NORM:
+                by = tl.load(e_factor + channel, mask=inside, other=0.0)
+            await_previous(OVERLAP)
             token = tl.load(tokens + row)
             value = tl.load(embedding + token * stride_e + channel, mask=inside, other=0.0)
             # as the eager twin: rounded before the norm
             value = value.to(out.dtype.element_ty).to(tl.float32)
             if NORM:
-                by = tl.load(e_factor + channel, mask=inside, other=0.0)
                 value = value * tl.rsqrt(tl.sum(value * value, 0) / width + e_eps) * by
             tl.store(out + row * 2 * width + channel, value.to(out.dtype.element_ty), mask=inside)
         else:
-            value = tl.load(g + row * width + channel, mask=inside, other=0.0).to(tl.float32)
             if NORM:
                 by = tl.load(g_factor + channel, mask=inside, other=0.0)
+            await_previous(OVERLAP)
+            value = tl.load(g + row * width + channel, mask=inside, other=0.0).to(tl.float32)
+            if NORM:
                 value = value * tl.rsqrt(tl.sum(value * value, 0) / width + g_eps) * by
             tl.store(out + row * 2 * width + width + channel, value.to(out.dtype.element_ty), mask=inside)
 
@@ -332,46 +338,46 @@ if triton is not None:
     def _rope_store_kernel(
         qkv, cos, sin, q_factor, k_factor, q_out, keys, values, write, position,
         tokens, stride_row, stride_b, stride_g, stride_s, half, eps,
-        H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+        H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
         TABLE: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """One program per row and head: heads 0 … H-1 are queries, then G keys, then G values."""
-        await_previous(OVERLAP)
+        """HB heads of one row: heads 0 … H-1 are queries, then G keys, then G values."""
         row = tl.program_id(0).to(tl.int64)
-        head = tl.program_id(1)
+        head = (tl.program_id(1) * HB + tl.arange(0, HB))[:, None]
+        channel = tl.arange(0, BLOCK)[None, :]
+        low = channel < half
+        partner = tl.where(low, channel + half, channel - half)
+        inside = (channel < D) & (head < H + 2 * G)
+        turned = channel < 2 * half
+        if NORM:
+            kept = inside & (head < H + G)
+            own_factor = tl.load(q_factor + channel, mask=kept & (head < H), other=0.0) + tl.load(
+                k_factor + channel, mask=kept & (head >= H), other=0.0
+            )
+            other_factor = tl.load(q_factor + partner, mask=kept & turned & (head < H), other=0.0) + tl.load(
+                k_factor + partner, mask=kept & turned & (head >= H), other=0.0
+            )
+        await_previous(OVERLAP)
         batch = row // tokens
         slot = tl.load(write + row)
-        channel = tl.arange(0, BLOCK)
-        inside = channel < D
         source = qkv + row * stride_row + head * D
         own = tl.load(source + channel, mask=inside, other=0.0)
-        if head >= H + G:
-            place = values + batch * stride_b + (head - H - G) * stride_g + slot * stride_s
-            tl.store(place + channel, own, mask=inside)
-        else:
-            turned = channel < 2 * half
-            low = channel < half
-            partner = tl.where(low, channel + half, channel - half)
-            value = own.to(tl.float32)
-            other = tl.load(source + partner, mask=turned, other=0.0).to(tl.float32)
-            if NORM:
-                scale = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
-                factor = q_factor
-                if head >= H:
-                    factor = k_factor
-                value = value * scale * tl.load(factor + channel, mask=inside, other=0.0)
-                other = other * scale * tl.load(factor + partner, mask=turned, other=0.0)
-                # as the eager twin: the norm's result is rounded before it turns
-                value = value.to(qkv.dtype.element_ty).to(tl.float32)
-                other = other.to(qkv.dtype.element_ty).to(tl.float32)
-            angle = row
-            if TABLE:
-                angle = tl.maximum(tl.load(position + row), 0)
-            c = tl.load(cos + angle * 2 * half + channel, mask=turned, other=1.0).to(tl.float32)
-            s = tl.load(sin + angle * 2 * half + channel, mask=turned, other=0.0).to(tl.float32)
-            rotated = tl.where(turned, value * c + tl.where(low, -other, other) * s, value)
-            if head < H:
-                tl.store(q_out + (row * H + head) * D + channel, rotated.to(q_out.dtype.element_ty), mask=inside)
-            else:
-                place = keys + batch * stride_b + (head - H) * stride_g + slot * stride_s
-                tl.store(place + channel, rotated.to(keys.dtype.element_ty), mask=inside)
+        other = tl.load(source + partner, mask=inside & turned, other=0.0).to(tl.float32)
+        angle = row
+        if TABLE:
+            angle = tl.maximum(tl.load(position + row), 0)
+        c = tl.load(cos + angle * 2 * half + channel, mask=turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + angle * 2 * half + channel, mask=turned, other=0.0).to(tl.float32)
+        value = own.to(tl.float32)
+        if NORM:
+            scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+            # as the eager twin: the norm's result is rounded before it turns
+            value = (value * scale * own_factor).to(qkv.dtype.element_ty).to(tl.float32)
+            other = (other * scale * other_factor).to(qkv.dtype.element_ty).to(tl.float32)
+        rotated = tl.where(turned, value * c + tl.where(low, -other, other) * s, value).to(q_out.dtype.element_ty)
+        tl.store(q_out + (row * H + head) * D + channel, rotated, mask=inside & (head < H))
+        place = batch * stride_b + slot * stride_s + channel
+        is_key = inside & (head >= H) & (head < H + G)
+        tl.store(keys + place + (head - H) * stride_g, rotated.to(keys.dtype.element_ty), mask=is_key)
+        is_value = inside & (head >= H + G)
+        tl.store(values + place + (head - H - G) * stride_g, own, mask=is_value)

@@ -124,18 +124,17 @@ def test_two_layers_of_llama_8b(tokens: int) -> None:
 
 
 def test_ways_of_a_product() -> None:
-    """What is measured: small matrices get kernels of their own, and nothing but 16-bit numbers the matrix units."""
+    """What is measured: tiles that suit the size, and nothing but 16-bit numbers the matrix units."""
 
     def ways(outputs: int, inputs: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> list[Tiles | None]:
         return candidates(Linear(torch.empty((outputs, inputs), dtype=dtype, device="meta"), residual=True), rows)
 
-    sliced = [tiles for tiles in ways(576, 1536, 4) if tiles is not None and tiles.sliced]
-    assert sliced and all(tiles.inputs % tiles.warps == 0 for tiles in sliced)
-    assert not any(tiles is not None and tiles.sliced for tiles in ways(6144, 4096, 4) + ways(576, 1536, 1))
-    # the longest slices are for long inputs and few rows
-    longest = max(tiles.inputs for tiles in sliced)
-    for inputs, rows in ((576, 4), (1536, 64)):
-        assert all(tiles.inputs < longest for tiles in ways(576, inputs, rows) if tiles is not None and tiles.sliced)
+    def outputs(*product: int) -> set[int]:
+        return {tiles.outputs for tiles in ways(*product) if tiles is not None}
+
+    # a large product of many rows takes wide tiles, a small one narrow ones
+    assert min(outputs(576, 576, 4)) == 16 < 32 == min(outputs(6144, 576, 4))
+    assert max(outputs(28672, 4096, 64)) == 256 > max(outputs(28672, 4096, 4) | outputs(4096, 4096, 64))
     assert any(tiles is not None and tiles.splits > 1 for tiles in ways(4096, 14336, 64))
     # timed on as many as do not fit into the cache together: weights come from memory in a model
     small = [Linear(torch.empty((576, 576), dtype=torch.bfloat16, device="meta")) for _ in range(30)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.pointwise import HEADS_PER_PROGRAM, LINE_BYTES, launch_options, wants_kernel
+from headstart.eval.pointwise import LINE_BYTES, launch_options, wants_kernel
 
 try:
     import triton
@@ -27,6 +27,7 @@ BLOCK_ROWS = 64
 BLOCK_SLOTS = 64
 #: blocks of slots in flight
 STAGES = 3
+WARPS = 8
 #: programs that fill a card when its number of multiprocessors is unknown
 PROGRAMS = 128
 MAX_SPLITS = 32
@@ -153,12 +154,8 @@ def attend_kernel(
     splits: int | None = None,
     ahead: Ahead | None = None,
 ) -> Tensor:
-    """Split-KV attention.
-
-    Args: splits: parts of the context; None fills the card. Where there are several, a tree's own slots are one more.
-    """
+    """Split-KV attention. Args: splits: parts of the context; None fills the card."""
     batch, count = visibility.position_BM.shape
-    tree = visibility.tree_BMW
     rows, heads, d = q_Rhd.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -169,16 +166,12 @@ def attend_kernel(
     if splits is None:
         parts = triton.cdiv(keys.shape[2], BLOCK_SLOTS)
         splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles), parts))
-        # the merging kernel goes through a power of two of parts: one more must not double them
-        if tree is not None and splits in (8, 16, 32):
-            splits -= 1
-    if tree is not None and splits > 1:
-        splits += 1
     out = torch.empty_like(q_Rhd)
     partial = stats = out
     if splits > 1:
         partial = torch.empty((splits, rows, heads, d), dtype=torch.float32, device=out.device)
         stats = torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=out.device)
+    tree = visibility.tree_BMW
     if shape.window is not None:
         visibility.check_window()
     sinks = shape.sinks_h
@@ -195,13 +188,13 @@ def attend_kernel(
         H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=BLOCK_SLOTS,
         TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
         SINKS=sinks is not None, SPLIT=splits > 1,
-        num_warps=8 if block_rows > 32 or d > 128 else 4, num_stages=STAGES, **options,
+        num_warps=WARPS if block_rows > 32 or d > 128 else 4, num_stages=STAGES, **options,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(rows, triton.cdiv(heads, HEADS_PER_PROGRAM))](
+        _merge_kernel[(rows, heads)](
             partial, stats, out if sinks is None else sinks, out, rows, splits,
-            H=heads, D=d, HB=HEADS_PER_PROGRAM, BD=triton.next_power_of_2(d), BP=triton.next_power_of_2(splits),
-            SINKS=sinks is not None, num_warps=HEADS_PER_PROGRAM, **launch_options(out.device),
+            H=heads, D=d, BD=triton.next_power_of_2(d), BP=triton.next_power_of_2(splits), SINKS=sinks is not None,
+            num_warps=1, **launch_options(out.device),
         )  # fmt: skip
     return out
 
@@ -268,16 +261,9 @@ if triton is not None:
         low = end * 0
         if WINDOW:
             low = tl.maximum(tl.min(tl.where(at >= 0, at, end), 0) - window + 1, 0)
-        if TREE and SPLIT:
-            # the last part is the tree's own slots, so that no program waits for committed ones and then for those
-            part = tl.cdiv(tl.cdiv(tl.maximum(committed - low, 0), splits - 1), BS) * BS
-            last = split == splits - 1
-            start = tl.where(last, committed, low + split * part)
-            stop = tl.where(last, end, tl.minimum(start + part, committed))
-        else:
-            part = tl.cdiv(tl.cdiv(end - low, splits), BS) * BS
-            start = low + split * part
-            stop = tl.minimum(start + part, end)
+        part = tl.cdiv(tl.cdiv(end - low, splits), BS) * BS
+        start = low + split * part
+        stop = tl.minimum(start + part, end)
         peak = tl.full((BR,), float("-inf"), tl.float32)
         total = tl.zeros((BR,), tl.float32)
         context = tl.zeros((BR, BD), tl.float32)
@@ -346,35 +332,29 @@ if triton is not None:
     @triton.jit
     def _merge_kernel(
         partial, stats, sinks, out, rows, splits,
-        H: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SINKS: tl.constexpr,
+        H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SINKS: tl.constexpr,
         OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """Weigh the parts of HB heads of one row by their shares of the softmax."""
-        head = tl.program_id(1) * HB + tl.arange(0, HB)
-        real = head < H
-        highest = tl.full((HB,), float("-inf"), tl.float32)
-        if SINKS:
-            sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32)
-            highest = sink
+        """Weigh the parts of one row and head by their shares of the softmax."""
         await_previous(OVERLAP)
-        place = tl.program_id(0).to(tl.int64) * H + head
+        place = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
         channel = tl.arange(0, BD)
-        kept = real[:, None] & (channel < D)[None, :]
-        for part in tl.static_range(BP):
-            spot = tl.cast(part, tl.int64) * rows * H + place
-            peak = tl.load(stats + spot * 2, mask=real & (part < splits), other=float("-inf"))
-            highest = tl.maximum(highest, peak)
-        safe = tl.where(highest == float("-inf"), 0.0, highest)
-        whole = tl.zeros((HB,), tl.float32)
+        part = tl.arange(0, BP)
+        there = part < splits
+        spot = part.to(tl.int64) * rows * H + place
+        peak = tl.load(stats + spot * 2, mask=there, other=float("-inf"))
+        total = tl.load(stats + spot * 2 + 1, mask=there, other=0.0)
+        context = tl.load(
+            partial + spot[:, None] * D + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0
+        )
+        highest = tl.max(peak, 0)
         if SINKS:
-            whole = tl.exp(sink - safe)
-        merged = tl.zeros((HB, BD), tl.float32)
-        for part in tl.static_range(BP):
-            spot = tl.cast(part, tl.int64) * rows * H + place
-            there = real & (part < splits)
-            share = tl.exp(tl.load(stats + spot * 2, mask=there, other=float("-inf")) - safe)
-            whole += tl.load(stats + spot * 2 + 1, mask=there, other=0.0) * share
-            at = partial + spot[:, None] * D + channel[None, :]
-            merged += tl.load(at, mask=kept & (part < splits), other=0.0) * share[:, None]
-        merged = merged / tl.maximum(whole, 1e-30)[:, None]
-        tl.store(out + place[:, None] * D + channel[None, :], merged.to(out.dtype.element_ty), mask=kept)
+            sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)
+            highest = tl.maximum(highest, sink)
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        share = tl.exp(peak - safe)
+        whole = tl.sum(total * share, 0)
+        if SINKS:
+            whole += tl.exp(sink - safe)
+        merged = tl.sum(context * share[:, None], 0) / tl.maximum(whole, 1e-30)
+        tl.store(out + place * D + channel, merged.to(out.dtype.element_ty), mask=channel < D)

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from headstart.eval.attention import AttendShape, Visibility, attend
 from headstart.eval.linear import Linear, tune
-from headstart.eval.pointwise import DraftInput, NormWeights, RopeStore, draft_input, pick, rms_norm, rope_store
+from headstart.eval.pointwise import (
+    DraftInput,
+    NormWeights,
+    RopeStore,
+    draft_input,
+    pick,
+    rms_norm,
+    rope_store,
+    take_rows,
+)
 from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
 from headstart.heads.eagle import EagleHead
 from headstart.heads.eagle3 import Eagle3Head
@@ -64,13 +73,14 @@ class DraftStep:
             return DraftInput(embed_VD, (norm_of(head.midlayer.input_layernorm), norm_of(head.midlayer.hidden_norm)))
         return DraftInput(head.embed_VD, None) if kind.mix is EagleHead.mix else None
 
-    def _inputs(self, tokens_BN: Tensor, g_RH: Tensor) -> tuple[Tensor, Tensor]:
+    def _inputs(self, tokens_BN: Tensor, g_BfH: Tensor, under_BN: Tensor | None) -> tuple[Tensor, Tensor]:
         """(input of the layer's attention, start of its residual stream), rows first."""
         head = self.head
         if self.input is None:
+            g_RH = (g_BfH if under_BN is None else take_rows(g_BfH, under_BN)).flatten(0, 1)
             x_RI = head.mix(head.embed(tokens_BN).flatten(0, 1).to(self.dtype), g_RH)
             return x_RI, head.residual(x_RI, g_RH)
-        x_RI = draft_input(tokens_BN.flatten(), g_RH, self.input)
+        x_RI, g_RH = draft_input(tokens_BN, g_BfH, self.input, under_BN)
         if self.input.norms is None:
             x_RI = head.fc(x_RI)
         return x_RI, head.residual(x_RI, g_RH)
@@ -94,24 +104,25 @@ class DraftStep:
     def __call__(
         self,
         tokens_BN: Tensor,
-        g_BNH: Tensor,
+        g_BfH: Tensor,
         visibility: Visibility,
         keys: Tensor,
         values: Tensor,
         only_B1: Tensor | None = None,
+        under_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Store the rows' keys and values and draft.
 
         Args:
-            tokens_BN, g_BNH: as AutoregressiveHead.step's.
+            tokens_BN, g_BfH: as AutoregressiveHead.step's.
             visibility: rope positions, slots written, slots seen.
             keys, values: [B, g, S, d].
             only_B1: int64, the one row of each sequence whose result is wanted; None = all. Without tree masks only.
+            under_BN: int64, row of `g_BfH` that each token is drafted on from; None: the one at its place (f = N).
         Returns: (g for the next step [B, N or 1, H], logits [B, N or 1, U]).
         """
         batch, count = tokens_BN.shape
-        g_RH = g_BNH.flatten(0, 1).to(self.dtype)
-        x_RI, residual_RH = self._inputs(tokens_BN, g_RH)
+        x_RI, residual_RH = self._inputs(tokens_BN, g_BfH.to(self.dtype), under_BN)
         position_BN, write_BN = visibility.position_BM, visibility.write_BM
         cos_TW, sin_TW = self.tables
         q_Rhd = rope_store(self.qkv(x_RI), cos_TW, sin_TW, self.shape, keys, values, write_BN, position_BN)

@@ -27,6 +27,8 @@ try:
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
+#: matrices that programs ask for as a whole while the kernel in front of them drains: the cache holds many such
+PREFETCHED_BYTES = 4 << 20
 #: rows beyond which products go to cuBLAS
 MAX_ROWS = 64
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -180,7 +182,8 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
 def _prefetched(weight_NK: Tensor, tiles: Tiles) -> dict[str, int]:
     """Input tiles that a program asks for before it may read anything else, and the elements of a cache line."""
     count = -(-weight_NK.shape[1] // (tiles.inputs * tiles.splits))
-    return {"AHEAD": min(tiles.stages, count), "LINE": min(tiles.inputs, LINE_BYTES // weight_NK.element_size())}
+    ahead = count if weight_NK.nbytes <= PREFETCHED_BYTES else min(tiles.stages, count)
+    return {"AHEAD": ahead, "LINE": min(tiles.inputs, LINE_BYTES // weight_NK.element_size())}
 
 
 @dataclass(frozen=True)

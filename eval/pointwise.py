@@ -193,33 +193,58 @@ class DraftInput:
     norms: tuple[NormWeights, NormWeights] | None
 
 
-def draft_input_eager(tokens_R: Tensor, g_RD: Tensor, source: DraftInput) -> Tensor:
-    """cat(embedding, feature), each normed where `source.norms` are: [R, 2D] in the feature's dtype."""
-    e_RD = source.embed_VD[tokens_R].to(g_RD.dtype)
+def take_rows(x_BND: Tensor, row_Bn: Tensor) -> Tensor:
+    """Rows `row_Bn` (int64) of each sequence: [B, n, D]."""
+    return x_BND.gather(1, row_Bn[:, :, None].expand(-1, -1, x_BND.shape[2]))
+
+
+def draft_input_eager(
+    tokens_BN: Tensor, g_BfD: Tensor, source: DraftInput, under_BN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What a pass of the draft starts from.
+
+    Args:
+        tokens_BN: int64, drafted or committed tokens.
+        g_BfD: features, or states of the rows that are drafted on from.
+        under_BN: int64, row of `g_BfD` that each token goes with; None: the one at its place (f = N).
+    Returns: (cat(embedding, feature) [B · N, 2D] in the feature's dtype, each normed where `source.norms` are; the
+        feature that was taken [B · N, D]).
+    """
+    g_RD = (g_BfD if under_BN is None else take_rows(g_BfD, under_BN)).flatten(0, 1)
+    e_RD, normed_RD = source.embed_VD[tokens_BN.flatten()].to(g_RD.dtype), g_RD
     if source.norms is not None:
-        e_RD, g_RD = rms_norm_eager(e_RD, source.norms[0]), rms_norm_eager(g_RD, source.norms[1])
-    return torch.cat((e_RD, g_RD), -1)
+        e_RD, normed_RD = rms_norm_eager(e_RD, source.norms[0]), rms_norm_eager(g_RD, source.norms[1])
+    return torch.cat((e_RD, normed_RD), -1), g_RD
 
 
-def draft_input(tokens_R: Tensor, g_RD: Tensor, source: DraftInput) -> Tensor:
+def draft_input(
+    tokens_BN: Tensor, g_BfD: Tensor, source: DraftInput, under_BN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As draft_input_eager."""
-    return (draft_input_kernel if wants_kernel(g_RD) else draft_input_eager)(tokens_R, g_RD, source)
+    run = draft_input_kernel if wants_kernel(g_BfD) else draft_input_eager
+    return run(tokens_BN, g_BfD, source, under_BN)
 
 
-def draft_input_kernel(tokens_R: Tensor, g_RD: Tensor, source: DraftInput) -> Tensor:
-    g_RD = g_RD.contiguous()
-    rows, width = g_RD.shape
-    out_RC = g_RD.new_empty((rows, 2 * width))
+def draft_input_kernel(
+    tokens_BN: Tensor, g_BfD: Tensor, source: DraftInput, under_BN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    g_BfD = g_BfD.contiguous()
+    (batch, count), (before, width) = tokens_BN.shape, g_BfD.shape[1:]
+    rows = batch * count
+    out_RC = g_BfD.new_empty((rows, 2 * width))
+    taken_RD = g_BfD.flatten(0, 1) if under_BN is None else g_BfD.new_empty((rows, width))
     # factors that are not read stand for those that are not there
-    of_embedding, of_feature = source.norms or (NormWeights(g_RD, 0.0), NormWeights(g_RD, 0.0))
+    of_embedding, of_feature = source.norms or (NormWeights(g_BfD, 0.0), NormWeights(g_BfD, 0.0))
     if rows:
         block = triton.next_power_of_2(width)
         _draft_input_kernel[(rows, 2)](
-            tokens_R.contiguous(), source.embed_VD, g_RD, of_embedding.factor_D, of_feature.factor_D, out_RC,
-            width, source.embed_VD.stride(0), of_embedding.eps, of_feature.eps, NORM=source.norms is not None,
-            BLOCK=block, num_warps=min(16, max(1, block // 512)), **launch_options(g_RD.device),
+            tokens_BN.contiguous(), source.embed_VD, g_BfD, tokens_BN if under_BN is None else under_BN.contiguous(),
+            of_embedding.factor_D, of_feature.factor_D, out_RC, taken_RD, count, before, width,
+            source.embed_VD.stride(0), of_embedding.eps, of_feature.eps, NORM=source.norms is not None,
+            UNDER=under_BN is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            **launch_options(g_BfD.device),
         )  # fmt: skip
-    return out_RC
+    return out_RC, taken_RD
 
 
 @dataclass(frozen=True)
@@ -290,8 +315,8 @@ if triton is not None:
 
     @triton.jit
     def _draft_input_kernel(
-        tokens, embedding, g, e_factor, g_factor, out, width, stride_e, e_eps, g_eps,
-        NORM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+        tokens, embedding, g, under, e_factor, g_factor, out, taken, count, before, width, stride_e, e_eps, g_eps,
+        NORM: tl.constexpr, UNDER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
         """One program per row and half: the embedding, then the feature."""
         row = tl.program_id(0).to(tl.int64)
@@ -312,7 +337,13 @@ if triton is not None:
             if NORM:
                 by = tl.load(g_factor + channel, mask=inside, other=0.0)
             await_previous(OVERLAP)
-            value = tl.load(g + row * width + channel, mask=inside, other=0.0).to(tl.float32)
+            of = row
+            if UNDER:
+                of = row // count * before + tl.load(under + row)
+            value = tl.load(g + of * width + channel, mask=inside, other=0.0)
+            if UNDER:
+                tl.store(taken + row * width + channel, value, mask=inside)
+            value = value.to(tl.float32)
             if NORM:
                 value = value * tl.rsqrt(tl.sum(value * value, 0) / width + g_eps) * by
             tl.store(out + row * 2 * width + width + channel, value.to(out.dtype.element_ty), mask=inside)

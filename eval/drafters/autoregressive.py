@@ -22,6 +22,7 @@ from headstart.eval.control import Lined, line_up
 from headstart.eval.draft import DraftStep
 from headstart.eval.engine import Rows
 from headstart.eval.fused import Buffers
+from headstart.eval.pointwise import take_rows
 from headstart.eval.sampling import Sampling, draw, penalise, probabilities
 from headstart.eval.tree import Tree, chain
 from headstart.heads.autoregressive import AutoregressiveHead
@@ -83,16 +84,7 @@ class AutoregressiveDrafter:
             columns = slice(begin, min(begin + START_CHUNK, width - 1))
             count_B = (known_B - begin).clamp(0, columns.stop - begin)
             self._rows(next_BJ[:, columns], self._fuse(context, columns), count_B)
-        last_B11 = known_B[:, None, None]
-        last = Rows(
-            context.tokens_BJ.gather(1, known_B[:, None]),
-            torch.ones_like(known_B),
-            _at(context.hidden_BJD, last_B11),
-            None
-            if context.streams_BJkD is None
-            else _at(context.streams_BJkD.flatten(2), last_B11).unflatten(2, context.streams_BJkD.shape[2:]),
-        )
-        self._pend(last)
+        self._pend(_only(context, known_B[:, None]))
 
     def _prepare(self, batch: int, slots: int, device: torch.device) -> None:
         """Weights and buffers; those of an earlier batch serve again where they fit."""
@@ -186,7 +178,7 @@ class AutoregressiveDrafter:
         nodes = growth.frontier
         assert nodes is not None
         visibility = Visibility(nodes.position_Bk, nodes.write_Bk, growth.length_B, nodes.seen_Bkn)
-        return self._pass(nodes.tokens_Bk, _at(g_BfH, nodes.under_Bk[:, :, None]), visibility)
+        return self._pass(nodes.tokens_Bk, g_BfH, visibility, under_BN=nodes.under_Bk)
 
     # passes ------------------------------------------------------------------------------------------------------
 
@@ -202,10 +194,15 @@ class AutoregressiveDrafter:
         self.length_B = self.length_B + count_B
 
     def _pass(
-        self, tokens_BN: Tensor, g_BNH: Tensor, visibility: Visibility, only_B1: Tensor | None = None
+        self,
+        tokens_BN: Tensor,
+        g_BfH: Tensor,
+        visibility: Visibility,
+        only_B1: Tensor | None = None,
+        under_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert self.step is not None and self.kv is not None
-        return self.step(tokens_BN, g_BNH, visibility, self.kv.keys[0], self.kv.values[0], only_B1)
+        return self.step(tokens_BN, g_BfH, visibility, self.kv.keys[0], self.kv.values[0], only_B1, under_BN)
 
     # vocabulary --------------------------------------------------------------------------------------------------
 
@@ -225,8 +222,12 @@ class AutoregressiveDrafter:
         return q_BV.index_copy_(1, ids_U, q_BU)
 
 
-def _at(x_BNX: Tensor | None, index_Bn1: Tensor) -> Tensor:
-    """Gather rows [B, n, X] along dimension 1."""
-    if x_BNX is None:
-        raise ValueError("the engine captured no features: build it with the drafter's spec")
-    return x_BNX.gather(1, index_Bn1.expand(-1, -1, x_BNX.shape[2]))
+def _only(rows: Rows, at_B1: Tensor) -> Rows:
+    """One row of each sequence."""
+    hidden, streams = rows.hidden_BJD, rows.streams_BJkD
+    return Rows(
+        rows.tokens_BJ.gather(1, at_B1),
+        torch.ones_like(at_B1[:, 0]),
+        None if hidden is None else take_rows(hidden, at_B1),
+        None if streams is None else take_rows(streams.flatten(2), at_B1).unflatten(2, streams.shape[2:]),
+    )

@@ -97,14 +97,18 @@ def rope_keys(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: Ro
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "normed"), [(72, True), (64, False), (600, True)])
 def test_draft_input(width: int, normed: bool, dtype: torch.dtype) -> None:
-    tokens = torch.tensor([3, 0, 10, 3, 7], device=DEVICE)
+    tokens = torch.tensor([[3, 0, 10], [3, 7, 1]], device=DEVICE)
+    under = torch.tensor([[1, 0, 1], [1, 1, 0]], device=DEVICE)
     norms = (NormWeights(random(width, seed=1), 1e-5), NormWeights(random(width, seed=2), 1e-3)) if normed else None
     for table in (random(11, width, dtype=dtype, seed=3), random(11, width, seed=3)):
-        source, g = DraftInput(table, norms), random(5, width, dtype=dtype, seed=4)
-        found, expected = draft_input_kernel(tokens, g, source), draft_input_eager(tokens, g, source)
-        assert found.dtype == dtype and found.shape == (5, 2 * width)
-        for half in (slice(None, width), slice(width, None)):
-            close(found[:, half], expected[:, half])
+        for rows, of in ((3, None), (2, under)):
+            source, g = DraftInput(table, norms), random(2, rows, width, dtype=dtype, seed=4)
+            found, expected = draft_input_kernel(tokens, g, source, of), draft_input_eager(tokens, g, source, of)
+            assert found[0].dtype == dtype and found[0].shape == (6, 2 * width)
+            for half in (slice(None, width), slice(width, None)):
+                close(found[0][:, half], expected[0][:, half])
+            assert torch.equal(found[1], expected[1])
+            assert torch.equal(found[1].view(2, 3, width)[1, 2], g[1, 2 if of is None else 0])
 
 
 @pytest.mark.parametrize(("inner", "width"), [(24, 72), (2050, 600)])

@@ -27,7 +27,6 @@ BLOCK_ROWS = 64
 BLOCK_SLOTS = 64
 #: blocks of slots in flight
 STAGES = 3
-WARPS = 8
 #: programs that fill a card when its number of multiprocessors is unknown
 PROGRAMS = 128
 MAX_SPLITS = 32
@@ -188,7 +187,7 @@ def attend_kernel(
         H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=BLOCK_SLOTS,
         TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
         SINKS=sinks is not None, SPLIT=splits > 1,
-        num_warps=WARPS if block_rows > 32 or d > 128 else 4, num_stages=STAGES, **options,
+        num_warps=8 if d > 128 else 4, num_stages=STAGES, **options,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows, heads)](

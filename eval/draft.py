@@ -18,7 +18,6 @@ from headstart.eval.pointwise import (
     RopeStore,
     draft_input,
     pick,
-    rms_norm,
     rope_store,
     take_rows,
 )
@@ -136,12 +135,13 @@ class DraftStep:
         if self.activation is not None:
             gate, up = y_RI.chunk(2, -1)
             y_RI = self.activation(gate) * up
-        g_RH = self.down(y_RI, x_RH)
-        return g_RH.view(batch, count, -1), self._logits(g_RH).view(batch, count, -1)
-
-    def _logits(self, g_RH: Tensor) -> Tensor:
         if self.output is None:
-            return self.head.logits(g_RH)
-        if self.norm is not None:
-            g_RH = rms_norm(g_RH, self.norm)
-        return self.output(g_RH)
+            g_RH = self.down(y_RI, x_RH)
+            logits_RU = self.head.logits(g_RH)
+        elif self.norm is None:
+            g_RH = self.down(y_RI, x_RH)
+            logits_RU = self.output(g_RH)
+        else:
+            g_RH, last_RH = self.down.with_norm(y_RI, x_RH, self.norm)
+            logits_RU = self.output(last_RH)
+        return g_RH.view(batch, count, -1), logits_RU.view(batch, count, -1)

@@ -72,6 +72,15 @@ class Pass:
 
     visibility: Visibility
     buffers: Buffers
+    #: what the last layer returned [B, M, D] and what the next norm makes of it [R, D], where they came together
+    stream_BMD: Tensor | None = None
+    normed_RD: Tensor | None = None
+
+    def norm(self, x_BMD: Tensor, norm: NormWeights) -> Tensor:
+        """[R, D]: the norm of what comes into a layer, or the final one."""
+        if self.normed_RD is not None and x_BMD is self.stream_BMD:
+            return self.normed_RD
+        return rms_norm(x_BMD.flatten(0, -2), norm)
 
 
 class _Slot:
@@ -166,6 +175,10 @@ class FusedMLP(nn.Module):
     def forward(self, x_RD: Tensor, residual_RD: Tensor | None) -> Tensor:
         return self.down(self.gate_up(x_RD), residual_RD)
 
+    def with_norm(self, x_RD: Tensor, residual_RD: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+        """(result, its norm)."""
+        return self.down.with_norm(self.gate_up(x_RD), residual_RD, norm)
+
 
 class FusedLayer(nn.Module):
     """A pre-norm decoder layer: attention on the engine's buffers, an MLP, two or four RMSNorms."""
@@ -192,6 +205,8 @@ class FusedLayer(nn.Module):
         #: row bucket → bytes of the output projection that attention asks for, as the memory idles meanwhile
         self.hidden_bytes: dict[int, int] = {}
         self.input_norm = norm_weights(layer.input_layernorm)
+        #: of the layer after this one, or the final one
+        self.next_norm: NormWeights | None = None
         self.mlp_norm = norm_weights(layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm)
         self.after_attention = norm_weights(layer.post_attention_layernorm) if four else None
         self.after_mlp = norm_weights(layer.post_feedforward_layernorm) if four else None
@@ -217,7 +232,7 @@ class FusedLayer(nn.Module):
             self.slot.half_tables = not torch.equal(first, second)
         cos_RW, sin_RW = (self._table(table, batch, count) for table in position_embeddings)
         keys, values = run.buffers.keys[self.index], run.buffers.values[self.index]
-        qkv_RC = self.qkv(rms_norm(x_RD, self.input_norm))
+        qkv_RC = self.qkv(run.norm(hidden_states, self.input_norm))
         q_Rhd = rope_store(qkv_RC, cos_RW, sin_RW, self.rope, keys, values, run.visibility.write_BM)
         context_RC = self.attend(q_Rhd, keys, values, run.visibility)
         if self.after_attention is None:
@@ -225,8 +240,12 @@ class FusedLayer(nn.Module):
         else:
             x_RD = x_RD + rms_norm(self.out(context_RC), self.after_attention)
             normed_RD = rms_norm(x_RD, self.mlp_norm)
-        x_RD = self._add(x_RD, lambda residual: self._mlp(normed_RD, residual, batch), self.after_mlp)
-        return x_RD.view(batch, count, width)
+        if isinstance(self.mlp, FusedMLP) and self.after_mlp is None and self.next_norm is not None:
+            x_RD, run.normed_RD = self.mlp.with_norm(normed_RD, x_RD, self.next_norm)
+        else:
+            x_RD, run.normed_RD = self._add(x_RD, normed_RD, batch), None
+        run.stream_BMD = x_RD.view(batch, count, width)
+        return run.stream_BMD
 
     def attend(self, q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility) -> Tensor:
         rows = q_Rhd.shape[0]
@@ -237,9 +256,10 @@ class FusedLayer(nn.Module):
         table_RW = table.expand(batch, count, -1).reshape(batch * count, -1)
         return torch.cat((table_RW, table_RW), -1) if self.slot.half_tables else table_RW
 
-    @staticmethod
-    def _add(x_RD: Tensor, branch: Any, norm: NormWeights | None) -> Tensor:
-        return branch(x_RD) if norm is None else x_RD + rms_norm(branch(None), norm)
+    def _add(self, x_RD: Tensor, normed_RD: Tensor, batch: int) -> Tensor:
+        if self.after_mlp is None:
+            return self._mlp(normed_RD, x_RD, batch)
+        return x_RD + rms_norm(self._mlp(normed_RD, None, batch), self.after_mlp)
 
     def _mlp(self, x_RD: Tensor, residual_RD: Tensor | None, batch: int) -> Tensor:
         if isinstance(self.mlp, FusedMLP):
@@ -253,12 +273,13 @@ class FusedLayer(nn.Module):
 class FusedNorm(nn.Module):
     """The final norm; keeps its last output, which features are made of."""
 
-    def __init__(self, norm: nn.Module):
+    def __init__(self, norm: nn.Module, slot: _Slot):
         super().__init__()
-        self.norm, self.last = norm_weights(norm), None
+        self.norm, self.slot, self.last = norm_weights(norm), slot, None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.last = rms_norm(x, self.norm)
+        run = self.slot.current
+        self.last = (rms_norm(x, self.norm) if run is None else run.norm(x, self.norm)).view_as(x)
         return self.last
 
 
@@ -308,7 +329,11 @@ class FusedModel:
         self.layers = [FusedLayer(layer, n, self._slot, windows[kinds[n]]) for n, layer in enumerate(layers)]
         for n, layer in enumerate(self.layers):
             layers[n] = layer
-        self.norm = decoder.norm = FusedNorm(decoder.norm)
+        self.norm = decoder.norm = FusedNorm(decoder.norm, self._slot)
+        for layer, norm in zip(
+            self.layers, [*(later.input_norm for later in self.layers[1:]), self.norm.norm], strict=True
+        ):
+            layer.next_norm = norm
         self.head = FusedHead(self.view.get_output_embeddings())
         self.view.set_output_embeddings(self.head)
         self.device, self.dtype = model.device, model.dtype

@@ -2,7 +2,9 @@
 
 With 1 to 64 rows a product only streams its weights, so what counts is the bytes in flight. The kernel keeps several
 weight tiles in flight per multiprocessor and turns the product over (weights as the tall operand), so that Hopper's
-matrix units take few rows without waste. Which tile sizes, or whether cuBLAS, is decided by `tune`: a measurement.
+matrix units take few rows without waste. Small matrices (a small target's, a draft's) are over before a loop has got
+going: a second kernel has none, and loads its weights before the kernel in front of it has ended. Which kernel and tile
+sizes, or whether cuBLAS, is decided by `tune`: a measurement.
 Shape legend: R rows, K inputs, N outputs.
 """
 
@@ -27,8 +29,6 @@ try:
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
-#: matrices that programs ask for as a whole while the kernel in front of them drains: the cache holds many such
-PREFETCHED_BYTES = 4 << 20
 #: rows beyond which products go to cuBLAS
 MAX_ROWS = 64
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -44,6 +44,7 @@ class Tiles:
     Attributes:
         vector: a single row on the ordinary arithmetic units instead of the matrix units.
         splits: parts of the inputs that run side by side; a second kernel adds them up.
+        whole: a program takes all inputs of its part at once, without a loop (`inputs` and `stages` mean nothing).
     """
 
     outputs: int
@@ -52,34 +53,33 @@ class Tiles:
     stages: int
     vector: bool = False
     splits: int = 1
+    whole: bool = False
 
     def __str__(self) -> str:
         more = " vector" * self.vector + f" splits {self.splits}" * (self.splits > 1)
-        return f"{self.outputs}×{self.inputs} w{self.warps} s{self.stages}{more}"
+        return f"{self.outputs}×{'all' if self.whole else self.inputs} w{self.warps} s{self.stages}{more}"
 
 
-#: what `tune` tries, best guesses first
+#: what `tune` tries, best guesses first: what has won on a card
 CANDIDATES = (
-    Tiles(64, 128, 4, 4), Tiles(32, 256, 4, 4), Tiles(64, 256, 4, 3), Tiles(128, 64, 4, 5), Tiles(32, 128, 4, 6),
-    Tiles(64, 64, 4, 6),
+    Tiles(64, 128, 4, 4), Tiles(32, 256, 4, 4), Tiles(64, 256, 4, 3), Tiles(128, 64, 4, 5), Tiles(64, 64, 4, 6),
     # fewer in flight, so that two programs share a multiprocessor and the last wave is no half-empty one
-    Tiles(64, 128, 4, 3), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 4), Tiles(32, 128, 4, 4),
+    Tiles(64, 128, 4, 3),
 )  # fmt: skip
 #: and for narrow outputs that would not fill the card
-SPLIT_CANDIDATES = (
-    Tiles(64, 128, 4, 4, splits=2), Tiles(64, 128, 4, 3, splits=2), Tiles(64, 64, 4, 6, splits=2),
-    Tiles(128, 64, 4, 4, splits=4), Tiles(64, 128, 4, 3, splits=4),
-)  # fmt: skip
+SPLIT_CANDIDATES = (Tiles(64, 128, 4, 4, splits=2), Tiles(64, 64, 4, 6, splits=2), Tiles(64, 128, 4, 3, splits=4))
 #: and for a single row
 VECTOR_CANDIDATES = (
     Tiles(8, 512, 4, 1, True), Tiles(4, 1024, 4, 1, True), Tiles(16, 512, 8, 1, True), Tiles(16, 256, 4, 1, True),
 )  # fmt: skip
-#: and for more rows than 16 of a matrix this large: the rows are read again by fewer programs
-WIDE_OUTPUTS, WIDE_ROWS = 16384, 16
-WIDE_CANDIDATES = (Tiles(256, 64, 8, 4), Tiles(256, 64, 8, 3))
 #: and for matrices of so few outputs that tiles have to be small
 SMALL_OUTPUTS = 3072
-SMALL_CANDIDATES = (Tiles(16, 64, 2, 6), Tiles(16, 128, 4, 4), Tiles(32, 64, 4, 6))
+SMALL_CANDIDATES = (
+    Tiles(64, 0, 4, 1, whole=True), Tiles(64, 0, 4, 1, splits=2, whole=True), Tiles(64, 0, 4, 1, splits=4, whole=True),
+    Tiles(16, 64, 2, 6),
+)  # fmt: skip
+#: inputs that a program can hold, of its outputs and of the rows together (16-bit numbers in 227 KiB)
+WHOLE_ELEMENTS = 112 << 10
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class Linear:
         weight_NK: the matrix; with `activation` the rows of gate, then those of up (N twice the outputs).
         bias_N: or None.
         activation: None, or a key of ACTIVATIONS.
-        residual: whether calls add a residual, which tuning then does as well.
+        residual: whether calls add a residual and go on with a norm, which tuning then does as well.
         tiles: row bucket → Tiles, or None = cuBLAS; a missing bucket takes the first candidate, cuBLAS in float32.
     """
 
@@ -119,11 +119,7 @@ class Linear:
 
     def with_norm(self, x_RK: Tensor, residual_RN: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """(the call's result, its RMSNorm): one kernel fewer where the product is split."""
-        tiles = self._tiles(x_RK)
-        if tiles is not None and tiles.splits > 1:
-            return join_kernel(split_kernel(x_RK, self, tiles), self.bias_N, residual_RN, norm)
-        y_RN = self(x_RK, residual_RN)
-        return y_RN, rms_norm(y_RN, norm)
+        return _with_norm(x_RK, self, residual_RN, norm, self._tiles(x_RK))
 
 
 def row_bucket(rows: int) -> int:
@@ -146,6 +142,18 @@ def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None
     return y_RN if residual_RN is None else residual_RN + y_RN
 
 
+def _with_norm(
+    x_RK: Tensor, linear: Linear, residual_RN: Tensor, norm: NormWeights, tiles: Tiles | None
+) -> tuple[Tensor, Tensor]:
+    if tiles is not None and tiles.splits > 1:
+        return join_kernel(split_kernel(x_RK, linear, tiles), linear.bias_N, residual_RN, norm)
+    if tiles is None:
+        y_RN = linear_eager(x_RK, linear, residual_RN)
+    else:
+        y_RN = linear_kernel(x_RK, linear, residual_RN, tiles)
+    return y_RN, rms_norm(y_RN, norm)
+
+
 def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tiles: Tiles) -> Tensor:
     """As linear_eager with accumulation in float32 and one rounding at the end."""
     if tiles.splits > 1:
@@ -163,12 +171,18 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         "RESIDUAL": residual_RN is not None,
         **launch_options(x_RK.device),
     }
-    even = inputs % tiles.inputs == 0
+    even = not tiles.whole and inputs % tiles.inputs == 0
     if tiles.vector:
         _vector_kernel[(triton.cdiv(outputs, tiles.outputs),)](
             x_RK, weight_NK, bias, residual, out_RN, outputs, inputs,
             BN=tiles.outputs, BK=tiles.inputs, EVEN=even, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
         )  # fmt: skip
+        return out_RN
+    if tiles.whole:
+        # gate and up are tiles of their own
+        _whole_kernel[(triton.cdiv(outputs, tiles.outputs), 1)](
+            x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs, inputs, **_whole(x_RK, tiles), **flags
+        )
         return out_RN
     tile_outputs = max(16, tiles.outputs // 2) if paired else tiles.outputs
     _linear_kernel[(triton.cdiv(outputs, tile_outputs),)](
@@ -179,11 +193,22 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     return out_RN
 
 
+def _whole(x_RK: Tensor, tiles: Tiles) -> dict[str, int]:
+    """How the kernel without a loop is compiled: a part of the inputs is a tile of the largest power of two within it,
+    and one that holds the rest (none: 0)."""
+    part = x_RK.shape[1] // tiles.splits
+    first = 1 << (part.bit_length() - 1)
+    rest = max(16, triton.next_power_of_2(part - first)) if part > first else 0
+    return {
+        "BR": max(16, row_bucket(x_RK.shape[0])), "BN": tiles.outputs, "BK": first, "BL": rest,
+        "SPLITS": tiles.splits, "num_warps": tiles.warps, "num_stages": 1,
+    }  # fmt: skip
+
+
 def _prefetched(weight_NK: Tensor, tiles: Tiles) -> dict[str, int]:
     """Input tiles that a program asks for before it may read anything else, and the elements of a cache line."""
     count = -(-weight_NK.shape[1] // (tiles.inputs * tiles.splits))
-    ahead = count if weight_NK.nbytes <= PREFETCHED_BYTES else min(tiles.stages, count)
-    return {"AHEAD": ahead, "LINE": min(tiles.inputs, LINE_BYTES // weight_NK.element_size())}
+    return {"AHEAD": min(tiles.stages, count), "LINE": min(tiles.inputs, LINE_BYTES // weight_NK.element_size())}
 
 
 @dataclass(frozen=True)
@@ -196,7 +221,8 @@ class Parts:
 
 def splittable(linear: Linear, tiles: Tiles) -> bool:
     """Whether every part takes whole tiles, and nothing but a bias and a residual follows the sum."""
-    return linear.activation is None and linear.weight_NK.shape[1] % (tiles.inputs * tiles.splits) == 0
+    tile = 16 if tiles.whole else tiles.inputs
+    return linear.activation is None and linear.weight_NK.shape[1] % (tile * tiles.splits) == 0
 
 
 def split_kernel(x_RK: Tensor, linear: Linear, tiles: Tiles) -> Parts:
@@ -206,6 +232,12 @@ def split_kernel(x_RK: Tensor, linear: Linear, tiles: Tiles) -> Parts:
     x_RK = x_RK.contiguous()
     (rows, inputs), outputs = x_RK.shape, linear.outputs
     sums_SRN = torch.empty((tiles.splits, rows, outputs), dtype=torch.float32, device=x_RK.device)
+    if tiles.whole:
+        _whole_kernel[(triton.cdiv(outputs, tiles.outputs), tiles.splits)](
+            x_RK, linear.weight_NK, sums_SRN, sums_SRN, sums_SRN, rows, outputs, inputs, inputs // tiles.splits,
+            PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, **_whole(x_RK, tiles), **launch_options(x_RK.device),
+        )  # fmt: skip
+        return Parts(sums_SRN, x_RK.dtype)
     _linear_kernel[(triton.cdiv(outputs, tiles.outputs), tiles.splits)](
         x_RK, linear.weight_NK, sums_SRN, sums_SRN, sums_SRN, rows, outputs, inputs,
         PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, EVEN=True, SPLITS=tiles.splits,
@@ -272,28 +304,44 @@ def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
         ways += CANDIDATES
         if rows > 1 and linear.residual:
             ways += [tiles for tiles in SPLIT_CANDIDATES if splittable(linear, tiles)]
-        if rows > WIDE_ROWS and linear.weight_NK.shape[0] >= WIDE_OUTPUTS:
-            ways += WIDE_CANDIDATES
         if rows > 1 and linear.outputs <= SMALL_OUTPUTS:
-            ways += SMALL_CANDIDATES
+            ways += [tiles for tiles in SMALL_CANDIDATES if not tiles.whole or _holds(tiles, linear, rows)]
     return ways
 
 
+def _holds(tiles: Tiles, linear: Linear, rows: int) -> bool:
+    """Whether a program can hold its part of the inputs, of its outputs and of the rows; parts need a residual, which
+    is added with them."""
+    if tiles.splits > 1 and not (linear.residual and splittable(linear, tiles)):
+        return False
+    outputs = tiles.outputs * (1 if linear.activation is None else 2)
+    part = linear.weight_NK.shape[1] // tiles.splits
+    return part >= 16 and part * (outputs + max(16, row_bucket(rows))) <= WHOLE_ELEMENTS
+
+
 def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
-    """Microseconds per product of every candidate (None = cuBLAS). Args: members: products of one shape."""
+    """Microseconds per product of every candidate (None = cuBLAS), with the norm after it where a residual is added.
+
+    Args: members: products of one shape.
+    """
     weight_NK = members[0].weight_NK
     members = outgrowing(members, torch.cuda.get_device_properties(weight_NK.device).L2_cache_size)
     x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
-    residual_RN = x_RK.new_zeros((rows, members[0].outputs)) if members[0].residual else None
+    residual_RN, norm = (
+        x_RK.new_zeros((rows, members[0].outputs)),
+        NormWeights(x_RK.new_ones(members[0].outputs).float(), 1e-6),
+    )
     times: dict[Tiles | None, float] = {}
     for tiles in candidates(members[0], rows):
 
         def run(tiles: Tiles | None = tiles) -> None:
             for linear in members:
-                if tiles is None:
-                    linear_eager(x_RK, linear, residual_RN)
+                if linear.residual:
+                    _with_norm(x_RK, linear, residual_RN, norm, tiles)
+                elif tiles is None:
+                    linear_eager(x_RK, linear)
                 else:
-                    linear_kernel(x_RK, linear, residual_RN, tiles)
+                    linear_kernel(x_RK, linear, None, tiles)
 
         try:
             times[tiles] = graph_time(run, replays) / len(members) * 1e3
@@ -406,6 +454,67 @@ if triton is not None:
                 else:
                     tile = tl.load(up_at + first, mask=(channel < inputs - first)[None, :], other=0.0)
                 ups = tl.dot(tile, part, ups, input_precision="ieee")
+        if SPLITS > 1:
+            place += tl.program_id(1) * rows * outputs
+        _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL)
+
+    @triton.jit
+    def _whole_kernel(
+        x, weight, bias, residual, out, rows, outputs, inputs, length,
+        PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BR: tl.constexpr,
+        BN: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """BN outputs of all rows from `length` inputs: a tile of BK and, where BL > 0, one that holds the rest.
+
+        SPLITS > 1: as in _linear_kernel.
+        """
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+        begin = 0
+        if SPLITS > 1:
+            begin = tl.program_id(1) * length
+        output = tl.program_id(0) * BN + tl.arange(0, BN)
+        weight_row = tl.minimum(output, outputs - 1).to(tl.int64)
+        row = tl.arange(0, BR)
+        real = (row < rows)[None, :]
+        channel = tl.arange(0, BK)
+        weight_at = weight + weight_row[:, None] * inputs + begin
+        up_at = weight_at
+        if PAIRED:
+            up_at = weight_at + tl.cast(outputs, tl.int64) * inputs
+        tile = tl.load(weight_at + channel[None, :])
+        if PAIRED:
+            up_tile = tl.load(up_at + channel[None, :])
+        if BL > 0:
+            rest = BK + tl.arange(0, BL)
+            here = rest < length
+            tail = tl.load(weight_at + rest[None, :], mask=here[None, :], other=0.0)
+            if PAIRED:
+                up_tail = tl.load(up_at + rest[None, :], mask=here[None, :], other=0.0)
+        if OVERLAP:
+            # the weights are here before the previous kernel's results are needed
+            tl.extra.cuda.gdc_wait()
+        x_at = x + row[None, :] * inputs + begin
+        part = tl.load(x_at + channel[:, None], mask=real)
+        if BL > 0:
+            last = tl.load(x_at + rest[:, None], mask=real & here[:, None])
+        place = row[None, :] * outputs + output[:, None]
+        kept = (output < outputs)[:, None] & real
+        added = 0.0
+        if RESIDUAL:
+            added = tl.load(residual + place, mask=kept, other=0.0)
+        # masked here: a load that is a product's operand would be waited for before the next one starts
+        part = tl.where(real, part, 0.0)
+        if BL > 0:
+            last = tl.where(real & here[:, None], last, 0.0)
+        sums = tl.dot(tile, part, input_precision="ieee")
+        ups = sums
+        if PAIRED:
+            ups = tl.dot(up_tile, part, input_precision="ieee")
+        if BL > 0:
+            sums = tl.dot(tail, last, sums, input_precision="ieee")
+            if PAIRED:
+                ups = tl.dot(up_tail, last, ups, input_precision="ieee")
         if SPLITS > 1:
             place += tl.program_id(1) * rows * outputs
         _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL)

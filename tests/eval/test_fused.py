@@ -129,12 +129,13 @@ def test_ways_of_a_product() -> None:
     def ways(outputs: int, inputs: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> list[Tiles | None]:
         return candidates(Linear(torch.empty((outputs, inputs), dtype=dtype, device="meta"), residual=True), rows)
 
-    def outputs(*product: int) -> set[int]:
-        return {tiles.outputs for tiles in ways(*product) if tiles is not None}
+    def whole(*product: int) -> list[int]:
+        return [tiles.splits for tiles in ways(*product) if tiles is not None and tiles.whole]
 
-    # a large product of many rows takes wide tiles, a small one narrow ones
-    assert min(outputs(576, 576, 4)) == 16 < 32 == min(outputs(6144, 576, 4))
-    assert max(outputs(28672, 4096, 64)) == 256 > max(outputs(28672, 4096, 4) | outputs(4096, 4096, 64))
+    # as far as a program's memory goes; not for large matrices, nor for a single row
+    assert whole(576, 576, 4) == [1, 2, 4] == whole(576, 576, 64)
+    assert whole(576, 1536, 4) == [2, 4] == whole(576, 1536, 64)
+    assert whole(6144, 4096, 4) == [] == whole(576, 576, 1)
     assert any(tiles is not None and tiles.splits > 1 for tiles in ways(4096, 14336, 64))
     # timed on as many as do not fit into the cache together: weights come from memory in a model
     small = [Linear(torch.empty((576, 576), dtype=torch.bfloat16, device="meta")) for _ in range(30)]

@@ -224,6 +224,7 @@ def test_linear(rows: int, activation: str, bias: bool, dtype: torch.dtype) -> N
     for added in (None, residual):
         expected = linear_eager(x, linear, added)
         close(linear_kernel(x, linear, added, Tiles(32, 32, 4, 2)), expected)
+        close(linear_kernel(x, linear, added, Tiles(32, 0, 4, 1, whole=True)), expected)
         if rows == 1:
             close(linear_kernel(x, linear, added, Tiles(8, 32, 4, 1, vector=True)), expected)
 
@@ -237,13 +238,15 @@ def test_linear_in_parts(rows: int, splits: int, bias: bool, dtype: torch.dtype)
     weight = random(outputs, inputs, dtype=dtype) / inputs**0.5
     linear = Linear(weight, random(outputs, dtype=dtype, seed=1) if bias else None)
     x, residual = random(rows, inputs, dtype=dtype, seed=2), random(rows, outputs, dtype=dtype, seed=3)
-    tiles, norm = Tiles(32, 32, 4, 2, splits=splits), NormWeights(random(outputs, seed=4).float(), 1e-5)
-    for added in (None, residual):
-        close(linear_kernel(x, linear, added, tiles), linear_eager(x, linear, added))
-    linear.tiles[row_bucket(rows)] = tiles
-    found, normed = join_kernel(split_kernel(x, linear, tiles), linear.bias_N, residual, norm)
-    close(found, linear_eager(x, linear, residual))
-    close(normed, rms_norm_eager(found, norm))
+    norm = NormWeights(random(outputs, seed=4).float(), 1e-5)
+    # parts of 96, 64 and 96 inputs: without a loop, as 64 and 32 or as 64 alone
+    for tiles in (Tiles(32, 32, 4, 2, splits=splits), Tiles(32, 0, 4, 1, splits=splits, whole=True)):
+        for added in (None, residual):
+            close(linear_kernel(x, linear, added, tiles), linear_eager(x, linear, added))
+        linear.tiles[row_bucket(rows)] = tiles
+        found, normed = join_kernel(split_kernel(x, linear, tiles), linear.bias_N, residual, norm)
+        close(found, linear_eager(x, linear, residual))
+        close(normed, rms_norm_eager(found, norm))
     assert not splittable(linear, Tiles(32, 128, 4, 2, splits=2))
     with pytest.raises(ValueError, match="cannot be cut"):
         split_kernel(x, linear, Tiles(32, 128, 4, 2, splits=2))

@@ -60,11 +60,17 @@ class Tiles:
         return f"{self.outputs}×{'all' if self.whole else self.inputs} w{self.warps} s{self.stages}{more}"
 
 
-#: what `tune` tries, best guesses first: what has won on a card
+#: what `tune` tries, best guesses first
 CANDIDATES = (
-    Tiles(64, 128, 4, 4), Tiles(32, 256, 4, 4), Tiles(64, 256, 4, 3), Tiles(128, 64, 4, 5), Tiles(64, 64, 4, 6),
+    Tiles(64, 128, 4, 4), Tiles(64, 64, 4, 6), Tiles(128, 64, 4, 5),
     # fewer in flight, so that two programs share a multiprocessor and the last wave is no half-empty one
     Tiles(64, 128, 4, 3),
+)  # fmt: skip
+#: and for matrices of at least so many bytes
+LARGE_BYTES = 16 << 20
+LARGE_CANDIDATES = (
+    Tiles(32, 256, 4, 4), Tiles(64, 256, 4, 3), Tiles(32, 128, 4, 6), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 4),
+    Tiles(32, 128, 4, 4),
 )  # fmt: skip
 #: and for narrow outputs that would not fill the card
 SPLIT_CANDIDATES = (Tiles(64, 128, 4, 4, splits=2), Tiles(64, 64, 4, 6, splits=2), Tiles(64, 128, 4, 3, splits=4))
@@ -289,22 +295,27 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]
     return chosen
 
 
-def outgrowing(members: list[Linear], cache: int) -> list[Linear]:
-    """As many products, at least eight, as it takes to push each other's weights out of a cache of so many bytes."""
+def in_turn(members: list[Linear], cache: int) -> list[Linear]:
+    """Products to time one after the other: as many as it takes to push each other's weights out of a cache of so many
+    bytes, and eight at least, so that what a graph costs does not count (a draft has one of each)."""
     count = max(8, -(-2 * cache // members[0].weight_NK.nbytes))
-    return members[:count]
+    chosen = members[:count]
+    return chosen * -(-8 // len(chosen))
 
 
 def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
     """Ways that `tune` measures for this product of so many rows; None = cuBLAS."""
     ways: list[Tiles | None] = [None]
+    large, small = linear.weight_NK.nbytes >= LARGE_BYTES, linear.outputs <= SMALL_OUTPUTS
     if rows == 1:
         ways += VECTOR_CANDIDATES
     if on_matrix_units(linear.weight_NK.dtype):
         ways += CANDIDATES
-        if rows > 1 and linear.residual:
+        if large:
+            ways += LARGE_CANDIDATES
+        if linear.residual and (large or rows > 1):
             ways += [tiles for tiles in SPLIT_CANDIDATES if splittable(linear, tiles)]
-        if rows > 1 and linear.outputs <= SMALL_OUTPUTS:
+        if small and rows > 1:
             ways += [tiles for tiles in SMALL_CANDIDATES if not tiles.whole or _holds(tiles, linear, rows)]
     return ways
 
@@ -325,7 +336,7 @@ def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | 
     Args: members: products of one shape.
     """
     weight_NK = members[0].weight_NK
-    members = outgrowing(members, torch.cuda.get_device_properties(weight_NK.device).L2_cache_size)
+    members = in_turn(members, torch.cuda.get_device_properties(weight_NK.device).L2_cache_size)
     x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
     residual_RN, norm = (
         x_RK.new_zeros((rows, members[0].outputs)),

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.eval.attention import Visibility
 from headstart.eval.engine import attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
-from headstart.eval.linear import Linear, Tiles, candidates, outgrowing
+from headstart.eval.linear import Linear, Tiles, candidates, in_turn
 from headstart.eval.tree import with_root
 
 
@@ -136,11 +136,13 @@ def test_ways_of_a_product() -> None:
     assert whole(576, 576, 4) == [1, 2, 4] == whole(576, 576, 64)
     assert whole(576, 1536, 4) == [2, 4] == whole(576, 1536, 64)
     assert whole(6144, 4096, 4) == [] == whole(576, 576, 1)
-    assert any(tiles is not None and tiles.splits > 1 for tiles in ways(4096, 14336, 64))
+    for rows in (1, 64):
+        assert any(tiles is not None and tiles.splits > 1 for tiles in ways(4096, 14336, rows))
     # timed on as many as do not fit into the cache together: weights come from memory in a model
     small = [Linear(torch.empty((576, 576), dtype=torch.bfloat16, device="meta")) for _ in range(30)]
-    assert len(outgrowing(small, 2**20)) == 8 and len(outgrowing(small, 6 * 2**20)) == 19
-    assert len(outgrowing(small, 50 * 2**20)) == 30
+    assert [len(in_turn(small, size << 20)) for size in (1, 6, 50)] == [8, 19, 30]
+    # a draft has one of each, which takes turns with itself
+    assert in_turn(small[:1], 1 << 20) == small[:1] * 8 and len(in_turn(small[:3], 1 << 20)) == 9
     # compiled for float32 such kernels take minutes, and only a single row gains
     assert ways(576, 1536, 24, torch.float32) == [None]
     assert all(tiles is None or tiles.vector for tiles in ways(576, 1536, 1, torch.float32))

@@ -162,9 +162,13 @@ def attend_kernel(
     if d > 128:
         block_rows = min(block_rows, 32)
     tiles = triton.cdiv(count * group, block_rows)
+    block_slots, capacity = BLOCK_SLOTS, keys.shape[2]
     if splits is None:
-        parts = triton.cdiv(keys.shape[2], BLOCK_SLOTS)
-        splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles), parts))
+        splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles)))
+        # half blocks where the card has room for one of each: nothing is waited for twice
+        if capacity <= splits * BLOCK_SLOTS // 2:
+            block_slots = BLOCK_SLOTS // 2
+        splits = min(splits, triton.cdiv(capacity, block_slots))
     out = torch.empty_like(q_Rhd)
     partial = stats = out
     if splits > 1:
@@ -184,10 +188,10 @@ def attend_kernel(
         shape.scale, shape.softcap or 0.0, shape.window or 0,
         keys.stride(0), keys.stride(1), keys.stride(2), following, following.shape[0] * per_row, max(per_row, 1),
         following.stride(0), LINE=elements, AHEAD=per_row > 0,
-        H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=BLOCK_SLOTS,
+        H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=block_slots,
         TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
         SINKS=sinks is not None, SPLIT=splits > 1,
-        num_warps=8 if d > 128 else 4, num_stages=STAGES, **options,
+        num_warps=8 if block_rows > 32 or d > 128 else 4, num_stages=STAGES, **options,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows, heads)](

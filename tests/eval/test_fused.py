@@ -8,10 +8,12 @@ from test_engine import MODELS, PARENT, VOCAB, close, full_forward, random_tree,
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.eval import fused as fused_module
 from headstart.eval.attention import Visibility
 from headstart.eval.engine import attention_windows
 from headstart.eval.fused import FusedModel, Unfusable
 from headstart.eval.linear import Linear, Tiles, candidates, in_turn
+from headstart.eval.pointwise import NormWeights, rms_norm_eager
 from headstart.eval.tree import with_root
 
 
@@ -91,6 +93,29 @@ def test_visibility_holds_rows_that_kernels_can_index() -> None:
         held = getattr(visibility, name)
         assert held.is_contiguous() and torch.equal(held, given)
     assert visibility.tree_BMW is not None and visibility.tree_BMW.is_contiguous()
+
+
+def test_a_norm_is_made_with_the_sum_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer takes the norm that the one before it made, unless what comes in is not what that one returned."""
+    model = tiny("llama")
+    twin = fused(model)
+    ids = torch.randint(1, VOCAB, (2, 5))
+    position = torch.arange(5).expand(2, 5)
+    visibility = Visibility(position, position, position[:, 0])
+    alone: list[torch.Size] = []
+
+    def counted(x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
+        alone.append(x.shape)
+        return rms_norm_eager(x, norm)
+
+    monkeypatch.setattr(fused_module, "rms_norm", counted)
+    logits, _, _ = twin.forward(ids, visibility, twin.buffers(2, 5))
+    assert len(alone) == 1 < len(twin.layers)
+    twin.layers[1].register_forward_pre_hook(lambda _, given: (2 * given[0], *given[1:]))
+    model.model.layers[1].register_forward_pre_hook(lambda _, given: (2 * given[0], *given[1:]))
+    doubled, _, _ = twin.forward(ids, visibility, twin.buffers(2, 5))
+    assert len(alone) == 3 and not torch.allclose(doubled, logits, atol=1e-3)
+    torch.testing.assert_close(doubled, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu

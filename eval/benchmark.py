@@ -152,6 +152,11 @@ def evaluate(
     if head is not None:
         attach(head, target)
     drafter = drafter or build_drafter(head, config)
+    if drafter is None and config.synthetic_acceptance is not None:
+        raise ConfigError(
+            f"eval.synthetic_acceptance: found {config.synthetic_acceptance!r}, but nothing drafts "
+            f"(eval.drafter={config.drafter}{'' if head is not None else ', no head'}): give a head, or unset it"
+        )
     training = head.training if head is not None else False
     try:
         if head is not None:

@@ -44,15 +44,13 @@ from headstart.eval.fused import FusedModel
 from headstart.eval.graphs import CycleGraphs
 from headstart.eval.linear import graph_time, measure
 from headstart.eval.sampling import Sampling
-from headstart.heads.base import build_head
-from headstart.heads.eagle3 import Eagle3Config
+from headstart.found_heads import untrained_head
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target
 
 #: acceptance by level: τ = 1 + Σ Π = 2.8 in a chain of 3, 6.1 in a tree of 8 levels
 CHAIN_RATES, TREE_RATES = (0.766,) * 3, (0.899,) * 8
-DRAFT_VOCABULARY = 32000
 
 
 @dataclass
@@ -147,12 +145,7 @@ class CycleBench:
 
 def random_drafter(target: Target, tree: TreeConfig, rates: tuple[float, ...]) -> AutoregressiveDrafter:
     """EAGLE-3 with random weights and synthetic acceptance."""
-    size = min(DRAFT_VOCABULARY, target.dims.vocab_size // 2)
-    head = build_head(Eagle3Config(draft_vocab_size=size), target.dims)
-    head = head.to(target.device, target.dtype).eval()
-    head.init_from_target(target.embed_VD, target.teacher, torch.arange(size, device=target.device))
-    # as sure of itself as a trained head: trees of a flat distribution would all be broad and shallow
-    head.norm.weight.data.mul_(8)
+    head = untrained_head(None, target)
     drafter = build_drafter(head, EvalConfig(tree=tree, synthetic_acceptance=list(rates)))
     assert isinstance(drafter, AutoregressiveDrafter)
     return drafter

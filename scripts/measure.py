@@ -12,6 +12,9 @@ from headstart.heads.base import Head
 from headstart.heads.target import Target
 from headstart.talk import Advance, Talk
 
+#: what a report says of a head that only its shape counts of
+UNTRAINED: dict[str, Any] = {"path": None, "untrained": True}
+
 
 def measure(
     target: Target,
@@ -29,6 +32,10 @@ def measure(
     """
     with talk.progress("eval", "prompts") as advance:
         report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=_counting(advance))
+    if head_info == UNTRAINED:
+        report.notes.append(
+            "an untrained head drafted: its weights are random, its acceptance is what was asked for, the speed is real"
+        )
     if not (shorter_chains and config.tree.kind == "chain" and config.tree.depth > 1 and report.baseline_tokens_per_s):
         return report
     rates = {config.tree.depth: report.tokens_per_s or 0.0}

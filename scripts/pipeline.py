@@ -25,7 +25,7 @@ from headstart.data.packing import plan_packs
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import read_prompts
-from headstart.found_heads import bound_head, continued_head, exported, find_head
+from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
 from headstart.heads import vocab
 from headstart.heads.base import Head, build_head
 from headstart.heads.errors import ConfigError, FormatError, Terminated
@@ -346,15 +346,17 @@ class Run:
 
         config = self.recipe.eval
         data = config.data or str(self.held_out_path)
-        if not self.head_dir.is_dir():
+        trained = self.head_dir.is_dir()
+        if not trained and config.synthetic_acceptance is None:
             raise FormatError(
-                f"{self.head_dir}: no trained head there; run `headstart train` first, or give --head DIR"
+                f"{self.head_dir}: no trained head there; run `headstart train` first, give --head DIR, or ask what a "
+                "head would gain with eval.synthetic_acceptance=0.8 eval.data=FILE.jsonl"
             )
         held_out = self.held_out_path
         if not config.data and not (held_out.is_file() and held_out.stat().st_size):
             raise ConfigError("eval.data is not set and the run held no conversation out: set eval.data=FILE.jsonl")
         inputs = {
-            "head": identity.of_saved_head(self.head_dir),
+            "head": identity.of_saved_head(self.head_dir) if trained else dataclasses.asdict(self.recipe.head),
             "target": identity.of_target(self.recipe.target),
             "eval": dataclasses.asdict(config),
             "data": describe_data(data),
@@ -364,11 +366,13 @@ class Run:
         return self.steps.run("eval", inputs, outputs, lambda: self._eval(data))
 
     def _eval(self, data: Any) -> dict[str, Any]:
-        from headstart.measure import measure
+        from headstart.measure import UNTRAINED, measure
 
-        head = bound_head(self.head_dir, self.target)
+        if self.head_dir.is_dir():
+            head, info = bound_head(self.head_dir, self.target), {"path": str(self.head_dir)}
+        else:
+            head, info = untrained_head(self.recipe.head, self.target), UNTRAINED
         config = replace(self.recipe.eval, data=data)
-        info = {"path": str(self.head_dir)}
         report = measure(self.target, head, config, self.talk, to_dict(self.recipe), info, self.recipe.shorter_chains)
         path = report.write(self.dir)
         return {"report": str(path), **summary(report.to_json())}

@@ -51,7 +51,8 @@ def command(
 ) -> None:
     """Measure acceptance and speed: the recipe's trained head, --head on --data, or what a running server drafts.
 
-    Without --head, `--target T --data FILE eval.drafter=ngram` measures the drafter that needs no training.
+    Without --head, `--target T --data FILE eval.drafter=ngram` measures the drafter that needs no training, and
+    `eval.synthetic_acceptance=0.8` what a head that is accepted so often would gain (an untrained one drafts).
     With --engine and --url, the prompts go to a server at temperature 0 and τ comes from its counters.
     """
     with speaking(json) as talk:
@@ -100,11 +101,11 @@ def _of_head(
     out: str | None,
     talk: Talk,
 ) -> Path:
-    from headstart.found_heads import bound_head, find_head
+    from headstart.found_heads import bound_head, find_head, untrained_head
     from headstart.heads.errors import ConfigError
     from headstart.heads.target import Target
-    from headstart.measure import measure
-    from headstart.recipes.load import load_evaluation
+    from headstart.measure import UNTRAINED, measure
+    from headstart.recipes.load import load_evaluation, load_recipe
 
     settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
     if settings.eval.data is None:
@@ -118,6 +119,9 @@ def _of_head(
     if place_of_head is not None and not chosen:
         use_tuned(place_of_head, loaded, settings.eval, talk)
     info: dict[str, Any] | None = {"path": head} if head is not None else None
+    if drafted is None and settings.eval.drafter == "auto" and settings.eval.synthetic_acceptance is not None:
+        config = load_recipe(recipe, overrides).head if recipe is not None else None
+        drafted, info = untrained_head(config, loaded), UNTRAINED
     report = measure(loaded, drafted, settings.eval, talk, head_info=info)
     label = head.rstrip("/").split("/")[-1] if head is not None else settings.eval.drafter
     place = Path(out) if out else Path("runs") / "eval" / f"{label}-{named}"

@@ -27,7 +27,7 @@ BLOCK_ROWS = 64
 BLOCK_SLOTS = 64
 #: blocks of slots in flight
 STAGES = 3
-#: programs that fill a card when its number of multiprocessors is unknown
+#: programs that fill a card
 PROGRAMS = 128
 MAX_SPLITS = 32
 
@@ -165,7 +165,7 @@ def attend_kernel(
     block_slots, capacity = BLOCK_SLOTS, keys.shape[2]
     if splits is None:
         splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles)))
-        # half blocks where the card has room for one of each: nothing is waited for twice
+        # half blocks where the card has room for a program per half block: none then waits for two in a row
         if capacity <= splits * BLOCK_SLOTS // 2:
             block_slots = BLOCK_SLOTS // 2
         splits = min(splits, triton.cdiv(capacity, block_slots))

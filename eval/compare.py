@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from headstart.eval.report import (
     TAU_NOTE,
@@ -21,6 +25,7 @@ from headstart.eval.report import (
 )
 from headstart.heads.errors import DataError
 from headstart.heads.files import atomic_write, write_text
+from headstart.heads.formats.flags import MEANINGS
 
 BATCHES = "batches.png"
 COLUMNS = (
@@ -28,7 +33,10 @@ COLUMNS = (
     "plain tok/s", "spec. tok/s", "speed-up", "first token ms", "plain ms/token", "spec. ms/token", "identical",
     "device",
 )  # fmt: skip
-
+#: below these a line is drawn in the terminal
+GROUPS = ("prompts", "by position", "speed-up", "spec. ms/token")
+#: longest word, in characters, that a column of the terminal is kept wide enough for: paths may be longer
+WORD = 24
 
 LATENCY_NOTE = "latencies: median / 95th percentile; first token = prefill"
 
@@ -55,9 +63,17 @@ def read_reports(places: list[Path]) -> dict[str, Report]:
 
 def kind_of_acceptance(report: Report) -> str:
     """lossless, LOSSY or SYNTHETIC: what stands beside every τ."""
-    if report.synthetic is not None:
-        return "SYNTHETIC"
-    return "lossless" if report.lossless else "LOSSY"
+    return report.flag or "lossless"
+
+
+def _marked(label: str, report: Report) -> str:
+    """The run's label where its acceptance is not beside it: `label (LOSSY)`."""
+    return label if report.flag is None else f"{label} ({report.flag})"
+
+
+def _legend(reports: dict[str, Report]) -> list[str]:
+    """What the flags that occur mean."""
+    return [meaning for flag, meaning in MEANINGS.items() if any(report.flag == flag for report in reports.values())]
 
 
 def _cells(label: str, report: Report) -> tuple[str, ...]:
@@ -114,14 +130,48 @@ def _differ(tables: list[dict[str, Any]], names: tuple[str, ...]) -> bool:
     return any(_several(table[name] for table in tables if table.get(name) is not None) for name in names)
 
 
-def comparison_table(reports: dict[str, Report]) -> Table:
-    """One row per run; columns that are the same everywhere are kept, so that each row stands alone."""
-    caption = "\n".join([f"{TAU_NOTE}; {LATENCY_NOTE}", *differences(reports)])
-    table = Table(title="runs side by side", caption=caption, title_justify="left")
-    for n, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if n in (0, 1, 2, 3, 10, 18) else "right")
-    for label, report in reports.items():
-        table.add_row(*_cells(label, report))
+@dataclass(frozen=True)
+class SideBySide:
+    """For the terminal: one row per quantity and one column per run, in as many tables as the width asks for.
+
+    Lines break between words only; words longer than WORD, which are paths, go on in the next line. Columns that are
+    the same everywhere are kept, so that each run stands alone.
+    """
+
+    reports: dict[str, Report]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        # the first cell is the label, which heads the column
+        runs = [(_marked(label, report), _cells(label, report)[1:]) for label, report in self.reports.items()]
+        words = [word for head, cells in runs for text in (head, *cells) for word in text.split()]
+        width = min(max(map(cell_len, words)), WORD)
+        names = max(map(cell_len, COLUMNS))
+        # a column takes its border and a space on either side; one border closes the table
+        fitting = max(1, (options.max_width - 1 - (names + 3)) // (width + 3))
+        tables = -(-len(runs) // fitting)
+        share = -(-len(runs) // tables)
+        for start in range(0, len(runs), share):
+            yield _table(runs[start : start + share], names, width)
+        for line in self.remarks():
+            yield Text(line)
+
+    def remarks(self) -> list[str]:
+        """What stands below: how to read the numbers, what the flags mean, what the runs differ in."""
+        return [TAU_NOTE, LATENCY_NOTE, *_legend(self.reports), *differences(self.reports)]
+
+
+def comparison_table(reports: dict[str, Report]) -> SideBySide:
+    """What `headstart report` shows in the terminal."""
+    return SideBySide(reports)
+
+
+def _table(runs: list[tuple[str, tuple[str, ...]]], names: int, width: int) -> Table:
+    table = Table()
+    table.add_column(COLUMNS[0], no_wrap=True, min_width=names)
+    for head, _ in runs:
+        table.add_column(Text(head), overflow="fold", min_width=width)
+    for n, name in enumerate(COLUMNS[1:]):
+        table.add_row(name, *(Text(cells[n]) for _, cells in runs), end_section=name in GROUPS)
     return table
 
 
@@ -135,6 +185,7 @@ def comparison_markdown(reports: dict[str, Report]) -> str:
     lines += _markdown_table(COLUMNS, [_cells(label, report) for label, report in reports.items()])
     tasks = sorted({task for report in reports.values() for task in report.tasks})
     if len(tasks) > 1:
+        marked = [_marked(label, report) for label, report in reports.items()]
         for title, text in (
             ("τ by task", lambda section: number(section.tau)),
             ("Speed-up by task", lambda section: number(section.speedup, 2, "×")),
@@ -142,21 +193,24 @@ def comparison_markdown(reports: dict[str, Report]) -> str:
             rows = [
                 (task, *(text(r.tasks[task]) if task in r.tasks else "–" for r in reports.values())) for task in tasks
             ]
-            lines += ["", f"## {title}", "", *_markdown_table(("task", *reports), rows)]
+            lines += ["", f"## {title}", "", *_markdown_table(("task", *marked), rows)]
     lines += ["", f"{TAU_NOTE}; {LATENCY_NOTE}.", ""]
-    lines += [f"- {note}" for note in differences(reports)]
+    lines += [f"- {note}" for note in (*_legend(reports), *differences(reports))]
     lines += [f"- {label}: {note}" for label, report in reports.items() for note in (*report.notes, *remarks(report))]
     return "\n".join(lines) + "\n"
 
 
 def speedups_by_batch(reports: dict[str, Report]) -> dict[str, list[tuple[int, float]]]:
-    """Sweeps of the runs, and runs that differ in batch size only: description → (batch, speed-up), two or more."""
+    """Sweeps of the runs, and runs that differ in batch size only: description → (batch, speed-up), two or more.
+
+    The descriptions say LOSSY and SYNTHETIC.
+    """
     curves: dict[str, list[tuple[int, float]]] = {}
     for label, report in reports.items():
         points = ((report.sweeps or {}).get("batch") or {}).get("points", [])
         swept = [(point["batch"], point["speedup"]) for point in points if point.get("speedup") is not None]
         if swept:
-            curves[label] = swept
+            curves[_marked(label, report)] = swept
         elif report.speedup is not None:
             name = (
                 f"{report.drafter} on {report.target['name']}, {report.tree['label']}, temperature "

@@ -113,7 +113,7 @@ class DraftStep:
         """Store the rows' keys and values and draft.
 
         Args:
-            tokens_BN, g_BfH: as AutoregressiveHead.step's.
+            tokens_BN, g_BfH: as AutoregressiveHead.step's `token_BN`, `g_BNH`.
             visibility: rope positions, slots written, slots seen.
             keys, values: [B, g, S, d].
             only_B1: int64, the one row of each sequence whose result is wanted; None = all. Without tree masks only.
@@ -135,13 +135,9 @@ class DraftStep:
         if self.activation is not None:
             gate, up = y_RI.chunk(2, -1)
             y_RI = self.activation(gate) * up
-        if self.output is None:
-            g_RH = self.down(y_RI, x_RH)
-            logits_RU = self.head.logits(g_RH)
-        elif self.norm is None:
-            g_RH = self.down(y_RI, x_RH)
-            logits_RU = self.output(g_RH)
+        if self.norm is None:
+            g_RH = last_RH = self.down(y_RI, x_RH)
         else:
             g_RH, last_RH = self.down.with_norm(y_RI, x_RH, self.norm)
-            logits_RU = self.output(last_RH)
+        logits_RU = self.head.logits(g_RH) if self.output is None else self.output(last_RH)
         return g_RH.view(batch, count, -1), logits_RU.view(batch, count, -1)

@@ -72,14 +72,14 @@ class Pass:
 
     visibility: Visibility
     buffers: Buffers
-    #: what the last layer returned [B, M, D] and what the next norm makes of it [R, D], where they came together
+    #: what the last layer returned [B, M, D], and the norm of it [R, D] that was made with it
     stream_BMD: Tensor | None = None
-    normed_RD: Tensor | None = None
+    made: tuple[NormWeights, Tensor] | None = None
 
     def norm(self, x_BMD: Tensor, norm: NormWeights) -> Tensor:
-        """[R, D]: the norm of what comes into a layer, or the final one."""
-        if self.normed_RD is not None and x_BMD is self.stream_BMD:
-            return self.normed_RD
+        """[R, D]: the norm of what comes into a layer, or the final one. A layer's result must not change in place."""
+        if self.made is not None and x_BMD is self.stream_BMD and self.made[0] is norm:
+            return self.made[1]
         return rms_norm(x_BMD.flatten(0, -2), norm)
 
 
@@ -241,9 +241,10 @@ class FusedLayer(nn.Module):
             x_RD = x_RD + rms_norm(self.out(context_RC), self.after_attention)
             normed_RD = rms_norm(x_RD, self.mlp_norm)
         if isinstance(self.mlp, FusedMLP) and self.after_mlp is None and self.next_norm is not None:
-            x_RD, run.normed_RD = self.mlp.with_norm(normed_RD, x_RD, self.next_norm)
+            x_RD, next_RD = self.mlp.with_norm(normed_RD, x_RD, self.next_norm)
+            run.made = (self.next_norm, next_RD)
         else:
-            x_RD, run.normed_RD = self._add(x_RD, normed_RD, batch), None
+            x_RD, run.made = self._add(x_RD, normed_RD, batch), None
         run.stream_BMD = x_RD.view(batch, count, width)
         return run.stream_BMD
 

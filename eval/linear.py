@@ -78,7 +78,7 @@ SPLIT_CANDIDATES = (Tiles(64, 128, 4, 4, splits=2), Tiles(64, 64, 4, 6, splits=2
 VECTOR_CANDIDATES = (
     Tiles(8, 512, 4, 1, True), Tiles(4, 1024, 4, 1, True), Tiles(16, 512, 8, 1, True), Tiles(16, 256, 4, 1, True),
 )  # fmt: skip
-#: and for matrices of so few outputs that tiles have to be small
+#: and for matrices of so few outputs that a program's share of the weights fits into its multiprocessor
 SMALL_OUTPUTS = 3072
 SMALL_CANDIDATES = (
     Tiles(64, 0, 4, 1, whole=True), Tiles(64, 0, 4, 1, splits=2, whole=True), Tiles(64, 0, 4, 1, splits=4, whole=True),
@@ -96,7 +96,7 @@ class Linear:
         weight_NK: the matrix; with `activation` the rows of gate, then those of up (N twice the outputs).
         bias_N: or None.
         activation: None, or a key of ACTIVATIONS.
-        residual: whether calls add a residual and go on with a norm, which tuning then does as well.
+        residual: whether calls add a residual; tuning does as well, and makes the norm that mostly follows.
         tiles: row bucket → Tiles, or None = cuBLAS; a missing bucket takes the first candidate, cuBLAS in float32.
     """
 
@@ -125,7 +125,7 @@ class Linear:
 
     def with_norm(self, x_RK: Tensor, residual_RN: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """(the call's result, its RMSNorm): one kernel fewer where the product is split."""
-        return _with_norm(x_RK, self, residual_RN, norm, self._tiles(x_RK))
+        return with_norm(x_RK, self, residual_RN, norm, self._tiles(x_RK))
 
 
 def row_bucket(rows: int) -> int:
@@ -148,9 +148,10 @@ def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None
     return y_RN if residual_RN is None else residual_RN + y_RN
 
 
-def _with_norm(
+def with_norm(
     x_RK: Tensor, linear: Linear, residual_RN: Tensor, norm: NormWeights, tiles: Tiles | None
 ) -> tuple[Tensor, Tensor]:
+    """(the product with its residual, its RMSNorm), the product as `tiles` say (None: cuBLAS)."""
     if tiles is not None and tiles.splits > 1:
         return join_kernel(split_kernel(x_RK, linear, tiles), linear.bias_N, residual_RN, norm)
     if tiles is None:
@@ -187,7 +188,17 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     if tiles.whole:
         # gate and up are tiles of their own
         _whole_kernel[(triton.cdiv(outputs, tiles.outputs), 1)](
-            x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs, inputs, **_whole(x_RK, tiles), **flags
+            x_RK,
+            weight_NK,
+            bias,
+            residual,
+            out_RN,
+            rows,
+            outputs,
+            inputs,
+            inputs,
+            **_whole_options(x_RK, tiles),
+            **flags,
         )
         return out_RN
     tile_outputs = max(16, tiles.outputs // 2) if paired else tiles.outputs
@@ -199,12 +210,16 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     return out_RN
 
 
-def _whole(x_RK: Tensor, tiles: Tiles) -> dict[str, int]:
-    """How the kernel without a loop is compiled: a part of the inputs is a tile of the largest power of two within it,
-    and one that holds the rest (none: 0)."""
-    part = x_RK.shape[1] // tiles.splits
-    first = 1 << (part.bit_length() - 1)
-    rest = max(16, triton.next_power_of_2(part - first)) if part > first else 0
+def whole_tiles(inputs: int) -> tuple[int, int]:
+    """Inputs as two tiles: the largest power of two within them, and a power of two that holds the rest (none: 0)."""
+    first = 1 << (inputs.bit_length() - 1)
+    rest = inputs - first
+    return first, max(16, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+def _whole_options(x_RK: Tensor, tiles: Tiles) -> dict[str, int]:
+    """How the kernel without a loop is compiled."""
+    first, rest = whole_tiles(x_RK.shape[1] // tiles.splits)
     return {
         "BR": max(16, row_bucket(x_RK.shape[0])), "BN": tiles.outputs, "BK": first, "BL": rest,
         "SPLITS": tiles.splits, "num_warps": tiles.warps, "num_stages": 1,
@@ -241,7 +256,8 @@ def split_kernel(x_RK: Tensor, linear: Linear, tiles: Tiles) -> Parts:
     if tiles.whole:
         _whole_kernel[(triton.cdiv(outputs, tiles.outputs), tiles.splits)](
             x_RK, linear.weight_NK, sums_SRN, sums_SRN, sums_SRN, rows, outputs, inputs, inputs // tiles.splits,
-            PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, **_whole(x_RK, tiles), **launch_options(x_RK.device),
+            PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, **_whole_options(x_RK, tiles),
+            **launch_options(x_RK.device),
         )  # fmt: skip
         return Parts(sums_SRN, x_RK.dtype)
     _linear_kernel[(triton.cdiv(outputs, tiles.outputs), tiles.splits)](
@@ -297,7 +313,8 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]
 
 def in_turn(members: list[Linear], cache: int) -> list[Linear]:
     """Products to time one after the other: as many as it takes to push each other's weights out of a cache of so many
-    bytes, and eight at least, so that what a graph costs does not count (a draft has one of each)."""
+    bytes, and eight at least, so that what a graph costs does not count. A draft has one of each, which stays in the
+    cache, as it does between the levels of a tree where the whole draft fits."""
     count = max(8, -(-2 * cache // members[0].weight_NK.nbytes))
     chosen = members[:count]
     return chosen * -(-8 // len(chosen))
@@ -316,18 +333,18 @@ def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
         if linear.residual and (large or rows > 1):
             ways += [tiles for tiles in SPLIT_CANDIDATES if splittable(linear, tiles)]
         if small and rows > 1:
-            ways += [tiles for tiles in SMALL_CANDIDATES if not tiles.whole or _holds(tiles, linear, rows)]
+            ways += [tiles for tiles in SMALL_CANDIDATES if not tiles.whole or _fits(tiles, linear, rows)]
     return ways
 
 
-def _holds(tiles: Tiles, linear: Linear, rows: int) -> bool:
+def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
     """Whether a program can hold its part of the inputs, of its outputs and of the rows; parts need a residual, which
     is added with them."""
     if tiles.splits > 1 and not (linear.residual and splittable(linear, tiles)):
         return False
+    first, rest = whole_tiles(linear.weight_NK.shape[1] // tiles.splits)
     outputs = tiles.outputs * (1 if linear.activation is None else 2)
-    part = linear.weight_NK.shape[1] // tiles.splits
-    return part >= 16 and part * (outputs + max(16, row_bucket(rows))) <= WHOLE_ELEMENTS
+    return first >= 16 and (first + rest) * (outputs + max(16, row_bucket(rows))) <= WHOLE_ELEMENTS
 
 
 def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
@@ -348,7 +365,7 @@ def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | 
         def run(tiles: Tiles | None = tiles) -> None:
             for linear in members:
                 if linear.residual:
-                    _with_norm(x_RK, linear, residual_RN, norm, tiles)
+                    with_norm(x_RK, linear, residual_RN, norm, tiles)
                 elif tiles is None:
                     linear_eager(x_RK, linear)
                 else:

@@ -172,7 +172,8 @@ def rope_store_kernel(
     _rope_store_kernel[(rows, triton.cdiv(h + 2 * g, HEADS_PER_PROGRAM))](
         qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_factor, k_factor, q_Rhd, keys, values,
         write_BM.contiguous(), at.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1),
-        keys.stride(2), cos_RW.shape[-1] // 2, shape.q_norm.eps if shape.q_norm is not None else 0.0, H=h, G=g, D=d,
+        keys.stride(2), cos_RW.shape[-1] // 2, shape.q_norm.eps if shape.q_norm is not None else 0.0,
+        shape.k_norm.eps if shape.k_norm is not None else 0.0, H=h, G=g, D=d,
         HB=HEADS_PER_PROGRAM, BLOCK=triton.next_power_of_2(d), NORM=norm, TABLE=position_BM is not None,
         num_warps=HEADS_PER_PROGRAM,
         **launch_options(qkv_RC.device),
@@ -231,6 +232,10 @@ def draft_input_kernel(
     g_BfD = g_BfD.contiguous()
     (batch, count), (before, width) = tokens_BN.shape, g_BfD.shape[1:]
     rows = batch * count
+    if under_BN is None and before != count:
+        raise ValueError(
+            f"{count} tokens and {before} features per sequence: which goes with which is for under_BN to say"
+        )
     out_RC = g_BfD.new_empty((rows, 2 * width))
     taken_RD = g_BfD.flatten(0, 1) if under_BN is None else g_BfD.new_empty((rows, width))
     # factors that are not read stand for those that are not there
@@ -368,7 +373,7 @@ if triton is not None:
     @triton.jit
     def _rope_store_kernel(
         qkv, cos, sin, q_factor, k_factor, q_out, keys, values, write, position,
-        tokens, stride_row, stride_b, stride_g, stride_s, half, eps,
+        tokens, stride_row, stride_b, stride_g, stride_s, half, q_eps, k_eps,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
         TABLE: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
@@ -401,7 +406,7 @@ if triton is not None:
         s = tl.load(sin + angle * 2 * half + channel, mask=turned, other=0.0).to(tl.float32)
         value = own.to(tl.float32)
         if NORM:
-            scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+            scale = tl.rsqrt(tl.sum(value * value, 1)[:, None] / D + tl.where(head < H, q_eps, k_eps))
             # as the eager twin: the norm's result is rounded before it turns
             value = (value * scale * own_factor).to(qkv.dtype.element_ty).to(tl.float32)
             other = (other * scale * other_factor).to(qkv.dtype.element_ty).to(tl.float32)

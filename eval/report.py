@@ -12,6 +12,7 @@ from rich.table import Table
 
 from headstart.heads.errors import DataError
 from headstart.heads.files import read_json, write_json, write_text
+from headstart.heads.formats.flags import TITLES, flag_of
 from headstart.heads.formats.plots import draw_plots
 
 SCHEMA = 1
@@ -133,6 +134,11 @@ class Report:
         return directory / "report.json"
 
     @property
+    def flag(self) -> str | None:
+        """LOSSY or SYNTHETIC: what stands beside τ and speed-up; None where the output is the target's own."""
+        return flag_of({"synthetic": self.synthetic, "lossless": self.lossless})
+
+    @property
     def total(self) -> Section:
         identity = self.greedy_identity
         return Section(
@@ -215,12 +221,10 @@ def _sections(report: Report) -> list[tuple[str, Section]]:
 
 
 def _title(report: Report) -> str:
-    lossless = "lossless" if report.lossless else "LOSSY (typical acceptance)"
-    if report.synthetic is not None:
-        lossless = "SYNTHETIC acceptance"
+    acceptance = "lossless" if report.flag is None else TITLES[report.flag]
     return (
         f"{report.drafter} on {report.target['name']} · {report.tree['label']} · temperature {report.temperature:g} · "
-        f"{lossless} · {report.dtype} · batch {report.batch_size} · {report.device}"
+        f"{acceptance} · {report.dtype} · batch {report.batch_size} · {report.device}"
     )
 
 

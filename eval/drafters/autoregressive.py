@@ -165,12 +165,15 @@ class AutoregressiveDrafter:
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
         """EAGLE-2: expand the k best nodes of each level, keep the best of everything stored."""
-        logits_BfU, g_BfH = self._penalised(logits_B1U), g_B1H
+        seen_BU = self._in_draft_vocabulary(self.seen_BV)
+        seen_BfU = None if seen_BU is None else seen_BU[:, None]
+        logits_BfU, g_BfH = self._penalised(logits_B1U, seen_BfU), g_B1H
         growth = Growth.start(self.length_B, self.tree.k, self.tree.depth, logits_BfU, self.head.draft_ids_U)
         growth = growth.grow(logits_BfU)
         for _ in range(self.tree.depth - 1):
             g_BfH, logits_BfU = self._frontier_pass(growth, g_BfH)
-            growth = growth.grow(self._penalised(logits_BfU))
+            seen_BfU = _seen_on_path(seen_BfU, growth)
+            growth = growth.grow(self._penalised(logits_BfU, seen_BfU))
         return growth.tree(self.max_nodes)
 
     def _frontier_pass(self, growth: Growth, g_BfH: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,9 +209,8 @@ class AutoregressiveDrafter:
 
     # vocabulary --------------------------------------------------------------------------------------------------
 
-    def _penalised(self, logits_BNU: Tensor) -> Tensor:
-        seen_BU = self._in_draft_vocabulary(self.seen_BV)
-        return logits_BNU if seen_BU is None else penalise(logits_BNU, self.sampling, seen_BU[:, None])
+    def _penalised(self, logits_BNU: Tensor, seen_BNU: Tensor | None) -> Tensor:
+        return logits_BNU if seen_BNU is None else penalise(logits_BNU, self.sampling, seen_BNU)
 
     def _in_draft_vocabulary(self, seen_BV: Tensor | None) -> Tensor | None:
         ids_U = self.head.draft_ids_U
@@ -220,6 +222,16 @@ class AutoregressiveDrafter:
             return q_BU
         q_BV = q_BU.new_zeros((q_BU.shape[0], self.head.dims.vocab_size))
         return q_BV.index_copy_(1, ids_U, q_BU)
+
+
+def _seen_on_path(seen_BfU: Tensor | None, growth: Growth) -> Tensor | None:
+    """What the nodes of the frontier have seen: what their parents had (`seen_BfU`), and themselves."""
+    if seen_BfU is None:
+        return None
+    nodes = growth.frontier
+    assert nodes is not None
+    token_Bk = growth.stored.token_BS.gather(1, nodes.index_Bk)
+    return take_rows(seen_BfU, nodes.under_Bk).scatter(2, token_Bk[:, :, None], True)
 
 
 def _only(rows: Rows, at_B1: Tensor) -> Rows:

@@ -86,11 +86,29 @@ class MedusaDrafter:
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
             seen_B1V = self.seen_BV[:, None]
-        if self.shape is None and self.tree.sample and not self.sampling.greedy:
-            q_BKV = probabilities(logits_BKV, self.sampling, seen_B1V)
-            return chain(draw(q_BKV, generator), q_BKV=q_BKV)
         if self.shape is None:
-            return chain(best(logits_BKV, self.sampling, seen_B1V))
+            return self._chain(logits_BKV, generator)
         if seen_B1V is not None:
+            # a static tree has one token for all nodes of a rank: only what stands before all of them is penalised
             logits_BKV = penalise(logits_BKV, self.sampling, seen_B1V)
         return self.shape.fill(top_ids(logits_BKV, self.shape.ranks))
+
+    def _chain(self, logits_BKV: Tensor, generator: torch.Generator | None) -> Tree:
+        """A token of every head; a penalty counts those drafted before it, as the target's does."""
+        sampled = self.tree.sample and not self.sampling.greedy
+        seen_BV = self.seen_BV
+        if seen_BV is None:
+            if not sampled:
+                return chain(best(logits_BKV, self.sampling, None))
+            q_BKV = probabilities(logits_BKV, self.sampling)
+            return chain(draw(q_BKV, generator), q_BKV=q_BKV)
+        tokens: list[Tensor] = []
+        qs: list[Tensor] = []
+        for logits_BV in logits_BKV.unbind(1):
+            if sampled:
+                qs.append(probabilities(logits_BV, self.sampling, seen_BV))
+                tokens.append(draw(qs[-1], generator))
+            else:
+                tokens.append(best(logits_BV, self.sampling, seen_BV))
+            seen_BV = seen_BV.scatter(1, tokens[-1][:, None], True)
+        return chain(torch.stack(tokens, 1), q_BKV=torch.stack(qs, 1) if sampled else None)

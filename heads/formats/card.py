@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from headstart.heads.formats.flags import MEANINGS, flag_of
 from headstart.heads.formats.launch import NAMES as NAMES_OF_ENGINES
 from headstart.heads.formats.launch import hub_name, launch_commands, tuned_table, why_tokens
 from headstart.heads.formats.sidecar import FACTS
@@ -46,7 +47,11 @@ def render_card(
     """
     family = side["type"]
     target = side.get("target") or {}
-    parts = [_front_matter(family, target, license_id), f"# {repo_id.split('/')[-1]}", _summary(family, target, side)]
+    parts = [
+        _front_matter(family, target, license_id),
+        f"# {repo_id.split('/')[-1]}",
+        _summary(family, target, side, flag_of(report or {})),
+    ]
     parts += [_results(report), *(f"![{name.removesuffix('.png')}]({name})" for name in plots)]
     parts += [
         tuned_table(side),
@@ -72,11 +77,13 @@ def _front_matter(family: str, target: dict[str, Any], license_id: str | None) -
     return "\n".join([*lines, "---"])
 
 
-def _summary(family: str, target: dict[str, Any], side: dict[str, Any]) -> str:
+def _summary(family: str, target: dict[str, Any], side: dict[str, Any], flag: str | None) -> str:
     facts = "; ".join(f"{key}: {value}" for key, value in FACTS[family].items() if key != "method")
     revision = f" (revision `{target['revision']}`)" if target.get("revision") else ""
     layers = side.get("feature_layers")
     more = f" It reads `hidden_states` {layers}." if layers else ""
+    if flag is not None:
+        more += f" The results below were not measured so: they are {flag}."
     return (
         f"{NAMES[family]} draft head for **{target.get('name', 'an unnamed target')}**{revision}. It proposes tokens "
         "that the target verifies: with greedy or lossless sampled verification the output is the target's "
@@ -88,8 +95,11 @@ def _results(report: dict[str, Any] | None) -> str:
     if report is None:
         return "## Results\n\nNot measured. Run `headstart eval` on your own prompts before you deploy it."
     rows = [("all", report), *sorted((report.get("tasks") or {}).items())]
+    flag = flag_of(report)
+    mark = f" ({flag})" if flag else ""
     lines = [
-        "| task | prompts | τ | acceptance by position | tokens/s plain | tokens/s drafted | speed-up |",
+        f"| task | prompts | τ{mark} | acceptance by position{mark} | tokens/s plain | tokens/s drafted{mark} | "
+        f"speed-up{mark} |",
         "|" + "---|" * 7,
     ]
     for name, row in rows:
@@ -114,7 +124,10 @@ def _results(report: dict[str, Any] | None) -> str:
     note = (
         f"τ = tokens committed per target forward (plain decoding = 1). {tree}, temperature {report['temperature']:g}"
     )
-    return "## Results\n\n" + "\n".join(lines) + f"\n\n{note}, {where}.{said}"
+    warning = f"**{MEANINGS[flag]}.** Lossless verification would give other numbers." if flag else ""
+    notes = "\n".join(f"- {line}" for line in report.get("notes") or [])
+    parts = ("## Results", warning, "\n".join(lines), f"{note}, {where}.{said}", notes)
+    return "\n\n".join(part for part in parts if part)
 
 
 def _launch(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from headstart.eval.config import TreeConfig
 from headstart.eval.drafters import AutoregressiveDrafter, MedusaDrafter, NgramDrafter
 from headstart.eval.drafters.ngram import NgramIndex
 from headstart.eval.engine import Engine, Rows
-from headstart.eval.sampling import Sampling
+from headstart.eval.sampling import Sampling, penalise, probabilities
 from headstart.eval.tree import chain
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.errors import ConfigError
@@ -19,8 +19,13 @@ from headstart.heads.target import Target
 
 
 @torch.no_grad()
-def log_probs_after(target: Target, head: AutoregressiveHead, tokens: list[int], path: list[int]) -> Tensor:
-    """log q over the draft vocabulary after root tokens[-1] and a drafted path; every row recomputed, no cache."""
+def log_probs_after(
+    target: Target, head: AutoregressiveHead, tokens: list[int], path: list[int], sampling: Sampling
+) -> Tensor:
+    """log q over the draft vocabulary after root tokens[-1] and a drafted path; every row recomputed, no cache.
+
+    Every token before it is penalised, the path's as well, as the target's distribution is.
+    """
     context = len(tokens) - 1
     hidden, streams = target.forward_documents(torch.tensor([tokens[:-1]]), head.spec.layer_ids)
     stacked = torch.stack([streams[k] for k in head.spec.layer_ids], 2) if streams else None
@@ -40,11 +45,14 @@ def log_probs_after(target: Target, head: AutoregressiveHead, tokens: list[int],
     g = g[:, -1:]
     for n, token in enumerate(path):
         g, logits = head.step(torch.tensor([[token]]), g, torch.tensor([[context + n]]), attend)
-    return logits[0, -1].log_softmax(-1)
+    seen_V = torch.zeros(head.dims.vocab_size, dtype=torch.bool)
+    seen_V[[*tokens, *path]] = True
+    seen_U = seen_V if head.draft_ids_U is None else seen_V[head.draft_ids_U]
+    return penalise(logits[0, -1], sampling, seen_U).log_softmax(-1)
 
 
 def naive_tree(
-    target: Target, head: AutoregressiveHead, tokens: list[int], k: int, depth: int, nodes: int
+    target: Target, head: AutoregressiveHead, tokens: list[int], k: int, depth: int, nodes: int, sampling: Sampling
 ) -> dict[tuple[int, ...], float]:
     """EAGLE-2 by its definition: path → cumulative log-probability of the nodes kept."""
     stored: dict[tuple[int, ...], float] = {}
@@ -52,7 +60,7 @@ def naive_tree(
     for _ in range(depth):
         level: dict[tuple[int, ...], float] = {}
         for path in frontier:
-            top = log_probs_after(target, head, tokens, list(path)).topk(k)
+            top = log_probs_after(target, head, tokens, list(path), sampling).topk(k)
             for value, index in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                 token = int(head.target_ids(torch.tensor(index)))
                 level[(*path, token)] = value + stored.get(path, 0.0)
@@ -62,14 +70,17 @@ def naive_tree(
     return {path: stored[path] for path in kept}
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.6])
 @pytest.mark.parametrize("family", ["eagle3", "eagle"])
-def test_dynamic_tree_is_the_naive_one(target: Target, family: str, request: pytest.FixtureRequest) -> None:
+def test_dynamic_tree_is_the_naive_one(
+    target: Target, family: str, penalty: float, request: pytest.FixtureRequest
+) -> None:
     """Two cycles, so that drafted rows are thrown away and accepted ones recomputed; ragged contexts."""
     trained: Trained = request.getfixturevalue(family)
     head = trained.head
     assert isinstance(head, AutoregressiveHead)
-    k, depth, total = 3, 3, 9
-    drafter = AutoregressiveDrafter(head, TreeConfig("dynamic", depth, k, total), Sampling())
+    k, depth, total, sampling = 3, 3, 9, Sampling(repetition_penalty=penalty)
+    drafter = AutoregressiveDrafter(head, TreeConfig("dynamic", depth, k, total), sampling)
     contexts = [list(context) for context in CONTEXTS]
     engine = Engine(target.model, len(contexts), 48, drafter.spec, bucket=8, prefill_chunk=4)
     logits_BV, rows = engine.prefill(contexts)
@@ -78,7 +89,7 @@ def test_dynamic_tree_is_the_naive_one(target: Target, family: str, request: pyt
     for _ in range(2):
         tree = drafter.propose(roots_B)
         for row, context in enumerate(contexts):
-            expected = naive_tree(target, head, [*context, int(roots_B[row])], k, depth, total - 1)
+            expected = naive_tree(target, head, [*context, int(roots_B[row])], k, depth, total - 1, sampling)
             paths = []
             for n in range(tree.nodes):
                 path, node = [], n
@@ -122,6 +133,28 @@ def test_medusa_takes_ranks_of_each_head(target: Target, medusa: Trained) -> Non
 
         deep = static_shape([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)])
         MedusaDrafter(head, TreeConfig("static"), Sampling(), shape=deep)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_medusa_chain_counts_what_it_drafted(target: Target, medusa: Trained, temperature: float) -> None:
+    """A penalty holds for drafted tokens as for the context: each level's q is of what stands before it."""
+    head, sampling = medusa.head, Sampling(temperature, repetition_penalty=1.7)
+    drafter = MedusaDrafter(head, TreeConfig("chain", depth=3), sampling)  # type: ignore[arg-type]
+    engine = Engine(target.model, 1, 32, drafter.spec)
+    logits_BV, rows = engine.prefill([[5, 6, 7]])
+    drafter.start(rows, 32)
+    root_B = logits_BV.argmax(-1)
+    tree = drafter.propose(root_B, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits_KV = head.draft_logits(rows.hidden_BJD[:, -1])[0]  # type: ignore[operator]
+    seen_V = torch.zeros(head.dims.vocab_size, dtype=torch.bool)
+    seen_V[[5, 6, 7, int(root_B)]] = True
+    for n in range(3):
+        if temperature:
+            torch.testing.assert_close(tree.q_BNV[0, n], probabilities(logits_KV[n], sampling, seen_V))
+        else:
+            assert tree.tokens_BN[0, n] == penalise(logits_KV[n], sampling, seen_V).argmax()
+        seen_V[tree.tokens_BN[0, n]] = True
 
 
 def test_ngram_prefers_the_longest_then_the_latest_match() -> None:

@@ -78,7 +78,13 @@ def tiny(name: str) -> Any:
     kind, extra, implementation = MODELS[name]
     torch.manual_seed(0)
     config = kind(**{**SHARED, **extra})
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # new norms are all alike and new biases zero: what is mixed up among them would not show
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model
 
 
 @torch.no_grad()

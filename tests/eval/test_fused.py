@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.eval import fused as fused_module
 from headstart.eval.attention import Visibility
 from headstart.eval.engine import attention_windows
-from headstart.eval.fused import FusedModel, Unfusable
+from headstart.eval.fused import FusedModel, Pass, Unfusable
 from headstart.eval.linear import Linear, Tiles, candidates, in_turn
 from headstart.eval.pointwise import NormWeights, rms_norm_eager
 from headstart.eval.tree import with_root
@@ -111,6 +111,11 @@ def test_a_norm_is_made_with_the_sum_before_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fused_module, "rms_norm", counted)
     logits, _, _ = twin.forward(ids, visibility, twin.buffers(2, 5))
     assert len(alone) == 1 < len(twin.layers)
+    # a norm with other weights is another norm
+    stream, normed, first = torch.ones(1, 1, 4), torch.zeros(1, 4), NormWeights(torch.ones(4), 1e-5)
+    run = Pass(visibility, twin.buffers(2, 5), stream, (first, normed))
+    assert run.norm(stream, first) is normed and run.norm(stream, NormWeights(torch.ones(4), 1e-5)) is not normed
+    alone.pop()
     twin.layers[1].register_forward_pre_hook(lambda _, given: (2 * given[0], *given[1:]))
     model.model.layers[1].register_forward_pre_hook(lambda _, given: (2 * given[0], *given[1:]))
     doubled, _, _ = twin.forward(ids, visibility, twin.buffers(2, 5))
@@ -161,6 +166,8 @@ def test_ways_of_a_product() -> None:
     assert whole(576, 576, 4) == [1, 2, 4] == whole(576, 576, 64)
     assert whole(576, 1536, 4) == [2, 4] == whole(576, 1536, 64)
     assert whole(6144, 4096, 4) == [] == whole(576, 576, 1)
+    # what is padded counts: 1408 inputs are held as 1024 and 512
+    assert whole(576, 1408, 4) == [2, 4]
     for rows in (1, 64):
         assert any(tiles is not None and tiles.splits > 1 for tiles in ways(4096, 14336, rows))
     # timed on as many as do not fit into the cache together: weights come from memory in a model

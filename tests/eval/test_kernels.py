@@ -13,9 +13,9 @@ from headstart.eval.linear import (
     join_kernel,
     linear_eager,
     linear_kernel,
-    row_bucket,
     split_kernel,
     splittable,
+    with_norm,
 )
 from headstart.eval.pointwise import (
     DraftInput,
@@ -55,20 +55,24 @@ def test_rms_norm(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3), (3, 1)])
 @pytest.mark.parametrize(("width", "rotary", "norm"), [(16, 16, False), (24, 8, True), (64, 64, True)])
-def test_rope_store(width: int, rotary: int, norm: bool, dtype: torch.dtype) -> None:
-    heads, kv_heads, slots, write = 4, 2, 9, torch.tensor([[0, 3, 8], [1, 2, 5]], device=DEVICE)
-    norms = [NormWeights(random(width, seed=n).abs() + 0.5, 1e-5) if norm else None for n in (1, 2)]
+def test_rope_store(width: int, rotary: int, norm: bool, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """Heads that fill programs or leave the last one half empty; nothing beside the buffers is written."""
+    slots, write = 9, torch.tensor([[0, 3, 8], [1, 2, 5]], device=DEVICE)
+    norms = [NormWeights(random(width, seed=n).abs() + 0.5, eps) if norm else None for n, eps in ((1, 1e-5), (2, 0.5))]
     shape = RopeStore(heads, kv_heads, width, *norms)
     qkv = random(6, (heads + 2 * kv_heads) * width, dtype=dtype)
     cos, sin = (torch.cat([random(6, rotary // 2, dtype=dtype, seed=n)] * 2, 1) for n in (3, 4))
-    found = [torch.zeros(2, kv_heads, slots, width, dtype=dtype, device=DEVICE) for _ in range(2)]
-    expected = [torch.zeros_like(part) for part in found]
+    wholes = [torch.full((2, kv_heads + 2, slots, width), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    found = [whole[:, 1:-1] for whole in wholes]
+    expected = [torch.full_like(part, 7.0) for part in found]
     close(
         rope_store_kernel(qkv, cos, sin, shape, *found, write), rope_store_eager(qkv, cos, sin, shape, *expected, write)
     )
     close(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
+    assert all((whole[:, [0, -1]] == 7).all() for whole in wholes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,6 +113,8 @@ def test_draft_input(width: int, normed: bool, dtype: torch.dtype) -> None:
                 close(found[0][:, half], expected[0][:, half])
             assert torch.equal(found[1], expected[1])
             assert torch.equal(found[1].view(2, 3, width)[1, 2], g[1, 2 if of is None else 0])
+    with pytest.raises(ValueError, match="3 tokens and 2 features per sequence"):
+        draft_input_kernel(tokens, g, source)
 
 
 @pytest.mark.parametrize(("inner", "width"), [(24, 72), (2050, 600)])
@@ -234,19 +240,25 @@ def test_linear(rows: int, activation: str, bias: bool, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_in_parts(rows: int, splits: int, bias: bool, dtype: torch.dtype) -> None:
     """Side by side over the inputs, then added up with bias, residual and norm."""
-    inputs, outputs = 192, 50
-    weight = random(outputs, inputs, dtype=dtype) / inputs**0.5
-    linear = Linear(weight, random(outputs, dtype=dtype, seed=1) if bias else None)
-    x, residual = random(rows, inputs, dtype=dtype, seed=2), random(rows, outputs, dtype=dtype, seed=3)
-    norm = NormWeights(random(outputs, seed=4).float(), 1e-5)
-    # parts of 96, 64 and 96 inputs: without a loop, as 64 and 32 or as 64 alone
-    for tiles in (Tiles(32, 32, 4, 2, splits=splits), Tiles(32, 0, 4, 1, splits=splits, whole=True)):
+    outputs, norm = 50, NormWeights(random(50, seed=4).float(), 1e-5)
+    # without a loop a part of 96 inputs is 64 and 32, one of 64 a single tile, one of 112 64 and 48 of 64
+    for inputs, tiles in (
+        (192, Tiles(32, 32, 4, 2, splits=splits)),
+        (192, Tiles(32, 0, 4, 1, splits=splits, whole=True)),
+        (112 * splits, Tiles(32, 0, 4, 1, splits=splits, whole=True)),
+    ):
+        weight = random(outputs, inputs, dtype=dtype) / inputs**0.5
+        linear = Linear(weight, random(outputs, dtype=dtype, seed=1) if bias else None)
+        x, residual = random(rows, inputs, dtype=dtype, seed=2), random(rows, outputs, dtype=dtype, seed=3)
         for added in (None, residual):
             close(linear_kernel(x, linear, added, tiles), linear_eager(x, linear, added))
-        linear.tiles[row_bucket(rows)] = tiles
         found, normed = join_kernel(split_kernel(x, linear, tiles), linear.bias_N, residual, norm)
         close(found, linear_eager(x, linear, residual))
         close(normed, rms_norm_eager(found, norm))
+        for mine, other in zip(with_norm(x, linear, residual, norm, tiles), (found, normed), strict=True):
+            assert torch.equal(mine, other)
+    linear = Linear(random(outputs, 192, dtype=dtype))
+    x = random(rows, 192, dtype=dtype)
     assert not splittable(linear, Tiles(32, 128, 4, 2, splits=2))
     with pytest.raises(ValueError, match="cannot be cut"):
         split_kernel(x, linear, Tiles(32, 128, 4, 2, splits=2))

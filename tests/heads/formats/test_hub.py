@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError, StorageError
-from headstart.heads.formats import ExportConfig, export_head, load_head, save_head
+from headstart.heads.formats import ExportConfig, export_head, load_head, plots, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.hub import fetch_head, push_export
 from headstart.heads.formats.plots import draw_plots
@@ -187,6 +187,25 @@ def test_the_card_holds_the_measured_numbers_and_launch_commands(exported: Path)
     assert "2503.01840" in card and "licence applies" in card
 
 
+def test_the_card_marks_what_is_lossy(exported: Path) -> None:
+    side = json.loads((exported / "headstart.json").read_text())
+    lossy = {**REPORT, "lossless": False, "greedy_identity": None, "notes": ["a first note", "a second one"]}
+    card = render_card("me/head", side, lossy, ["vllm"])
+    head = (
+        "| task | prompts | τ (LOSSY) | acceptance by position (LOSSY) | tokens/s plain | tokens/s drafted (LOSSY) | "
+        "speed-up (LOSSY) |"
+    )
+    assert head in card and "| all | 12 | 1.834 | 0.510 0.320 | 20.00 | 30.00 | 1.50 |" in card
+    assert "**LOSSY: typical acceptance, the output distribution is not the target's.**" in card.split(head)[0]
+    assert "The results below were not measured so: they are LOSSY." in card.split("## Results")[0]
+    assert "\n\n- a first note\n- a second one\n\n" in card
+    asked = render_card("me/head", side, {**lossy, "synthetic": [0.8]}, ["vllm"])
+    assert "| τ (SYNTHETIC) |" in asked and "**SYNTHETIC: acceptance was asked for" in asked and "LOSSY" not in asked
+    for lossless in (REPORT, {**REPORT, "lossless": True, "synthetic": None, "notes": []}, None):
+        card = render_card("me/head", side, lossless, ["vllm"])
+        assert "LOSSY" not in card and "SYNTHETIC" not in card and "not measured so" not in card
+
+
 def test_the_card_says_what_the_head_was_trained_on(exported: Path) -> None:
     side = json.loads((exported / "headstart.json").read_text())
     sources = [{"dataset": "some/chats", "limit": 500}, {"path": "mine.jsonl", "limit": None}]
@@ -274,6 +293,36 @@ def test_plots_show_what_was_measured(tmp_path: Path) -> None:
     assert draw_plots({**REPORT, "tasks": tasks, "speedup": None}, tmp_path) == ["acceptance.png", "tasks.png"]
     plain = {**REPORT, "tasks": {}, "per_position_acceptance": []}
     assert draw_plots(plain, tmp_path / "plain") == ["tasks.png"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"lossless": True, "synthetic": None}, None),
+        ({"lossless": False, "synthetic": None}, "LOSSY (typical acceptance)"),
+        ({"lossless": False, "synthetic": [0.8]}, "SYNTHETIC acceptance"),
+    ],
+)
+def test_every_plot_says_what_it_rests_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], flag: str | None
+) -> None:
+    titles: dict[str, str] = {}
+
+    def save(figure: Any, place: Path) -> None:
+        figure.draw_without_rendering()
+        (box, *_), edge = [axes.title.get_window_extent() for axes in figure.axes], figure.bbox
+        assert edge.x0 <= box.x0 and box.x1 <= edge.x1 and box.y1 <= edge.y1  # nothing of it lies outside the picture
+        titles[figure.axes[0].get_title()] = str(place)
+        place.write_bytes(b"")
+
+    monkeypatch.setattr(plots, "save_figure", save)
+    speeds = {"baseline_tokens_per_s": 20.0, "speculative_tokens_per_s": 30.0, "speedup": 1.5}
+    sweeps = {name: {"points": [{name: n, **speeds} for n in (1, 2)]} for name in ("batch", "context")}
+    cycle = {"draft_ms": 1.0, "verify_ms": 2.0, "rest_ms": 0.5}
+    written = draw_plots({**REPORT, "sweeps": sweeps, "cycle": cycle, **changes}, tmp_path)
+    assert len(written) == len(titles) == 5
+    for title in titles:
+        assert title.split("\n")[:-1] == ([] if flag is None else [flag])
 
 
 def test_a_card_without_measurements_or_hub_name_claims_nothing(tmp_path: Path) -> None:

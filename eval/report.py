@@ -7,8 +7,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from headstart.heads.errors import DataError
 from headstart.heads.files import read_json, write_json, write_text
@@ -228,27 +230,61 @@ def _title(report: Report) -> str:
     )
 
 
-def render_table(report: Report) -> Table:
+@dataclass(frozen=True)
+class Fitted:
+    """A table for the terminal, in as many parts as the width asks for: each has the first column, and lines break
+    between words only."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    caption: str = ""
+    #: columns that are read from the left, and whether the last row is a total
+    left: tuple[int, ...] = (0,)
+    total: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        cells = [(column, *(row[n] for row in self.rows)) for n, column in enumerate(self.columns)]
+        widths = [max((cell_len(word) for text in texts for word in text.split()), default=1) for texts in cells]
+        parts: list[list[int]] = []
+        taken = options.max_width
+        for n in range(1, len(widths)):
+            # a column takes a border and a space on either side; one border closes the table
+            if taken + widths[n] + 3 > options.max_width:
+                parts.append([])
+                taken = widths[0] + 4
+            parts[-1].append(n)
+            taken += widths[n] + 3
+        if self.title:
+            yield Text(self.title, style="italic")
+        for part in parts:
+            table = Table()
+            spare = options.max_width - 1 - sum(widths[n] + 3 for n in (0, *part))
+            for n in (0, *part):
+                justify: JustifyMethod = "left" if n in self.left else "right"
+                # whole lines where there is room for them
+                more = max(0, min(spare, max(map(cell_len, cells[n])) - widths[n]))
+                spare -= more
+                table.add_column(self.columns[n], justify=justify, width=widths[n] + more, overflow="fold")
+            for place, row in enumerate(self.rows):
+                table.add_row(
+                    *(Text(row[n]) for n in (0, *part)), end_section=self.total and place == len(self.rows) - 2
+                )
+            yield table
+        if self.caption:
+            yield Text(self.caption, style="dim italic")
+
+
+def render_table(report: Report) -> Fitted:
     """Terminal table: one row per task and one for everything."""
-    table = Table(title=_title(report), caption="\n".join([TAU_NOTE, *report.notes]), title_justify="left")
-    for n, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if n in (0, 4) else "right", no_wrap=n != 4)
-    for name, section in _sections(report):
-        table.add_row(*_cells(name, section), end_section=name != "all" and name == sorted(report.tasks)[-1])
-    return table
+    rows = [_cells(name, section) for name, section in _sections(report)]
+    return Fitted(_title(report), COLUMNS, rows, "\n".join([TAU_NOTE, *report.notes]), (0, 4), len(rows) > 1)
 
 
 def render_tables(report: Report) -> Group:
     """Everything for the terminal: `render_table`, latency, sweeps, HF `generate`."""
-    tables: list[RenderableType] = [render_table(report)]
-    for title, columns, rows in _more_tables(report):
-        table = Table(title=title, title_justify="left")
-        for n, column in enumerate(columns):
-            table.add_column(column, justify="right" if n else "left")
-        for row in rows:
-            table.add_row(*row)
-        tables.append(table)
-    return Group(*tables, *remarks(report))
+    more = [Fitted(title, columns, rows) for title, columns, rows in _more_tables(report)]
+    return Group(render_table(report), *more, *remarks(report))
 
 
 def print_report(report: Report, console: Console) -> None:

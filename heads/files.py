@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,23 +16,39 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.heads.errors import DataError, DiskFullError, StorageError
+from headstart.heads.errors import DataError, DiskFullError, HeadstartError, StorageError
+
+
+def _error_number(error: Exception) -> int | None:
+    """The errno behind `error`, None when it is not a failed system call.
+
+    Libraries written in Rust (safetensors, tokenizers) raise exceptions of their own and leave it in the text only.
+    """
+    if isinstance(error, OSError):
+        return error.errno
+    found = None if isinstance(error, HeadstartError) else re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 @contextmanager
 def explain_disk(path: Path) -> Iterator[None]:
-    """Turn "no space left" into a DiskFullError, missing permission into a StorageError: path and remedy named."""
+    """Turn "no space left" into a DiskFullError, no permission or too large a file into a StorageError.
+
+    Both name the path and the remedy, whichever exception a library made of the failed system call.
+    """
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        number = _error_number(error)
+        if number in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFullError(
                 f"{path}: the disk is full; nothing already written was lost. Free space, or point the run "
                 "elsewhere with run_dir=…, then run the same command again: it continues."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        # waiting for room does not mend a limit on the size of one file, so that is not a full disk
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG):
             raise StorageError(
-                f"{path}: cannot be written ({error.strerror}). Choose another place with run_dir=…"
+                f"{path}: cannot be written ({os.strerror(number)}). Choose another place with run_dir=…"
             ) from error
         raise
 

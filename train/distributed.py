@@ -48,6 +48,17 @@ def check_launch(size: int, environment: Mapping[str, str] = os.environ) -> None
         )
 
 
+def refuse_ranks(verb: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError when a launcher started `headstart <verb>`, which trains in one process, as several ranks.
+
+    They would meet at the lock of the run directory, where all but one take the first for somebody else's command.
+    """
+    try:
+        check_launch(1, environment)
+    except ConfigError as error:
+        raise ConfigError(f"`headstart {verb}` is one process. {error}") from None
+
+
 def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 

@@ -43,12 +43,14 @@ from headstart.train.nonfinite import Window, dump
 from headstart.train.optim import Budget, lr_factor, set_rate
 from headstart.train.parallel import Parallel, make_parallel, resolve_kind
 from headstart.train.resume import RunState, capture, restore, state_values
-from headstart.train.saver import PATIENCE_S, Saver, write_all
+from headstart.train.saver import Saver, write_all
 from headstart.train.setup import captures, make_accelerator, recompute_activations
 from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, subsample
 from headstart.train.track import Reporter, Tracker, open_tracker
 
+#: values that ride with the counts of a step: clock, stop requests, an unwritten save, room for the next one
+RIDERS = 4
 #: (head, step, final) → values; see validate.Validator
 Validate = Callable[[Head, int, bool], dict[str, float]]
 
@@ -67,7 +69,8 @@ class TrainResult:
         checkpoint: the final checkpoint directory.
         resumed_from: step the run continued from, 0 = started anew.
         interrupted: whether the signal was Ctrl-C's here, not a scheduler's SIGTERM.
-        save_blocked_ms: longest time that a periodic checkpoint kept the next step from starting.
+        save_blocked_ms: longest time that a periodic checkpoint, due or taken, kept the next step from starting; the
+            wait for work that the device had been given before is not in it.
     """
 
     step: int
@@ -161,6 +164,8 @@ class _Trainer:
         self.parallel: Parallel = make_parallel(kind, head, module, config, accelerator, captured)
         self.saver = Saver(self.store, self.device)
         self.save_due = False
+        #: whether the checkpoint that is due found the one before still being written
+        self.put_off = False
         #: longest time that saving kept a step from starting, seconds
         self.blocked = 0.0
         self.weights_K = head.depth_weights().to(self.device)
@@ -171,7 +176,7 @@ class _Trainer:
         self.flags = torch.zeros(config.accumulation + 1, device=self.device)
         #: windows whose flags are still under way
         self.recent: deque[Window] = deque(maxlen=2)
-        self.agreed_elapsed, self.agreed_stop = 0.0, False
+        self.agreed_elapsed, self.agreed_stop, self.agreed_free = 0.0, False, False
         compute = autocast_dtype(config.mixed_precision, self.device) or torch.float32
         self.meters = Meters(head.depth, self.device, matmul_flops(self.device, compute))
         self.target_parameters = int(getattr(source, "target_parameters", 0))
@@ -310,10 +315,11 @@ class _Trainer:
             later, later_places = self._share(state.packs + ahead * config.accumulation)
             self.fetcher.prefetch([later[place] for place in later_places])
 
-        # elapsed is the clock that all ranks act on, stop asks every rank to end: both ride with the counts
+        # elapsed is the clock that all ranks act on, stop asks every rank to end: all of it rides with the counts
         clock = self._elapsed() if self.rank == 0 else 0.0
         self.saver.poll()
-        control = torch.tensor([clock, float(self.signal.received is not None), float(self.saver.failed)])
+        free = self.put_off and self.rank == 0 and self.saver.free()
+        control = torch.tensor([clock, self.signal.received is not None, self.saver.failed, free], dtype=torch.float32)
         control = to_device(control, self.device, non_blocking=True)
         counts_K = window_counts(self.head, batches, self.device)
         counts_K = self.agreement.exchange(torch.cat([counts_K, control, self.flags]))[: self.head.depth]
@@ -355,9 +361,9 @@ class _Trainer:
                 self._write_all()
         values = self.agreement.read()
         if values is not None:
-            clock, stop, unsaved = values[self.head.depth : self.head.depth + 3]
+            clock, stop, unsaved, free = values[self.head.depth : self.head.depth + RIDERS]
             if self.size > 1:
-                self.agreed_elapsed, self.agreed_stop = clock, stop > 0
+                self.agreed_elapsed, self.agreed_stop, self.agreed_free = clock, stop > 0, free > 0
                 if unsaved:
                     self._write_all()
             self._examine_previous(values)
@@ -365,7 +371,7 @@ class _Trainer:
     def _examine_previous(self, values: list[float]) -> None:
         """An exchange made in step n carries the flags of window n - 1."""
         if len(self.recent) >= 2:
-            self._examine(values[self.head.depth + 3 :], self.recent[-2])
+            self._examine(values[self.head.depth + RIDERS :], self.recent[-2])
 
     def _settle(self) -> None:
         """Examine what is still under way now (the host waits): before anything is saved or reported as final."""
@@ -458,8 +464,14 @@ class _Trainer:
                 yield f"optimizer/exp_avg_sq/{name}", parameter
 
     def _save_soon(self) -> None:
-        """Begin a periodic checkpoint, or leave it for a later step while the disk is busy with the one before."""
-        if not from_main(self.saver.idle(PATIENCE_S)):
+        """Begin a periodic checkpoint, or put it off to a later step while the one before is still being written."""
+        began = time.perf_counter()
+        # once put off, rank 0's answer rides with the steps: asking for it at each would wait for the device
+        free = self.agreed_free if self.put_off and self.size > 1 else from_main(self.saver.free())
+        asked = time.perf_counter() - began
+        self.put_off = not free
+        if self.put_off:
+            self.blocked = max(self.blocked, asked)
             return
         if self.meters.steps:
             self._record()
@@ -470,7 +482,7 @@ class _Trainer:
         if checkpoint is not None:
             self.saver.save(checkpoint)
         self.save_due = False
-        self.blocked = max(self.blocked, time.perf_counter() - settled)
+        self.blocked = max(self.blocked, asked + time.perf_counter() - settled)
 
     def _save_now(self) -> Path:
         """Write a checkpoint and wait for it."""

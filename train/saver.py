@@ -18,8 +18,6 @@ from headstart.heads.errors import DiskFullError
 from headstart.train.checkpoint import Checkpoint, CheckpointStore
 from headstart.train.distributed import from_main, gather_objects, on_main
 
-#: longest wait for the checkpoint before; if it is still being written then, the new one is taken at a later step
-PATIENCE_S = 0.1
 #: seconds between two looks at a disk that was full
 PAUSE_S = 5.0
 
@@ -122,6 +120,10 @@ class Saver:
             wait([future for _, future in self._writing], timeout=seconds)
             self.poll()
         return self._pending is None and not self._writing and not self.failed
+
+    def free(self) -> bool:
+        """Whether the next checkpoint may be taken now; waits for nothing."""
+        return self.idle(0.0)
 
     @property
     def failed(self) -> bool:

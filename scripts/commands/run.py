@@ -11,7 +11,9 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
         from headstart.eval.report import Report, render_tables
         from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe
+        from headstart.train.distributed import refuse_ranks
 
+        refuse_ranks("run")
         run = Run(load_recipe(recipe, overrides or []), talk)
         with run.steps.lock():
             run.save_recipe()

@@ -47,7 +47,9 @@ def command(
             talk.result(planned.to_json(), render(planned))
             return
         from headstart.pipeline import Run
+        from headstart.train.distributed import refuse_ranks
 
+        refuse_ranks("train")
         run = Run(settings, talk)
         with run.steps.lock():
             run.save_recipe()

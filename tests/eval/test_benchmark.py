@@ -100,6 +100,14 @@ def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, 
     out = io.StringIO()
     print_report(report, Console(file=out, width=200))
     assert f"{report.tau:.2f}" in out.getvalue() and "3/3" in out.getvalue()
+    # a narrow terminal gets more tables, not shorter numbers
+    for width in (60, 80):
+        out = io.StringIO()
+        print_report(report, Console(file=out, width=width))
+        text = out.getvalue()
+        assert "…" not in text and max(map(len, text.splitlines())) <= width
+        assert all(number in text for number in (f"{report.tau:.2f}", "3/3", f"{report.tokens_per_s:.1f}", "identical"))
+        assert text.count("┃ task") > 1 and text.count("┓") == text.count("┘") == text.count("┃ task")
 
 
 def test_plain_ngram_and_lossy_reports(target: Target, medusa: Trained, ids_file: str) -> None:

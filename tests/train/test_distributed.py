@@ -3,10 +3,20 @@ import signal
 
 import pytest
 import torch
+import typer
 
+from headstart.commands import run, train
 from headstart.heads.errors import ConfigError, Terminated
 from headstart.signals import terminable
-from headstart.train.distributed import Agreement, StopSignal, check_launch, from_main, gather_objects, on_main
+from headstart.train.distributed import (
+    Agreement,
+    StopSignal,
+    check_launch,
+    from_main,
+    gather_objects,
+    on_main,
+    refuse_ranks,
+)
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
@@ -17,9 +27,27 @@ def test_more_ranks_promised_than_there_are(name):
     check_launch(16, {name: "2", "WORLD_SIZE": "16"})  # srun starts one launcher per node
 
 
+@pytest.mark.parametrize("verb", ["train", "run"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_verb_started_as_ranks_names_the_command_that_is_meant(verb, rank, tmp_path, monkeypatch, capsys):
+    """`torchrun --nproc_per_node 2 -m headstart train RECIPE`: the environment that it gives each process."""
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    command = {"train": train.command, "run": run.command}[verb]
+    with pytest.raises(typer.Exit) as caught:
+        command("smollm2-eagle3", [f"run_dir={tmp_path}/run"])
+    assert caught.value.exit_code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"`headstart {verb}` is one process" in said and "WORLD_SIZE promises 2 ranks" in said
+    assert "torchrun --nproc_per_node N -m headstart.train RECIPE" in said
+    assert "accelerate launch --multi_gpu --num_processes N -m headstart.train RECIPE" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_rank_alone():
     check_launch(2, {"WORLD_SIZE": "2"})
     check_launch(1, {})
+    refuse_ranks("train", {"WORLD_SIZE": "1"})
 
 
 def test_accelerate_launch_cpu_trap():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher
 
 from headstart.heads.errors import ConfigError, DiskFullError, StorageError, TrainingError
+from headstart.train.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.loop import TrainResult, train
 
@@ -341,6 +342,34 @@ def test_a_full_disk_pauses_the_run_and_nothing_is_lost(tmp_path, monkeypatch):
     state = json.loads((tmp_path / "run/checkpoints/step-00000012/state.json").read_text())
     assert state["finished"] == [12, "steps"]
     assert [r for r in records(tmp_path / "run") if "train/loss" in r and r["tokens_per_s"] < 10] == []
+
+
+def test_a_tensor_file_that_finds_the_disk_full_pauses_the_run(tmp_path, monkeypatch):
+    """safetensors words a full disk as an error of its own; see test_files.py for that it does."""
+    from safetensors import SafetensorError
+
+    from headstart.heads import files
+    from headstart.train import saver
+
+    refused, pauses = [], []
+    real = files.save_file
+
+    def full(tensors, path, **more):
+        if len(refused) < 3:
+            refused.append(path.parent.name)
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        real(tensors, path, **more)
+
+    undisturbed, _ = run(tmp_path / "undisturbed")
+    monkeypatch.setattr(saver.time, "sleep", pauses.append)
+    monkeypatch.setattr(files, "save_file", full)
+    head, result = run(tmp_path / "run", disk_wait=1e6)
+    assert len(pauses) == 2  # the write behind the loop is refused, then one retry before each of the pauses
+    assert all(name.startswith(".step-00000004.") for name in refused) and len(refused) == 3
+    assert (result.step, result.stopped) == (12, "steps")
+    assert_same_weights(head, undisturbed)
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    assert CheckpointStore(tmp_path / "run" / "checkpoints", 2).find(print).name == "step-00000012"
 
 
 def test_a_signal_ends_a_pause(tmp_path, monkeypatch):

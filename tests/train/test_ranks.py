@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -20,9 +21,13 @@ from headstart.train.config import TrainConfig
 from headstart.train.gradients import FlatGradients
 from headstart.train.loop import train
 from headstart.train.parallel import make_parallel
+from headstart.train.saver import Saver
 from headstart.train.setup import make_accelerator
 from headstart.train.step import LossModule
 from headstart.train.track import Reporter
+
+#: as the loop looks for the writer in earnest; most cases here wait for it
+look = Saver.free
 
 
 def config(**changes) -> TrainConfig:
@@ -130,6 +135,27 @@ def pausing(rank: int, out: Path, room_after: int, **changes) -> dict:
     return {"weights": head.state_dict(), "attempts": attempts, "said": said}
 
 
+def behind_a_slow_disk(rank: int, out: Path) -> list[int]:
+    """Steps of which a run saved a checkpoint while the first one's files took until step 6 to be written."""
+    written, saved = threading.Event(), []
+    real = CheckpointStore.save
+
+    class Slow(FakeSource):
+        def get(self, pack):
+            if len(self.asked) == (2 if rank == 0 else 1) * 6:  # packs per window of this rank
+                written.set()
+            return super().get(pack)
+
+    def save(store, checkpoint):
+        assert written.wait(60)
+        saved.append(checkpoint.state["step"])
+        return real(store, checkpoint)
+
+    with mock.patch.object(CheckpointStore, "save", save), mock.patch.object(Saver, "free", look):
+        run(out, Slow(make_documents()), steps=12, prefetch=0, keep=0)
+    return saved
+
+
 def shard_rows() -> list[int]:
     """Rows of each parameter that this rank holds under fsdp2; its weights are rank 0's."""
     head = FakeHead(seed=torch.distributed.get_rank())
@@ -162,6 +188,7 @@ def _work(rank: int, out: Path) -> dict:
     head, events = unwrapped(out / "unwrapped")
     found["unwrapped"], found["unwrapped events"] = head.state_dict(), events
     found["paused"] = pausing(rank, out / "paused", 3)
+    found["slow disk"] = behind_a_slow_disk(rank, out / "slow disk")
     found["no room"] = pausing(rank, out / "no room", 1_000_000, disk_wait=0.1)
     head, result = run(out / "plain")
     found["plain"] = head.state_dict()
@@ -193,7 +220,9 @@ def _work(rank: int, out: Path) -> dict:
 def _rank(rank: int, size: int, port: int, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.save(_work(rank, out), out / f"rank{rank}.pt")
+    # conftest's patience begins after this module's fixture has started the ranks
+    with mock.patch.object(Saver, "free", lambda saver: saver.idle(60.0)):
+        torch.save(_work(rank, out), out / f"rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +297,14 @@ def test_a_full_disk_pauses_every_rank_until_there_is_room(ranks):
     assert "the disk is full" in paused and "paused" in paused and "train.disk_wait" in paused
     assert "there is room again" in again
     assert losses(out / "paused") == losses(out / "plain")
+
+
+def test_no_rank_waits_for_a_checkpoint_that_is_being_written(ranks):
+    """All steps are made, and the checkpoint due at step 4 is taken once rank 0 tells that its writer is free."""
+    out, found = ranks
+    first, second, *_, last = found[0]["slow disk"]
+    assert first == 2 and 7 <= second < 12 and last == 12 and found[1]["slow disk"] == []
+    assert len(losses(out / "slow disk")) == 12
 
 
 def test_a_disk_that_stays_full_ends_every_rank_and_keeps_the_last_checkpoint(ranks):

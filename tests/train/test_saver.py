@@ -12,11 +12,17 @@ from train_fakes import FakeHead, FakeSource, make_documents, teacher
 
 from headstart.heads.errors import StorageError
 from headstart.train import checkpoint
+from headstart.train import saver as saver_module
 from headstart.train.checkpoint import Checkpoint, CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.gradients import FlatGradients
 from headstart.train.loop import train
 from headstart.train.saver import Saver
+
+
+@pytest.fixture
+def patient_saver():
+    """Here the loop looks for the writer as it does in earnest."""
 
 
 def make(step: int) -> Checkpoint:
@@ -48,10 +54,11 @@ def run(run_dir: Path, source: FakeSource, **changes):
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_later_ones_wait_their_turn(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
-    monkeypatch.setattr("headstart.train.loop.PATIENCE_S", 0.0)
+    began: list[float] = []
 
     class Opening(FakeSource):
         def get(self, pack):
+            began.append(time.perf_counter())
             if len(self.asked) == 9:  # seven steps after the checkpoint of step 2 began
                 assert gate.waiting.is_set() and not list((tmp_path / "checkpoints").glob("step-*"))
                 gate.open.set()
@@ -59,11 +66,38 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_later_ones_wait_their_tur
                     time.sleep(0.01)
             return super().get(pack)
 
-    result = run(tmp_path, Opening(make_documents()))
+    result = run(tmp_path, Opening(make_documents()), prefetch=0)
+    # from step 4 on a checkpoint is due at every step: none may wait for the one that is being written
+    assert sorted(b - a for a, b in zip(began[3:9], began[4:10], strict=True))[3] < 0.05
     saved = sorted(int(p.name.removeprefix("step-")) for p in (tmp_path / "checkpoints").glob("step-*"))
     # 4, 6 and 8 were due while 2 was being written: one is taken as soon as that is done
     assert saved[0] == 2 and saved[1] in (10, 11) and saved[-1] == 12
     assert result.step == 12
+
+
+def test_no_step_waits_for_a_write_under_way(tmp_path, monkeypatch):
+    """Looking for the writer asks for no time at all, and whatever it takes is reported."""
+    gate = Gate(monkeypatch)
+    real, asked = saver_module.wait, []
+
+    def noting(futures, timeout=None):
+        if not gate.open.is_set():
+            asked.append(timeout)
+        return real(futures, timeout)
+
+    class Opening(FakeSource):
+        def get(self, pack):
+            if len(self.asked) == 9:
+                gate.open.set()
+            return super().get(pack)
+
+    monkeypatch.setattr(saver_module, "wait", noting)
+    run(tmp_path / "quick", Opening(make_documents()), prefetch=0)
+    assert len(asked) >= 5 and set(asked) == {0.0}
+
+    look = Saver.free
+    monkeypatch.setattr(Saver, "free", lambda saver: time.sleep(0.2) or look(saver))
+    assert run(tmp_path / "slow", FakeSource(make_documents()), steps=3).save_blocked_ms >= 200.0
 
 
 def test_what_was_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):

@@ -1,0 +1,94 @@
+"""A disk that cannot take a file is explained, whichever exception the writer made of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+from headstart.heads import files
+from headstart.heads.errors import DiskFullError, StorageError
+from headstart.heads.files import atomic_write, explain_disk, write_safetensors
+
+
+def wrapped(number: int) -> SafetensorError:
+    """As safetensors 0.8.0 words it."""
+    return SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("make", [lambda n: OSError(n, os.strerror(n)), wrapped], ids=["OSError", "SafetensorError"])
+def test_no_space_left_is_a_full_disk(tmp_path: Path, number: int, make) -> None:
+    with pytest.raises(DiskFullError, match=rf"^{tmp_path}: the disk is full; .*run_dir=…") as caught:
+        with explain_disk(tmp_path / "run"), explain_disk(tmp_path):  # the innermost place is the one that is named
+            raise make(number)
+    assert str(number) in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG])
+@pytest.mark.parametrize("make", [lambda n: OSError(n, os.strerror(n)), wrapped], ids=["OSError", "SafetensorError"])
+def test_a_file_that_may_not_be_written_is_no_full_disk(tmp_path: Path, number: int, make) -> None:
+    with pytest.raises(StorageError) as caught, explain_disk(tmp_path):
+        raise make(number)
+    assert type(caught.value) is StorageError
+    assert str(caught.value).startswith(f"{tmp_path}: cannot be written ({os.strerror(number)}). ")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O"), wrapped(errno.EIO), SafetensorError("header too large")])
+def test_any_other_error_stays_what_it_is(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, explain_disk(tmp_path):
+        raise error
+    assert caught.value is error
+
+
+def test_a_tensor_file_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "head.safetensors"
+    write_safetensors(path, {"w": torch.ones(2)})
+
+    def full(*_, **__) -> None:
+        raise wrapped(errno.ENOSPC)
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(DiskFullError, match=f"{path}: the disk is full"):
+        write_safetensors(path, {"w": torch.zeros(2)})
+    assert load_file(path)["w"].tolist() == [1.0, 1.0] and os.listdir(tmp_path) == [path.name]
+
+
+def test_a_tensor_file_beyond_the_limit_on_file_sizes(tmp_path: Path) -> None:
+    """What the installed safetensors raises of a failed write, not what it was seen to raise once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(StorageError, match=r"head\.safetensors: cannot be written \(File too large\)"):
+            write_safetensors(tmp_path / "head.safetensors", {"w": torch.ones(1 << 20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_tokenizer_on_a_full_disk(tmp_path: Path) -> None:
+    """tokenizers writes in place, so that its own error of a full device can be had."""
+    full = Path("/dev/full")
+    if not full.exists() or not stat.S_ISCHR(full.stat().st_mode):
+        pytest.skip("no /dev/full here")
+    with pytest.raises(DiskFullError, match="the disk is full"), explain_disk(tmp_path):
+        Tokenizer(BPE()).save(str(full))
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    def torn(place: Path) -> None:
+        place.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DiskFullError):
+        atomic_write(tmp_path / "state.json", torn)
+    assert os.listdir(tmp_path) == []

@@ -68,18 +68,19 @@ def _read_head(directory: Path, target: Target) -> Head:
 
 
 def untrained_head(config: HeadConfig | None, target: Target) -> Head:
-    """A head as `config` describes it, on random weights: what drafts where acceptance is synthetic.
+    """A head as `config` describes it, on random weights (always the same): what drafts where acceptance is synthetic.
 
     Args: config: None: EAGLE-3 with a draft vocabulary of 32,000 tokens, or of half the target's where that is less.
     """
     vocabulary = target.dims.vocab_size
     if config is None:
         config = Eagle3Config(draft_vocab_size=min(32000, vocabulary // 2))
-    head = build_head(config, target.dims)
     size = getattr(config, "draft_vocab_size", 0)
     draft_ids_U = torch.arange(size, device=target.device) if size and size < vocabulary else None
-    head = head.to(target.device, target.dtype)
-    head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
+    with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
+        torch.manual_seed(0)
+        head = build_head(config, target.dims).to(target.device, target.dtype)
+        head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
     head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
     if isinstance(head, Eagle3Head):
         # as sure of itself as a trained head: trees of a flat distribution would all be broad and shallow

@@ -12,15 +12,7 @@ from torch import Tensor
 
 from headstart.eval.attention import AttendShape, Visibility, attend
 from headstart.eval.linear import Linear, tune
-from headstart.eval.pointwise import (
-    DraftInput,
-    NormWeights,
-    RopeStore,
-    draft_input,
-    pick,
-    rope_store,
-    take_rows,
-)
+from headstart.eval.pointwise import DraftInput, NormWeights, RopeStore, draft_input, pick, rope_store, take_rows
 from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
 from headstart.heads.eagle import EagleHead
 from headstart.heads.eagle3 import Eagle3Head

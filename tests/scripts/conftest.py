@@ -71,6 +71,14 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Two prompts to measure on."""
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "Hello"}\n{"prompt": "Bye"}\n')
+    return path
+
+
+@pytest.fixture
 def recipe(tmp_path: Path, tiny_target: Path, conversations: Path) -> Path:
     """A run of seconds: 24 conversations and two prompts to distil, two epochs of a small EAGLE-3 head."""
     prompts = tmp_path / "prompts.jsonl"

@@ -5,15 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "name three colours"}\n{"prompt": "count to nine"}\n')
-    return path
-
 
 def test_synthetic_acceptance_before_any_training(
     headstart: Callable, tiny_target: Path, prompts: Path, tmp_path: Path

@@ -30,13 +30,6 @@ def head(tiny_target: Path, tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "Hello"}\n{"prompt": "Bye"}\n')
-    return path
-
-
 def test_tune_keeps_its_choice_and_eval_uses_it(
     headstart: Callable, tiny_target: Path, head: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from headstart.eval.report import (
     TAU_NOTE,
+    Fitted,
     Report,
     interval_text,
     latency_cells,
@@ -35,8 +33,6 @@ COLUMNS = (
 )  # fmt: skip
 #: below these a line is drawn in the terminal
 GROUPS = ("prompts", "by position", "speed-up", "spec. ms/token")
-#: longest word, in characters, that a column of the terminal is kept wide enough for: paths may be longer
-WORD = 24
 
 LATENCY_NOTE = "latencies: median / 95th percentile; first token = prefill"
 
@@ -130,49 +126,16 @@ def _differ(tables: list[dict[str, Any]], names: tuple[str, ...]) -> bool:
     return any(_several(table[name] for table in tables if table.get(name) is not None) for name in names)
 
 
-@dataclass(frozen=True)
-class SideBySide:
-    """For the terminal: one row per quantity and one column per run, in as many tables as the width asks for.
-
-    Lines break between words only; words longer than WORD, which are paths, go on in the next line. Columns that are
-    the same everywhere are kept, so that each run stands alone.
-    """
-
-    reports: dict[str, Report]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        # the first cell is the label, which heads the column
-        runs = [(_marked(label, report), _cells(label, report)[1:]) for label, report in self.reports.items()]
-        words = [word for head, cells in runs for text in (head, *cells) for word in text.split()]
-        width = min(max(map(cell_len, words)), WORD)
-        names = max(map(cell_len, COLUMNS))
-        # a column takes its border and a space on either side; one border closes the table
-        fitting = max(1, (options.max_width - 1 - (names + 3)) // (width + 3))
-        tables = -(-len(runs) // fitting)
-        share = -(-len(runs) // tables)
-        for start in range(0, len(runs), share):
-            yield _table(runs[start : start + share], names, width)
-        for line in self.remarks():
-            yield Text(line)
-
-    def remarks(self) -> list[str]:
-        """What stands below: how to read the numbers, what the flags mean, what the runs differ in."""
-        return [TAU_NOTE, LATENCY_NOTE, *_legend(self.reports), *differences(self.reports)]
-
-
-def comparison_table(reports: dict[str, Report]) -> SideBySide:
-    """What `headstart report` shows in the terminal."""
-    return SideBySide(reports)
-
-
-def _table(runs: list[tuple[str, tuple[str, ...]]], names: int, width: int) -> Table:
-    table = Table()
-    table.add_column(COLUMNS[0], no_wrap=True, min_width=names)
-    for head, _ in runs:
-        table.add_column(Text(head), overflow="fold", min_width=width)
-    for n, name in enumerate(COLUMNS[1:]):
-        table.add_row(name, *(Text(cells[n]) for _, cells in runs), end_section=name in GROUPS)
-    return table
+def comparison_table(reports: dict[str, Report]) -> Group:
+    """For the terminal: one row per quantity and one column per run, then how to read the numbers, what the flags mean
+    and what the runs differ in. Columns that are the same everywhere are kept, so that each run stands alone."""
+    # the first cell is the label, which heads the column
+    cells = [_cells(label, report)[1:] for label, report in reports.items()]
+    rows = list(zip(COLUMNS[1:], *cells, strict=True))
+    heads = (COLUMNS[0], *(_marked(label, report) for label, report in reports.items()))
+    lines = tuple(n for n, row in enumerate(rows) if row[0] in GROUPS)
+    notes = [TAU_NOTE, LATENCY_NOTE, *_legend(reports), *differences(reports)]
+    return Group(Fitted("", heads, rows, left=None, lines=lines), *map(Text, notes))
 
 
 def _markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

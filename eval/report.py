@@ -230,22 +230,29 @@ def _title(report: Report) -> str:
     )
 
 
+#: longest word, in characters, that a column of the terminal is kept wide enough for: paths may be longer
+WORD = 24
+
+
 @dataclass(frozen=True)
 class Fitted:
-    """A table for the terminal, in as many parts as the width asks for: each has the first column, and lines break
-    between words only."""
+    """A table for the terminal, in as many parts as the width asks for, each with the first column.
+
+    Lines break between words only; words longer than WORD, which are paths, go on in the next line.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
     caption: str = ""
-    #: columns that are read from the left, and whether the last row is a total
-    left: tuple[int, ...] = (0,)
-    total: bool = False
+    #: columns that are read from the left (None: all), and rows below which a line is drawn
+    left: tuple[int, ...] | None = (0,)
+    lines: tuple[int, ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         cells = [(column, *(row[n] for row in self.rows)) for n, column in enumerate(self.columns)]
-        widths = [max((cell_len(word) for text in texts for word in text.split()), default=1) for texts in cells]
+        words = [[cell_len(word) for text in texts for word in text.split()] for texts in cells]
+        widths = [min(max(lengths, default=1), WORD) for lengths in words]
         parts: list[list[int]] = []
         taken = options.max_width
         for n in range(1, len(widths)):
@@ -261,15 +268,13 @@ class Fitted:
             table = Table()
             spare = options.max_width - 1 - sum(widths[n] + 3 for n in (0, *part))
             for n in (0, *part):
-                justify: JustifyMethod = "left" if n in self.left else "right"
+                justify: JustifyMethod = "left" if self.left is None or n in self.left else "right"
                 # whole lines where there is room for them
                 more = max(0, min(spare, max(map(cell_len, cells[n])) - widths[n]))
                 spare -= more
-                table.add_column(self.columns[n], justify=justify, width=widths[n] + more, overflow="fold")
+                table.add_column(Text(self.columns[n]), justify=justify, width=widths[n] + more, overflow="fold")
             for place, row in enumerate(self.rows):
-                table.add_row(
-                    *(Text(row[n]) for n in (0, *part)), end_section=self.total and place == len(self.rows) - 2
-                )
+                table.add_row(*(Text(row[n]) for n in (0, *part)), end_section=place in self.lines)
             yield table
         if self.caption:
             yield Text(self.caption, style="dim italic")
@@ -278,7 +283,8 @@ class Fitted:
 def render_table(report: Report) -> Fitted:
     """Terminal table: one row per task and one for everything."""
     rows = [_cells(name, section) for name, section in _sections(report)]
-    return Fitted(_title(report), COLUMNS, rows, "\n".join([TAU_NOTE, *report.notes]), (0, 4), len(rows) > 1)
+    # the last row is the total of the others
+    return Fitted(_title(report), COLUMNS, rows, "\n".join([TAU_NOTE, *report.notes]), (0, 4), (len(rows) - 2,))
 
 
 def render_tables(report: Report) -> Group:

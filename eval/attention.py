@@ -190,8 +190,8 @@ def attend_kernel(
         following.stride(0), LINE=elements, AHEAD=per_row > 0,
         H=heads, G=kv_heads, D=d, BD=max(16, triton.next_power_of_2(d)), BR=block_rows, BS=block_slots,
         TREE=tree is not None, WINDOW=shape.window is not None, SOFTCAP=shape.softcap is not None,
-        SINKS=sinks is not None, SPLIT=splits > 1,
-        num_warps=8 if block_rows > 32 or d > 128 else 4, num_stages=STAGES, **options,
+        SINKS=sinks is not None, SPLIT=splits > 1, SINGLE=splits * block_slots >= capacity,
+        num_warps=8 if d > 128 or block_rows * d > BLOCK_ROWS * 64 else 4, num_stages=STAGES, **options,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows, heads)](
@@ -223,15 +223,51 @@ if triton is not None:
         return higher, total, context
 
     @triton.jit
+    def _block(
+        query, key_base, value_base, tree_base, own_position, peak, total, context, first, stop, committed,
+        at, real, alive, scale, softcap, window, stride_s,
+        D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, LOOKUP: tl.constexpr, TREE: tl.constexpr,
+        WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ):  # fmt: skip
+        """Slots first … stop - 1, one block at most. LOOKUP: some are a tree's own. Returns _fold's."""
+        channel = tl.arange(0, BD)
+        slot = first + tl.arange(0, BS)
+        there = slot < stop
+        key = tl.load(
+            key_base + slot[None, :] * stride_s + channel[:, None],
+            mask=there[None, :] & (channel < D)[:, None], other=0.0,
+        )  # fmt: skip
+        value = tl.load(
+            value_base + slot[:, None] * stride_s + channel[None, :],
+            mask=there[:, None] & (channel < D)[None, :], other=0.0,
+        )  # fmt: skip
+        seen = there[None, :] & alive
+        where = slot
+        if LOOKUP:
+            node = slot - committed
+            own = there & (node >= 0)
+            linked = tl.load(tree_base + node[None, :], mask=real[:, None] & own[None, :], other=0)
+            seen = seen & ((node < 0)[None, :] | (linked != 0))
+            if WINDOW:
+                where = tl.where(own, tl.load(own_position + node, mask=own, other=0).to(tl.int32), slot)
+        if not TREE:
+            seen = seen & (slot[None, :] <= at[:, None])
+        if WINDOW:
+            seen = seen & (at[:, None] - where[None, :] < window)
+        score = _score(query, key, scale, softcap, SOFTCAP)
+        return _fold(tl.where(seen, score, float("-inf")), value, peak, total, context)
+
+    @triton.jit
     def _attend_kernel(
         q, keys, values, position, base, tree, sinks, partial, stats, out,
         tokens, width, rows, splits, scale, softcap, window, stride_b, stride_g, stride_s,
         following, lines, per_row, stride_row, LINE: tl.constexpr, AHEAD: tl.constexpr,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr,
         TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
-        OVERLAP: tl.constexpr,
+        SINGLE: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """One part of the context for one tile of (tokens × heads that share a kv head)."""
+        """One part of the context for one tile of (tokens × heads that share a kv head). SINGLE: no part is longer than
+        a block."""
         if AHEAD:
             # every program asks for its share of the next product's weights
             program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
@@ -256,11 +292,11 @@ if triton is not None:
             q + (row * H + head)[:, None] * D + channel[None, :],
             mask=real[:, None] & (channel < D)[None, :], other=0.0,
         )  # fmt: skip
+        end = tl.max(at, 0) + 1
+        committed = end
         if TREE:
             committed = tl.load(base + batch).to(tl.int32)
             end = committed + width
-        else:
-            end = tl.max(at, 0) + 1
         low = end * 0
         if WINDOW:
             low = tl.maximum(tl.min(tl.where(at >= 0, at, end), 0) - window + 1, 0)
@@ -272,49 +308,25 @@ if triton is not None:
         context = tl.zeros((BR, BD), tl.float32)
         key_base = keys + batch * stride_b + kv_head * stride_g
         value_base = values + batch * stride_b + kv_head * stride_g
-        wide = (channel < D)[:, None]
+        tree_base = tree + batch * tokens * width + (token * width)[:, None]
+        own_position = position + batch * tokens
         alive = (at >= 0)[:, None]
-        # committed slots: a tree sees them all, so that only its own few slots need the mask
+        # committed slots are seen by a whole tree. Its own few, which are looked up, lie behind them: in their own
+        # loop where a program has several blocks, or else one block would take two turns
         border = stop
-        if TREE:
+        if TREE and not SINGLE:
             border = tl.minimum(stop, committed)
         for first in range(start, border, BS):
-            slot = first + tl.arange(0, BS)
-            there = slot < border
-            key = tl.load(key_base + slot[None, :] * stride_s + channel[:, None], mask=there[None, :] & wide, other=0.0)
-            value = tl.load(
-                value_base + slot[:, None] * stride_s + channel[None, :],
-                mask=there[:, None] & (channel < D)[None, :], other=0.0,
+            peak, total, context = _block(
+                query, key_base, value_base, tree_base, own_position, peak, total, context, first, border, committed,
+                at, real, alive, scale, softcap, window, stride_s, D, BD, BS, TREE and SINGLE, TREE, WINDOW, SOFTCAP,
             )  # fmt: skip
-            seen = there[None, :] & alive
-            if not TREE:
-                seen = seen & (slot[None, :] <= at[:, None])
-            if WINDOW:
-                seen = seen & (at[:, None] - slot[None, :] < window)
-            score = _score(query, key, scale, softcap, SOFTCAP)
-            peak, total, context = _fold(tl.where(seen, score, float("-inf")), value, peak, total, context)
-        if TREE:
+        if TREE and not SINGLE:
             for first in range(tl.maximum(start, border), stop, BS):
-                slot = first + tl.arange(0, BS)
-                there = slot < stop
-                node = slot - committed
-                key = tl.load(
-                    key_base + slot[None, :] * stride_s + channel[:, None], mask=there[None, :] & wide, other=0.0
-                )
-                value = tl.load(
-                    value_base + slot[:, None] * stride_s + channel[None, :],
-                    mask=there[:, None] & (channel < D)[None, :], other=0.0,
+                peak, total, context = _block(
+                    query, key_base, value_base, tree_base, own_position, peak, total, context, first, stop, committed,
+                    at, real, alive, scale, softcap, window, stride_s, D, BD, BS, True, TREE, WINDOW, SOFTCAP,
                 )  # fmt: skip
-                linked = tl.load(
-                    tree + batch * tokens * width + (token * width)[:, None] + node[None, :],
-                    mask=real[:, None] & there[None, :], other=0,
-                )  # fmt: skip
-                seen = (linked != 0) & alive
-                if WINDOW:
-                    where = tl.load(position + batch * tokens + node, mask=there, other=0).to(tl.int32)
-                    seen = seen & (at[:, None] - where[None, :] < window)
-                score = _score(query, key, scale, softcap, SOFTCAP)
-                peak, total, context = _fold(tl.where(seen, score, float("-inf")), value, peak, total, context)
         place = (row * H + head)[:, None] * D + channel[None, :]
         stored = real[:, None] & (channel < D)[None, :]
         if SPLIT:

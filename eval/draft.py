@@ -88,9 +88,9 @@ class DraftStep:
     def linears(self) -> list[Linear]:
         return [linear for linear in (self.qkv, self.out, self.gate_up, self.down, self.output) if linear is not None]
 
-    def tune(self, rows: int) -> dict[str, float]:
-        """As FusedModel.tune."""
-        return tune(self.linears(), rows)
+    def tune(self, rows: int) -> None:
+        """Choose how products of `rows` rows run, by measurement (CUDA only)."""
+        tune(self.linears(), rows)
 
     def __call__(
         self,

@@ -11,6 +11,7 @@ V vocabulary.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.eval.attention import Ahead, AttendShape, Visibility, attend
-from headstart.eval.linear import MAX_ROWS, Linear, graph_time, row_bucket, tune
+from headstart.eval.linear import MAX_ROWS, Linear, Measured, graph_time, row_bucket, tune
 from headstart.eval.pointwise import NormWeights, RopeStore, rms_norm, rope_store
 from headstart.heads.target import decoder_layers, record_layer_inputs
 
@@ -28,6 +29,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torc
 
 #: how many bytes of the output projection attention may ask for, tried by `tune`
 HIDDEN_BYTES = (0, 8 << 20, 16 << 20, 32 << 20)
+#: layers that `tune` times one behind the other
+STACKED = 8
 
 
 class Unfusable(Exception):
@@ -349,37 +352,60 @@ class FusedModel:
     def tune(self, rows: int) -> dict[str, float]:
         """Choose how products of `rows` rows run, by measurement (CUDA only).
 
-        Returns: product → microseconds.
+        Returns: "N×K[ activation] rows" → microseconds of the chosen way, measured by itself.
         """
-        chosen = tune(self.linears(), rows)
-        if rows <= MAX_ROWS and self.device.type == "cuda" and row_bucket(rows) not in self.layers[0].hidden_bytes:
-            self._tune_hiding(rows)
-        return chosen
+        found = tune(self.linears(), rows)
+        if found:
+            self._settle(found, rows)
+        bucket = row_bucket(rows) if found else 0
+        return {f"{each.name()} {rows}": each.times[each.linears[0].tiles[bucket]] for each in found}
 
-    def _tune_hiding(self, rows: int, context: int = 512) -> None:
-        """How much of its output projection attention should ask for: timed on as many layers as outgrow the cache."""
-        layers = self.layers[:8]
-        buffers = Buffers(
-            [(layer.rope.kv_heads, layer.rope.head_dim) for layer in layers], 1, context + rows, self.dtype, self.device
-        )
-        position_BM = context + torch.arange(rows, device=self.device)[None]
-        visibility = Visibility(position_BM, position_BM, position_BM[:, 0])
-        queries = [
-            torch.randn((rows, layer.rope.heads, layer.rope.head_dim), device=self.device).to(self.dtype)
-            for layer in layers
-        ]
-
-        def run() -> None:
-            for layer, q_Rhd, keys, values in zip(layers, queries, buffers.keys, buffers.values, strict=True):
-                layer.out(layer.attend(q_Rhd, keys, values, visibility))
-
-        times = {}
+    def _settle(self, found: list[Measured], rows: int, context: int = 512) -> None:
+        """Choose among what measured close by itself, and how much of its output projection attention asks for: timed
+        in layers that run one behind the other, where a kernel is launched and fetches while others still run."""
+        run, layers = self._stack(rows, context), self.layers[:STACKED]
+        for measured in found:
+            if len(measured.close) > 1 and any(linear in measured.linears for linear in layers[0].linears()):
+                times = {}
+                for tiles in measured.close:
+                    measured.choose(rows, tiles)
+                    times[tiles] = graph_time(run, 15)
+                measured.choose(rows, min(times, key=lambda tiles: times[tiles]))
+        hiding = {}
         for hidden in HIDDEN_BYTES:
             for layer in self.layers:
                 layer.hidden_bytes[row_bucket(rows)] = hidden
-            times[hidden] = graph_time(run, 9)
+            hiding[hidden] = graph_time(run, 15)
         for layer in self.layers:
-            layer.hidden_bytes[row_bucket(rows)] = min(times, key=lambda hidden: times[hidden])
+            layer.hidden_bytes[row_bucket(rows)] = min(hiding, key=lambda hidden: hiding[hidden])
+
+    def _stack(self, rows: int, context: int) -> Callable[[], object]:
+        """A forward of `rows` tokens through the first layers, behind a context of so many slots."""
+        layers = self.layers[:STACKED]
+        buffers = self.buffers(1, context + rows)
+        position_BM = context + torch.arange(rows, device=self.device)[None]
+        visibility = Visibility(position_BM, position_BM, position_BM[:, 0])
+        given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        handle = layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+        )
+        try:
+            self.forward(position_BM.new_zeros(1, rows), visibility, buffers)
+        finally:
+            handle.remove()
+        (first_BMD, *args), kwargs = given[0]
+
+        @torch.inference_mode()
+        def run() -> None:
+            self._slot.current = Pass(visibility, buffers)
+            try:
+                x_BMD = first_BMD
+                for layer in layers:
+                    x_BMD = layer(x_BMD, *args, **kwargs)
+            finally:
+                self._slot.current = None
+
+        return run
 
     def buffers(self, batch: int, capacity: int) -> Buffers:
         """Buffers for `batch` rows of `capacity` slots."""

@@ -84,6 +84,8 @@ SMALL_CANDIDATES = (
     Tiles(64, 0, 4, 1, whole=True), Tiles(64, 0, 4, 1, splits=2, whole=True), Tiles(64, 0, 4, 1, splits=4, whole=True),
     Tiles(16, 64, 2, 6),
 )  # fmt: skip
+#: ways of a product that compete once more within the model: so much slower at most, and so many
+CLOSE, MOST_CLOSE = 1.15, 4
 #: inputs that a program can hold, of its outputs and of the rows together (16-bit numbers in 227 KiB)
 WHOLE_ELEMENTS = 112 << 10
 
@@ -288,27 +290,47 @@ def join_kernel(
     return out_RN, normed_RN
 
 
-def tune(linears: list[Linear], rows: int, replays: int = 5) -> dict[str, float]:
+@dataclass(frozen=True)
+class Measured:
+    """Products of one shape, and the microseconds of one of them by the way it runs (None = cuBLAS)."""
+
+    linears: list[Linear]
+    times: dict[Tiles | None, float]
+
+    @property
+    def close(self) -> list[Tiles | None]:
+        """Ways that are about as fast as the fastest, which comes first; MOST_CLOSE of them at most."""
+        ways = sorted(self.times, key=lambda tiles: self.times[tiles])
+        return [tiles for tiles in ways[:MOST_CLOSE] if self.times[tiles] <= CLOSE * self.times[ways[0]]]
+
+    def choose(self, rows: int, tiles: Tiles | None) -> None:
+        """Run these products of `rows` rows this way."""
+        for linear in self.linears:
+            linear.tiles[row_bucket(rows)] = tiles
+
+    def name(self) -> str:
+        """N×K[ activation]."""
+        (outputs, inputs), activation = self.linears[0].weight_NK.shape, self.linears[0].activation
+        return f"{outputs}×{inputs}" + (f" {activation}" if activation else "")
+
+
+def tune(linears: list[Linear], rows: int, replays: int = 5) -> list[Measured]:
     """Choose tiles or cuBLAS for `rows` by measurement, per shape of product; sets `tiles` of every linear.
 
     Args: linears: all products of a model; those of one shape are run in turn, so that no weight stays in the cache.
-    Returns: "N×K[ activation] rows" → microseconds of the chosen way, per product.
+    Returns: what was measured; nothing for products that had been chosen before.
     """
-    chosen: dict[str, float] = {}
     if rows > MAX_ROWS or not linears or not wants_kernel(linears[0].weight_NK):
-        return chosen
+        return []
     groups: dict[tuple[Any, ...], list[Linear]] = {}
     for linear in linears:
         key = (tuple(linear.weight_NK.shape), linear.activation, linear.bias_N is not None, linear.residual)
         if row_bucket(rows) not in linear.tiles:
             groups.setdefault(key, []).append(linear)
-    for (shape, activation, _, _), members in groups.items():
-        times = measure(members, rows, replays)
-        best = min(times, key=lambda tiles: times[tiles])
-        for linear in members:
-            linear.tiles[row_bucket(rows)] = best
-        chosen[f"{shape[0]}×{shape[1]}{' ' + activation if activation else ''} {rows}"] = times[best]
-    return chosen
+    found = [Measured(members, measure(members, rows, replays)) for members in groups.values()]
+    for measured in found:
+        measured.choose(rows, measured.close[0])
+    return found
 
 
 def in_turn(members: list[Linear], cache: int) -> list[Linear]:
@@ -348,17 +370,17 @@ def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
 
 
 def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
-    """Microseconds per product of every candidate (None = cuBLAS), with the norm after it where a residual is added.
+    """Microseconds per product of every candidate (None = cuBLAS), each with the norm that stands beside it: behind the
+    ones that add a residual, before the others. What a product fetches ahead counts only behind another kernel.
 
     Args: members: products of one shape.
     """
     weight_NK = members[0].weight_NK
     members = in_turn(members, torch.cuda.get_device_properties(weight_NK.device).L2_cache_size)
     x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
-    residual_RN, norm = (
-        x_RK.new_zeros((rows, members[0].outputs)),
-        NormWeights(x_RK.new_ones(members[0].outputs).float(), 1e-6),
-    )
+    residual_RN = x_RK.new_zeros((rows, members[0].outputs))
+    width = members[0].outputs if members[0].residual else weight_NK.shape[1]
+    norm = NormWeights(torch.ones(width, device=weight_NK.device), 1e-6)
     times: dict[Tiles | None, float] = {}
     for tiles in candidates(members[0], rows):
 
@@ -366,10 +388,12 @@ def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | 
             for linear in members:
                 if linear.residual:
                     with_norm(x_RK, linear, residual_RN, norm, tiles)
-                elif tiles is None:
-                    linear_eager(x_RK, linear)
+                    continue
+                normed_RK = rms_norm(x_RK, norm)
+                if tiles is None:
+                    linear_eager(normed_RK, linear)
                 else:
-                    linear_kernel(x_RK, linear, None, tiles)
+                    linear_kernel(normed_RK, linear, None, tiles)
 
         try:
             times[tiles] = graph_time(run, replays) / len(members) * 1e3

@@ -128,8 +128,8 @@ class Recorder:
         #: per row of the batch: (drafts committed before, candidates) of every cycle; see `static_profile`
         self.proposals: list[list[tuple[int, NDArray[np.int64]]]] = []
 
-    def tune(self, batch: int) -> dict[str, float]:
-        return self.drafter.tune(batch)
+    def tune(self, batch: int) -> None:
+        self.drafter.tune(batch)
 
     def start(self, context: Rows, capacity: int) -> None:
         self.offsets = [0] * context.tokens_BJ.shape[0]

@@ -56,13 +56,11 @@ class AutoregressiveDrafter:
         names = ["length_B", "pending_BJ", "pending_g_BJH", "pending_B"]
         return names if self.seen_BV is None else [*names, "seen_BV"]
 
-    def tune(self, batch: int) -> dict[str, float]:
+    def tune(self, batch: int) -> None:
         """Choose how the draft's products run, by measurement (CUDA only)."""
         assert self.step is not None
-        chosen = {}
         for rows in sorted({batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}):
-            chosen.update(self.step.tune(rows))
-        return chosen
+            self.step.tune(rows)
 
     # context -----------------------------------------------------------------------------------------------------
 

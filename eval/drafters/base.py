@@ -34,11 +34,8 @@ class Drafter(Protocol):
     @property
     def state(self) -> list[str]: ...
 
-    def tune(self, batch: int) -> dict[str, float]:
-        """Choose how the draft's products run, by measurement, after a first `start` (CUDA only).
-
-        Returns: product → microseconds.
-        """
+    def tune(self, batch: int) -> None:
+        """Choose how the draft's products run, by measurement, after a first `start` (CUDA only)."""
         ...
 
     def start(self, context: Rows, capacity: int) -> None:

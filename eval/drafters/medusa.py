@@ -47,8 +47,8 @@ class MedusaDrafter:
     def state(self) -> list[str]:
         return ["hidden_BD"] if self.seen_BV is None else ["hidden_BD", "seen_BV"]
 
-    def tune(self, batch: int) -> dict[str, float]:
-        return {}
+    def tune(self, batch: int) -> None:
+        """No product of it is chosen by measurement."""
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:

@@ -48,8 +48,8 @@ class NgramDrafter:
         self.max_nodes, self.shortest, self.longest = depth, shortest, longest
         self.rows: list[NgramIndex] = []
 
-    def tune(self, batch: int) -> dict[str, float]:
-        return {}
+    def tune(self, batch: int) -> None:
+        """No product of it is chosen by measurement."""
 
     def start(self, context: Rows, capacity: int) -> None:
         self.rows = [NgramIndex(self.shortest, self.longest) for _ in range(context.tokens_BJ.shape[0])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from test_engine import MODELS, PARENT, VOCAB, close, full_forward, random_tree, tiny
@@ -11,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.eval import fused as fused_module
 from headstart.eval.attention import Visibility
 from headstart.eval.engine import attention_windows
-from headstart.eval.fused import FusedModel, Pass, Unfusable
-from headstart.eval.linear import Linear, Tiles, candidates, in_turn
+from headstart.eval.fused import HIDDEN_BYTES, STACKED, FusedModel, Pass, Unfusable
+from headstart.eval.linear import MOST_CLOSE, Linear, Measured, Tiles, candidates, in_turn, row_bucket
 from headstart.eval.pointwise import NormWeights, rms_norm_eager
 from headstart.eval.tree import with_root
 
@@ -121,6 +123,43 @@ def test_a_norm_is_made_with_the_sum_before_it(monkeypatch: pytest.MonkeyPatch) 
     doubled, _, _ = twin.forward(ids, visibility, twin.buffers(2, 5))
     assert len(alone) == 3 and not torch.allclose(doubled, logits, atol=1e-3)
     torch.testing.assert_close(doubled, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What wins by itself loses to a close way that is faster between its neighbours; the head has no neighbours."""
+    twin = fused(tiny("llama"))
+    fast, close, slow = Tiles(64, 64, 4, 4), Tiles(32, 64, 4, 4), Tiles(16, 64, 4, 4)
+    qkv, head = [layer.qkv for layer in twin.layers], twin.head.linear
+    found = [Measured(qkv, {slow: 9.0, fast: 2.0, None: 9.0, close: 2.1}), Measured([head], {fast: 2.0, close: 2.1})]
+    assert [each.close for each in found] == [[fast, close], [fast, close]]
+    assert len(Measured(qkv, {Tiles(n, 64, 4, 4): 1.0 for n in range(16)}).close) == MOST_CLOSE
+    hidden_bytes: list[int] = []
+    ran: list[int] = []
+
+    def timed(run: Callable[[], object], replays: int) -> float:
+        ran.append(len(run_layers(run)))
+        bucket = row_bucket(5)
+        hidden_bytes.append(twin.layers[0].hidden_bytes.get(bucket, 0))
+        return {fast: 3.0, close: 2.0}[qkv[0].tiles[bucket]] - (hidden_bytes[-1] == HIDDEN_BYTES[2])
+
+    def run_layers(run: Callable[[], object]) -> list[int]:
+        indices: list[int] = []
+        handles = [
+            layer.register_forward_pre_hook(lambda module, _: indices.append(module.index)) for layer in twin.layers
+        ]
+        run()
+        for handle in handles:
+            handle.remove()
+        assert indices == list(range(min(STACKED, len(twin.layers))))
+        return indices
+
+    monkeypatch.setattr(fused_module, "graph_time", timed)
+    monkeypatch.setattr(fused_module, "tune", lambda linears, rows: [each.choose(rows, fast) or each for each in found])
+    times = twin.tune(5)
+    assert [linear.tiles[16] for linear in qkv] == [close] * len(qkv) and head.tiles[16] is fast
+    assert list(times.values()) == [2.1, 2.0] and list(times)[0].endswith(" 5")
+    assert {layer.hidden_bytes[16] for layer in twin.layers} == {HIDDEN_BYTES[2]}
+    assert len(ran) == 2 + len(HIDDEN_BYTES)
 
 
 @pytest.mark.gpu

@@ -166,16 +166,26 @@ def causal_visibility(base: list[int]) -> Visibility:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 3, None])
+@pytest.mark.parametrize(
+    ("base", "slots", "splits"),
+    # parts of several blocks, of one block each; one block in all
+    [([150, 3], 200, 1), ([150, 3], 200, 3), ([150, 3], 200, None), ([30, 3], 50, 1)],
+)
 @pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (6, None, True), (3, 5.0, False)])
 @pytest.mark.parametrize("tree", [False, True])
-def test_attention(tree: bool, window: int, softcap: float, sinks: bool, splits: int, dtype: torch.dtype) -> None:
-    visibility = (tree_visibility if tree else causal_visibility)([150, 3])
-    heads, kv_heads, width, slots = 4, 2, 24, 200
+def test_attention(
+    tree: bool, window: int, softcap: float, sinks: bool, base: list[int], slots: int, splits: int, dtype: torch.dtype
+) -> None:
+    visibility = (tree_visibility if tree else causal_visibility)(base)
+    heads, kv_heads, width = 4, 2, 24
     q = random(2 * len(PARENT), heads, width, dtype=dtype)
     keys, values = (random(2, kv_heads, slots, width, dtype=dtype, seed=n) for n in (1, 2))
     shape = AttendShape(0.3, window, softcap, random(heads, seed=3) if sinks else None)
     expected = attend_eager(q, keys, values, visibility, shape)
+    for row, length in enumerate(base):
+        # left there by an earlier text
+        for buffer in (keys, values):
+            buffer[row, :, length + len(PARENT) :] = torch.nan
     close(attend_kernel(q, keys, values, visibility, shape, splits), expected)
 
 

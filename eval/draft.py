@@ -38,6 +38,8 @@ class DraftStep:
         def copied(*weights: Tensor) -> Tensor:
             return torch.cat([weight.detach().to(self.dtype) for weight in weights])
 
+        # an EAGLE-3 head's own; other heads' is no part of every cycle
+        self.fc = Linear(copied(head.fc.weight)) if type(head).fuse is Eagle3Head.fuse else None
         self.qkv = Linear(copied(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight))
         self.out = Linear(copied(attention.o_proj.weight), residual=True)
         self.activation = mlp.act
@@ -86,7 +88,15 @@ class DraftStep:
         return Linear(teacher.weight_VD) if teacher.weight_VD.dtype == self.dtype else None
 
     def linears(self) -> list[Linear]:
-        return [linear for linear in (self.qkv, self.out, self.gate_up, self.down, self.output) if linear is not None]
+        own = (self.fc, self.qkv, self.out, self.gate_up, self.down, self.output)
+        return [linear for linear in own if linear is not None]
+
+    def fuse(self, hidden_BJD: Tensor, streams_BJkD: Tensor | None) -> Tensor:
+        """As AutoregressiveHead.fuse: [B, J, H]."""
+        if self.fc is None or streams_BJkD is None:
+            return self.head.fuse(hidden_BJD, streams_BJkD)
+        batch, count = streams_BJkD.shape[:2]
+        return self.fc(streams_BJkD.reshape(batch * count, -1).to(self.dtype)).view(batch, count, -1)
 
     def tune(self, rows: int) -> None:
         """Choose how products of `rows` rows run, by measurement (CUDA only)."""

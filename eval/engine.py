@@ -22,6 +22,7 @@ from headstart.eval.cache import StaticKV
 from headstart.eval.control import Taken, lay_out, take_path
 from headstart.eval.fused import Buffers, FusedModel
 from headstart.eval.graphs import warm_up
+from headstart.eval.pointwise import take_rows
 from headstart.eval.tree import Tree
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import TargetError
@@ -290,9 +291,10 @@ class Engine:
         self.length_B = taken.length_B
         rows = Rows(taken.tokens_BJ, taken.count_B)
         if step.hidden_BMD is not None:
-            rows.hidden_BJD = step.hidden_BMD[self.rows_B1, taken.column_BJ]
+            rows.hidden_BJD = take_rows(step.hidden_BMD, taken.column_BJ)
         if step.streams_BMkD is not None:
-            rows.streams_BJkD = step.streams_BMkD[self.rows_B1, taken.column_BJ]
+            streams = take_rows(step.streams_BMkD.flatten(2), taken.column_BJ)
+            rows.streams_BJkD = streams.unflatten(2, step.streams_BMkD.shape[2:])
         return rows
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from headstart.eval.attention import Ahead, AttendShape, Visibility, attend
 from headstart.eval.linear import MAX_ROWS, Linear, Measured, graph_time, row_bucket, tune
-from headstart.eval.pointwise import NormWeights, RopeStore, rms_norm, rope_store
+from headstart.eval.pointwise import NormWeights, RopeStore, move_slots, rms_norm, rope_store, take_rows
 from headstart.heads.target import decoder_layers, record_layer_inputs
 
 #: largest relative distance (L2) between fused and original hidden states that passes as rounding
@@ -49,7 +49,6 @@ class Buffers:
         self, shapes: list[tuple[int, int]], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ):
         self.capacity = capacity
-        self._rows_B1 = torch.arange(batch, device=device)[:, None]
         self._wholes = [
             torch.zeros((shapes.count(shape), 2, batch, shape[0], capacity + 1, shape[1]), dtype=dtype, device=device)
             for shape in dict.fromkeys(shapes)
@@ -65,8 +64,7 @@ class Buffers:
     def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
         """Copy slots `source` onto `target` in every layer (send what is not wanted to the bin)."""
         for whole in self._wholes:
-            # the gather makes a copy first, so source and target may overlap
-            whole[:, :, self._rows_B1, :, target_BJ] = whole[:, :, self._rows_B1, :, source_BJ]
+            move_slots(whole, source_BJ, target_BJ)
 
 
 @dataclass
@@ -298,6 +296,18 @@ class FusedHead(nn.Module):
         return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
+class FusedEmbedding(nn.Module):
+    """A table of token embeddings: the library's gather takes longer for a few rows than a layer's product does."""
+
+    def __init__(self, embedding: nn.Embedding):
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, tokens_BM: Tensor) -> Tensor:
+        rows_BMD = take_rows(self.weight.detach()[None], tokens_BM.reshape(1, -1))
+        return rows_BMD.view(*tokens_BM.shape, -1)
+
+
 def shallow_copy(module: nn.Module) -> nn.Module:
     """New module objects down the tree over the same parameters and buffers, without hooks."""
     twin = copy.copy(module)
@@ -340,6 +350,10 @@ class FusedModel:
             layer.next_norm = norm
         self.head = FusedHead(self.view.get_output_embeddings())
         self.view.set_output_embeddings(self.head)
+        embedding = self.view.get_input_embeddings()
+        # others scale what they look up, or renormalise their rows
+        if type(embedding) is nn.Embedding and embedding.max_norm is None:
+            self.view.set_input_embeddings(FusedEmbedding(embedding))
         self.device, self.dtype = model.device, model.dtype
         # any 4-D mask is passed through unread by the fused layers and spares building one
         none = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)

@@ -78,8 +78,8 @@ SPLIT_CANDIDATES = (Tiles(64, 128, 4, 4, splits=2), Tiles(64, 64, 4, 6, splits=2
 VECTOR_CANDIDATES = (
     Tiles(8, 512, 4, 1, True), Tiles(4, 1024, 4, 1, True), Tiles(16, 512, 8, 1, True), Tiles(16, 256, 4, 1, True),
 )  # fmt: skip
-#: and for matrices of so few outputs that a program's share of the weights fits into its multiprocessor
-SMALL_OUTPUTS = 3072
+#: and for matrices of so many bytes at most, as the multiprocessors of a card can hold at once
+SMALL_BYTES = 20 << 20
 SMALL_CANDIDATES = (
     Tiles(64, 0, 4, 1, whole=True), Tiles(64, 0, 4, 1, splits=2, whole=True), Tiles(64, 0, 4, 1, splits=4, whole=True),
     Tiles(16, 64, 2, 6),
@@ -345,7 +345,7 @@ def in_turn(members: list[Linear], cache: int) -> list[Linear]:
 def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
     """Ways that `tune` measures for this product of so many rows; None = cuBLAS."""
     ways: list[Tiles | None] = [None]
-    large, small = linear.weight_NK.nbytes >= LARGE_BYTES, linear.outputs <= SMALL_OUTPUTS
+    large, small = linear.weight_NK.nbytes >= LARGE_BYTES, linear.weight_NK.nbytes <= SMALL_BYTES
     if rows == 1:
         ways += VECTOR_CANDIDATES
     if on_matrix_units(linear.weight_NK.dtype):

@@ -194,9 +194,55 @@ class DraftInput:
     norms: tuple[NormWeights, NormWeights] | None
 
 
-def take_rows(x_BND: Tensor, row_Bn: Tensor) -> Tensor:
+def take_rows_eager(x_BND: Tensor, row_Bn: Tensor) -> Tensor:
     """Rows `row_Bn` (int64) of each sequence: [B, n, D]."""
     return x_BND.gather(1, row_Bn[:, :, None].expand(-1, -1, x_BND.shape[2]))
+
+
+def take_rows(x_BND: Tensor, row_Bn: Tensor) -> Tensor:
+    """As take_rows_eager."""
+    return (take_rows_kernel if wants_kernel(x_BND) else take_rows_eager)(x_BND, row_Bn)
+
+
+def take_rows_kernel(x_BND: Tensor, row_Bn: Tensor) -> Tensor:
+    x_BND = x_BND.contiguous()
+    (batch, before, width), count = x_BND.shape, row_Bn.shape[1]
+    out_BnD = x_BND.new_empty((batch, count, width))
+    if out_BnD.numel():
+        source, out = (x.view(torch.uint8) if x.dtype == torch.bool else x for x in (x_BND, out_BnD))
+        block = min(1024, triton.next_power_of_2(width))
+        _take_rows_kernel[(batch * count, triton.cdiv(width, block))](
+            source, row_Bn.contiguous(), out, count, before, width, BLOCK=block, num_warps=max(1, block // 256),
+            **launch_options(x_BND.device),
+        )  # fmt: skip
+    return out_BnD
+
+
+def move_slots_eager(whole: Tensor, source_BJ: Tensor, target_BJ: Tensor) -> None:
+    """Copy slots `source` onto `target`, all at once: they may overlap.
+
+    Args:
+        whole: [layers, 2, B, g, S, d], changed in place.
+        source_BJ, target_BJ: int64, slots of each row.
+    """
+    rows_B1 = torch.arange(whole.shape[2], device=whole.device)[:, None]
+    # the gather makes a copy first
+    whole[:, :, rows_B1, :, target_BJ] = whole[:, :, rows_B1, :, source_BJ]
+
+
+def move_slots(whole: Tensor, source_BJ: Tensor, target_BJ: Tensor) -> None:
+    """As move_slots_eager."""
+    (move_slots_kernel if wants_kernel(whole) else move_slots_eager)(whole, source_BJ, target_BJ)
+
+
+def move_slots_kernel(whole: Tensor, source_BJ: Tensor, target_BJ: Tensor) -> None:
+    layers, two, batch, kv_heads, slots, d = whole.shape
+    count = source_BJ.shape[1]
+    _move_slots_kernel[(layers * two * kv_heads, batch)](
+        whole, source_BJ.contiguous(), target_BJ.contiguous(), batch, kv_heads, slots, count,
+        D=d, BD=triton.next_power_of_2(d), BJ=triton.next_power_of_2(count), num_warps=1,
+        **launch_options(whole.device),
+    )  # fmt: skip
 
 
 def draft_input_eager(
@@ -317,6 +363,35 @@ if triton is not None:
         value = tl.load(x + row * width + channel, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
         tl.store(out + row * width + channel, (value * scale * by).to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _take_rows_kernel(x, at, out, count, before, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+        await_previous(OVERLAP)
+        row = tl.program_id(0).to(tl.int64)
+        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = channel < width
+        source = (row // count) * before + tl.load(at + row)
+        tl.store(out + row * width + channel, tl.load(x + source * width + channel, mask=inside), mask=inside)
+
+    @triton.jit
+    def _move_slots_kernel(
+        whole, source, target, batch, kv_heads, slots, count,
+        D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One head's keys or values of one row: all slots are read before the first one is written."""
+        await_previous(OVERLAP)
+        row = tl.program_id(1).to(tl.int64)
+        part = tl.program_id(0) // kv_heads
+        first = ((part * batch + row) * kv_heads + tl.program_id(0) % kv_heads) * slots
+        move = tl.arange(0, BJ)
+        channel = tl.arange(0, BD)[None, :]
+        there = move < count
+        inside = there[:, None] & (channel < D)
+        taken = tl.load(source + row * count + move, mask=there, other=0)
+        put = tl.load(target + row * count + move, mask=there, other=0)
+        value = tl.load(whole + (first + taken)[:, None] * D + channel, mask=inside)
+        tl.debug_barrier()
+        tl.store(whole + (first + put)[:, None] * D + channel, value, mask=inside)
 
     @triton.jit
     def _draft_input_kernel(

@@ -112,7 +112,8 @@ class AutoregressiveDrafter:
         hidden, streams = rows.hidden_BJD, rows.streams_BJkD
         if hidden is None:
             raise ValueError("the engine captured no features: build it with the drafter's spec")
-        return self.head.fuse(hidden[:, columns], None if streams is None else streams[:, columns])
+        assert self.step is not None
+        return self.step.fuse(hidden[:, columns], None if streams is None else streams[:, columns])
 
     def _see(self, tokens_BJ: Tensor, count_B: Tensor) -> None:
         if self.seen_BV is None:

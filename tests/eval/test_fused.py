@@ -201,9 +201,11 @@ def test_ways_of_a_product() -> None:
     def whole(*product: int) -> list[int]:
         return [tiles.splits for tiles in ways(*product) if tiles is not None and tiles.whole]
 
-    # as far as a program's memory goes; not for large matrices, nor for a single row
+    # as far as a program's memory goes, a draft's output matrix included; not for what no card holds at once, nor for a
+    # single row
     assert whole(576, 576, 4) == [1, 2, 4] == whole(576, 576, 64)
     assert whole(576, 1536, 4) == [2, 4] == whole(576, 1536, 64)
+    assert whole(16000, 576, 4) == [1, 2, 4] and whole(32000, 576, 4) == []
     assert whole(6144, 4096, 4) == [] == whole(576, 576, 1)
     # what is padded counts: 1408 inputs are held as 1024 and 512
     assert whole(576, 1408, 4) == [2, 4]

@@ -23,12 +23,16 @@ from headstart.eval.pointwise import (
     RopeStore,
     draft_input_eager,
     draft_input_kernel,
+    move_slots_eager,
+    move_slots_kernel,
     pick_eager,
     pick_kernel,
     rms_norm_eager,
     rms_norm_kernel,
     rope_store_eager,
     rope_store_kernel,
+    take_rows_eager,
+    take_rows_kernel,
 )
 
 pytest.importorskip("triton")
@@ -115,6 +119,31 @@ def test_draft_input(width: int, normed: bool, dtype: torch.dtype) -> None:
             assert torch.equal(found[1].view(2, 3, width)[1, 2], g[1, 2 if of is None else 0])
     with pytest.raises(ValueError, match="3 tokens and 2 features per sequence"):
         draft_input_kernel(tokens, g, source)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, *DTYPES])
+@pytest.mark.parametrize("width", [72, 2050])
+def test_take_rows(width: int, dtype: torch.dtype) -> None:
+    x = (random(2, 5, width) * 4).to(dtype)
+    row = torch.tensor([[4, 0, 4], [2, 3, 0]], device=DEVICE)
+    found = take_rows_kernel(x, row)
+    assert found.dtype == dtype and torch.equal(found, take_rows_eager(x, row))
+    assert torch.equal(found[1, 0], x[1, 2]) and torch.equal(found[0, 2], x[0, 4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [24, 64])
+def test_move_slots(width: int, dtype: torch.dtype) -> None:
+    """Slots that are both read and written, in both orders; the last one is the bin."""
+    found = random(3, 2, 2, 3, 9, width, dtype=dtype)
+    before, expected = found.clone(), found.clone()
+    source = torch.tensor([[2, 3, 5, 8, 8], [4, 1, 2, 8, 8]], device=DEVICE)
+    target = torch.tensor([[1, 2, 3, 8, 8], [1, 2, 4, 8, 8]], device=DEVICE)
+    move_slots_kernel(found, source, target)
+    move_slots_eager(expected, source, target)
+    assert torch.equal(found, expected)
+    assert torch.equal(found[:, :, 1, :, 4], before[:, :, 1, :, 2])
+    assert torch.equal(found[:, :, 0, :, :4], before[:, :, 0][:, :, :, [0, 2, 3, 5]])
 
 
 @pytest.mark.parametrize(("inner", "width"), [(24, 72), (2050, 600)])

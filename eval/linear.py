@@ -352,17 +352,22 @@ def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
         ways += CANDIDATES
         if large:
             ways += LARGE_CANDIDATES
-        if linear.residual and (large or rows > 1):
+        if _splits(linear) and (large or rows > 1):
             ways += [tiles for tiles in SPLIT_CANDIDATES if splittable(linear, tiles)]
         if small and rows > 1:
             ways += [tiles for tiles in SMALL_CANDIDATES if not tiles.whole or _fits(tiles, linear, rows)]
     return ways
 
 
+def _splits(linear: Linear) -> bool:
+    """Whether parts of the inputs are worth a launch that adds them up: it is there already where a residual is to be
+    added, and narrow products of many inputs run on few multiprocessors."""
+    return linear.residual or linear.weight_NK.shape[1] > linear.outputs
+
+
 def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
-    """Whether a program can hold its part of the inputs, of its outputs and of the rows; parts need a residual, which
-    is added with them."""
-    if tiles.splits > 1 and not (linear.residual and splittable(linear, tiles)):
+    """Whether a program can hold its part of the inputs, of its outputs and of the rows."""
+    if tiles.splits > 1 and not (_splits(linear) and splittable(linear, tiles)):
         return False
     first, rest = whole_tiles(linear.weight_NK.shape[1] // tiles.splits)
     outputs = tiles.outputs * (1 if linear.activation is None else 2)

@@ -211,6 +211,10 @@ def test_ways_of_a_product() -> None:
     assert whole(576, 1408, 4) == [2, 4]
     for rows in (1, 64):
         assert any(tiles is not None and tiles.splits > 1 for tiles in ways(4096, 14336, rows))
+    # parts: added up with a residual, or worth a launch of their own, as of a draft's three streams
+    plain = [Linear(torch.empty(size, dtype=torch.bfloat16, device="meta")) for size in ((576, 1728), (1728, 576))]
+    parts = [sum(tiles is not None and tiles.splits > 1 for tiles in candidates(linear, 6)) for linear in plain]
+    assert parts[0] > 0 == parts[1]
     # timed on as many as do not fit into the cache together: weights come from memory in a model
     small = [Linear(torch.empty((576, 576), dtype=torch.bfloat16, device="meta")) for _ in range(30)]
     assert [len(in_turn(small, size << 20)) for size in (1, 6, 50)] == [8, 19, 30]

@@ -29,8 +29,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torc
 
 #: how many bytes of the output projection attention may ask for, tried by `tune`
 HIDDEN_BYTES = (0, 8 << 20, 16 << 20, 32 << 20)
-#: layers that `tune` times one behind the other
-STACKED = 8
+#: layers that `tune` times one behind the other, at least
+STACKED = 4
 
 
 class Unfusable(Exception):
@@ -377,7 +377,8 @@ class FusedModel:
     def _settle(self, found: list[Measured], rows: int, context: int = 512) -> None:
         """Choose among what measured close by itself, and how much of its output projection attention asks for: timed
         in layers that run one behind the other, where a kernel is launched and fetches while others still run."""
-        run, layers = self._stack(rows, context), self.layers[:STACKED]
+        layers = self._stacked()
+        run = self._stack(layers, rows, context)
         for measured in found:
             if len(measured.close) > 1 and any(linear in measured.linears for linear in layers[0].linears()):
                 times = {}
@@ -393,9 +394,14 @@ class FusedModel:
         for layer in self.layers:
             layer.hidden_bytes[row_bucket(rows)] = min(hiding, key=lambda hidden: hiding[hidden])
 
-    def _stack(self, rows: int, context: int) -> Callable[[], object]:
+    def _stacked(self) -> list[FusedLayer]:
+        """As many layers as push each other's weights out of the cache: they come from memory in a whole model."""
+        weights = sum(linear.weight_NK.nbytes for linear in self.layers[0].linears())
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 0
+        return self.layers[: max(STACKED, -(-2 * cache // weights))]
+
+    def _stack(self, layers: list[FusedLayer], rows: int, context: int) -> Callable[[], object]:
         """A forward of `rows` tokens through the first layers, behind a context of so many slots."""
-        layers = self.layers[:STACKED]
         buffers = self.buffers(1, context + rows)
         position_BM = context + torch.arange(rows, device=self.device)[None]
         visibility = Visibility(position_BM, position_BM, position_BM[:, 0])

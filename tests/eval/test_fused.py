@@ -162,6 +162,24 @@ def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -
     assert len(ran) == 2 + len(HIDDEN_BYTES)
 
 
+def test_layers_to_time_push_each_other_out_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = fused(LlamaForCausalLM(LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=12, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )).eval())  # fmt: skip
+    weights = sum(linear.weight_NK.nbytes for linear in twin.layers[0].linears())
+    assert len(twin._stacked()) == STACKED
+
+    class Card:
+        L2_cache_size = 0
+
+    monkeypatch.setattr(twin, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    for layers, expected in ((1, STACKED), (3, 6), (3.1, 7), (40, 12)):
+        Card.L2_cache_size = int(layers * weights)
+        assert len(twin._stacked()) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("tokens", [1, 64])

@@ -48,15 +48,26 @@ def check_launch(size: int, environment: Mapping[str, str] = os.environ) -> None
         )
 
 
-def refuse_ranks(verb: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError when a launcher started `headstart <verb>`, which trains in one process, as several ranks.
+#: verbs that train, for which several ranks have a command of their own
+TRAINING_VERBS = ("train", "run")
 
-    They would meet at the lock of the run directory, where all but one take the first for somebody else's command.
+
+def refuse_ranks(verb: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError when a launcher started `headstart <verb>`, which is one process, as several ranks.
+
+    They would meet at the lock of the run directory, where all but one take the first for somebody else's command, or
+    do the same work side by side.
     """
     try:
         check_launch(1, environment)
     except ConfigError as error:
-        raise ConfigError(f"`headstart {verb}` is one process. {error}") from None
+        if verb in TRAINING_VERBS:
+            raise ConfigError(f"`headstart {verb}` is one process. {error}") from None
+        found = ", ".join(f"{name}={environment[name]}" for name in (*PROMISES, "MASTER_ADDR") if name in environment)
+        raise ConfigError(
+            f"launch: `headstart {verb}` is one process, found a launch of several ({found}), which would all do the "
+            "same work; start it without a launcher. If one process is meant, unset these variables."
+        ) from None
 
 
 def is_distributed() -> bool:

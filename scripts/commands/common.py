@@ -21,14 +21,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 
 @contextmanager
-def speaking(as_json: bool) -> Iterator[Talk]:
-    """A Talk for the body of a command; mistakes become one clean message and the right exit code."""
+def speaking(as_json: bool, alone: str | None = None) -> Iterator[Talk]:
+    """A Talk for the body of a command; mistakes become one clean message and the right exit code.
+
+    Args: alone: the command's name where it works or writes, which several ranks of a launch must not do at once.
+    """
     from headstart.heads.errors import HeadstartError, Terminated
     from headstart.signals import terminable
 
     talk = Talk(as_json)
     try:
         with terminable(), talk.stdout_guard():
+            if alone is not None:
+                from headstart.train.distributed import refuse_ranks
+
+                refuse_ranks(alone)
             yield talk
     except KeyboardInterrupt as stop:
         talk.say("stopped; what was finished is kept, the same command continues")

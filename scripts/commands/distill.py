@@ -7,7 +7,7 @@ from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Let the target answer the recipe's prompts (data.distill.prompts); resumable."""
-    with speaking(json) as talk:
+    with speaking(json, "distill") as talk:
         from headstart.heads.errors import ConfigError
         from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe

@@ -55,7 +55,7 @@ def command(
     `eval.synthetic_acceptance=0.8` what a head that is accepted so often would gain (an untrained one drafts).
     With --engine and --url, the prompts go to a server at temperature 0 and τ comes from its counters.
     """
-    with speaking(json) as talk:
+    with speaking(json, "eval") as talk:
         from headstart.eval.report import Report, render_tables
         from headstart.heads.errors import ConfigError
 

@@ -58,7 +58,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Write a head for serving engines and check what was written: the recipe's trained one, or --head."""
-    with speaking(json) as talk:
+    with speaking(json, None if check else "export") as talk:
         from headstart.heads.errors import ConfigError
 
         if check is not None:

@@ -7,13 +7,11 @@ from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Do every step: distil, train, evaluate, export. Finished steps are skipped, a killed run continues."""
-    with speaking(json) as talk:
+    with speaking(json, "run") as talk:
         from headstart.eval.report import Report, render_tables
         from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe
-        from headstart.train.distributed import refuse_ranks
 
-        refuse_ranks("run")
         run = Run(load_recipe(recipe, overrides or []), talk)
         with run.steps.lock():
             run.save_recipe()

@@ -32,7 +32,7 @@ def command(
     mean_tokens: Annotated[float | None, typer.Option(help="--plan: tokens of a sample, with --samples.")] = None,
 ) -> None:
     """Train the head (after distilling and storing features where the recipe asks for it); resumable."""
-    with speaking(json) as talk:
+    with speaking(json, None if plan else "train") as talk:
         from headstart.recipes.load import load_recipe
 
         settings = load_recipe(recipe, overrides or [])
@@ -47,9 +47,7 @@ def command(
             talk.result(planned.to_json(), render(planned))
             return
         from headstart.pipeline import Run
-        from headstart.train.distributed import refuse_ranks
 
-        refuse_ranks("train")
         run = Run(settings, talk)
         with run.steps.lock():
             run.save_recipe()

@@ -40,7 +40,7 @@ def command(
     The winner is decoded for real; predicted and measured speed-up stand side by side. The choice goes into the head's
     headstart.json, where `headstart eval --head` finds it on the same card.
     """
-    with speaking(json) as talk:
+    with speaking(json, "tune") as talk:
         from headstart.heads.errors import ConfigError
 
         words = list(arguments or [])

@@ -5,6 +5,7 @@ import pytest
 import torch
 import typer
 
+from headstart.cli import main
 from headstart.commands import run, train
 from headstart.heads.errors import ConfigError, Terminated
 from headstart.signals import terminable
@@ -42,6 +43,26 @@ def test_a_verb_started_as_ranks_names_the_command_that_is_meant(verb, rank, tmp
     assert "torchrun --nproc_per_node N -m headstart.train RECIPE" in said
     assert "accelerate launch --multi_gpu --num_processes N -m headstart.train RECIPE" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["distill", "quickstart"], ["eval", "quickstart"], ["tune", "quickstart"], ["export", "quickstart"],
+     ["eval", "--target", "T", "--data", "p.jsonl"]],
+)  # fmt: skip
+def test_verbs_that_do_not_train_are_one_process_too(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"`headstart {words[0]}` is one process, found a launch of several (WORLD_SIZE=2)" in said
+    assert "start it without a launcher" in said and not any(tmp_path.iterdir())
+
+
+def test_what_only_reads_may_run_anywhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["export", "--check", str(tmp_path)]) == 1
+    assert "launch:" not in capsys.readouterr().err
 
 
 def test_one_rank_alone():

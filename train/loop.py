@@ -69,8 +69,8 @@ class TrainResult:
         checkpoint: the final checkpoint directory.
         resumed_from: step the run continued from, 0 = started anew.
         interrupted: whether the signal was Ctrl-C's here, not a scheduler's SIGTERM.
-        save_blocked_ms: longest time that a periodic checkpoint, due or taken, kept the next step from starting; the
-            wait for work that the device had been given before is not in it.
+        save_blocked_ms: longest time that a periodic checkpoint, due or taken, or a best head kept the next step from
+            starting; the wait for work that the device had been given before is not in it.
     """
 
     step: int
@@ -198,6 +198,9 @@ class _Trainer:
                     self.tracker = open_tracker(self.config, self.run_dir, resumed_from, asdict(self.config), tracker)
                     if self.config.save_every or self.final_checkpoint:
                         self.saver.copies.prepare(self._saved_shapes())
+                    if self.validate is not None:
+                        named = self.head.state_dict().items()
+                        self.saver.best_copies.prepare((f"best/{name}", tensor) for name, tensor in named)
                 self.started = time.perf_counter() - self.state.elapsed
                 self.meters.restart_clock()
                 self.agreed_elapsed = self.state.elapsed
@@ -337,7 +340,7 @@ class _Trainer:
         ids = {place: batch.sample_ids for place, batch in zip(places, batches, strict=True)}
         self.recent.append((state.step, packs, ids))
         skipped = config.nonfinite == "skip" and self._skip()
-        self.saver.copies.protect()
+        self.saver.protect()
         if not skipped:
             norm = self.parallel.step(norm)
             self.flags[-1:] = (~torch.isfinite(norm)).float() / self.size
@@ -447,12 +450,16 @@ class _Trainer:
             self._save_best(dict(self.state.best))
 
     def _save_best(self, best: dict[str, Any]) -> None:
-        head: dict[str, Tensor] = {}
-        for name, tensor in self.parallel.head_tensors():  # gathered by all ranks
-            if self.rank == 0:
-                head[name] = tensor.to("cpu", copy=True)
+        if from_main(self.saver.best_under_way):
+            self._write_all()  # its copies lie where the new ones will
+        began = time.perf_counter()
+        tensors = self.parallel.head_tensors()  # gathered by all ranks
         if self.rank == 0:
-            self.saver.submit(lambda: self.store.save_best(head, best))
+            self.saver.save_best(self.saver.best_copies.take("best", tensors), best)
+        else:
+            for _ in tensors:
+                pass
+        self.blocked = max(self.blocked, time.perf_counter() - began)
 
     def _saved_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint will hold, before the optimiser has moments."""

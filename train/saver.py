@@ -78,33 +78,54 @@ class HostCopies:
 
 
 class Saver:
-    """Rank 0's writer; one checkpoint is under way at most.
+    """Rank 0's writer; one checkpoint and one best head are under way at most.
 
     The thread never calls the GPU, which a capture on the main thread would not tolerate.
+
+    Attributes:
+        copies, best_copies: of what a checkpoint and the best head are made of.
+        best_under_way: whether `best_copies` are still to be written.
     """
 
     def __init__(self, store: CheckpointStore, device: torch.device):
-        self.store, self.copies = store, HostCopies(device)
+        self.store, self.copies, self.best_copies = store, HostCopies(device), HostCopies(device)
+        self.best_under_way = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Checkpoint | None = None
+        #: in the order in which they are to be written: a checkpoint names the best head before it
+        self._pending: list[tuple[HostCopies, Callable[[], object]]] = []
         self._writing: list[tuple[Callable[[], object], Future[Any]]] = []
         self._error: BaseException | None = None
         self._undone: list[Callable[[], object]] = []
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write `checkpoint` (made of `copies`) as soon as its copies are complete."""
-        self._pending = checkpoint
+        self._pending.append((self.copies, lambda: self.store.save(checkpoint)))
         self.poll()
+
+    def save_best(self, head: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write the best head (made of `best_copies`) likewise."""
+
+        def write() -> None:
+            self.store.save_best(head, state)
+            self.best_under_way = False
+
+        self.best_under_way = True
+        self._pending.append((self.best_copies, write))
+        self.poll()
+
+    def protect(self) -> None:
+        """HostCopies.protect, of all of them."""
+        self.copies.protect()
+        self.best_copies.protect()
 
     def submit(self, write: Callable[[], object]) -> None:
         """Write something else, after what is under way."""
         self._writing.append((write, self._pool.submit(write)))
 
     def poll(self) -> None:
-        """Hand a completed snapshot to the thread, and notice failures; waits for nothing."""
-        if self._pending is not None and self.copies.ready():
-            checkpoint, self._pending = self._pending, None
-            self.submit(lambda: self.store.save(checkpoint))
+        """Hand completed snapshots to the thread, and notice failures; waits for nothing."""
+        while self._pending and self._pending[0][0].ready():
+            self.submit(self._pending.pop(0)[1])
         for write, future in [(w, f) for w, f in self._writing if f.done()]:
             self._writing.remove((write, future))
             if future.exception() is not None:
@@ -116,10 +137,10 @@ class Saver:
     def idle(self, seconds: float) -> bool:
         """Whether nothing is under way or unwritten, after waiting at most `seconds`."""
         self.poll()
-        if self._pending is None and self._writing:
+        if not self._pending and self._writing:
             wait([future for _, future in self._writing], timeout=seconds)
             self.poll()
-        return self._pending is None and not self._writing and not self.failed
+        return not self._pending and not self._writing and not self.failed
 
     def free(self) -> bool:
         """Whether the next checkpoint may be taken now; waits for nothing."""
@@ -131,9 +152,14 @@ class Saver:
 
     def _settle(self) -> None:
         """Wait for everything under way."""
-        self.copies.wait()
-        self.poll()
+        self._hand_over()
         wait([future for _, future in self._writing])
+        self.poll()
+
+    def _hand_over(self) -> None:
+        """Wait for the copies under way, so that the thread has them all."""
+        for copies, _ in self._pending:
+            copies.wait()
         self.poll()
 
     def finish(self) -> None:
@@ -160,9 +186,7 @@ class Saver:
 
     def close(self) -> None:
         """Let a write under way end; its failure no longer matters to a run that is already ending with an error."""
-        if self._pending is not None:
-            self.copies.wait()
-            self.poll()
+        self._hand_over()
         self._pool.shutdown(wait=True)
 
 

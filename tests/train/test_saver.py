@@ -16,8 +16,8 @@ from headstart.train import saver as saver_module
 from headstart.train.checkpoint import Checkpoint, CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.gradients import FlatGradients
-from headstart.train.loop import train
-from headstart.train.saver import Saver
+from headstart.train.loop import Validate, train
+from headstart.train.saver import HostCopies, Saver
 
 
 @pytest.fixture
@@ -45,11 +45,12 @@ class Gate:
         monkeypatch.setattr(checkpoint, "write_safetensors", write)
 
 
-def run(run_dir: Path, source: FakeSource, **changes):
+def run(run_dir: Path, source: FakeSource, validate: Validate | None = None, **changes):
     config = TrainConfig(**(dict(steps=12, accumulation=1, lr=0.01, save_every=2, keep=0, log_every=1) | changes))
     return train(
-        FakeHead(), source, teacher(), source.lengths, config, run_dir, provenance={}, pack_tokens=20, progress=False
-    )
+        FakeHead(), source, teacher(), source.lengths, config, run_dir, provenance={}, pack_tokens=20, progress=False,
+        validate=validate,
+    )  # fmt: skip
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_later_ones_wait_their_turn(tmp_path, monkeypatch):
@@ -113,6 +114,59 @@ def test_what_was_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkey
     assert saver.idle(0.0)
     assert CheckpointStore.load(tmp_path / "step-00000001").head["w"].tolist() == [1.0, 1.0, 1.0]
     saver.close()
+
+
+def test_a_best_head_waits_for_its_copies_and_is_written_before_a_later_checkpoint(tmp_path, monkeypatch):
+    """On a GPU the copies are under way when the next step begins: until they are complete nothing is handed over."""
+    store = CheckpointStore(tmp_path, 0)
+    saver, order = Saver(store, torch.device("cpu")), []
+    monkeypatch.setattr(store, "save_best", lambda head, state: order.append(("best", head["w"].tolist(), state)))
+    monkeypatch.setattr(store, "save", lambda checkpoint: order.append(("step", checkpoint.state["step"])))
+    complete = threading.Event()
+    monkeypatch.setattr(saver.best_copies, "ready", complete.is_set)
+    monkeypatch.setattr(saver.best_copies, "wait", complete.set)
+    weight = torch.ones(2)
+    saver.save_best(saver.best_copies.take("best", [("w", weight)]), {"step": 3})
+    weight += 1
+    saver.save(make(4))
+    saver.poll()
+    assert not saver.free() and order == [] and saver.best_under_way
+    saver.finish()
+    assert order == [("best", [1.0, 1.0], {"step": 3}), ("step", 4)] and not saver.best_under_way
+    assert saver.idle(0.0)
+    saver.close()
+
+
+def test_a_best_head_that_is_still_being_written_is_not_overwritten(tmp_path, monkeypatch):
+    """Two best heads in a row on a slow disk: the second waits for the first, and both are what they were."""
+    found, write = [], CheckpointStore.save_best
+
+    def slow(store, head, state):
+        time.sleep(0.3)
+        found.append((state["step"], {name: tensor.clone() for name, tensor in head.items()}))
+        write(store, head, state)
+
+    weights = {}
+
+    def validate(head, step, final):
+        weights[step] = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+        return {"valid/sim_tau": float(step)}
+
+    def reusing(copies, group, tensors):
+        """As on a GPU: into the same buffers every time."""
+        tensors = dict(tensors)
+        taken = {name: copies._buffer(f"{group}/{name}", tensor) for name, tensor in tensors.items()}
+        for name, buffer in taken.items():
+            buffer.copy_(tensors[name])
+        return taken
+
+    monkeypatch.setattr(CheckpointStore, "save_best", slow)
+    monkeypatch.setattr(HostCopies, "take", reusing)
+    run(tmp_path, FakeSource(make_documents()), steps=3, eval_every=1, validate=validate)
+    assert [step for step, _ in found] == [1, 2, 3]
+    for step, head in found:
+        assert head.keys() == weights[step].keys()
+        assert all(torch.equal(tensor, weights[step][name]) for name, tensor in head.items())
 
 
 def test_a_failed_write_is_raised_once_and_stops_the_run(tmp_path, monkeypatch):

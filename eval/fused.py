@@ -11,6 +11,7 @@ V vocabulary.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from headstart.eval.attention import Ahead, AttendShape, Visibility, attend
 from headstart.eval.linear import MAX_ROWS, Linear, Measured, graph_time, row_bucket, tune
-from headstart.eval.pointwise import NormWeights, RopeStore, move_slots, rms_norm, rope_store, take_rows
+from headstart.eval.pointwise import (
+    NormWeights,
+    RopeStore,
+    move_slots,
+    rms_norm,
+    rope_store,
+    take_rows_kernel,
+    wants_kernel,
+)
 from headstart.heads.target import decoder_layers, record_layer_inputs
 
 #: largest relative distance (L2) between fused and original hidden states that passes as rounding
@@ -304,8 +313,10 @@ class FusedEmbedding(nn.Module):
         self.weight = embedding.weight
 
     def forward(self, tokens_BM: Tensor) -> Tensor:
-        rows_BMD = take_rows(self.weight.detach()[None], tokens_BM.reshape(1, -1))
-        return rows_BMD.view(*tokens_BM.shape, -1)
+        if not wants_kernel(self.weight):
+            return nn.functional.embedding(tokens_BM, self.weight)
+        rows_1RD = take_rows_kernel(self.weight.detach()[None], tokens_BM.reshape(1, -1))
+        return rows_1RD.view(*tokens_BM.shape, -1)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -400,7 +411,7 @@ class FusedModel:
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 0
         return self.layers[: max(STACKED, -(-2 * cache // weights))]
 
-    def _stack(self, layers: list[FusedLayer], rows: int, context: int) -> Callable[[], object]:
+    def _stack(self, layers: list[FusedLayer], rows: int, context: int) -> Callable[[], Tensor]:
         """A forward of `rows` tokens through the first layers, behind a context of so many slots."""
         buffers = self.buffers(1, context + rows)
         position_BM = context + torch.arange(rows, device=self.device)[None]
@@ -413,17 +424,20 @@ class FusedModel:
             self.forward(position_BM.new_zeros(1, rows), visibility, buffers)
         finally:
             handle.remove()
-        (first_BMD, *args), kwargs = given[0]
+        args, kwargs = given[0]
+        bound = inspect.signature(layers[0].forward).bind(*args, **kwargs)
+        first_BMD, others = bound.args[0], bound.args[1:]
 
         @torch.inference_mode()
-        def run() -> None:
+        def run() -> Tensor:
             self._slot.current = Pass(visibility, buffers)
             try:
-                x_BMD = first_BMD
+                x_BMD: Tensor = first_BMD
                 for layer in layers:
-                    x_BMD = layer(x_BMD, *args, **kwargs)
+                    x_BMD = layer(x_BMD, *others, **bound.kwargs)
             finally:
                 self._slot.current = None
+            return x_BMD
 
         return run
 

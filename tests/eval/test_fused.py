@@ -162,6 +162,23 @@ def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -
     assert len(ran) == 2 + len(HIDDEN_BYTES)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_run_one_behind_the_other(name: str) -> None:
+    """As they do in a forward, of every family: what comes out is what the final norm was made of."""
+    twin = fused(tiny(name))
+    run = twin._stack(twin.layers, 3, 5)
+    made: list[torch.Tensor] = []
+    handle = twin.norm.register_forward_pre_hook(lambda _, given: made.append(given[0]))
+    position = 5 + torch.arange(3)[None]
+    twin.forward(position.new_zeros(1, 3), Visibility(position, position, position[:, 0]), twin.buffers(1, 8))
+    handle.remove()
+    found = run()
+    assert isinstance(found, torch.Tensor) and found.shape == made[0].shape
+    assert twin._slot.current is None
+    if len(twin.windows) == 1:  # a family with several kinds of layers has rotary tables for each
+        torch.testing.assert_close(found, made[0])
+
+
 def test_layers_to_time_push_each_other_out_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = fused(LlamaForCausalLM(LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=12, num_attention_heads=2,

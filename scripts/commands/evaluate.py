@@ -7,6 +7,7 @@ headstart eval --engine vllm --url http://localhost:8000 --data FILE.jsonl [eval
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -170,28 +171,34 @@ def one_or_all(data: list[str] | None) -> str | list[str] | None:
     return data[0] if data and len(data) == 1 else data or None
 
 
+def nearest_tuned(batches: Iterable[str], batch: int) -> str | None:
+    """The tuned batch size next to `batch`, the larger of two as near; None where none is within a factor of two."""
+    near = [(max(int(size), batch) / min(int(size), batch), -int(size), size) for size in batches]
+    return min(near)[2] if near and min(near)[0] <= 2 else None
+
+
 def use_tuned(head: Path, target: Target, config: EvalConfig, talk: Talk) -> None:
-    """Set the tree that `headstart tune` chose for this head on this card at this batch size, where it did."""
+    """Set the tree that `headstart tune` chose for this head on this card at about this batch size, where it did."""
     from headstart.eval.config import TreeConfig
     from headstart.heads.formats.sidecar import notes
     from headstart.heads.provenance import device_name
 
     try:
         entry = (notes(head).get("tuned") or {}).get(device_name(target.device)) or {"batches": {}}
-        found = entry["batches"].get(str(config.batch_size))
-        if not found:
+        size = nearest_tuned(entry["batches"], config.batch_size)
+        if size is None:
             return
+        found = entry["batches"][size]
         tree, speculate, label = TreeConfig(**found["tree"]), found["speculate"], found["label"]
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         talk.say(f"{head / 'headstart.json'}: what was tuned cannot be read ({error!r}) and is not used")
         return
+    where = f"batch {size}" + (f", the nearest to {config.batch_size}" if size != str(config.batch_size) else "")
     if not speculate:
-        talk.say(
-            f"tuned on this card: plain decoding is faster at batch {config.batch_size}; measuring the head anyway"
-        )
+        talk.say(f"tuned on this card: plain decoding is faster at {where}; measuring the head anyway")
         return
     config.tree = tree
-    talk.say(f"tree tuned for this card and batch {config.batch_size}: {label} (eval.tree.… overrides it)")
+    talk.say(f"tree tuned for this card and {where}: {label} (eval.tree.… overrides it)")
 
 
 def label_of(data: Any) -> str:

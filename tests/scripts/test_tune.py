@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headstart import identity
+from headstart.commands.evaluate import nearest_tuned
 from headstart.eval.config import TreeConfig
 from headstart.eval.tune_report import overrides
 from headstart.heads import HEADS
@@ -59,17 +60,34 @@ def test_tune_keeps_its_choice_and_eval_uses_it(
     assert measured.code == 0, measured.err
     assert measured.json["tree"]["label"] == "static3" and measured.json["tree"]["paths"] == [[0], [1], [0, 0]]
     assert "tree tuned for this card and batch 1: static3" in measured.err
-    for words, label in ((("eval.tree.depth=2",), "chain2"), (("eval.batch_size=2",), "chain2")):
+    for words, label in ((("eval.tree.depth=2",), "chain2"), (("eval.batch_size=3",), "chain2")):
         assert headstart("eval", *options, *words, "--out", tmp_path / "b", "--json").json["tree"]["label"] == label
+    near = headstart("eval", *options, "eval.batch_size=2", "--out", tmp_path / "b", "--json")
+    assert near.json["tree"]["label"] == "static3" and "card and batch 1, the nearest to 2: static3" in near.err
     entry["batches"]["1"]["speculate"] = False
     annotate(head, {"tuned": {entry["device"]: entry}})
     plain = headstart("eval", *options, "--out", tmp_path / "c", "--json")
     assert "plain decoding is faster at batch 1" in plain.err and plain.json["tree"]["label"] == "chain2"
-    for odd in (1, {}, {"batches": {"1": {"speculate": True}}}, {"batches": {"1": {**kept, "tree": {"sort": "bush"}}}}):
+    for odd in (
+        1,
+        {},
+        {"batches": {"one": kept}},
+        {"batches": {"0": kept}},
+        {"batches": {"1": {"speculate": True}}},
+        {"batches": {"1": {**kept, "tree": {"sort": "bush"}}}},
+    ):
         annotate(head, {"tuned": {entry["device"]: odd}})
         ignored = headstart("eval", *options, "--out", tmp_path / "d", "--json")
         assert ignored.code == 0 and ignored.json["tree"]["label"] == "chain2"
         assert ("what was tuned cannot be read" in ignored.err) == (odd != {})
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"), [(1, "1"), (2, "1"), (4, None), (8, "16"), (16, "16"), (32, "64"), (33, "64"), (129, None)]
+)
+def test_the_nearest_tuned_batch_size(batch: int, expected: str | None) -> None:
+    assert nearest_tuned(["64", "1", "16"], batch) == expected
+    assert nearest_tuned([], batch) is None
 
 
 def test_tune_without_a_head(headstart: Callable, tiny_target: Path, prompts: Path, tmp_path: Path) -> None:

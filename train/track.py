@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -111,13 +113,48 @@ class WandbTracker:
                 "or set train.tracker=tensorboard or none"
             ) from error
         directory.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(directory), config=settings)
+        try:
+            self._run = wandb.init(
+                project=project, name=name, id=name, resume="allow", dir=str(directory), config=settings
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"train.tracker: wandb does not start ({error}); `wandb login` or WANDB_API_KEY gives it an account, "
+                "WANDB_MODE=offline needs none; or set train.tracker=tensorboard or none"
+            ) from error
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Guarded:
+    """A tracker that metrics.jsonl can replace: a run does not end because it fails (a full disk, a lost server)."""
+
+    def __init__(self, name: str, tracker: Tracker):
+        self.name = name
+        self._tracker: Tracker | None = tracker
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._try(lambda tracker: tracker.log(step, values))
+
+    def close(self) -> None:
+        self._try(lambda tracker: tracker.close())
+
+    def _try(self, act: Callable[[Tracker], None]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            act(self._tracker)
+        except Exception as error:
+            self._tracker = None
+            print(
+                f"WARNING: train.tracker: {self.name} failed ({type(error).__name__}: {error}) and gets no more "
+                "records; metrics.jsonl has them all, and training goes on",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
 
 class Trackers:
@@ -138,14 +175,14 @@ class Trackers:
 def open_tracker(
     config: TrainConfig, run_dir: Path, resume_step: int, settings: dict[str, Any], given: Tracker | None = None
 ) -> Tracker:
-    """metrics.jsonl plus `given`, or what `config.tracker` names. Raises ConfigError when its package is missing."""
+    """metrics.jsonl plus `given`, or what `config.tracker` names. Raises ConfigError when that cannot start."""
     more: list[Tracker] = []
     if given is not None:
         more.append(given)
     elif config.tracker == "tensorboard":
-        more.append(TensorBoardTracker(run_dir / "tensorboard", resume_step))
+        more.append(Guarded("tensorboard", TensorBoardTracker(run_dir / "tensorboard", resume_step)))
     elif config.tracker == "wandb":
-        more.append(WandbTracker(run_dir / "wandb", config.project, run_dir.name, settings))
+        more.append(Guarded("wandb", WandbTracker(run_dir / "wandb", config.project, run_dir.name, settings)))
     return Trackers([MetricLog(run_dir / "metrics.jsonl", resume_step), *more])
 
 

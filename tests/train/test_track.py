@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from headstart.heads.errors import ConfigError, DiskFullError
+from headstart.train import track
 from headstart.train.config import TrainConfig
-from headstart.train.track import MetricLog, Reporter, open_tracker
+from headstart.train.track import MetricLog, Reporter, TensorBoardTracker, open_tracker
 
 
 def test_metric_log_drops_what_lies_after_the_checkpoint(tmp_path):
@@ -74,6 +75,26 @@ def test_missing_tracker_package_says_what_to_install(tmp_path, monkeypatch, tra
         open_tracker(TrainConfig(steps=1, tracker=tracker), tmp_path, 0, {})
 
 
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    """As tensorboard's writer does on a full disk: told once, nothing of metrics.jsonl is lost."""
+    asked = []
+
+    class Full(TensorBoardTracker):
+        def log(self, step, values):
+            asked.append(step)
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(track, "TensorBoardTracker", Full)
+    tracker = open_tracker(TrainConfig(tracker="tensorboard"), tmp_path, 0, {})
+    for step in (1, 2, 3):
+        tracker.log(step, {"lr": 0.5})
+    tracker.close()
+    said = capsys.readouterr().err
+    assert asked == [1] and said.count("WARNING") == 1
+    assert "train.tracker: tensorboard failed (OSError: [Errno 28] No space left on device)" in said
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
 def test_tensorboard_receives_scalars(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -94,6 +115,18 @@ def test_wandb_offline(tmp_path, monkeypatch):
     tracker.log(3, {"train/loss": 1.5})
     tracker.close()
     assert list((tmp_path / "wandb").rglob("*.wandb"))
+
+
+def test_wandb_without_an_account_says_what_to_do(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**options):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    expected = r"train.tracker: wandb does not start \(No API key configured.\).*WANDB_MODE=offline"
+    with pytest.raises(ConfigError, match=expected):
+        open_tracker(TrainConfig(steps=1, tracker="wandb"), tmp_path, 0, {})
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -106,7 +106,6 @@ class Engine:
         self.model, self.batch, self.capacity, self.spec = model, batch, capacity, spec
         self.bucket, self.prefill_chunk, self.fused = bucket, prefill_chunk, fused
         self.device, self.dtype = model.device, model.dtype
-        self.rows_B1 = torch.arange(batch, device=self.device)[:, None]
         self.kv: StaticKV | Buffers
         if fused is not None:
             self.kv = fused.buffers(batch, capacity)
@@ -259,10 +258,10 @@ class Engine:
         column_BT = torch.arange(longest, device=self.device) + (columns - self.length_B)[:, None]
         column_BT = column_BT.clamp(max=columns - 1)
         hidden = torch.cat([step.hidden_BMD for step in steps if step.hidden_BMD is not None], 1)
-        rows.hidden_BJD = hidden[self.rows_B1, column_BT]
+        rows.hidden_BJD = take_rows(hidden, column_BT)
         if self.spec.layer_ids:
             streams = torch.cat([step.streams_BMkD for step in steps if step.streams_BMkD is not None], 1)
-            rows.streams_BJkD = streams[self.rows_B1, column_BT]
+            rows.streams_BJkD = take_rows(streams, column_BT)
         return rows
 
     # verification ------------------------------------------------------------------------------------------------
@@ -293,8 +292,7 @@ class Engine:
         if step.hidden_BMD is not None:
             rows.hidden_BJD = take_rows(step.hidden_BMD, taken.column_BJ)
         if step.streams_BMkD is not None:
-            streams = take_rows(step.streams_BMkD.flatten(2), taken.column_BJ)
-            rows.streams_BJkD = streams.unflatten(2, step.streams_BMkD.shape[2:])
+            rows.streams_BJkD = take_rows(step.streams_BMkD, taken.column_BJ)
         return rows
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ from headstart.eval.pointwise import (
     wants_kernel,
 )
 from headstart.heads.target import decoder_layers, record_layer_inputs
+
+W = TypeVar("W")
 
 #: largest relative distance (L2) between fused and original hidden states that passes as rounding
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -382,28 +385,29 @@ class FusedModel:
         found = tune(self.linears(), rows)
         if found:
             self._settle(found, rows)
-        bucket = row_bucket(rows) if found else 0
-        return {f"{each.name()} {rows}": each.times[each.linears[0].tiles[bucket]] for each in found}
+        return {f"{each.name()} {rows}": each.times[each.linears[0].tiles[row_bucket(rows)]] for each in found}
 
     def _settle(self, found: list[Measured], rows: int, context: int = 512) -> None:
         """Choose among what measured close by itself, and how much of its output projection attention asks for: timed
         in layers that run one behind the other, where a kernel is launched and fetches while others still run."""
         layers = self._stacked()
         run = self._stack(layers, rows, context)
-        for measured in found:
-            if len(measured.close) > 1 and any(linear in measured.linears for linear in layers[0].linears()):
-                times = {}
-                for tiles in measured.close:
-                    measured.choose(rows, tiles)
-                    times[tiles] = graph_time(run, 15)
-                measured.choose(rows, min(times, key=lambda tiles: times[tiles]))
-        hiding = {}
-        for hidden in HIDDEN_BYTES:
+
+        def choose_fastest(ways: Iterable[W], choose: Callable[[W], None]) -> None:
+            times = {}
+            for way in ways:
+                choose(way)
+                times[way] = graph_time(run, 15)
+            choose(min(times, key=lambda way: times[way]))
+
+        def hide(hidden: int) -> None:
             for layer in self.layers:
                 layer.hidden_bytes[row_bucket(rows)] = hidden
-            hiding[hidden] = graph_time(run, 15)
-        for layer in self.layers:
-            layer.hidden_bytes[row_bucket(rows)] = min(hiding, key=lambda hidden: hiding[hidden])
+
+        for measured in found:
+            if len(measured.close) > 1 and any(linear in measured.linears for linear in layers[0].linears()):
+                choose_fastest(measured.close, partial(measured.choose, rows))
+        choose_fastest(HIDDEN_BYTES, hide)
 
     def _stacked(self) -> list[FusedLayer]:
         """As many layers as push each other's weights out of the cache: they come from memory in a whole model."""

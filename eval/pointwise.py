@@ -7,6 +7,7 @@ S slots of a KV buffer, W rotary channels, T positions of a rotary table, V voca
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -194,28 +195,28 @@ class DraftInput:
     norms: tuple[NormWeights, NormWeights] | None
 
 
-def take_rows_eager(x_BND: Tensor, row_Bn: Tensor) -> Tensor:
-    """Rows `row_Bn` (int64) of each sequence: [B, n, D]."""
-    return x_BND.gather(1, row_Bn[:, :, None].expand(-1, -1, x_BND.shape[2]))
+def take_rows_eager(x: Tensor, row_Bn: Tensor) -> Tensor:
+    """Rows `row_Bn` (int64, from 0) of each sequence of `x` [B, N, …]: [B, n, …]."""
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], row_Bn]
 
 
-def take_rows(x_BND: Tensor, row_Bn: Tensor) -> Tensor:
+def take_rows(x: Tensor, row_Bn: Tensor) -> Tensor:
     """As take_rows_eager."""
-    return (take_rows_kernel if wants_kernel(x_BND) else take_rows_eager)(x_BND, row_Bn)
+    return (take_rows_kernel if wants_kernel(x) else take_rows_eager)(x, row_Bn)
 
 
-def take_rows_kernel(x_BND: Tensor, row_Bn: Tensor) -> Tensor:
-    x_BND = x_BND.contiguous()
-    (batch, before, width), count = x_BND.shape, row_Bn.shape[1]
-    out_BnD = x_BND.new_empty((batch, count, width))
-    if out_BnD.numel():
-        source, out = (x.view(torch.uint8) if x.dtype == torch.bool else x for x in (x_BND, out_BnD))
+def take_rows_kernel(x: Tensor, row_Bn: Tensor) -> Tensor:
+    x = x.contiguous()
+    (batch, before, *rest), count = x.shape, row_Bn.shape[1]
+    taken, width = x.new_empty((batch, count, *rest)), math.prod(rest)
+    if taken.numel():
+        source, out = (part.view(torch.uint8) if part.dtype == torch.bool else part for part in (x, taken))
         block = min(1024, triton.next_power_of_2(width))
         _take_rows_kernel[(batch * count, triton.cdiv(width, block))](
             source, row_Bn.contiguous(), out, count, before, width, BLOCK=block, num_warps=max(1, block // 256),
-            **launch_options(x_BND.device),
+            **launch_options(x.device),
         )  # fmt: skip
-    return out_BnD
+    return taken
 
 
 def move_slots_eager(whole: Tensor, source_BJ: Tensor, target_BJ: Tensor) -> None:

@@ -240,5 +240,5 @@ def _only(rows: Rows, at_B1: Tensor) -> Rows:
         rows.tokens_BJ.gather(1, at_B1),
         torch.ones_like(at_B1[:, 0]),
         None if hidden is None else take_rows(hidden, at_B1),
-        None if streams is None else take_rows(streams.flatten(2), at_B1).unflatten(2, streams.shape[2:]),
+        None if streams is None else take_rows(streams, at_B1),
     )

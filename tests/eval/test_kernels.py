@@ -129,6 +129,8 @@ def test_take_rows(width: int, dtype: torch.dtype) -> None:
     found = take_rows_kernel(x, row)
     assert found.dtype == dtype and torch.equal(found, take_rows_eager(x, row))
     assert torch.equal(found[1, 0], x[1, 2]) and torch.equal(found[0, 2], x[0, 4])
+    # rows of any shape, as a target's streams are
+    assert torch.equal(take_rows_kernel(x.unflatten(2, (2, -1)), row), found.unflatten(2, (2, -1)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

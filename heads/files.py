@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ def _error_number(error: Exception) -> int | None:
 
 @contextmanager
 def explain_disk(path: Path) -> Iterator[None]:
-    """Turn "no space left" into a DiskFullError, no permission or too large a file into a StorageError.
+    """Turn "no space left" into a DiskFullError; no permission, too large a file or a wrong kind into a StorageError.
 
-    Both name the path and the remedy, whichever exception a library made of the failed system call.
+    All name the path and the remedy, whichever exception a library made of the failed system call.
     """
     try:
         yield
@@ -49,6 +49,11 @@ def explain_disk(path: Path) -> Iterator[None]:
         if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG):
             raise StorageError(
                 f"{path}: cannot be written ({os.strerror(number)}). Choose another place with run_dir=…"
+            ) from error
+        if number in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+            raise StorageError(
+                f"{path}: a file stands where a directory is expected, or the other way round ({error}). Move it away, "
+                "or choose another place with run_dir=…"
             ) from error
         raise
 
@@ -115,6 +120,41 @@ def require_disk(path: Path, needed_bytes: int, what: str) -> None:
             f"{path}: {what} needs about {needed_bytes / 2**30:.2f} GiB and the disk has {free / 2**30:.2f} GiB free. "
             "Free space, or point the run elsewhere with run_dir=…"
         )
+
+
+def delete(path: Path) -> None:
+    """Remove a file or a directory; nothing there is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def unused(path: Path) -> Path:
+    """`path`, or the first of `path-2`, `path-3`, … that does not exist."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
+
+
+def set_aside(run_dir: Path, step: str, made: Sequence[Path]) -> Path | None:
+    """Move what a step had made to `run_dir/previous/N-STEP`, N counting from 1: nothing that took work is lost.
+
+    Returns: that place, None when nothing of `made` exists.
+    """
+    there = [path for path in made if path.exists()]
+    if not there:
+        return None
+    with explain_disk(run_dir):
+        number = 1
+        while (place := run_dir / "previous" / f"{number}-{step}").exists():
+            number += 1
+        place.mkdir(parents=True)
+        for path in there:
+            shutil.move(path, place / path.name)
+    return place
 
 
 def sha256_file(path: Path) -> str:

@@ -39,6 +39,7 @@ from headstart.recipes.load import to_dict, to_yaml
 from headstart.recipes.schema import Recipe
 from headstart.steps import Steps
 from headstart.talk import Talk
+from headstart.train.resume import TRAINED
 
 #: settings that change how training is watched, not what it makes
 WATCHING = (
@@ -242,13 +243,22 @@ class Run:
         return self.train_once(None)
 
     def is_trained(self) -> bool:
-        return self.steps.is_done("train", self.train_inputs, [self.head_dir, self.held_out_path])
+        """Whether a head trained like this is there, and may stay (`train.resume`)."""
+        outputs = [self.head_dir, self.held_out_path]
+        return self.recipe.train.resume and self.steps.is_done("train", self.train_inputs, outputs)
 
     def train_once(self, accelerator: Any) -> dict[str, Any]:
-        """`train_head` as a step: skipped when it is done, its leftovers moved away when its inputs changed."""
-        leftovers = [self.dir / "checkpoints", self.dir / "metrics.jsonl"]
+        """`train_head` as a step: skipped when it is done, its leftovers moved away when they belong to another run."""
         outputs = [self.head_dir, self.held_out_path]
-        return self.steps.run("train", self.train_inputs, outputs, lambda: self.train_head(accelerator), leftovers)
+        return self.steps.run(
+            "train",
+            self.train_inputs,
+            outputs,
+            lambda: self.train_head(accelerator),
+            leftovers=[self.dir / name for name in TRAINED],
+            lasting=lasting,
+            again="" if self.recipe.train.resume else "as asked (train.resume=false)",
+        )
 
     def train_head(self, accelerator: Any) -> dict[str, Any]:
         """Train on the ranks of `accelerator` (None: this process alone); rank 0 writes."""
@@ -422,6 +432,11 @@ class Run:
         origin |= {"serving_parity": parity.to_json(), "tuned": notes(self.head_dir).get("tuned")}
         place = self.dir / "export"
         return exported(export_head(head, place, self.recipe.export, origin), self.talk)
+
+
+def lasting(inputs: dict[str, Any]) -> dict[str, Any]:
+    """What a run under way cannot change: data, head and seed. Its other settings count from its checkpoint on."""
+    return {**inputs, "train": {"seed": inputs["train"]["seed"]}}
 
 
 def first_prompt(sample: Sample) -> list[int]:

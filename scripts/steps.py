@@ -2,8 +2,9 @@
 
     runs/NAME/steps/train.json   {"step", "status": "started" | "done", "inputs", "result", "seconds"}
 
-A step whose marker says done for equal inputs is skipped. A step that was started with equal inputs continues. When the
-inputs differ, what the step had made moves to `runs/NAME/previous/` (caches are deleted) and the step starts afresh.
+A step whose marker says done for equal inputs is skipped. A step that was started with equal inputs continues, and so
+does one whose changed inputs do not spoil what it has made so far. Where they do, or the step was done, what it had made
+moves to `runs/NAME/previous/` (caches are deleted) and the step starts afresh.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from headstart.heads.errors import StorageError
-from headstart.heads.files import explain_disk, read_json, write_json
+from headstart.heads.errors import DataError, StorageError
+from headstart.heads.files import explain_disk, read_json, set_aside, write_json
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[str]:
@@ -50,9 +51,20 @@ class Steps:
         self.run_dir, self.say = Path(run_dir), say
 
     def marker(self, step: str) -> dict[str, Any]:
-        """The step's marker, {} when there is none."""
+        """The step's marker, {} when there is none. Raises StorageError when it cannot be read."""
         path = self._path(step)
-        return read_json(path) if path.is_file() else {}
+        if not path.exists():
+            return {}
+        try:
+            found = read_json(path)
+        except (DataError, OSError) as error:
+            found = str(error)
+        if not isinstance(found, dict):
+            raise StorageError(
+                f"{path}: found what is not a step's marker ({found}), expected a JSON object. Move it away and run the "
+                f"same command: {step} then goes on from what it has made"
+            )
+        return found
 
     def _path(self, step: str) -> Path:
         return self.run_dir / "steps" / f"{step}.json"
@@ -71,6 +83,8 @@ class Steps:
         work: Callable[[], dict[str, Any]],
         leftovers: Sequence[Path] = (),
         caches: Sequence[Path] = (),
+        lasting: Callable[[dict[str, Any]], Any] = lambda inputs: inputs,
+        again: str = "",
     ) -> dict[str, Any]:
         """Do the step unless it is done; returns its result (JSON values).
 
@@ -79,19 +93,23 @@ class Steps:
             outputs: files or directories that the step makes.
             leftovers: more of what it makes on the way (checkpoints), set aside with the outputs when inputs change.
             caches: what it can make again, deleted when inputs change.
+            lasting: the part of the inputs that may not change while the step is under way.
+            again: why the step is to start afresh whatever it has made; empty when it is not.
         """
         inputs = _plain(inputs)
         found = self.marker(step)
-        if self.is_done(step, inputs, outputs):
+        if not again and self.is_done(step, inputs, outputs):
             self.say(f"{step}: finished before ({found.get('seconds', 0):.0f} s), skipped")
             return found["result"]
-        if found and found.get("inputs") != inputs:
-            differences = list(changed(found.get("inputs"), inputs))
-            listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
-            self.say(f"{step}: done again, its inputs changed ({listed})")
+        old = found.get("inputs")
+        differences = list(changed(old, inputs)) if found else []
+        listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
+        started = found.get("status") == "started"
+        if again or (differences and not (started and isinstance(old, dict) and lasting(old) == lasting(inputs))):
+            self.say(f"{step}: done again, {again or f'its inputs changed ({listed})'}")
             self._set_aside(step, [*outputs, *leftovers], caches)
-        elif found.get("status") == "started":
-            self.say(f"{step}: continues")
+        elif started:
+            self.say(f"{step}: continues" + (f" with other settings ({listed})" if differences else ""))
         elif found:
             self.say(f"{step}: done again, {next(path for path in outputs if not path.exists())} is gone")
         else:
@@ -106,21 +124,15 @@ class Steps:
         return result
 
     def _set_aside(self, step: str, made: Sequence[Path], caches: Sequence[Path]) -> None:
-        """Nothing that took work is lost: it moves to previous/N-STEP."""
-        there = [path for path in made if path.exists()]
         with explain_disk(self.run_dir):
             for path in caches:
                 if path.exists():
                     shutil.rmtree(path)
-            if not there:
+            place = set_aside(self.run_dir, step, made)
+            if place is None:
                 return
-            number = 1
-            while (place := self.run_dir / "previous" / f"{number}-{step}").exists():
-                number += 1
-            place.mkdir(parents=True)
-            for path in there:
-                shutil.move(path, place / path.name)
-            shutil.copy(self._path(step), place / "step.json")
+            if self._path(step).is_file():
+                shutil.copy(self._path(step), place / "step.json")
         self.say(f"{step}: what it had made is kept in {place}")
 
     @contextmanager

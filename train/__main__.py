@@ -1,85 +1,18 @@
-"""Train on one or many ranks (rank 0 distils and stores features first, where the recipe asks for it).
-
-accelerate launch --multi_gpu --num_processes 4 -m headstart.train RECIPE [key=value …]
-torchrun --nproc_per_node 2 -m headstart.train RECIPE target.device=cpu
-"""
+"""`python -m headstart.train RECIPE`: see headstart.train.ranks, whose imports take seconds."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
 
-from accelerate import Accelerator
-
-from headstart.heads.errors import HeadstartError
-from headstart.heads.target import resolve_device
-from headstart.pipeline import Run
-from headstart.recipes.load import load_recipe
-from headstart.signals import terminable
-from headstart.talk import Talk
-from headstart.train.distributed import is_distributed, on_main
-from headstart.train.setup import make_accelerator
-from headstart.train.watch import Watch
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done (or stopped by a signal with everything saved), 1 failure, 2 wrong recipe or launch.
-
-    A job stopped by SIGTERM is put back in the queue with the same command: it continues (scripts/launch/slurm.sh).
-    """
-    parser = argparse.ArgumentParser(prog="python -m headstart.train", description=__doc__.split("\n")[0])
-    parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")
-    options = parser.parse_args(arguments)
-    rank, watch = "rank ?: ", Watch()
-    try:
-        recipe = load_recipe(options.recipe, options.overrides)
-        accelerator = make_accelerator(resolve_device(recipe.target.device))
-        rank = "" if accelerator.is_main_process else f"rank {accelerator.process_index}: "
-        # a rank that has said how it ends must not be killed by a late signal: its exit code is the job's
-        with terminable(signal.SIG_IGN if accelerator.num_processes > 1 else None), watch:
-            train_ranks(Run(recipe, Talk(silent=bool(rank)), device=str(accelerator.device)), accelerator)
-        accelerator.end_training()
-    except HeadstartError as error:
-        print(f"{rank}error: {error}", file=sys.stderr)
-        return error.exit_code
-    except Exception:
-        if not watch.reason(0.0):
-            raise
-        print(f"{rank}{'error: ' if watch.code else ''}{watch.reason(0.0)}", file=sys.stderr)
-        return watch.code
-    except KeyboardInterrupt:
-        print(f"{rank}stopped; what was finished is kept, the same command continues", file=sys.stderr)
-    return 0
-
-
-def train_ranks(run: Run, accelerator: Accelerator) -> None:
-    """The pipeline's train step on every rank of this launch; rank 0 prepares, marks and writes."""
-
-    def prepare() -> bool:
-        run.save_recipe()
-        run.distill()
-        done = run.is_trained()
-        if not done:
-            run.features()
-        return done
-
-    main = accelerator.is_main_process
-    with run.steps.lock() if main else nullcontext():
-        if on_main(prepare):
-            return
-        if main:
-            run.train_once(accelerator)
-        else:
-            run.train_head(accelerator)
-
+from headstart.early import EarlyStop
 
 if __name__ == "__main__":
-    code = main()
+    early = EarlyStop()
+    from headstart.train.distributed import is_distributed
+    from headstart.train.ranks import main
+
+    code = main(begun=early.over)
     if code and is_distributed():
         sys.stderr.flush()
         os._exit(code)  # taking the process group down would wait for the rank that is gone

@@ -4,7 +4,7 @@
       step-00000100/   head.safetensors  optimizer.safetensors  rng.safetensors  state.json  manifest.json
       latest           name of the newest one
       best/            head.safetensors  state.json  manifest.json   (best validation so far)
-      damaged-…/       what failed its check at a resume, kept for inspection
+      damaged-…/       what failed its check at a resume that found an intact one, kept for inspection
 
 A directory is written under a temporary name and renamed when complete; `manifest.json` holds size and sha256 of
 every file. Optimiser state is keyed by parameter name, so it does not depend on the number of ranks.
@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.heads.errors import StorageError
-from headstart.heads.files import explain_disk, read_json, sha256_file, write_json, write_safetensors, write_text
+from headstart.heads.files import (
+    delete,
+    explain_disk,
+    read_json,
+    sha256_file,
+    unused,
+    write_json,
+    write_safetensors,
+    write_text,
+)
 
 VERSION = 1
 MANIFEST = "manifest.json"
+#: files of the best head, and of a checkpoint
+BEST_FILES = ("head.safetensors", "state.json")
+FILES = (*BEST_FILES, "optimizer.safetensors", "rng.safetensors")
 
 
 @dataclass
@@ -122,18 +135,22 @@ def write_directory(path: Path, write: Callable[[Path], None], known: dict[str, 
                 os.rename(path, old)
             os.rename(temporary, path)
             _fsync_directory(path.parent)
-            shutil.rmtree(old, ignore_errors=True)
+            delete(old)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory, None when every file has its size and hash."""
+def damage(path: Path, names: Sequence[str] = FILES) -> str | None:
+    """What is wrong with a directory that holds the files `names`, None when all have their size and hash."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
         if manifest["version"] != VERSION:
             return f"version {manifest['version']}, this program reads {VERSION}"
+        files = manifest["files"]
+        if not isinstance(files, dict):
+            return f"{MANIFEST}: found files as a {type(files).__name__}, expected names with sizes and hashes"
+        if unlisted := [name for name in names if name not in files]:
+            return f"{MANIFEST} does not list {', '.join(unlisted)}"
         for name, facts in files.items():
             file = path / name
             if not file.is_file():
@@ -147,6 +164,12 @@ def damage(path: Path) -> str | None:
     return None
 
 
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's name; None for any other name (a copy that somebody made beside it)."""
+    found = re.fullmatch(r"step-(\d{8,})", name)
+    return None if found is None else int(found[1])
+
+
 class CheckpointStore:
     """The `checkpoints/` directory of one run. Writing is rank 0's; reading is everyone's."""
 
@@ -158,7 +181,8 @@ class CheckpointStore:
 
     def paths(self) -> list[Path]:
         """Complete checkpoint directories, newest first."""
-        return sorted(self.directory.glob("step-*"), reverse=True)
+        steps = {path: step for path in self.directory.glob("step-*") if (step := step_of(path.name)) is not None}
+        return sorted(steps, key=steps.__getitem__, reverse=True)
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write one, point `latest` at it, delete those beyond `keep`. Raises StorageError when the disk is full."""
@@ -177,8 +201,9 @@ class CheckpointStore:
         return path
 
     def restate(self, state: dict[str, Any]) -> Path:
-        """Replace the JSON state of the checkpoint of state["step"], whose tensors stay the files they are."""
+        """Replace the JSON state of the checkpoint of state["step"]; its tensors and its generators' states stay."""
         path = self._path(state["step"])
+        state = state | {"rng": read_json(path / "state.json")["rng"]}
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
         kept = {name: facts for name, facts in files.items() if name != "state.json"}
 
@@ -198,48 +223,49 @@ class CheckpointStore:
         """Delete so that a kill in between leaves no half checkpoint under a valid name."""
         trash = path.with_name(f".{path.name}.{os.getpid()}.old")
         os.rename(path, trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        delete(trash)
 
     def clean(self) -> None:
         """Delete what killed writers left behind; a checkpoint killed while being replaced gets its name back."""
         for old in self.directory.glob(".*.old"):
             path = self.directory / old.name[1:].split(".")[0]
-            found = self.paths()  # an older one than the newest was being deleted
-            if not path.exists() and (path.name == "best" or not found or path > found[0]):
+            step, found = step_of(path.name), self.paths()  # an older one than the newest was being deleted
+            newest = step is not None and (not found or step > (step_of(found[0].name) or 0))
+            if not path.exists() and (path.name == "best" or newest):
                 os.rename(old, path)
         for leftover in [*self.directory.glob(".*.tmp"), *self.directory.glob(".*.old")]:
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            delete(leftover)
 
     def find(self, say: Callable[[str], None]) -> Path | None:
-        """Newest intact checkpoint; damaged ones are set aside under `damaged-…` and reported through `say`.
+        """Newest intact checkpoint; newer ones that are damaged are set aside as `damaged-…` and told to `say`.
 
         Returns None when there is none at all.
-        Raises: StorageError when there are some and all are damaged: starting over is the user's decision.
+        Raises: StorageError when there are some and all are damaged, at every call until the user decides: starting
+        over is not this program's choice. They keep their names then.
         """
+        with explain_disk(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
         self.clean()
-        found = self.paths()
-        for path in found:
+        faults: dict[Path, str] = {}
+        for path in self.paths():
             fault = damage(path)
             if fault is None:
+                for damaged, what in faults.items():
+                    aside = unused(damaged.with_name(f"damaged-{damaged.name}"))
+                    os.rename(damaged, aside)
+                    say(f"WARNING: checkpoint {damaged} is damaged: {what}. Set aside as {aside.name}; using {path}.")
                 write_text(self.directory / "latest", path.name + "\n")
                 return path
-            aside = path.with_name(f"damaged-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(path, aside)
-            say(f"WARNING: checkpoint {path} is damaged: {fault}. Set aside as {aside.name}; trying the one before it.")
-        if found:
+            faults[path] = fault
+        faults |= {path: "set aside before" for path in self.directory.glob("damaged-step-*") if not faults}
+        if faults:
+            listed = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
             raise StorageError(
-                f"{self.directory}: all {len(found)} checkpoints are damaged (kept as damaged-*). "
-                "Start over with train.resume=false, or in another run directory."
+                f"{self.directory}: all {len(faults)} checkpoints are damaged ({listed}). Put a copy of one back if you "
+                "have it, start over with train.resume=false (they are kept in previous/), or choose another place "
+                "with run_dir=…"
             )
         return None
-
-    def set_aside(self) -> None:
-        """Move an earlier run's checkpoints out of the way (`checkpoints.previous`), for a run that starts anew."""
-        if self.directory.exists():
-            aside = self.directory.with_name(f"{self.directory.name}.previous")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(self.directory, aside)
 
     @staticmethod
     def head_names(path: Path | str) -> list[str]:
@@ -263,10 +289,9 @@ class CheckpointStore:
 
         write_directory(self.directory / "best", write)
 
+    def best_damage(self) -> str | None:
+        """What is wrong with the best head, None when it can be used."""
+        return damage(self.directory / "best", BEST_FILES)
+
     def load_best(self) -> dict[str, Tensor]:
-        """Raises StorageError when the best head is missing or damaged."""
-        path = self.directory / "best"
-        fault = damage(path)
-        if fault is not None:
-            raise StorageError(f"{path}: the best head cannot be used: {fault}. Set train.select=last.")
-        return load_file(path / "head.safetensors")
+        return load_file(self.directory / "best" / "head.safetensors")

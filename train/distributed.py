@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
+import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -12,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headstart.heads.errors import ConfigError, HeadstartError, TrainingError
+from headstart.heads.errors import ConfigError, HeadstartError, StorageError, TrainingError
+from headstart.heads.files import explain_disk
 
 T = TypeVar("T")
 
@@ -21,9 +27,85 @@ REMEDY = (
     "GPU ranks with `accelerate launch --multi_gpu --num_processes N -m headstart.train RECIPE`."
 )
 
+SHARED = "run_dir must lie on storage that all machines share: choose such a place with run_dir=…"
+#: seconds until the last rank of a launch must have come
+RENDEZVOUS_S = 300.0
+#: seconds until a file that rank 0 writes must be seen elsewhere
+SHARED_WAIT_S = 45.0
 
 #: where launchers say how many processes they started
 PROMISES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def _number(name: str, environment: Mapping[str, str]) -> int | None:
+    """A launcher's variable as a number, None when it is not set. Raises ConfigError when it is no number."""
+    text = environment.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(f"launch: {name}: found {text!r}, expected a whole number of 0 or more. {REMEDY}")
+    return int(text)
+
+
+def check_variables(environment: Mapping[str, str] = os.environ) -> int:
+    """Ranks that torchrun's variables promise (1 without them), before anything acts on them.
+
+    Raises: ConfigError naming the variable that is missing, no number or out of range.
+    """
+    numbers = {name: _number(name, environment) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
+    size = numbers["WORLD_SIZE"] or 1
+    if size == 1 or numbers["LOCAL_RANK"] is None:  # one process, or a launcher of another kind: check_launch
+        return 1
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name, "").strip()]
+    if missing:
+        raise ConfigError(
+            f"launch: found WORLD_SIZE={size} without {', '.join(missing)}, which every rank of a launch needs. {REMEDY}"
+        )
+    if not (numbers["RANK"] or 0) < size:
+        raise ConfigError(f"launch: found RANK={numbers['RANK']}, expected less than WORLD_SIZE={size}. {REMEDY}")
+    if not 0 < (numbers["MASTER_PORT"] or 0) < 65536:
+        raise ConfigError(f"launch: found MASTER_PORT={numbers['MASTER_PORT']}, expected 1 to 65535. {REMEDY}")
+    return size
+
+
+def meet(wait_s: float = RENDEZVOUS_S, environment: Mapping[str, str] = os.environ) -> dist.Store | None:
+    """Wait until every rank of this launch has come. Nothing on one rank.
+
+    The process group's own timeout is that of its collectives (hours), which a wrong address would cost in silence.
+
+    Returns: the store, to be held until the process group is there: rank 0 may host it for the others.
+    Raises: ConfigError on every rank that came, naming the missing ones and the address, after `wait_s` seconds.
+    """
+    size = check_variables(environment)
+    if size == 1 or is_distributed():
+        return None
+    rank = int(environment["RANK"])
+    place = f"MASTER_ADDR={environment['MASTER_ADDR']} MASTER_PORT={environment['MASTER_PORT']}"
+    remedy = (
+        "Give every machine the same address (rank 0's machine, a port that is free there and open to the others) and "
+        "number of machines, and its own machine rank"
+    )
+    deadline = time.monotonic() + wait_s
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=wait_s)))
+    except (dist.DistError, ValueError, OSError) as error:
+        short = str(error).splitlines()[0]
+        raise ConfigError(
+            f"launch: rank {rank} of {size} did not meet the others at {place} (waits {wait_s:.0f} s): {short}. {remedy}."
+        ) from error
+    calls = dist.PrefixStore("headstart/meet", store)
+    calls.set(str(rank), "")
+    for other in range(size):
+        try:
+            calls.wait([str(other)], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+        except dist.DistError:
+            hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # rank 0 does, and counts first
+            gone = [str(r) for r in range(int(hosts), size) if not calls.check([str(r)])]
+            raise ConfigError(
+                f"launch: rank {rank} waited {wait_s:.0f} s at {place}, and of {size} ranks these did not come: "
+                f"{', '.join(gone)}. {remedy}."
+            ) from None
+    return store
 
 
 def check_launch(size: int, environment: Mapping[str, str] = os.environ) -> None:
@@ -33,7 +115,7 @@ def check_launch(size: int, environment: Mapping[str, str] = os.environ) -> None
     believe to be rank 0 of 1. It sets MASTER_ADDR/MASTER_PORT (only for more than one process) but no WORLD_SIZE.
     """
     for name in PROMISES:
-        promised = int(environment.get(name, "1") or 1)
+        promised = _number(name, environment) or 1
         if promised > size:
             raise ConfigError(
                 f"launch: {name} promises {promised} ranks and the process group has {size}; every process would train "
@@ -119,6 +201,36 @@ def on_main(work: Callable[[], T]) -> T:
     if other is not None:
         raise error or TrainingError(f"rank 0 failed: {other}")
     return result
+
+
+def require_shared(run_dir: Path, wait_s: float = SHARED_WAIT_S) -> None:
+    """Raise StorageError on all ranks when one does not see what rank 0 writes into `run_dir`.
+
+    Args:
+        wait_s: seconds that a network file system may take to show a new file.
+    """
+    if not is_distributed():
+        return
+
+    def write() -> Path:
+        with explain_disk(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            token = run_dir / f".ranks-{secrets.token_hex(8)}"  # a new name: no machine remembers that it was missing
+            token.touch()
+        return token
+
+    token = run_dir / on_main(write).name
+    deadline = time.monotonic() + wait_s
+    while not (seen := token.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    views = gather_objects((seen, socket.gethostname()))
+    on_main(lambda: token.unlink(missing_ok=True))
+    blind = [f"{rank} ({host})" for rank, (seen, host) in enumerate(views) if not seen]
+    if blind:
+        raise StorageError(
+            f"{run_dir}: found a directory that ranks {', '.join(blind)} do not share with rank 0 ({views[0][1]}). "
+            f"{SHARED}"
+        )
 
 
 class Agreement:

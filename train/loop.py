@@ -24,7 +24,6 @@ from torch import Tensor
 from headstart.data.packing import plan_packs
 from headstart.heads.base import FeatureBatch, Head, Teacher
 from headstart.heads.errors import TrainingError
-from headstart.heads.files import read_json
 from headstart.heads.provenance import provenance as make_provenance
 from headstart.heads.transfer import to_device
 from headstart.train.captured import CapturedPacks
@@ -46,11 +45,13 @@ from headstart.train.resume import RunState, capture, restore, state_values
 from headstart.train.saver import Saver, write_all
 from headstart.train.setup import captures, make_accelerator, recompute_activations
 from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
-from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, subsample
+from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, idle_note, subsample
 from headstart.train.track import Reporter, Tracker, open_tracker
 
 #: values that ride with the counts of a step: clock, stop requests, an unwritten save, room for the next one
 RIDERS = 4
+#: steps in a row that `train.nonfinite=skip` leaves out before the run ends
+MOST_SKIPPED = 10
 #: (head, step, final) → values; see validate.Validator
 Validate = Callable[[Head, int, bool], dict[str, float]]
 
@@ -180,7 +181,8 @@ class _Trainer:
         compute = autocast_dtype(config.mixed_precision, self.device) or torch.float32
         self.meters = Meters(head.depth, self.device, matmul_flops(self.device, compute))
         self.target_parameters = int(getattr(source, "target_parameters", 0))
-        self.skipped_in_a_row = 0
+        #: step of the newest checkpoint
+        self.saved_step: int | None = None
         self.final_checkpoint = True
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -194,8 +196,13 @@ class _Trainer:
         with self.signal:  # outermost: a launcher that lost a rank signals the others while they clean up
             try:
                 resumed_from = restore(self)
+                self.saved_step = resumed_from or None
+                if note := idle_note(self.config.accumulation, self.size):
+                    self.reporter.say(f"NOTE: {note}")
                 if main:
-                    self.tracker = open_tracker(self.config, self.run_dir, resumed_from, asdict(self.config), tracker)
+                    self.tracker = open_tracker(
+                        self.config, self.run_dir, resumed_from, asdict(self.config), tracker, self.state.unvalidated
+                    )
                     if self.config.save_every or self.final_checkpoint:
                         self.saver.copies.prepare(self._saved_shapes())
                     if self.validate is not None:
@@ -214,12 +221,23 @@ class _Trainer:
                 self.reporter.close()
         s = self.state
         if self.config.select == "best" and s.best is not None and reason != "signal":
-            self.parallel.load_head(self.store.load_best())
+            self._load_best(s.best)
         self.parallel.finish()
         return TrainResult(
             s.step, s.tokens, s.supervised, s.elapsed, reason, str(checkpoint or ""), s.metrics, s.best, resumed_from,
             self.signal.received == signal.SIGINT, self.blocked * 1e3,
         )  # fmt: skip
+
+    def _load_best(self, best: dict[str, Any]) -> None:
+        """End with the weights of the best validation; with the last ones, loudly, where those cannot be read."""
+        fault = on_main(self.store.best_damage)
+        if fault is None:
+            self.parallel.load_head(self.store.load_best())
+            return
+        self.reporter.say(
+            f"WARNING: {self.store.directory / 'best'}: the best head (step {best['step']}) cannot be used: {fault}. The "
+            f"run ends with the weights of its last step, {self.state.step}"
+        )
 
     def _loop(self) -> str:
         config = self.config
@@ -230,19 +248,22 @@ class _Trainer:
             reason = self.budget.finished(self.state.step, self.agreed_elapsed)
             if reason is not None:
                 return reason
+            if self.state.unvalidated:  # its checkpoint was written, and the run ended in the validation
+                self._evaluate(final=False)
             self._step()
             step = self.state.step
             self.reporter.advance(self._elapsed() if self.budget.seconds else step)
-            evaluate = self.validate is not None and config.eval_every and step % config.eval_every == 0
+            evaluate = self.validate is not None and bool(config.eval_every) and step % config.eval_every == 0
             save = config.save_every and step % config.save_every == 0
             if step % config.log_every == 0 or save:
                 self._record()
             last = self.budget.finished(step, 0.0) is not None  # _finish evaluates and saves this one
-            if evaluate and not last:
-                self._evaluate(final=False)
+            self.state.unvalidated = evaluate and not last
             self.save_due = self.save_due or bool(save)
             if self.save_due and not last:
-                self._save_soon()
+                self._save_soon()  # before the validation, whose failure must not cost the trained weights
+            if self.state.unvalidated:
+                self._evaluate(final=False)
 
     def _finish(self, reason: str) -> Path | None:
         """Final record, checkpoint and validation; nothing at all for a run that had finished before."""
@@ -255,7 +276,7 @@ class _Trainer:
             self._settle()
             self.state.elapsed = self._elapsed()
             return None
-        checkpoint = self._save_now()  # before the validation, whose failure must not cost the trained weights
+        checkpoint = self._save_now()  # before the validation, as in the loop
         if reason == "signal":
             self.reporter.say(
                 f"stopped by a signal at step {self.state.step}; the same command continues from {checkpoint}"
@@ -264,11 +285,7 @@ class _Trainer:
         if self.validate is not None:
             self._evaluate(final=True)
         self.state.finished, self.state.elapsed = [self.state.step, reason], self._elapsed()
-
-        self._write_all()
-        if self.rank == 0:  # the weights are those just saved
-            values = state_values(self, read_json(checkpoint / "state.json")["rng"])
-            self.saver.submit(lambda: self.store.restate(values))
+        self._restate()
         self._write_all()
         return checkpoint
 
@@ -388,13 +405,14 @@ class _Trainer:
     def _examine(self, flags: list[float], window: Window) -> None:
         if any(flags) and self.config.nonfinite == "stop":
             message = self._describe_bad(flags, window)
-            self.saver.idle(60.0)
-            saved = self.store.paths()
-            kept = f"last good checkpoint: {saved[0]}" if saved else "no checkpoint was written yet"
-            raise TrainingError(
-                f"{message} {kept}. Look at these samples, lower train.lr, clip gradients (train.clip_norm), "
-                "or set train.nonfinite=skip."
-            )
+            raise TrainingError(f"{message} {self._way_back()}, or set train.nonfinite=skip.")
+
+    def _way_back(self) -> str:
+        """What a run that met non-finite numbers can go on from, and how."""
+        self.saver.idle(60.0)
+        saved = self.store.paths()
+        kept = f"the same command continues from {saved[0]}" if saved else "no checkpoint was written yet"
+        return f"{kept}. Look at these samples, lower train.lr, clip gradients (train.clip_norm)"
 
     def _describe_bad(self, flags: list[float], window: Window) -> str:
         return dump(flags, window, self.meters.rate, self.head, self.rank, self.run_dir, self.fetcher.again)
@@ -404,12 +422,14 @@ class _Trainer:
         shared = sum_over_ranks(self.flags.clone()).tolist()
         self.flags = torch.zeros_like(self.flags)
         if not any(shared):
-            self.skipped_in_a_row = 0
+            self.state.skipped = 0
             return False
-        self.skipped_in_a_row += 1
+        self.state.skipped += 1
         message = self._describe_bad(shared, self.recent[-1])
-        if self.skipped_in_a_row >= 10:
-            raise TrainingError(f"{message} The tenth skipped step in a row: training has diverged.")
+        if self.state.skipped >= MOST_SKIPPED:
+            raise TrainingError(
+                f"{message} {MOST_SKIPPED} steps in a row were skipped: training has diverged; {self._way_back()}."
+            )
         self.reporter.say(f"WARNING: {message} Step skipped (train.nonfinite=skip).")
         return True
 
@@ -420,7 +440,7 @@ class _Trainer:
         values, supervised = self.meters.read()
         state = self.state
         state.supervised += supervised
-        if state.supervised == 0 and state.packs >= self.stream.count(1):
+        if state.supervised == 0 and not state.skipped and state.packs >= self.stream.count(1):
             raise TrainingError(
                 "no position is supervised in the whole training set; `headstart inspect` shows the masks"
             )
@@ -441,13 +461,15 @@ class _Trainer:
         with self.parallel.whole_head():
             values = self.validate(self.head, self.state.step, final)
         values = from_main(values)  # rank 0 alone measures τ
-        self.state.metrics = values
+        self.state.metrics, self.state.unvalidated = values, False
         self._log(values)
         measured = [name for name in ("valid/tau", "valid/sim_tau") if name in values]
         name = self.state.best["name"] if self.state.best else next(iter(measured), "")
         if name in values and (self.state.best is None or values[name] > self.state.best["value"]):
             self.state.best = {"name": name, "value": values[name], "step": self.state.step}
             self._save_best(dict(self.state.best))
+        if not final and self.saved_step == self.state.step:
+            self._restate()
 
     def _save_best(self, best: dict[str, Any]) -> None:
         if from_main(self.saver.best_under_way):
@@ -461,6 +483,11 @@ class _Trainer:
                 pass
         self.blocked = max(self.blocked, time.perf_counter() - began)
 
+    def _restate(self) -> None:
+        """Write this moment's state into the checkpoint of this step, whose weights stay, after all that is under way."""
+        if self.rank == 0:
+            self.saver.restate(state_values(self, []))
+
     def _saved_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """What a checkpoint will hold, before the optimiser has moments."""
         for name, tensor in self.head.state_dict().items():
@@ -472,6 +499,8 @@ class _Trainer:
 
     def _save_soon(self) -> None:
         """Begin a periodic checkpoint, or put it off to a later step while the one before is still being written."""
+        if self.state.skipped:
+            return  # these weights may have diverged: they must not push a good checkpoint out
         began = time.perf_counter()
         # once put off, rank 0's answer rides with the steps: asking for it at each would wait for the device
         free = self.agreed_free if self.put_off and self.size > 1 else from_main(self.saver.free())
@@ -485,21 +514,21 @@ class _Trainer:
         self._settle()
         self.state.elapsed = self._elapsed()
         settled = time.perf_counter()  # until here the host only waited for the device, which went on working
+        self._save()
+        self.blocked = max(self.blocked, asked + time.perf_counter() - settled)
+
+    def _save(self) -> None:
         checkpoint = capture(self)
         if checkpoint is not None:
             self.saver.save(checkpoint)
-        self.save_due = False
-        self.blocked = max(self.blocked, asked + time.perf_counter() - settled)
+        self.save_due, self.saved_step = False, self.state.step
 
     def _save_now(self) -> Path:
         """Write a checkpoint and wait for it."""
         self._write_all()
         self._settle()
         self.state.elapsed = self._elapsed()
-        checkpoint = capture(self)
-        if checkpoint is not None:
-            self.saver.save(checkpoint)
-        self.save_due = False
+        self._save()
         self._write_all()
         return on_main(lambda: self.store.paths()[0])
 

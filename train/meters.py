@@ -77,11 +77,12 @@ class Meters:
         correct_K, total_K, prefix_K = sums[1:-2].view(3, self._depth)
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
-        values = {
-            "train/loss": float(sums[0]) / max(self.steps, 1),
-            **acceptance(correct_K, total_K, prefix_K, "train"),
+        values = {}
+        if self._norm is not None:  # not all steps were skipped
+            values = {"train/loss": float(sums[0]) / self.steps, **acceptance(correct_K, total_K, prefix_K, "train")}
+            values["grad_norm"] = float(self._norm)
+        values |= {
             "lr": self.rate,
-            "grad_norm": float("nan") if self._norm is None else float(self._norm),
             "tokens_per_s": self._rows / seconds,
             "mfu": float(sums[-2] / sums[-1]) / seconds,
             "data_wait": self._waited / seconds,

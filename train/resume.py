@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, StorageError
+from headstart.heads.files import set_aside, sha256_file
 from headstart.train.checkpoint import (
+    MANIFEST,
     Checkpoint,
     CheckpointStore,
     pack_rng,
@@ -14,7 +17,7 @@ from headstart.train.checkpoint import (
     set_rng_state,
     unpack_rng,
 )
-from headstart.train.distributed import from_main, gather_objects, on_main
+from headstart.train.distributed import SHARED, from_main, gather_objects, on_main
 
 if TYPE_CHECKING:
     from headstart.train.loop import _Trainer
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
 #: settings that may change between two parts of a run without a word
 SILENT = {"log_every", "save_every", "keep", "resume", "tracker", "project", "prefetch", "tau_every", "tau_prompts"}
 SILENT |= {"parallel", "capture", "tau_tokens", "tau_depth", "eval_every", "select", "nonfinite", "disk_wait"}
+
+
+#: what training leaves in a run directory on its way
+TRAINED = ("checkpoints", "metrics.jsonl", "tensorboard", "wandb")
 
 
 @dataclass
@@ -33,6 +40,8 @@ class RunState:
         elapsed: wall-clock seconds of the loop. tokens, supervised: rows and depth-1 positions trained on.
         metrics: last validation. best: {"name", "value", "step"}.
         finished: [step, reason] once final validation and checkpoint are done.
+        unvalidated: whether the validation due at this step is not in metrics and best yet.
+        skipped: steps skipped in a row until here (`train.nonfinite=skip`).
     """
 
     step: int = 0
@@ -43,6 +52,8 @@ class RunState:
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, Any] | None = None
     finished: list[Any] | None = None
+    unvalidated: bool = False
+    skipped: int = 0
 
 
 def capture(trainer: _Trainer) -> Checkpoint | None:
@@ -76,29 +87,55 @@ def state_values(trainer: _Trainer, rng: list[dict[str, Any]]) -> dict[str, Any]
 def restore(trainer: _Trainer) -> int:
     """Continue from the newest intact checkpoint. Returns its step, 0 when there is none.
 
-    Raises: ConfigError when the checkpoint belongs to other data or another head, StorageError when all are damaged.
+    Raises: ConfigError when the checkpoint belongs to other data or another head, StorageError when all are damaged or
+    ranks see different ones.
     """
     store, say = trainer.store, trainer.reporter.say
     if not trainer.config.resume:
-        on_main(store.set_aside)
+        made = [trainer.run_dir / name for name in TRAINED]
+        place = on_main(lambda: set_aside(trainer.run_dir, "train", made))
+        if place is not None:
+            say(f"starting anew (train.resume=false); what an earlier run had made is kept in {place}")
         return 0
-    path = on_main(lambda: store.find(say))
-    if path is None:
+    found = on_main(lambda: store.find(say))
+    if found is None:
         return 0
+    path = store.directory / found.name
+    _require_same_checkpoint(path)
     checkpoint = CheckpointStore.load(path)
     state = checkpoint.state
     _check_same_run(trainer, state, str(path))
     trainer.parallel.load_head(checkpoint.head)
     trainer.parallel.load_optimizer(checkpoint.optimizer)
-    trainer.state = RunState(**{f.name: state[f.name] for f in fields(RunState)})
+    trainer.state = RunState(**{f.name: state[f.name] for f in fields(RunState) if f.name in state})
     rng = unpack_rng(checkpoint, trainer.rank)
     if rng is not None:
         set_rng_state(rng)
     say(f"continuing from {path} (step {trainer.state.step})")
     if state["world_size"] != trainer.size:
         say(f"ranks: {state['world_size']} before, {trainer.size} now; data order and global batch stay the same")
+    best = trainer.state.best
+    fault = on_main(store.best_damage) if best is not None else None
+    if best is not None and fault is not None:
+        say(
+            f"WARNING: the best head (step {best['step']}, {best['name']} {best['value']:.4g}) is damaged: {fault}. "
+            "The next validation counts as the best so far"
+        )
+        trainer.state.best = None
     from_main(None)  # no rank may write before every rank has read
     return trainer.state.step
+
+
+def _require_same_checkpoint(path: Path) -> None:
+    """Raises: StorageError on all ranks when one does not read the checkpoint that rank 0 found."""
+    manifest = path / MANIFEST
+    seen = gather_objects(sha256_file(manifest) if manifest.is_file() else "no such file")
+    wrong = [rank for rank, found in enumerate(seen) if found != seen[0]]
+    if wrong:
+        raise StorageError(
+            f"{path}: ranks {', '.join(map(str, wrong))} read another checkpoint there than rank 0, or none "
+            f"({manifest.name}: {seen[wrong[0]]}, rank 0's: {seen[0]}). {SHARED}"
+        )
 
 
 def _check_same_run(trainer: _Trainer, state: dict[str, Any], path: str) -> None:

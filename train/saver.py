@@ -22,6 +22,10 @@ from headstart.train.distributed import from_main, gather_objects, on_main
 PAUSE_S = 5.0
 
 
+class _BehindError(Exception):
+    """A write that was not tried, because one before it failed."""
+
+
 class HostCopies:
     """Copies of tensors in host memory, into the same pinned buffers every time.
 
@@ -95,7 +99,9 @@ class Saver:
         self._pending: list[tuple[HostCopies, Callable[[], object]]] = []
         self._writing: list[tuple[Callable[[], object], Future[Any]]] = []
         self._error: BaseException | None = None
+        #: what failed and what was to come after it, in order
         self._undone: list[Callable[[], object]] = []
+        self._stuck = False
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write `checkpoint` (made of `copies`) as soon as its copies are complete."""
@@ -113,25 +119,39 @@ class Saver:
         self._pending.append((self.best_copies, write))
         self.poll()
 
+    def restate(self, state: dict[str, Any]) -> None:
+        """Replace the JSON state of the checkpoint saved last, after it and the best head."""
+        self._pending.append((self.best_copies, lambda: self.store.restate(state)))
+        self.poll()
+
     def protect(self) -> None:
         """HostCopies.protect, of all of them."""
         self.copies.protect()
         self.best_copies.protect()
 
-    def submit(self, write: Callable[[], object]) -> None:
-        """Write something else, after what is under way."""
-        self._writing.append((write, self._pool.submit(write)))
+    def _submit(self, write: Callable[[], object]) -> None:
+        """Write after what is under way, if that succeeds: what comes later builds upon it."""
+
+        def in_order() -> None:
+            if self._stuck:
+                raise _BehindError("an earlier write failed")
+            try:
+                write()
+            except BaseException:
+                self._stuck = True
+                raise
+
+        self._writing.append((write, self._pool.submit(in_order)))
 
     def poll(self) -> None:
         """Hand completed snapshots to the thread, and notice failures; waits for nothing."""
         while self._pending and self._pending[0][0].ready():
-            self.submit(self._pending.pop(0)[1])
+            self._submit(self._pending.pop(0)[1])
         for write, future in [(w, f) for w, f in self._writing if f.done()]:
             self._writing.remove((write, future))
             if future.exception() is not None:
                 self._undone.append(write)
-                # one that waiting does not mend is the one to be told
-                if self._error is None or isinstance(self._error, DiskFullError):
+                if not isinstance(future.exception(), _BehindError):
                     self._error = future.exception()
 
     def idle(self, seconds: float) -> bool:
@@ -166,7 +186,7 @@ class Saver:
         """Wait for everything under way. Raises what a write raised (DiskFullError when there is no room)."""
         self._settle()
         if self._error is not None:
-            error, self._error, self._undone = self._error, None, []
+            error, self._error, self._undone, self._stuck = self._error, None, [], False
             raise error
 
     def retry(self) -> bool:
@@ -176,9 +196,9 @@ class Saver:
         """
         self._settle()
         if isinstance(self._error, DiskFullError):
-            undone, self._error, self._undone = self._undone, None, []
+            undone, self._error, self._undone, self._stuck = self._undone, None, [], False
             for write in undone:
-                self.submit(write)
+                self._submit(write)
             self._settle()
         if self._error is not None and not isinstance(self._error, DiskFullError):
             self.finish()

@@ -12,16 +12,17 @@ from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer
 from headstart.train.config import TrainConfig
-from headstart.train.distributed import check_launch
+from headstart.train.distributed import check_launch, meet
 from headstart.train.parallel import resolve_kind
 from headstart.train.step import autocast_dtype
 
 
 def make_accelerator(device: torch.device | str) -> Accelerator:
-    """The process group of this launch on CPUs or GPUs. Raises ConfigError when ranks are missing from it.
+    """The process group of this launch on CPUs or GPUs. Raises ConfigError when ranks do not come or are not in it.
 
     Precision is the loop's own business (float32 master weights, autocast inside the loss), so accelerate's is off.
     """
+    store = meet()
     # ranks wait while rank 0 distils or measures τ; a lost rank is noticed by watch.py, not by this timeout
     group = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     cpu = torch.device(device).type == "cpu"
@@ -32,6 +33,7 @@ def make_accelerator(device: torch.device | str) -> Accelerator:
             f"launch: the accelerate configuration needs a package that is not installed ({error}); install it "
             "(DeepSpeed: `pip install deepspeed`), or launch with recipes/accelerate/fsdp2.yaml"
         ) from error
+    del store
     check_launch(accelerator.num_processes)
     return accelerator
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +45,10 @@ class Pack:
     epoch: int
     index: int
     samples: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        return f"epoch {self.epoch}, pack {self.index}"
 
 
 class PackStream:
@@ -117,6 +122,25 @@ class PackStream:
         return [self.locate(number) for number in range(start, start + count)]
 
 
+def busy_share(accumulation: int, ranks: int) -> float:
+    """Part of the ranks that has a pack, on average over the rounds of a step: 1 where every one has equally many.
+
+    Example: 3 packs over 2 ranks take two rounds, 4 places: 0.75.
+    """
+    return accumulation / (math.ceil(accumulation / ranks) * ranks)
+
+
+def idle_note(accumulation: int, ranks: int) -> str | None:
+    """What to tell a user whose ranks wait for one another, None where all have equally many packs."""
+    busy = busy_share(accumulation, ranks)
+    if busy == 1.0:
+        return None
+    return (
+        f"train.accumulation={accumulation} over {ranks} ranks leaves {1 - busy:.0%} of them without a pack at any time: "
+        f"a multiple of {ranks}, such as {math.ceil(accumulation / ranks) * ranks}, keeps all busy"
+    )
+
+
 def pack_seed(seed: int, pack: Pack, purpose: str = "") -> int:
     """A number that depends on the run's seed, the pack and the purpose, and not on ranks or restarts."""
     digest = hashlib.blake2b(f"{seed}/{pack.epoch}/{pack.index}{purpose}".encode(), digest_size=8).digest()
@@ -131,6 +155,40 @@ def seed_pack(seed: int, pack: Pack) -> None:
 def subsample(batch: FeatureBatch, keep_K: tuple[float, ...] | None, seed: int, pack: Pack) -> FeatureBatch:
     """The rows of the pack that training runs (Head.keep_K), the same on any rank and after any restart."""
     return batch if keep_K is None else batch.subsampled(keep_K, pack_seed(seed, pack, "/rows"))
+
+
+@contextmanager
+def explained(
+    source: FeatureSource, samples: Sequence[int] | None, place: str | None, alone: bool = False
+) -> Iterator[None]:
+    """Raise a failure inside that says nothing about samples as a TrainingError that names them.
+
+    Args:
+        samples, place: of the pack under way; None where this rank has none.
+        alone: whether this rank may ask for single samples to find those that fail.
+    """
+    try:
+        yield
+    except HeadstartError:
+        raise
+    except Exception as error:
+        if samples is None:
+            raise
+        culprits = [sample for sample in samples if _fails(source, sample)] if alone else []
+        known = getattr(source, "sample_ids", None)
+        names = [str(known[i]) if known and i < len(known) else f"number {i}" for i in culprits or samples]
+        raise TrainingError(
+            f"features of {'sample' if len(names) == 1 else 'samples'} {', '.join(names)} ({place}) failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _fails(source: FeatureSource, sample: int) -> bool:
+    try:
+        source.get([sample])
+    except Exception:  # whatever it is, it is this sample's
+        return True
+    return False
 
 
 class Fetcher:
@@ -159,7 +217,8 @@ class Fetcher:
             together = packs[first : first + size]
             mine = together[rank] if rank < len(together) else None
             lists = [list(pack.samples) for pack in together]
-            batch = self._explain(mine, lambda lists=lists: self._source.get_together(lists, rank))  # type: ignore[misc,attr-defined]
+            with explained(self._source, mine and mine.samples, mine and mine.place):
+                batch = self._source.get_together(lists, rank)  # type: ignore[attr-defined]
             if batch is not None:
                 batches.append(batch)
         return batches
@@ -169,36 +228,8 @@ class Fetcher:
         return None if self.lockstep else self._get(pack)
 
     def _get(self, pack: Pack) -> FeatureBatch:
-        return self._explain(pack, lambda: self._source.get(list(pack.samples)), self._culprits)
-
-    def _explain(
-        self, pack: Pack | None, work: Callable[[], Any], find: Callable[[Pack], list[int]] | None = None
-    ) -> Any:
-        """Do `work`; a failure that says nothing about samples is raised with those of `pack`, or what `find` finds."""
-        try:
-            return work()
-        except HeadstartError:
-            raise
-        except Exception as error:
-            if pack is None:
-                raise
-            samples = (find(pack) if find else []) or list(pack.samples)
-            known = getattr(self._source, "sample_ids", None)
-            names = [str(known[i]) if known and i < len(known) else f"number {i}" for i in samples]
-            raise TrainingError(
-                f"features of {'sample' if len(names) == 1 else 'samples'} {', '.join(names)} (epoch {pack.epoch}, "
-                f"pack {pack.index}) failed: {type(error).__name__}: {error}"
-            ) from error
-
-    def _culprits(self, pack: Pack) -> list[int]:
-        """Samples of a failed pack that fail alone."""
-        found = []
-        for sample in pack.samples:
-            try:
-                self._source.get([sample])
-            except Exception:  # whatever it is, it is this sample's
-                found.append(sample)
-        return found
+        with explained(self._source, pack.samples, pack.place, alone=True):
+            return self._source.get(list(pack.samples))
 
     def prefetch(self, packs: list[Pack]) -> None:
         if self._pool is not None:

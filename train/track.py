@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -44,14 +45,18 @@ class MetricLog:
     """`metrics.jsonl`: one JSON object per record, `step` first. A resumed run drops what lies after its checkpoint.
 
     Records that a full disk refuses are kept and written with a later one.
+
+    Args:
+        unvalidated: whether the validation at `resume_step` will be made again.
     """
 
-    def __init__(self, path: Path, resume_step: int = 0):
+    def __init__(self, path: Path, resume_step: int = 0, unvalidated: bool = False):
         self.path = path
-        if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= resume_step]
-            write_text(path, "".join(line + "\n" for line in kept) if resume_step else "")
         with explain_disk(path):
+            if path.exists():
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+                kept = [line for line in lines if _step(line, unvalidated) <= resume_step]
+                write_text(path, "".join(line + "\n" for line in kept) if resume_step else "")
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
         self._unwritten = b""
@@ -76,10 +81,12 @@ class MetricLog:
             self._file.close()
 
 
-def _step(line: str) -> float:
-    """Step of a record; a line cut by a kill counts as later than anything."""
+def _step(line: str, unvalidated: bool = False) -> float:
+    """Step of a record, that of a validation half a step later where it is made again; a line cut by a kill: never."""
     try:
-        return float(json.loads(line)["step"])
+        record = json.loads(line)
+        again = unvalidated and any(name.startswith("valid/") for name in record)
+        return float(record["step"]) + 0.5 * again
     except (ValueError, KeyError, TypeError):
         return math.inf
 
@@ -112,10 +119,14 @@ class WandbTracker:
                 "train.tracker: wandb is not installed; `pip install wandb` (offline: WANDB_MODE=offline), "
                 "or set train.tracker=tensorboard or none"
             ) from error
-        directory.mkdir(parents=True, exist_ok=True)
+        # a run that continues keeps its id; one that starts anew finds this directory moved away
+        written = directory / "headstart-id"
+        if not written.is_file():
+            write_text(written, f"{name}-{secrets.token_hex(4)}\n")
+        run_id = written.read_text().strip()
         try:
             self._run = wandb.init(
-                project=project, name=name, id=name, resume="allow", dir=str(directory), config=settings
+                project=project, name=name, id=run_id, resume="allow", dir=str(directory), config=settings
             )
         except wandb.errors.Error as error:
             raise ConfigError(
@@ -173,7 +184,12 @@ class Trackers:
 
 
 def open_tracker(
-    config: TrainConfig, run_dir: Path, resume_step: int, settings: dict[str, Any], given: Tracker | None = None
+    config: TrainConfig,
+    run_dir: Path,
+    resume_step: int,
+    settings: dict[str, Any],
+    given: Tracker | None = None,
+    unvalidated: bool = False,
 ) -> Tracker:
     """metrics.jsonl plus `given`, or what `config.tracker` names. Raises ConfigError when that cannot start."""
     more: list[Tracker] = []
@@ -183,7 +199,7 @@ def open_tracker(
         more.append(Guarded("tensorboard", TensorBoardTracker(run_dir / "tensorboard", resume_step)))
     elif config.tracker == "wandb":
         more.append(Guarded("wandb", WandbTracker(run_dir / "wandb", config.project, run_dir.name, settings)))
-    return Trackers([MetricLog(run_dir / "metrics.jsonl", resume_step), *more])
+    return Trackers([MetricLog(run_dir / "metrics.jsonl", resume_step, unvalidated), *more])
 
 
 class Reporter:

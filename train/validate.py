@@ -10,7 +10,7 @@ from torch import Tensor
 from headstart.heads.base import FeatureBatch, Head, Teacher
 from headstart.train.distributed import sum_over_ranks
 from headstart.train.step import LossModule
-from headstart.train.stream import FeatureSource
+from headstart.train.stream import FeatureSource, explained
 
 
 def acceptance(correct_K: Tensor, total_K: Tensor, prefix_K: Tensor, prefix: str) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Validator:
         module = LossModule(head, self._teacher, self._autocast)
         sums_5K = torch.zeros(5, head.depth, device=device)
         for first in range(0, len(self._packs), self._size):
-            batch = self._fetch(self._packs[first : first + self._size])
+            batch = self._fetch(first, self._packs[first : first + self._size])
             if batch is not None:
                 sums_5K += torch.stack(module(batch.to(device)))
         loss_K, count_K, correct_K, total_K, prefix_K = sum_over_ranks(sums_5K).cpu()
@@ -80,8 +80,11 @@ class Validator:
         values |= {f"valid/loss_{d}": value for d, value in enumerate(mean_K.tolist(), start=1)}
         return values | acceptance(correct_K, total_K, prefix_K, "valid")
 
-    def _fetch(self, packs: list[list[int]]) -> FeatureBatch | None:
-        """This rank's of one pack per rank."""
-        if getattr(self._source, "lockstep", False):
-            return self._source.get_together(packs, self._rank)  # type: ignore[attr-defined]
-        return self._source.get(packs[self._rank]) if self._rank < len(packs) else None
+    def _fetch(self, first: int, packs: list[list[int]]) -> FeatureBatch | None:
+        """This rank's of one pack per rank, the first of them number `first`."""
+        mine = packs[self._rank] if self._rank < len(packs) else None
+        together = bool(getattr(self._source, "lockstep", False))
+        with explained(self._source, mine, f"held out, pack {first + self._rank}", alone=not together):
+            if together:
+                return self._source.get_together(packs, self._rank)  # type: ignore[attr-defined]
+            return None if mine is None else self._source.get(mine)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from headstart.early import EarlyStop
 from headstart.talk import Talk
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
@@ -26,12 +27,14 @@ def speaking(as_json: bool, alone: str | None = None) -> Iterator[Talk]:
 
     Args: alone: the command's name where it works or writes, which several ranks of a launch must not do at once.
     """
+    early = EarlyStop()
     from headstart.heads.errors import HeadstartError, Terminated
     from headstart.signals import terminable
 
     talk = Talk(as_json)
     try:
         with terminable(), talk.stdout_guard():
+            early.over()
             if alone is not None:
                 from headstart.train.distributed import refuse_ranks
 

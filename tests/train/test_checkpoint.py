@@ -1,5 +1,7 @@
 import json
+import os
 import random
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,6 +46,8 @@ def test_latest_and_retention(tmp_path):
         (lambda p: (p / "state.json").write_text("{"), "state.json has 1 bytes"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json cannot be read"),
         (lambda p: (p / "manifest.json").write_text('{"version": 9, "files": {}}'), "version 9, this program reads 1"),
+        (lambda p: (p / "manifest.json").write_text('{"version": 1, "files": {}}'), "does not list head.safetensors"),
+        (lambda p: (p / "manifest.json").write_text('{"version": 1, "files": []}'), "found files as a list"),
     ],
 )
 def test_damage_is_named_and_the_one_before_is_used(tmp_path, harm, message):
@@ -57,6 +61,72 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path, harm, message):
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
     store.save(make(2))
     assert store.find(said.append).name == "step-00000002" and len(said) == 1
+
+
+def test_names_that_are_not_a_step_are_left_alone(tmp_path):
+    """A copy that somebody made sorts after every step; retention and resume must not see it."""
+    store = CheckpointStore(tmp_path, keep=1)
+    shutil.copytree(store.save(make(1)), tmp_path / "step-old")
+    for name in ("step-00000001.bak", "step-123", "step-"):
+        shutil.copytree(tmp_path / "step-old", tmp_path / name)
+    store.save(make(99_999_999))
+    store.save(make(100_000_000))  # nine digits sort before eight as text
+    assert [p.name for p in store.paths()] == ["step-100000000"]
+    assert store.find(print).name == "step-100000000"
+    found = {p.name for p in tmp_path.glob("step-*")}
+    assert found == {"step-old", "step-00000001.bak", "step-123", "step-", "step-100000000"}
+
+
+def test_a_checkpoint_killed_while_it_was_replaced_gets_its_name_back(tmp_path):
+    store = CheckpointStore(tmp_path, keep=0)
+    store.save(make(1))
+    store.save_best({"w": torch.ones(1)}, {})
+    os.rename(store.save(make(2)), tmp_path / ".step-00000002.77.old")  # between the two renames of write_directory
+    os.rename(tmp_path / "best", tmp_path / ".best.77.old")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000000.77.old")  # was being deleted
+    assert store.find(print).name == "step-00000002"
+    assert store.best_damage() is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "latest", "step-00000001", "step-00000002"]
+
+
+def test_damaged_ones_keep_their_names_until_an_intact_one_is_found(tmp_path):
+    store = CheckpointStore(tmp_path, keep=0)
+    for step in (1, 2, 3):
+        (store.save(make(step)) / "state.json").unlink()
+    (tmp_path / "damaged-step-00000003").write_text("a file of that name")
+    for _ in range(2):
+        with pytest.raises(StorageError, match="all 3 checkpoints are damaged .*train.resume=false"):
+            store.find(print)
+    store.save(make(1))
+    assert store.find(print).name == "step-00000001"
+    names = {p.name for p in tmp_path.glob("damaged-*")}
+    assert names == {"damaged-step-00000002", "damaged-step-00000003", "damaged-step-00000003-2"}
+
+
+def test_a_file_in_the_place_of_the_best_head_is_replaced(tmp_path):
+    store = CheckpointStore(tmp_path, keep=0)
+    (tmp_path / "best").write_text("a file")
+    store.save_best({"w": torch.ones(1)}, {})
+    assert store.best_damage() is None and [p.name for p in tmp_path.iterdir()] == ["best"]
+
+
+def test_what_a_rename_makes_visible_is_on_the_disk_before(tmp_path, monkeypatch):
+    """Every file, the directory, then the name: a power loss leaves the old checkpoint or the new one."""
+    events: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def path_of(descriptor: int) -> str:
+        return os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).replace(str(os.getpid()), "PID")
+
+    monkeypatch.setattr(os, "fsync", lambda d: (events.append(f"sync {path_of(d)}"), fsync(d))[1])
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"rename {b.name}"), rename(a, b))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"replace {b.name}"), replace(a, b))[1])
+    CheckpointStore(tmp_path / "c", keep=0).save(make(1))
+    files = ["head.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"]
+    each = [event for name in files for event in (f"sync .{name}.PID.tmp", f"replace {name}")]
+    assert events == [
+        *each, "sync .step-00000001.PID.tmp", "rename step-00000001", "sync c", "sync .latest.PID.tmp", "replace latest",
+    ]  # fmt: skip
 
 
 def test_leftovers_of_a_killed_writer_are_ignored_and_removed(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from tiny_run import losses, make_place
 from train_fakes import forked
 
-from headstart.train.__main__ import main
+from headstart.train.ranks import main
 from headstart.train.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).resolve().parents[2]

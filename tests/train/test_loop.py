@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -118,9 +119,30 @@ def test_only_damaged_checkpoints_is_an_error_until_resume_is_off(tmp_path):
         (path / "optimizer.safetensors").unlink()
     with pytest.raises(StorageError, match="all 2 checkpoints are damaged"):
         run(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(StorageError, match=r"all 2 checkpoints are damaged .*optimizer.safetensors is missing"):
+        run(tmp_path)  # the same command again must not start over
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
     _, result = run(tmp_path, resume=False)
     assert result.resumed_from == 0
-    assert (tmp_path / "checkpoints.previous").is_dir()
+    assert (tmp_path / "previous/1-train/metrics.jsonl").read_text() == before
+    assert len(list((tmp_path / "previous/1-train/checkpoints").glob("step-*"))) == 2
+
+
+def test_every_start_anew_keeps_what_the_one_before_had_made(tmp_path):
+    for steps in (2, 3, 4):
+        run(tmp_path, resume=False, steps=steps)
+    kept = [(tmp_path / f"previous/{n}-train/checkpoints/latest").read_text() for n in (1, 2)]
+    assert kept == ["step-00000002\n", "step-00000003\n"]
+
+
+def test_only_checkpoints_that_were_set_aside_are_not_a_fresh_start(tmp_path):
+    run(tmp_path)
+    for path in (tmp_path / "checkpoints").glob("step-*"):
+        path.rename(path.with_name(f"damaged-{path.name}"))
+    with pytest.raises(StorageError, match="all 2 checkpoints are damaged"):
+        run(tmp_path)
 
 
 def test_other_data_or_seed_is_refused(tmp_path):
@@ -168,7 +190,7 @@ def test_nan_loss_stops_with_the_sample_ids_and_keeps_the_checkpoint(tmp_path, a
     # the NaN reaches the weights where steps are not held back for it
     assert set(dump["nonfinite_weights"]) <= {name for name, _ in FakeHead().named_parameters()}
     if after_good:
-        assert "last good checkpoint" in message and "step-00000002" in message
+        assert "continues from" in message and "step-00000002. Look at these samples" in message
         assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000002"]
 
 
@@ -183,6 +205,72 @@ def test_nan_with_policy_skip_goes_on(tmp_path):
     assert all(torch.isfinite(p).all() for p in head.parameters())
     found = sorted(p.name for p in tmp_path.glob("nonfinite-*.json"))
     assert found == ["nonfinite-step-0.json", "nonfinite-step-3.json"]
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(tmp_path):
+    from headstart.heads.base import HeadLoss
+
+    source = FakeSource(make_documents())
+    weights = []  # of every pack, two a step
+
+    class Head(FakeHead):
+        def loss(self, batch, teacher, scale_K=None) -> HeadLoss:
+            found = super().loss(batch, teacher, scale_K)
+            weights.append(self.heads[0].weight.detach().clone())
+            if len(weights) == 2 * 2 + 1:
+                found.loss_K.register_hook(lambda gradient: gradient * float("inf"))
+            return found
+
+    head = Head()
+    train(
+        head, source, teacher(), source.lengths, config(steps=5, nonfinite="skip"), tmp_path, plan=in_order,
+        progress=False,
+    )  # fmt: skip
+    dump = json.loads((tmp_path / "nonfinite-step-2.json").read_text())
+    assert dump["what"] == "gradient" and len(dump["sample_ids"]) == 4
+    assert torch.equal(weights[2 * 3], weights[2 * 2]) and not torch.equal(weights[2 * 4], weights[2 * 3])
+    assert all(torch.isfinite(p).all() for p in head.parameters())
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 4, 5]  # a skipped step has no loss to record
+
+
+def test_a_run_that_only_skips_ends_and_keeps_its_good_checkpoints(tmp_path):
+    source = FakeSource(make_documents())
+
+    class Diverging(FakeSource):
+        def get(self, pack):
+            batch = super().get(pack)
+            if len(self.asked) > 2 * 5:
+                batch.hidden_RD[:] = float("nan")
+            return batch
+
+    settings = config(steps=40, save_every=1, nonfinite="skip")
+    diverging = Diverging(make_documents())
+    with pytest.raises(TrainingError, match=r"10 steps in a row .* continues from .*step-00000005\. .*train\.lr"):
+        train(FakeHead(), diverging, teacher(), source.lengths, settings, tmp_path, plan=in_order, progress=False)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000005"]
+    assert len(diverging.asked) >= 2 * 15
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5]
+    head = FakeHead()
+    result = train(head, source, teacher(), source.lengths, settings, tmp_path, plan=in_order, progress=False)
+    assert (result.resumed_from, result.step) == (5, 40)
+
+
+def test_skipped_steps_in_a_row_count_across_a_stop(tmp_path):
+    class Poisoned(FakeSource):
+        stops = True
+
+        def get(self, pack):
+            if self.stops and len(self.asked) == 12:
+                os.kill(os.getpid(), signal.SIGTERM)
+            batch = super().get(pack)
+            batch.hidden_RD[:] = float("nan")
+            return batch
+
+    _, first = run(tmp_path, Poisoned(make_documents()), steps=40, nonfinite="skip")
+    assert first.stopped == "signal" and 1 < first.step < 9
+    Poisoned.stops = False
+    with pytest.raises(TrainingError, match="at step 9, .* 10 steps in a row"):
+        run(tmp_path, Poisoned(make_documents()), steps=40, nonfinite="skip")
 
 
 def test_sigterm_saves_and_the_next_call_continues(tmp_path):
@@ -240,6 +328,137 @@ def test_best_so_far_survives_a_kill(tmp_path):
     assert result.resumed_from == 4
     assert result.best == expected.best == {"name": "valid/sim_tau", "value": 1.9, "step": 6}
     assert_same_weights(whole, again)
+
+
+@pytest.mark.parametrize("again", ["fails once more", "kill -9"])
+def test_a_validation_that_fails_costs_no_trained_step_and_is_made_again(tmp_path, again):
+    """Steps 4 and 8 are validated and saved; the one at 8, the best, fails at first."""
+    scores = {4: 1.2, 8: 1.9, 12: 1.5}
+    chosen = dict(eval_every=4, select="best")
+
+    def validate(head, step, final):
+        if failing and step == 8:
+            raise Killed if again == "kill -9" else TrainingError("features of sample talk-9 failed")
+        return {"valid/sim_tau": scores[step]}
+
+    failing = False
+    whole, expected = run(tmp_path / "whole", validate=validate, **chosen)
+    failing = True
+    for _ in range(2):
+        with pytest.raises((Killed, TrainingError)):
+            run(tmp_path / "run", validate=validate, **chosen)
+        state = json.loads((tmp_path / "run/checkpoints/step-00000008/state.json").read_text())
+        assert state["unvalidated"] and state["best"]["step"] == 4
+    failing = False
+    head, result = run(tmp_path / "run", validate=validate, **chosen)
+    assert result.resumed_from == 8 and result.best == expected.best and result.best["step"] == 8
+    assert_same_weights(head, whole)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert [r["step"] for r in records(tmp_path / "run") if "valid/sim_tau" in r] == [4, 8, 12]
+    state = json.loads((tmp_path / "run/checkpoints/step-00000008/state.json").read_text())
+    assert not state["unvalidated"] and state["best"]["step"] == 8 and len(state["rng"]) == 1
+
+
+def test_a_validation_made_before_a_kill_is_recorded_once(tmp_path):
+    """Killed between the record and the checkpoint's new state."""
+    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": float(step)}, eval_every=4)
+    run(tmp_path, steps=6, **chosen)
+    store = CheckpointStore(tmp_path / "checkpoints", 0)
+    store._remove(store.paths()[0])
+    store.restate(json.loads((store.paths()[0] / "state.json").read_text()) | {"unvalidated": True})
+    run(tmp_path, **chosen)
+    assert [r["step"] for r in records(tmp_path) if "valid/sim_tau" in r] == [4, 8, 12]
+
+
+def test_a_damaged_best_head_is_told_at_once_and_the_next_validation_counts(tmp_path, capsys):
+    scores = {3: 1.9, 6: 1.2, 9: 1.5, 12: 1.4}
+    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": scores[step]}, eval_every=3, select="best")
+    run(tmp_path, steps=7, **chosen | {"validate": lambda *_: {"valid/sim_tau": 1.9}})
+    (tmp_path / "checkpoints/best/head.safetensors").write_bytes(b"half")
+    head, source = FakeHead(noise=0.1), FakeSource(make_documents())
+    result = train(
+        head, source, teacher(), source.lengths, config(**{k: v for k, v in chosen.items() if k != "validate"}),
+        tmp_path, chosen["validate"], pack_tokens=20, progress=True,
+    )  # fmt: skip
+    said = " ".join(capsys.readouterr().err.split())
+    assert "WARNING: the best head (step 3, valid/sim_tau 1.9) is damaged: head.safetensors has 4 bytes" in said
+    assert result.best == {"name": "valid/sim_tau", "value": 1.5, "step": 9}
+
+
+def test_a_best_head_damaged_at_the_end_leaves_the_last_weights_and_a_warning(tmp_path, capsys):
+    def validate(head, step, final):
+        if final:
+            (tmp_path / "run/checkpoints/best/head.safetensors").write_bytes(b"half")
+        return {"valid/sim_tau": -float(step)}
+
+    last, _ = run(tmp_path / "last")
+    head, source = FakeHead(noise=0.1), FakeSource(make_documents())
+    settings = config(eval_every=3, select="best")
+    result = train(
+        head, source, teacher(), source.lengths, settings, tmp_path / "run", validate, pack_tokens=20, progress=True
+    )
+    assert result.step == 12 and "cannot be used: head.safetensors has 4 bytes" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert_same_weights(head, last)
+
+
+@pytest.mark.parametrize(
+    ("place", "named"), [("checkpoints", "checkpoints"), ("metrics.jsonl", "metrics.jsonl"), ("latest", "latest")]
+)
+def test_a_file_in_the_place_of_a_directory_and_the_other_way_round_is_told(tmp_path, place, named):
+    if place == "checkpoints":
+        (tmp_path / place).write_text("a file")
+    elif place == "latest":
+        run(tmp_path, steps=4)
+        (tmp_path / "checkpoints/latest").unlink()
+        (tmp_path / "checkpoints/latest").mkdir()
+    else:
+        (tmp_path / place).mkdir()
+    with pytest.raises(StorageError, match=rf"{named}: a file stands where a directory is expected, or the other way"):
+        run(tmp_path)
+
+
+def test_resuming_gives_the_generators_and_the_clock_back(tmp_path):
+    seen = {}
+
+    class Drawing(FakeSource):
+        """Draws beside the packs, which seed themselves."""
+
+        def get(self, pack):
+            seen[len(self.asked)] = random.random()
+            return super().get(pack)
+
+    random.seed(5)
+    run(tmp_path, Drawing(make_documents()), steps=6, save_every=4, max_seconds=1000.0)
+    whole, seen = seen, {}
+    path = tmp_path / "checkpoints/step-00000004"
+    CheckpointStore._remove(tmp_path / "checkpoints/step-00000006")
+    store = CheckpointStore(tmp_path / "checkpoints", 0)
+    state = json.loads((path / "state.json").read_text())
+    assert 0 < state["elapsed"] < 100
+    store.restate(state | {"elapsed": 500.0})
+    random.seed(77)
+    _, result = run(tmp_path, Drawing(make_documents()), steps=6, save_every=4, max_seconds=1000.0)
+    assert seen == {i: whole[8 + i] for i in range(4)}
+    assert 500.0 < result.seconds < 600.0
+    assert records(tmp_path)[-1]["seconds"] > 500.0
+
+
+def test_progress_is_rank_0s_alone():
+    from types import SimpleNamespace
+
+    from headstart.train import loop
+
+    shown = []
+    for rank in (0, 1):
+        trainer = loop._Trainer.__new__(loop._Trainer)
+        trainer.__dict__ |= {"rank": rank, "budget": SimpleNamespace(seconds=None, steps=3)}
+        trainer.signal = trainer.saver = trainer.fetcher = None  # the run ends at the first of these
+        with pytest.raises((TypeError, AttributeError)):
+            trainer.run(None, {}, True)
+        shown.append(trainer.reporter._show)
+    assert shown == [True, False]
 
 
 def test_trackers_receive_every_number_of_a_record(tmp_path):
@@ -337,8 +556,9 @@ def test_a_full_disk_pauses_the_run_and_nothing_is_lost(tmp_path, monkeypatch):
     steps = sorted({*refused} - {"best"})  # one that finds the writer still busy is taken at a later step
     assert "best" in refused and len(steps) == 3 and steps[-1] == "step-00000012"
     assert clock[0] >= 2000.0 and result.seconds < 1000.0
-    for name in (*steps[-2:], "best"):
+    for name in steps[-2:]:
         assert checkpoint.damage(tmp_path / "run" / "checkpoints" / name) is None
+    assert CheckpointStore(tmp_path / "run" / "checkpoints", 2).best_damage() is None
     state = json.loads((tmp_path / "run/checkpoints/step-00000012/state.json").read_text())
     assert state["finished"] == [12, "steps"]
     assert [r for r in records(tmp_path / "run") if "train/loss" in r and r["tokens_per_s"] < 10] == []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -15,9 +17,10 @@ import torch
 from torch import nn
 from train_fakes import FakeHead, FakeSource, forked, in_order, make_documents, teacher, window_gradient
 
-from headstart.heads.errors import DiskFullError, TrainingError
+from headstart.heads.errors import DiskFullError, StorageError, TrainingError
 from headstart.train.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
+from headstart.train.distributed import require_shared
 from headstart.train.gradients import FlatGradients
 from headstart.train.loop import train
 from headstart.train.parallel import make_parallel
@@ -156,6 +159,28 @@ def behind_a_slow_disk(rank: int, out: Path) -> list[int]:
     return saved
 
 
+def unshared(rank: int, out: Path) -> list[str]:
+    """What ranks say whose disks are their own: without the run directory, and with another checkpoint in it."""
+    said = []
+    (out / f"disk{rank}").mkdir()
+    try:
+        require_shared(out / f"disk{rank}" / "run", 0.3)
+    except StorageError as error:
+        said.append(str(error))
+    require_shared(out / "shared", 5.0)
+    run(out / "of rank 0", steps=2)
+    mine = out / "of rank 0"
+    if rank == 1:
+        mine = shutil.copytree(mine, out / "of rank 1")
+        with open(mine / "checkpoints" / "step-00000002" / "manifest.json", "a") as manifest:
+            manifest.write("\n")
+    try:
+        run(mine, steps=4)
+    except StorageError as error:
+        said.append(str(error))
+    return said
+
+
 def shard_rows() -> list[int]:
     """Rows of each parameter that this rank holds under fsdp2; its weights are rank 0's."""
     head = FakeHead(seed=torch.distributed.get_rank())
@@ -210,10 +235,15 @@ def _work(rank: int, out: Path) -> dict:
     if rank == 0:
         (out / "fault" / "checkpoints").write_text("a file where the directory should be")
     torch.distributed.barrier()
-    try:
-        run(out / "fault")
-    except (TrainingError, OSError) as error:
-        found["fault"] = f"{type(error).__name__}: {error}"
+    found["fault"] = []
+    broken = mock.patch.object(CheckpointStore, "clean", side_effect=RuntimeError("Stale file handle"))
+    for cause in (nullcontext(), broken):
+        with cause:
+            try:
+                run(out / ("fault" if cause is not broken else "broken"))
+            except (TrainingError, StorageError, RuntimeError) as error:
+                found["fault"].append(f"{type(error).__name__}: {error}")
+    found["unshared"] = unshared(rank, out)
     return found
 
 
@@ -293,7 +323,8 @@ def test_a_full_disk_pauses_every_rank_until_there_is_room(ranks):
         for name, value in found[rank]["plain"].items():
             assert torch.equal(value, found[rank]["paused"]["weights"][name])
     assert found[0]["paused"]["attempts"] == [2, 4, 4, 4, 4, 6] and found[1]["paused"]["attempts"] == []
-    paused, again = found[0]["paused"]["said"]
+    idle, paused, again = found[0]["paused"]["said"]
+    assert idle.startswith("NOTE: train.accumulation=3 over 2 ranks leaves 25% of them without a pack") and "4," in idle
     assert "the disk is full" in paused and "paused" in paused and "train.disk_wait" in paused
     assert "there is room again" in again
     assert losses(out / "paused") == losses(out / "plain")
@@ -337,5 +368,16 @@ def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(ranks):
 
 def test_a_fault_of_rank_0_reaches_every_rank(ranks):
     _, found = ranks
-    assert found[0]["fault"].startswith(("NotADirectoryError", "FileExistsError"))
-    assert found[1]["fault"] == f"TrainingError: rank 0 failed: {found[0]['fault']}"
+    known, broken = found[0]["fault"]
+    assert known.startswith("StorageError: ") and "a file stands where a directory is expected" in known
+    assert broken == "RuntimeError: Stale file handle"
+    assert found[1]["fault"] == [known, f"TrainingError: rank 0 failed: {broken}"]
+
+
+def test_a_run_directory_that_is_not_shared_is_refused_on_every_rank(ranks):
+    out, found = ranks
+    missing, other = found[0]["unshared"]
+    assert found[1]["unshared"][1] == other and "run_dir must lie on storage that all machines share" in other
+    assert "ranks 1 read another checkpoint there than rank 0" in other
+    assert all("that ranks 1 (" in found[rank]["unshared"][0] for rank in range(2)) and "disk0" in missing
+    assert not [path for place in ("shared", "disk0/run") for path in (out / place).iterdir()]

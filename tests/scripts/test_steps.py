@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from headstart.heads.errors import StorageError
 from headstart.steps import Steps, changed
 
 
@@ -68,6 +70,56 @@ def test_changed_inputs_of_an_unfinished_step_start_afresh(tmp_path: Path) -> No
     work.fail = False
     steps.run("train", {"a": 2}, [work.output], work, leftovers=[checkpoints])
     assert not checkpoints.exists() and (tmp_path / "previous/1-train/checkpoints").exists()
+
+
+def test_an_unfinished_step_goes_on_with_settings_that_do_not_spoil_what_it_has_made(tmp_path: Path) -> None:
+    said: list[str] = []
+    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head", fail=True)
+    checkpoints = tmp_path / "checkpoints"
+
+    def run(lr: float, data: str) -> None:
+        steps.run(
+            "train", {"lr": lr, "data": data}, [work.output], work, leftovers=[checkpoints],
+            lasting=lambda inputs: inputs["data"],
+        )  # fmt: skip
+
+    with pytest.raises(RuntimeError):
+        run(1.0, "a")
+    checkpoints.mkdir()
+    with pytest.raises(RuntimeError):
+        run(0.5, "a")
+    assert said[-1] == "train: continues with other settings (lr: 1.0 → 0.5)" and checkpoints.exists()
+    work.fail = False
+    run(0.5, "b")
+    assert "done again, its inputs changed" in said[-2] and (tmp_path / "previous/1-train/checkpoints").exists()
+    run(0.25, "b")  # finished: another rate is another head
+    assert "its inputs changed (lr: 0.5 → 0.25)" in said[-2] and (tmp_path / "previous/2-train/head").exists()
+
+
+def test_a_step_is_done_again_when_asked_to(tmp_path: Path) -> None:
+    said: list[str] = []
+    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head")
+    for _ in range(3):
+        steps.run("train", {"a": 1}, [work.output], work, again="as asked (train.resume=false)")
+    assert said[1] == "train: done again, as asked (train.resume=false)"
+    assert [(tmp_path / f"previous/{n}-train/head/made.txt").read_text() for n in (1, 2)] == ["1", "2"]
+    assert (tmp_path / "head/made.txt").read_text() == "3"
+
+
+@pytest.mark.parametrize("harm", [lambda p: p.write_text('{"step": "tr'), lambda p: p.write_text("[]"), None])
+def test_a_marker_that_cannot_be_read_is_told_with_the_remedy(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    steps, work = Steps(tmp_path, lambda message: None), Work(tmp_path / "head")
+    steps.run("train", {"a": 1}, [work.output], work)
+    marker = tmp_path / "steps/train.json"
+    if harm is None:
+        marker.unlink()
+        marker.mkdir()
+    else:
+        harm(marker)
+    with pytest.raises(StorageError, match=r"steps/train.json: found what is not a step's marker .* Move it away"):
+        steps.run("train", {"a": 1}, [work.output], work)
+    marker.rename(tmp_path / "away")
+    assert steps.run("train", {"a": 1}, [work.output], work) == {"runs": 2}
 
 
 def test_a_missing_output_is_made_again(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from headstart.cli import main
+from headstart.heads.errors import TrainingError
 from headstart.heads.provenance import git_revision
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
@@ -98,6 +99,34 @@ def test_a_run_stopped_after_storing_features_continues_with_them(
     assert again.code == 0, again.err
     for message in ("distill: finished before", "features: finished before", "train: continues"):
         assert message in again.err
+
+
+def test_what_errors_advise_continues_the_run_and_starting_anew_keeps_it(
+    headstart: Callable, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise TrainingError("non-finite loss")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.train.loop._Trainer._finish", stop)
+        assert headstart("train", recipe).code == 1
+    remedies = ("train.nonfinite=skip", "train.select=best", "train.lr=5e-4", "train.clip_norm=0.1")
+    advised = (*remedies, "train.eval_every=0", "train.tau_prompts=0", "train.epochs=3")
+    again = headstart("train", recipe, *advised, "--json")
+    assert again.code == 0, again.err
+    assert "train: continues with other settings (train.clip_norm: 0.5 → 0.1" in again.err
+    assert "NOTE: train.lr was 0.001 until here, is 0.0005 from now on" in again.err
+    assert again.json["resumed_from"] > 0 and not (tmp_path / "run/previous").exists()
+    assert "finished before" in headstart("train", recipe, *advised).err
+    head = (tmp_path / "run/head/model.safetensors").read_bytes()
+    anew = headstart("train", recipe, *advised, "train.resume=false", "--json")
+    assert anew.code == 0 and anew.json["resumed_from"] == 0
+    kept = tmp_path / "run/previous/1-train"
+    assert "done again, as asked (train.resume=false)" in anew.err and f"kept in {kept}" in anew.err.replace("\n", "")
+    assert (kept / "head/model.safetensors").read_bytes() == head and (kept / "metrics.jsonl").is_file()
+    assert (kept / "checkpoints/latest").is_file()
+    other = headstart("train", recipe, *advised, "train.seed=7", "--json")
+    assert other.code == 0 and other.json["resumed_from"] == 0 and (tmp_path / "run/previous/2-train").is_dir()
 
 
 @pytest.fixture

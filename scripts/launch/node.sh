@@ -6,20 +6,17 @@
 #   CONFIG=recipes/accelerate/two-nodes.yaml        accelerate configuration (fsdp2.yaml, zero2.yaml, … work as well)
 #   LAUNCHER=accelerate                             torchrun starts CPU ranks
 #   PIDFILE=                                        where this script's process id is written
+#   STOPPED=                                        a file to create when a signal has stopped this part
 #
 # SIGTERM, SIGINT and SIGHUP are passed to the ranks, not to the launcher (which would kill them after 30 s): they save a
-# checkpoint, and the exit code is 0. The same command then continues.
+# checkpoint, and the exit code is 0, also while the ranks still start. The same command then continues. Paths are
+# relative to the checkout, whatever directory this is called from.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 NODES=${NODES:-1} NODE_RANK=${NODE_RANK:-0} HEAD=${HEAD:-127.0.0.1} PORT=${PORT:-29500} RANKS=${RANKS:-8}
 CONFIG=${CONFIG:-recipes/accelerate/two-nodes.yaml} PYTHON=${PYTHON:-python}
-[ $# -gt 0 ] || { sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
-if [ -n "${PIDFILE:-}" ]; then
-    echo $$ > "$PIDFILE"
-    trap 'rm -f "$PIDFILE"' EXIT
-fi
-
+[ $# -gt 0 ] || { sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 case "${LAUNCHER:-accelerate}" in
 accelerate)
     launch=("$PYTHON" -m accelerate.commands.launch --config_file "$CONFIG"
@@ -31,15 +28,54 @@ torchrun)
 *) echo "LAUNCHER: found $LAUNCHER, expected accelerate or torchrun" >&2; exit 2 ;;
 esac
 
+handles_sigterm() { # whether process $1 has come as far as to catch or hold back SIGTERM (bit 14)
+    local name value
+    while read -r name value; do
+        case $name in SigBlk: | SigIgn: | SigCgt:) if ((16#${value: -8} & 0x4000)); then return 0; fi ;; esac
+    done 2> /dev/null < "/proc/$1/status"
+    return 1
+}
+
+tell_ranks() { # SIGTERM to every rank, once, as soon as it can take it; some may not have been started yet
+    trap '' TERM INT HUP
+    local rank told=" "
+    while kill -0 "$launcher" 2> /dev/null; do
+        for rank in $(pgrep -P "$launcher"); do
+            if [[ $told != *" $rank "* ]] && handles_sigterm "$rank" && kill -TERM "$rank" 2> /dev/null; then
+                told+="$rank "
+            fi
+        done
+        sleep 0.2
+    done
+}
+
+launcher="" stopping=0 early=0
+stop() {
+    signalled=1
+    [ "$stopping" = 0 ] || return 0
+    stopping=1
+    [ -z "${STOPPED:-}" ] || touch "$STOPPED"
+    launcher=${launcher:-${!:-}}
+    [ -n "$launcher" ] || exit 0
+    if ! pgrep -P "$launcher" > /dev/null; then # nothing can be lost yet: the launcher may end as it likes
+        early=1
+        kill -TERM "$launcher" 2> /dev/null || true
+    fi
+    tell_ranks &
+}
+trap stop TERM INT HUP
+if [ -n "${PIDFILE:-}" ]; then
+    echo $$ > "$PIDFILE"
+    trap 'rm -f "$PIDFILE"' EXIT
+fi
+
 # a session of its own: a scheduler that signals this process group must not reach the launcher
 setsid "${launch[@]}" -m headstart.train "$@" &
 launcher=$!
-signalled=0
-pass_on() { signalled=1; pkill -TERM -P "$launcher" || true; }
-trap pass_on TERM INT HUP
 while true; do
     signalled=0 code=0
     wait "$launcher" || code=$?
-    [ "$signalled" = 1 ] || break
+    [ "$signalled" = 1 ] || break # otherwise it was the signal that ended the wait
 done
+[ "$early" = 0 ] || code=0
 exit "$code"

@@ -20,17 +20,39 @@ cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HEAD NODES=$SLURM_NNODES RANKS=${SLURM_GPUS_ON_NODE:-8} PORT=$((20000 + SLURM_JOB_ID % 20000))
 export CONFIG=${CONFIG:-recipes/accelerate/two-nodes.yaml}
+# a pre-emption may signal the steps and not this script: the nodes leave word
+export STOPPED=$PWD/.slurm-$SLURM_JOB_ID.stopped
+rm -f "$STOPPED"
+trap 'rm -f "$STOPPED"' EXIT
+# a job that comes back goes on, also when it was told to start anew the first time
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || set -- "$@" train.resume=true
 
-stopped=0
-stop() { stopped=1; scancel --signal=TERM "$SLURM_JOB_ID"; } # the job's steps, not this script
-trap stop TERM
+# from Slurm 22.05 on a step does not take over the job's CPUs per task
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash scripts/launch/node.sh "$@"' node "$@" &
+srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+    bash -c 'NODE_RANK=$SLURM_NODEID exec bash scripts/launch/node.sh "$@"' node "$@" &
 step=$!
-code=0
-wait "$step" || code=$?
-[ "$stopped" = 0 ] || { code=0; wait "$step" || code=$?; }
-if [ "$stopped" = 1 ] && [ "$code" = 0 ]; then
+
+signal_step() { # until it ends: it may not have been started on every node yet
+    trap '' TERM
+    while kill -0 "$step" 2> /dev/null; do
+        scancel --signal=TERM "$SLURM_JOB_ID" || true # the job's steps, not this script
+        sleep 5
+    done
+}
+stopping=0
+stop() {
+    signalled=1
+    [ "$stopping" = 1 ] || signal_step > /dev/null 2>&1 &
+    stopping=1
+}
+trap stop TERM
+while true; do
+    signalled=0 code=0
+    wait "$step" || code=$?
+    [ "$signalled" = 1 ] || break
+done
+if [ "$code" = 0 ] && { [ "$stopping" = 1 ] || [ -e "$STOPPED" ]; }; then
     echo "saved; back in the queue" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi

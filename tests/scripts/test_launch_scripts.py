@@ -18,8 +18,26 @@ trap 'echo launcher-signalled >> "$LOG"; exit 9' TERM
 bash -c 'trap "echo saved >> $LOG; exit 0" TERM; touch $LOG.ready; for i in $(seq 400); do sleep 0.05; done; exit 3' &
 while true; do wait $!; code=$?; [ $code -le 128 ] && exit $code; done
 """
+#: a launcher whose first rank takes a second until it can handle a signal, and which starts the second one later
+SLOW = """#!/usr/bin/env bash
+trap 'echo launcher-signalled >> "$LOG"; exit 9' TERM
+rank='sleep 1; trap "echo saved >> $LOG; exit 0" TERM; touch $LOG.$1; for i in $(seq 400); do sleep 0.05; done; exit 3'
+bash -c "$rank" rank 1 &
+first=$!
+touch "$LOG.ready"
+sleep 1.5
+bash -c "$rank" rank 2 &
+wait $first; one=$?; wait $!; exit $((one + $?))
+"""
+#: a launcher that has started no rank yet
+STARTING = """#!/usr/bin/env bash
+trap 'echo launcher-signalled >> "$LOG"; exit 1' TERM
+touch "$LOG.ready"
+while [ $SECONDS -lt 20 ]; do :; done
+exit 3
+"""
 SRUN = """#!/usr/bin/env bash
-shift
+while [[ $1 == --* ]]; do echo "srun $1" >> "$LOG"; shift; done
 echo $$ > "$LOG.step"
 SLURM_NODEID=0 exec "$@"
 """
@@ -79,12 +97,44 @@ def test_a_failed_rank_is_the_nodes_exit_code(place: Path) -> None:
     assert job.returncode == 5
 
 
-def slurm(place: Path) -> subprocess.Popen[str]:
-    directory = str(LAUNCH.parents[1])
+@pytest.mark.parametrize("after_s", [0.0, 0.6, 1.2])
+def test_a_signal_while_ranks_start_reaches_each_once_it_can_save(place: Path, after_s: float) -> None:
+    """Signalled earlier, a rank would die without a word, and the job would end with an error."""
+    (place / "python").write_text(SLOW)
+    job = start(place, "node.sh")
+    time.sleep(after_s)
+    job.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)  # schedulers repeat themselves
+    _, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    assert (place / "log").read_text().splitlines() == ["saved", "saved"]
+
+
+def test_a_signal_before_there_are_ranks_ends_the_launcher_and_is_no_failure(place: Path) -> None:
+    (place / "python").write_text(STARTING)
+    job = start(place, "node.sh", STOPPED=str(place / "stopped"))
+    began = time.monotonic()
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=100)
+    assert job.returncode == 0 and time.monotonic() - began < 10
+    assert (place / "log").read_text().splitlines() == ["launcher-signalled"]
+    assert (place / "stopped").exists()
+
+
+def slurm(place: Path, **more: str) -> subprocess.Popen[str]:
+    (place / "checkout").mkdir()
+    (place / "checkout" / "scripts").symlink_to(LAUNCH.parent)
     return start(
-        place, "slurm.sh", SLURM_SUBMIT_DIR=directory, SLURM_JOB_ID="4711", SLURM_JOB_NODELIST="node[7-8]",
-        SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8",
+        place, "slurm.sh", SLURM_SUBMIT_DIR=str(place / "checkout"), SLURM_JOB_ID="4711", SLURM_NNODES="2",
+        SLURM_JOB_NODELIST="node[7-8]", SLURM_GPUS_ON_NODE="8", **more,
     )  # fmt: skip
+
+
+def log_of(place: Path) -> list[str]:
+    """What was started and done, without srun's own options."""
+    lines = (place / "log").read_text().splitlines() if (place / "log").exists() else []
+    return [line for line in lines if not line.startswith("srun ")]
 
 
 def test_slurm_saves_and_requeues_before_the_time_limit(place: Path) -> None:
@@ -92,17 +142,39 @@ def test_slurm_saves_and_requeues_before_the_time_limit(place: Path) -> None:
     job.send_signal(signal.SIGTERM)
     _, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
-    command, *rest = (place / "log").read_text().splitlines()
+    command, *rest = log_of(place)
     assert rest == ["saved", "scontrol requeue 4711"]
     assert "--num_processes 16 --machine_rank 0 --main_process_ip node7 --main_process_port 24711" in command
 
 
-def test_slurm_does_not_requeue_what_failed(place: Path) -> None:
-    (place / "python").write_text('#!/usr/bin/env bash\ntouch "$LOG.ready"\nsleep 0.3\nexit 5\n')
+def test_slurm_requeues_when_only_the_steps_were_signalled(place: Path) -> None:
+    """A pre-emption with a grace time does not signal the batch script."""
+    job = slurm(place)
+    os.kill(int((place / "log.step").read_text()), signal.SIGTERM)
+    _, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    assert log_of(place)[1:] == ["saved", "scontrol requeue 4711"]
+    assert not list((place / "checkout").glob(".slurm-*"))
+
+
+def test_slurm_hands_its_cpus_to_the_step_and_a_job_that_comes_back_goes_on(place: Path) -> None:
+    (place / "python").write_text('#!/usr/bin/env bash\necho "$@" >> "$LOG"\ntouch "$LOG.ready"\nsleep 0.3\n')
+    stale = place / "checkout" / ".slurm-4711.stopped"
+    job = slurm(place, SLURM_CPUS_PER_TASK="64", SLURM_RESTART_COUNT="1")
+    job.communicate(timeout=100)
+    assert job.returncode == 0 and not stale.exists()
+    assert "srun --cpus-per-task=64" in (place / "log").read_text().splitlines()
+    (command,) = log_of(place)  # it ended by itself: not back in the queue
+    assert command.endswith("recipe.yaml train.lr=1e-4 train.resume=true")
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_slurm_does_not_requeue_what_ended_by_itself(place: Path, code: int) -> None:
+    (place / "python").write_text(f'#!/usr/bin/env bash\ntouch "$LOG.ready"\nsleep 0.3\nexit {code}\n')
     job = slurm(place)
     job.communicate(timeout=100)
-    assert job.returncode == 5
-    assert not (place / "log").exists()
+    assert job.returncode == code
+    assert log_of(place) == []
 
 
 def test_ssh_stops_the_other_machine_when_one_fails(place: Path) -> None:
@@ -126,3 +198,23 @@ def test_ssh_stops_the_other_machine_when_one_fails(place: Path) -> None:
     assert found.returncode == 5, found.stderr
     assert "two ended with code 5: stopping the others" in found.stderr
     assert (place / "log.one").read_text().splitlines()[-1] == "saved"
+
+
+def test_ssh_stops_a_machine_whose_part_was_not_running_yet(place: Path) -> None:
+    """The connection takes a second; the signal comes before."""
+    (place / "ssh").write_text(
+        "#!/usr/bin/env bash\nshift\ncase $1 in cd*) touch $LOG.connecting; sleep 1 ;; esac\nexec bash -c \"$*\"\n"
+    )
+    (place / "ssh").chmod(0o755)
+    environment = os.environ | {
+        "LOG": str(place / "log"), "PYTHON": str(place / "python"), "SSH": str(place / "ssh"), "HOSTS": "one",
+    }  # fmt: skip
+    job = subprocess.Popen(
+        ["bash", str(LAUNCH / "ssh.sh"), "recipe.yaml"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while not (place / "log.connecting").exists():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    assert (place / "log").read_text().splitlines()[1:] in ([], ["saved"], ["launcher-signalled"])

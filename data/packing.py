@@ -13,13 +13,16 @@ import numpy as np
 
 from headstart.heads.errors import ConfigError
 
+#: documents that are packed together
+WINDOW = 1024
+
 
 def plan_packs(
     lengths: Sequence[int],
     budget: int,
     seed: int = 0,
     epoch: int = 0,
-    window: int = 1024,
+    window: int = WINDOW,
     too_long: str = "own_pack",
     supervised: Sequence[int] | None = None,
 ) -> list[list[int]]:

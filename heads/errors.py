@@ -6,11 +6,15 @@ The command line prints these without a traceback and exits with `exit_code`.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HeadstartError(Exception):
     """Base of every error that a user can mend."""
 
     exit_code = 1
+    #: what `--json` adds to the message (JSON values)
+    details: dict[str, Any] | None = None
 
 
 class ConfigError(HeadstartError):

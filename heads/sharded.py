@@ -208,20 +208,26 @@ class ShardedTarget(Target):
         return self._weight_hash
 
 
-def shard_group(size: int | None) -> dist.ProcessGroup:
-    """The ranks that share one copy: consecutive ones, a node's where `size` is not given.
+def shard_size(size: int | None, ranks: int, node_ranks: int) -> int:
+    """Ranks that share one copy: `size`, or those of a node.
 
-    Raises: ConfigError when there are no ranks to shard over or `size` does not divide them.
+    Raises: ConfigError when there are no ranks to shard over or the size does not divide them.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+    if ranks < 2:
         raise ConfigError(
             "target.parallel: found fsdp2 in a process that is alone, expected two or more ranks: launch with "
             f"`accelerate launch` or `torchrun`, or {REMEDY}"
         )
-    world = dist.get_world_size()
-    size = size or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if world % size:
-        raise ConfigError(f"target.shard_ranks: found {size}, expected a divisor of the {world} ranks")
+    found = node_ranks if size is None else size
+    if found < 1 or ranks % found:
+        raise ConfigError(f"target.shard_ranks: found {found}, expected a divisor of the {ranks} ranks")
+    return found
+
+
+def shard_group(size: int | None) -> dist.ProcessGroup:
+    """The group of this rank's copy; consecutive ranks share one. Raises: see shard_size."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    size = shard_size(size, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     group, _ = dist.new_subgroups(group_size=size) if size < world else (dist.group.WORLD, None)
     return group
 

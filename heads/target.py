@@ -17,6 +17,8 @@ from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import sha256_text
 
+#: values of target.parallel
+TARGET_KINDS = ("none", "fsdp2", "device_map")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -245,8 +247,8 @@ class Target:
 
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
-        if config.parallel not in ("none", "fsdp2", "device_map"):
-            raise ConfigError(f"target.parallel: found {config.parallel!r}, expected none, fsdp2 or device_map")
+        if config.parallel not in TARGET_KINDS:
+            raise ConfigError(f"target.parallel: found {config.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
         place, shared, hub_refusal = locate(config)
         try:
             if config.parallel == "fsdp2":

@@ -238,9 +238,18 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Train the head and save it in the portable format. Ends early, resumably, at the first Ctrl-C."""
+        self.check_layout(1, 1)
         if not self.is_trained():
             self.features()
         return self.train_once(None)
+
+    def check_layout(self, ranks: int, node_ranks: int, kind: str | None = None) -> None:
+        """Raise ConfigError where so many ranks cannot train this recipe; see train.setup.check_layout."""
+        from headstart.train.setup import check_layout
+
+        parallel = self.recipe.train.parallel
+        kind = kind or ("replicated" if parallel == "auto" else parallel)
+        check_layout(kind, self.recipe.train, self.recipe.target, ranks, node_ranks)
 
     def is_trained(self) -> bool:
         """Whether a head trained like this is there, and may stay (`train.resume`)."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from headstart.data.packing import plan_packs
+from headstart.data.packing import WINDOW, plan_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.base import build_head
 from headstart.heads.errors import ConfigError, HeadstartError
@@ -33,6 +33,8 @@ from headstart.train.plan import (
     make_plan,
     require_fit,
 )
+from headstart.train.setup import check_layout
+from headstart.train.stream import idle_note
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Launch:
         gpu_memory_gib: of one card; None asks the cards of this machine.
         tokens_per_s: of the whole launch, measured (`python -m headstart.bench_scaling`); None estimates it.
         tflops: of one card in large bfloat16 matrix products; None measures this machine's, or assumes an H100's.
-        samples, mean_tokens: of the training data, instead of reading it.
+        samples, mean_tokens: of the training data, instead of reading it (mean: data.max_length).
     """
 
     gpus: int
@@ -55,42 +57,88 @@ class Launch:
     samples: int | None = None
     mean_tokens: float | None = None
 
+    def check(self, longest: int) -> None:
+        """Raise ConfigError naming the first option that cannot be; `longest`: data.max_length."""
+        whole = {"gpus": self.gpus, "nodes": self.nodes, "samples": self.samples}
+        positive = {
+            "gpu-memory": self.gpu_memory_gib,
+            "tokens-per-s": self.tokens_per_s,
+            "tflops": self.tflops,
+            "mean-tokens": self.mean_tokens,
+        }
+        for name, value in whole.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name}: found {value}, expected a whole number of 1 or more")
+        for name, value in positive.items():
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"--{name}: found {value}, expected a number above 0")
+        if self.mean_tokens is not None and self.samples is None:
+            raise ConfigError(f"--mean-tokens: found {self.mean_tokens:g} without --samples, expected both or neither")
+        if self.mean_tokens is not None and not 1 <= self.mean_tokens <= longest:
+            raise ConfigError(
+                f"--mean-tokens: found {self.mean_tokens:g}, expected 1 to data.max_length={longest}"
+            )
+
+
+@dataclass
+class DataShape:
+    """Training data as a plan counts it.
+
+    Attributes:
+        packs, tokens: of one epoch. supervised: part of the tokens that is an anchor.
+        notes: what was assumed.
+    """
+
+    packs: int
+    tokens: int
+    supervised: float = 1.0
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def equal(cls, samples: int, length: float, pack_tokens: int, note: str) -> DataShape:
+        """Of `samples` samples of the same length, all supervised, packed as plan_packs does."""
+        each = max(int(pack_tokens // length), 1)
+        full, rest = divmod(samples, WINDOW)
+        return cls(full * -(-WINDOW // each) - (-rest // each), round(samples * length), notes=[note])
+
 
 def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
     """Plan without loading the target or its weights.
 
-    Raises: what train.plan.require_fit raises, after showing the plan.
+    Raises: ConfigError when the launch is none that training would start; what train.plan.require_fit raises, after
+    showing the plan.
     """
+    launch.check(recipe.data.max_length)
+    cards, one_process = launch.gpus, recipe.target.parallel == "device_map"
+    node_ranks = 1 if one_process else cards
+    parallel = "replicated" if recipe.train.parallel == "auto" else recipe.train.parallel
+    check_layout(parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
     target = light_target(recipe.target)
     half = recipe.target.dtype in ("auto", "bfloat16", "float16")
     target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
     target.embed_VD = target.model.get_input_embeddings().weight
     with torch.device("meta"):
         head = build_head(recipe.head, target.dims)
-    lengths, supervised, notes = data_of(recipe, launch, talk, target)
-    packs = len(plan_packs(lengths, recipe.data.pack_tokens, recipe.seed)) if lengths else 0
-    parallel = recipe.train.parallel
-    if parallel == "auto":
-        parallel = "replicated"
+    data = data_of(recipe, launch, talk, target)
+    notes = data.notes
+    if recipe.train.parallel == "auto":
         notes.append("train.parallel=auto: planned as replicated; add train.parallel=fsdp2 for that launch")
     layout = Layout(
-        ranks=launch.gpus * launch.nodes,
-        ranks_per_node=launch.gpus,
+        ranks=node_ranks * launch.nodes,
+        ranks_per_node=node_ranks,
+        cards=cards,
         parallel=parallel,
         target_parallel=recipe.target.parallel,
         shard_ranks=recipe.target.shard_ranks,
         pack_tokens=recipe.data.pack_tokens,
         accumulation=recipe.train.accumulation,
-        supervised=supervised,
+        supervised=data.supervised,
         half=half and recipe.train.mixed_precision != "no",
         activation_checkpointing=recipe.train.activation_checkpointing,
         features=recipe.data.features,
     )
-    if recipe.train.accumulation < layout.ranks:
-        notes.append(
-            f"train.accumulation={recipe.train.accumulation} gives {layout.ranks - recipe.train.accumulation} of "
-            f"{layout.ranks} ranks no pack: set train.accumulation={layout.ranks} or a multiple"
-        )
+    if note := idle_note(recipe.train.accumulation, layout.ranks):
+        notes.append(note)
     device = local_device_bytes() if launch.gpu_memory_gib is None else int(launch.gpu_memory_gib * GIB)
     if device is None:
         notes.append("no GPU here: whether it fits is not checked; give --gpu-memory GIB")
@@ -102,11 +150,13 @@ def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
             f"hours: estimated, {rate:,.0f} tokens/s at {UTILISATION:.0%} of {flops / 1e12:.0f} TFLOP/s a card "
             f"({whose}); measure with `python -m headstart.bench_scaling`, then give --tokens-per-s"
         )
-    plan = make_plan(target, head, recipe.train, layout, packs, sum(lengths), rate, device, notes)
+    plan = make_plan(target, head, recipe.train, layout, data.packs, data.tokens, rate, device, notes)
     try:
         require_fit(plan, target, head, Path(recipe.run_dir))
-    except HeadstartError:
-        talk.result(plan.to_json(), render(plan))
+    except HeadstartError as error:
+        error.details = {"plan": plan.to_json()}
+        if not talk.as_json:
+            talk.result(None, render(plan))
         raise
     return plan
 
@@ -120,12 +170,13 @@ def card_flops(launch: Launch) -> tuple[float, str]:
     return CARD_FLOPS, "an H100; --tflops states another"
 
 
-def data_of(recipe: Recipe, launch: Launch, talk: Talk, target: Any) -> tuple[Sequence[int], float, list[str]]:
-    """(tokens of every training sample, part of them supervised, what was assumed)."""
+def data_of(recipe: Recipe, launch: Launch, talk: Talk, target: Any) -> DataShape:
+    """The training data, read or stated."""
+    pack_tokens = recipe.data.pack_tokens
     if launch.samples is not None:
         mean = launch.mean_tokens or recipe.data.max_length
         note = f"data: {launch.samples} samples of {mean:g} tokens as stated, all supervised"
-        return [round(mean)] * launch.samples, 1.0, [note]
+        return DataShape.equal(launch.samples, mean, pack_tokens, note)
     run = Run(recipe, talk, target)
     if recipe.data.distill.prompts and not run.distilled_path.is_file():
         try:
@@ -138,11 +189,12 @@ def data_of(recipe: Recipe, launch: Launch, talk: Talk, target: Any) -> tuple[Se
         note = (
             f"data: {prompts} prompts not answered yet, planned as samples of {most} tokens (the most), all supervised"
         )
-        return [most] * prompts, 1.0, [note]
+        return DataShape.equal(prompts, most, pack_tokens, note)
     samples = run.trained_samples(run.prepare())
-    rows = sum(len(sample) for sample in samples)
+    lengths = [len(sample) for sample in samples]
     supervised = sum(int((sample.turn_ids >= 0).sum()) for sample in samples)
-    return [len(sample) for sample in samples], supervised / max(rows, 1), []
+    packs = len(plan_packs(lengths, pack_tokens, recipe.seed)) if lengths else 0
+    return DataShape(packs, sum(lengths), supervised / max(sum(lengths), 1))
 
 
 def render(plan: Plan) -> Group:

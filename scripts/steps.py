@@ -3,8 +3,8 @@
     runs/NAME/steps/train.json   {"step", "status": "started" | "done", "inputs", "result", "seconds"}
 
 A step whose marker says done for equal inputs is skipped. A step that was started with equal inputs continues, and so
-does one whose changed inputs do not spoil what it has made so far. Where they do, or the step was done, what it had made
-moves to `runs/NAME/previous/` (caches are deleted) and the step starts afresh.
+does one whose changed inputs do not spoil what it has made so far. Where they do, or the step was done, what it had
+made moves to `runs/NAME/previous/` (caches are deleted) and the step starts afresh.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Steps:
             found = str(error)
         if not isinstance(found, dict):
             raise StorageError(
-                f"{path}: found what is not a step's marker ({found}), expected a JSON object. Move it away and run the "
-                f"same command: {step} then goes on from what it has made"
+                f"{path}: found what is not a step's marker ({found}), expected a JSON object. Move it away and run "
+                f"the same command: {step} then goes on from what it has made"
             )
         return found
 

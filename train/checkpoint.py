@@ -261,8 +261,8 @@ class CheckpointStore:
         if faults:
             listed = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
             raise StorageError(
-                f"{self.directory}: all {len(faults)} checkpoints are damaged ({listed}). Put a copy of one back if you "
-                "have it, start over with train.resume=false (they are kept in previous/), or choose another place "
+                f"{self.directory}: all {len(faults)} checkpoints are damaged ({listed}). Put a copy of one back if "
+                "you have it, start over with train.resume=false (they are kept in previous/), or choose another place "
                 "with run_dir=…"
             )
         return None

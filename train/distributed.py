@@ -59,7 +59,7 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> int:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name, "").strip()]
     if missing:
         raise ConfigError(
-            f"launch: found WORLD_SIZE={size} without {', '.join(missing)}, which every rank of a launch needs. {REMEDY}"
+            f"launch: found WORLD_SIZE={size} without {', '.join(missing)}, which every rank needs. {REMEDY}"
         )
     if not (numbers["RANK"] or 0) < size:
         raise ConfigError(f"launch: found RANK={numbers['RANK']}, expected less than WORLD_SIZE={size}. {REMEDY}")
@@ -91,7 +91,8 @@ def meet(wait_s: float = RENDEZVOUS_S, environment: Mapping[str, str] = os.envir
     except (dist.DistError, ValueError, OSError) as error:
         short = str(error).splitlines()[0]
         raise ConfigError(
-            f"launch: rank {rank} of {size} did not meet the others at {place} (waits {wait_s:.0f} s): {short}. {remedy}."
+            f"launch: rank {rank} of {size} did not meet the others at {place} (waits {wait_s:.0f} s): "
+            f"{short.rstrip('.')}. {remedy}."
         ) from error
     calls = dist.PrefixStore("headstart/meet", store)
     calls.set(str(rank), "")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
 from headstart.heads.autoregressive import AutoregressiveHead
-from headstart.heads.base import FeatureBatch, Head
+from headstart.heads.base import Head
 from headstart.heads.eagle3 import Eagle3Head
 
 
-def multiply_adds(head: Head, batch: FeatureBatch) -> float:
-    """Multiply-adds of one forward: matrices on the rows that need them, attention scores aside (they are < 3 %)."""
-    rows, counts = float(batch.tokens_R.shape[0]), batch.anchors.count_K
+def multiply_adds(head: Head, rows: float, counts: Sequence[float]) -> float:
+    """Multiply-adds of one forward: matrices on the rows that need them, attention scores aside (they are < 3 %).
+
+    Args:
+        rows: of the pack, R. counts: positions supervised at depth 1, 2, …
+    """
     own = sum(p.numel() for p in head.parameters())
     if not isinstance(head, Eagle3Head):
         teacher = getattr(head, "teacher", None)
@@ -32,13 +36,14 @@ def multiply_adds(head: Head, batch: FeatureBatch) -> float:
     return shared + (packed - key_value) / 2 * counts[0] + packed / 2 * sum(counts[1:]) + per_row * sum(counts)
 
 
-def step_flops(head: Head, batch: FeatureBatch, target_parameters: int = 0) -> float:
+def step_flops(head: Head, rows: float, counts: Sequence[float], target_parameters: int = 0) -> float:
     """Floating-point operations of one pack: forward and backward of the head, and the target's forward if it is live.
 
     Args:
+        rows, counts: see multiply_adds.
         target_parameters: that every row passes through; 0 where features come from a store.
     """
-    return 6 * multiply_adds(head, batch) + 2.0 * target_parameters * batch.tokens_R.shape[0]
+    return 6 * multiply_adds(head, rows, counts) + 2.0 * target_parameters * rows
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = None, runs: int = 5) -> float:

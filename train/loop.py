@@ -235,8 +235,8 @@ class _Trainer:
             self.parallel.load_head(self.store.load_best())
             return
         self.reporter.say(
-            f"WARNING: {self.store.directory / 'best'}: the best head (step {best['step']}) cannot be used: {fault}. The "
-            f"run ends with the weights of its last step, {self.state.step}"
+            f"WARNING: {self.store.directory / 'best'}: the best head (step {best['step']}) cannot be used: {fault}. "
+            f"The run ends with the weights of its last step, {self.state.step}"
         )
 
     def _loop(self) -> str:
@@ -367,7 +367,10 @@ class _Trainer:
         state.packs += len(packs)
         rows = sum(int(self.stream.lengths[i]) for pack in packs for i in pack.samples)
         state.tokens += rows
-        flops = sum(step_flops(self.head, batch, self.target_parameters) for batch in batches)
+        flops = sum(
+            step_flops(self.head, len(batch.tokens_R), batch.anchors.count_K, self.target_parameters)
+            for batch in batches
+        )
         self.meters.add_host(rows, self.waited, flops)
         self.waited = 0.0
 
@@ -484,7 +487,7 @@ class _Trainer:
         self.blocked = max(self.blocked, time.perf_counter() - began)
 
     def _restate(self) -> None:
-        """Write this moment's state into the checkpoint of this step, whose weights stay, after all that is under way."""
+        """Write this moment's state into the checkpoint of this step, after all that is under way."""
         if self.rank == 0:
             self.saver.restate(state_values(self, []))
 

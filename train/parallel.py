@@ -48,12 +48,27 @@ def resolve_kind(config: TrainConfig, accelerator: Accelerator) -> str:
             if stage not in (2, 3):
                 raise ConfigError(f"launch: found DeepSpeed zero_stage {stage}, expected 2 or 3 (recipes/accelerate/)")
             kind = f"zero{stage}"
+    check_kind(kind, config, accelerator.num_processes)
+    return kind
+
+
+def check_kind(kind: str, config: TrainConfig, ranks: int) -> None:
+    """Raise ConfigError where `ranks` ranks cannot share a head as `kind` says, or not with these settings."""
+    if kind == "fsdp2" and ranks < 2:
+        raise ConfigError(
+            "train.parallel: found fsdp2 with one rank, expected two or more: launch more ranks, or set "
+            "train.parallel=replicated"
+        )
     if kind.startswith("zero") and config.nonfinite == "skip":
         raise ConfigError(
             f"train.nonfinite: found skip with train.parallel={kind}; DeepSpeed cannot drop a gradient that it has "
             "reduced: set train.nonfinite=stop, or train.parallel=fsdp2"
         )
-    return kind
+    if kind.startswith("zero") and config.clip_value is not None:
+        raise ConfigError(
+            f"train.clip_value: found {config.clip_value} with train.parallel={kind}; DeepSpeed clips by norm only: "
+            "set train.clip_value=null and train.clip_norm, or train.parallel=fsdp2"
+        )
 
 
 def broadcast_weights(head: nn.Module) -> None:
@@ -237,11 +252,6 @@ class Sharded(Parallel):
         from torch.distributed.fsdp import fully_shard
 
         super().__init__(head, config)
-        if accelerator.num_processes < 2:
-            raise ConfigError(
-                "train.parallel: found fsdp2 with one rank, expected two or more: launch more ranks, or set "
-                "train.parallel=replicated"
-            )
         broadcast_weights(head)
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         self.module = fully_shard(module, mesh=mesh, reshard_after_forward=False)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from headstart.data.features import store_bytes
-from headstart.heads.base import FeatureBatch, Head
+from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
 from headstart.heads.layers import DraftLayer
@@ -29,6 +29,7 @@ from headstart.heads.target import Target, decoder_layers
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
 from headstart.train.optim import Budget
+from headstart.train.stream import busy_share
 
 GIB = 2**30
 #: the device's own context and libraries
@@ -49,6 +50,7 @@ class Layout:
 
     Attributes:
         ranks, ranks_per_node: processes in all and on one machine.
+        cards: cards that one process spreads the target's layers over, under device_map.
         parallel: the head's (train.parallel, resolved). target_parallel: none | fsdp2 | device_map.
         shard_ranks: ranks that share one target under fsdp2.
         pack_tokens: rows of a pack. accumulation: packs of a step over all ranks.
@@ -58,6 +60,7 @@ class Layout:
 
     ranks: int = 1
     ranks_per_node: int = 1
+    cards: int = 1
     parallel: str = "replicated"
     target_parallel: str = "none"
     shard_ranks: int | None = None
@@ -70,8 +73,10 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Ranks that share one target."""
-        return 1 if self.target_parallel == "none" else self.shard_ranks or self.ranks_per_node
+        """Cards that share one target."""
+        if self.target_parallel == "fsdp2":
+            return self.shard_ranks or self.ranks_per_node
+        return self.cards if self.target_parallel == "device_map" else 1
 
     @property
     def head_parts(self) -> int:
@@ -201,19 +206,20 @@ def memory_of(target: Target, head: Head, layout: Layout) -> tuple[dict[str, int
 
 
 def expected_rate(target: Target, head: Head, layout: Layout, card_flops: float) -> float:
-    """Tokens/s of the whole launch that arithmetic leads to expect, at UTILISATION of `card_flops` on every card.
+    """Tokens/s of the whole launch that arithmetic leads to expect, at UTILISATION of `card_flops` on every busy card.
+
+    Ranks without a pack wait for the others (busy_share); a process with the layers over many cards uses one at a time.
 
     Args:
         card_flops: FLOP/s of one card in large matrix products.
     """
     rows, anchors = layout.pack_tokens, round(layout.pack_tokens * layout.supervised)
-    turns = torch.full((rows,), -1, dtype=torch.int64)
-    turns[rows - anchors :] = 0
-    batch = FeatureBatch.pack([(torch.zeros(rows, dtype=torch.int64), turns)], head.depth)
+    counts = [max(min(anchors, rows - 1) - depth, 0) for depth in range(1, head.depth + 1)]  # of one document
     live = 0
     if layout.features == "online":
         live = sum(p.numel() for p in target.model.get_decoder().parameters()) - target.embed_VD.numel()
-    return layout.ranks * rows * UTILISATION * card_flops / step_flops(head, batch, live)
+    busy = layout.ranks * busy_share(layout.accumulation, layout.ranks)
+    return busy * rows * UTILISATION * card_flops / step_flops(head, rows, counts, live)
 
 
 def disk_of(target: Target, head: Head, config: TrainConfig, layout: Layout, steps: int | None, tokens: int) -> dict:
@@ -273,6 +279,10 @@ def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
         factor = 2
         layout = replace(layout, pack_tokens=layout.pack_tokens // factor, accumulation=layout.accumulation * factor)
         yield f"data.pack_tokens={layout.pack_tokens} train.accumulation={layout.accumulation}", layout
+    # the features of a rank's packs of a window are held together
+    while (packs := ceil(layout.accumulation / layout.ranks)) > 1:
+        layout = replace(layout, accumulation=ceil(packs / 2) * layout.ranks)
+        yield f"train.accumulation={layout.accumulation}", layout
 
 
 def require_fit(plan: Plan, target: Target, head: Head, run_dir: Path) -> None:
@@ -285,22 +295,27 @@ def require_fit(plan: Plan, target: Target, head: Head, run_dir: Path) -> None:
             peak = memory_of(target, head, layout)[1]
             if peak <= plan.device_bytes:
                 wanted = " ".join(f"{name}={value}" for name, value in changes.items())
-                raise ConfigError(f"plan: the run needs {found}. With {wanted} it needs {peak / GIB:.1f} GiB.")
+                before, after = (at.pack_tokens * at.accumulation for at in (plan.layout, layout))
+                smaller = "" if after >= before else f"; a step then has at most {after} tokens instead of {before}"
+                raise ConfigError(f"plan: the run needs {found}. With {wanted} it needs {peak / GIB:.1f} GiB{smaller}.")
         parts = plan.layout.ranks_per_node
         while parts < 1024:
             parts *= 2
             layout = replace(
-                plan.layout, ranks=parts, ranks_per_node=parts, target_parallel="fsdp2", parallel="fsdp2",
-                activation_checkpointing=True,
+                plan.layout, ranks=parts, ranks_per_node=parts, shard_ranks=parts, target_parallel="fsdp2",
+                parallel="fsdp2", activation_checkpointing=True, accumulation=max(plan.layout.accumulation, parts),
             )  # fmt: skip
             peak = memory_of(target, head, layout)[1]
             if peak <= plan.device_bytes:
                 raise ConfigError(
                     f"plan: the run needs {found}. With {parts} ranks, target.parallel=fsdp2 "
-                    f"target.shard_ranks={parts} train.parallel=fsdp2 train.activation_checkpointing=true it needs "
-                    f"{peak / GIB:.1f} GiB."
+                    f"target.shard_ranks={parts} train.parallel=fsdp2 train.activation_checkpointing=true "
+                    f"train.accumulation={layout.accumulation} it needs {peak / GIB:.1f} GiB."
                 )
-        raise ConfigError(f"plan: the run needs {found}. No number of ranks makes it fit: lower data.pack_tokens.")
+        raise ConfigError(
+            f"plan: the run needs {found}. No number of ranks makes it fit: lower data.pack_tokens "
+            "and train.accumulation."
+        )
     require_disk(run_dir, sum(plan.disk.values()), "the run (checkpoints, heads, features)")
 
 

@@ -7,6 +7,7 @@ torchrun --nproc_per_node 2 -m headstart.train RECIPE target.device=cpu
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from headstart.recipes.load import load_recipe
 from headstart.signals import terminable
 from headstart.talk import Talk
 from headstart.train.distributed import on_main, require_shared
+from headstart.train.parallel import resolve_kind
 from headstart.train.setup import make_accelerator
 from headstart.train.watch import Watch
 
@@ -73,7 +75,9 @@ def train_ranks(run: Run, accelerator: Accelerator) -> None:
             run.features()
         return done
 
-    main = accelerator.is_main_process
+    main, ranks = accelerator.is_main_process, accelerator.num_processes
+    node_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    run.check_layout(ranks, node_ranks, resolve_kind(run.recipe.train, accelerator))
     require_shared(run.dir)
     with run.steps.lock() if main else nullcontext():
         if on_main(prepare):

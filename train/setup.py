@@ -11,9 +11,11 @@ from accelerate.utils import InitProcessGroupKwargs
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer
+from headstart.heads.sharded import shard_size
+from headstart.heads.target import TARGET_KINDS, TargetConfig
 from headstart.train.config import TrainConfig
 from headstart.train.distributed import check_launch, meet
-from headstart.train.parallel import resolve_kind
+from headstart.train.parallel import check_kind, resolve_kind
 from headstart.train.step import autocast_dtype
 
 
@@ -36,6 +38,25 @@ def make_accelerator(device: torch.device | str) -> Accelerator:
     del store
     check_launch(accelerator.num_processes)
     return accelerator
+
+
+def check_layout(kind: str, config: TrainConfig, target: TargetConfig, ranks: int, node_ranks: int) -> None:
+    """Raise ConfigError where ranks cannot hold head and target as asked, before anything is loaded (or planned).
+
+    Args:
+        kind: see resolve_kind.
+        node_ranks: ranks of one machine.
+    """
+    check_kind(kind, config, ranks)
+    if target.parallel not in TARGET_KINDS:
+        raise ConfigError(f"target.parallel: found {target.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
+    if target.parallel == "fsdp2":
+        shard_size(target.shard_ranks, ranks, node_ranks)
+    if target.parallel == "device_map" and ranks > 1:
+        raise ConfigError(
+            f"target.parallel: found device_map with {ranks} ranks, expected one process, which spreads the layers "
+            "over all GPUs of its machine: train with `headstart train`, or set target.parallel=fsdp2"
+        )
 
 
 def recompute_activations(head: Head) -> None:

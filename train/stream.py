@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -136,8 +136,8 @@ def idle_note(accumulation: int, ranks: int) -> str | None:
     if busy == 1.0:
         return None
     return (
-        f"train.accumulation={accumulation} over {ranks} ranks leaves {1 - busy:.0%} of them without a pack at any time: "
-        f"a multiple of {ranks}, such as {math.ceil(accumulation / ranks) * ranks}, keeps all busy"
+        f"train.accumulation={accumulation} over {ranks} ranks leaves {1 - busy:.0%} of them without a pack at any "
+        f"time: a multiple of {ranks}, such as {math.ceil(accumulation / ranks) * ranks}, keeps all busy"
     )
 
 

@@ -61,11 +61,6 @@ class Zero(Parallel):
                 f"train.parallel: zero{stage} needs deepspeed, which is not installed: `pip install deepspeed`, or set "
                 "train.parallel=fsdp2, which shards the same state"
             ) from error
-        if config.clip_value is not None:
-            raise ConfigError(
-                f"train.clip_value: found {config.clip_value} with train.parallel=zero{stage}; DeepSpeed clips by norm "
-                "only: set train.clip_value=null and train.clip_norm, or train.parallel=fsdp2"
-            )
         self.stage, self._deepspeed = stage, deepspeed
         broadcast_weights(head)
         optimizer = build_optimizer(head, config)

@@ -49,7 +49,7 @@ def speaking(as_json: bool, alone: str | None = None) -> Iterator[Talk]:
             raise
         talk.say(f"error: {mistake}", style="red")
         if as_json:
-            talk.result({"error": {"type": type(mistake).__name__, "message": str(mistake)}})
+            talk.result({"error": {"type": type(mistake).__name__, "message": str(mistake)}, **(mistake.details or {})})
         raise typer.Exit(mistake.exit_code) from None
 
 

@@ -203,7 +203,7 @@ def test_ssh_stops_the_other_machine_when_one_fails(place: Path) -> None:
 def test_ssh_stops_a_machine_whose_part_was_not_running_yet(place: Path) -> None:
     """The connection takes a second; the signal comes before."""
     (place / "ssh").write_text(
-        "#!/usr/bin/env bash\nshift\ncase $1 in cd*) touch $LOG.connecting; sleep 1 ;; esac\nexec bash -c \"$*\"\n"
+        '#!/usr/bin/env bash\nshift\ncase $1 in cd*) touch $LOG.connecting; sleep 1 ;; esac\nexec bash -c "$*"\n'
     )
     (place / "ssh").chmod(0o755)
     environment = os.environ | {

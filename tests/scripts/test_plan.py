@@ -99,3 +99,64 @@ def test_a_whole_70b_target_on_every_card_is_refused_with_what_fits(headstart: C
     assert "target.parallel=fsdp2" in found[2].split()
     accepted = headstart("train", recipe_70b, "--plan", *cards, *found[2].split())
     assert accepted.code == 0, accepted.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--nodes", "0"), "--nodes: found 0, expected a whole number of 1 or more"),
+        (("--gpus", "-1"), "--gpus: found -1, expected a whole number of 1 or more"),
+        (("--samples", "0"), "--samples: found 0, expected a whole number of 1 or more"),
+        (("--samples", "-3"), "--samples: found -3"),
+        (("--gpu-memory", "nan"), "--gpu-memory: found nan, expected a number above 0"),
+        (("--gpu-memory", "0"), "--gpu-memory: found 0.0, expected a number above 0"),
+        (("--gpu-memory", "-5"), "--gpu-memory: found -5.0"),
+        (("--tokens-per-s", "0"), "--tokens-per-s: found 0.0"),
+        (("--tokens-per-s", "inf"), "--tokens-per-s: found inf"),
+        (("--tflops", "0"), "--tflops: found 0.0"),
+        (("--samples", "5", "--mean-tokens", "0"), "--mean-tokens: found 0.0"),
+        (("--mean-tokens", "5"), "--mean-tokens: found 5 without --samples"),
+        (("--samples", "5", "--mean-tokens", "1e9"), "--mean-tokens: found 1e+09, expected 1 to data.max_length="),
+        (("--gpus", "4", "target.parallel=fsdp2", "target.shard_ranks=3"), "target.shard_ranks: found 3"),
+        (("--gpus", "1", "target.parallel=fsdp2"), "target.parallel: found fsdp2 in a process that is alone"),
+        (("--gpus", "1", "train.parallel=fsdp2"), "train.parallel: found fsdp2 with one rank"),
+        (("--gpus", "2", "train.parallel=zero2", "train.nonfinite=skip"), "train.nonfinite: found skip"),
+        (("--nodes", "2", "target.parallel=device_map"), "target.parallel: found device_map with 2 ranks"),
+    ],
+)
+def test_numbers_and_layouts_that_no_training_would_take_are_refused(
+    headstart: Callable, recipe: Path, options: tuple[str, ...], message: str
+) -> None:
+    refused = headstart("train", recipe, "--plan", "--json", *options)
+    assert refused.code == 2 and refused.json["error"]["type"] == "ConfigError"
+    assert refused.json["error"]["message"].startswith(message)
+
+
+def test_a_refused_plan_is_one_json_document_with_the_plan(headstart: Callable, recipe: Path) -> None:
+    refused = headstart("train", recipe, "--plan", "--gpus", "1", "--gpu-memory", "0.01", "--json")
+    assert refused.code == 2
+    assert not refused.json["plan"]["fits"] and refused.json["plan"]["memory"]["optimiser moments"] > 0
+    assert refused.json["error"]["message"].startswith("plan: the run needs")
+
+
+def test_stated_data_of_any_size_is_counted_as_real_data_is(headstart: Callable, recipe: Path) -> None:
+    from headstart.data.packing import plan_packs
+    from headstart.planning import DataShape
+
+    for samples, length, budget in ((1, 7, 30), (1023, 7, 30), (5000, 7, 30), (3000, 40, 30), (2048, 30, 30)):
+        stated = DataShape.equal(samples, length, budget, "")
+        assert stated.packs == len(plan_packs([length] * samples, budget)) and stated.tokens == samples * length
+    many = headstart("train", recipe, "--plan", "--json", "--samples", "1000000000", "--mean-tokens", "64")
+    assert many.code == 0, many.err
+    assert many.json["tokens_per_step"] == pytest.approx(128 * many.json["layout"]["accumulation"], rel=0.01)
+
+
+def test_ranks_that_wait_are_told_and_counted(headstart: Callable, recipe: Path) -> None:
+    def plan(accumulation: int) -> dict:
+        stated = ("--gpus", "8", "--samples", "8192", "--mean-tokens", "64", "train.epochs=1")
+        return headstart("train", recipe, "--plan", "--json", *stated, f"train.accumulation={accumulation}").json
+
+    idle, busy = plan(2), plan(8)
+    assert idle["hours"] == pytest.approx(4 * busy["hours"], rel=1e-3)
+    notes = [note for note in idle["notes"] if note.startswith("train.accumulation=2 over 8 ranks leaves 75%")]
+    assert len(notes) == 1 and not [note for note in busy["notes"] if "train.accumulation" in note]

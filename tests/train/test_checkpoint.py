@@ -125,7 +125,8 @@ def test_what_a_rename_makes_visible_is_on_the_disk_before(tmp_path, monkeypatch
     files = ["head.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"]
     each = [event for name in files for event in (f"sync .{name}.PID.tmp", f"replace {name}")]
     assert events == [
-        *each, "sync .step-00000001.PID.tmp", "rename step-00000001", "sync c", "sync .latest.PID.tmp", "replace latest",
+        *each, "sync .step-00000001.PID.tmp", "rename step-00000001", "sync c",
+        "sync .latest.PID.tmp", "replace latest",
     ]  # fmt: skip
 
 

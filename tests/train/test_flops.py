@@ -20,14 +20,16 @@ def test_eagle3_by_hand():
     every_row = 24 * 8 + (8 + 4 + 4) * 8 + 8 * 8  # fc, embedding half of q k v, feature half of k v
     anchor = 8 * 8 + 10 * 8 + 3 * 8 * 16  # o, output, MLP
     expected = 9 * every_row + first * 8 * 8 + second * 16 * 8 + (first + second) * anchor
-    assert multiply_adds(head, batch) == expected
-    assert step_flops(head, batch, target_parameters=1000) == 6 * expected + 2 * 1000 * 9
+    counts = batch.anchors.count_K
+    assert multiply_adds(head, 9, counts) == expected
+    assert step_flops(head, 9, counts, target_parameters=1000) == 6 * expected + 2 * 1000 * 9
 
 
 def test_heads_without_a_layer_count_their_matrices_on_supervised_rows():
     head, batch = FakeHead(), FakeSource(make_documents()).get([0, 1])
     matrices = sum(p.numel() for p in head.parameters())
-    assert multiply_adds(head, batch) == matrices * batch.anchors.count_K[0]
+    rows = len(batch.tokens_R)
+    assert multiply_adds(head, rows, batch.anchors.count_K) == matrices * batch.anchors.count_K[0]
 
 
 def test_a_device_is_measured_and_mfu_is_a_share_of_it(monkeypatch):

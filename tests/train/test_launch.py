@@ -15,8 +15,8 @@ import pytest
 from tiny_run import losses, make_place
 from train_fakes import forked
 
-from headstart.train.ranks import main
 from headstart.train.checkpoint import CheckpointStore
+from headstart.train.ranks import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

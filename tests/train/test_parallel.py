@@ -11,16 +11,18 @@ from accelerate.utils import DistributedType
 from train_fakes import FakeHead, teacher
 
 from headstart.heads.errors import ConfigError
+from headstart.heads.target import TargetConfig
 from headstart.train.config import TrainConfig
 from headstart.train.parallel import make_parallel, resolve_kind
+from headstart.train.setup import check_layout
 from headstart.train.step import LossModule
 from headstart.train.zero import zero_config
 
 
-def accelerator(kind: DistributedType = DistributedType.NO, stage: int = 2) -> SimpleNamespace:
+def accelerator(kind: DistributedType = DistributedType.NO, stage: int = 2, ranks: int = 2) -> SimpleNamespace:
     plugin = SimpleNamespace(zero_stage=stage, deepspeed_config={})
     state = SimpleNamespace(deepspeed_plugin=plugin)
-    return SimpleNamespace(distributed_type=kind, state=state, num_processes=1, device=torch.device("cpu"))
+    return SimpleNamespace(distributed_type=kind, state=state, num_processes=ranks, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def make(kind: str, **changes):
 
 def test_one_rank_has_nothing_to_shard_over():
     with pytest.raises(ConfigError, match="found fsdp2 with one rank"):
-        make("fsdp2")
+        resolve_kind(TrainConfig(steps=1, parallel="fsdp2"), accelerator(ranks=1))
 
 
 def test_zero_without_deepspeed_names_the_package_and_the_alternative(monkeypatch):
@@ -65,10 +67,33 @@ def test_zero_without_deepspeed_names_the_package_and_the_alternative(monkeypatc
         make("zero2")
 
 
-def test_zero_cannot_clip_by_value(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())
+def test_zero_cannot_clip_by_value():
     with pytest.raises(ConfigError, match="train.clip_value: found 0.5 with train.parallel=zero3"):
-        make("zero3", clip_value=0.5)
+        resolve_kind(TrainConfig(steps=1, parallel="zero3", clip_value=0.5), accelerator())
+
+
+@pytest.mark.parametrize(
+    ("target", "ranks", "node", "message"),
+    [
+        (dict(parallel="fsdp2", shard_ranks=3), 4, 4, "target.shard_ranks: found 3, expected a divisor of the 4 ranks"),
+        (dict(parallel="fsdp2", shard_ranks=-2), 4, 4, "target.shard_ranks: found -2, expected a divisor"),
+        (dict(parallel="fsdp2", shard_ranks=0), 4, 4, "target.shard_ranks: found 0, expected a divisor"),
+        (dict(parallel="fsdp2"), 1, 1, "target.parallel: found fsdp2 in a process that is alone"),
+        (dict(parallel="device_map"), 2, 2, "target.parallel: found device_map with 2 ranks, expected one process"),
+        (dict(parallel="fsdp"), 2, 2, "target.parallel: found 'fsdp', expected one of none, fsdp2, device_map"),
+    ],
+)
+def test_layouts_of_a_target_that_ranks_cannot_hold_are_refused(target, ranks, node, message):
+    with pytest.raises(ConfigError, match=message):
+        check_layout("replicated", TrainConfig(steps=1), TargetConfig(name="t", **target), ranks, node)
+
+
+def test_layouts_that_ranks_can_hold_are_not_refused():
+    for target, ranks, node in (
+        (dict(parallel="fsdp2", shard_ranks=2), 8, 4), (dict(parallel="fsdp2"), 8, 4), (dict(), 1, 1),
+        (dict(parallel="device_map"), 1, 1),
+    ):  # fmt: skip
+        check_layout("replicated", TrainConfig(steps=1), TargetConfig(name="t", **target), ranks, node)
 
 
 def test_zero_configuration_keeps_what_the_launch_says_and_no_auto():

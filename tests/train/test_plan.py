@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headstart.heads import HEADS
-from headstart.heads.base import Head, build_head
+from headstart.heads.base import FeatureBatch, Head, build_head
 from headstart.heads.errors import ConfigError, StorageError
 from headstart.heads.target import Target
 from headstart.train.config import TrainConfig
+from headstart.train.flops import step_flops
 from headstart.train.plan import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -83,9 +86,52 @@ def test_rates_are_near_those_that_were_measured(models, case):
             layout = Layout(pack_tokens=row["tokens"], supervised=supervised, features=features)
             rate = expected_rate(target, head, layout, row["matmul_tflops"] * 1e12)
             assert rate == pytest.approx(row["tokens_per_s"], rel=0.25)
-            assert expected_rate(target, head, replace(layout, ranks=4), 1e14) == pytest.approx(
-                4 * expected_rate(target, head, layout, 1e14)
-            )
+            one = expected_rate(target, head, layout, 1e14)
+            for ranks, accumulation, busy in ((4, 4, 4), (4, 1, 1), (8, 2, 2), (2, 3, 1.5), (4, 6, 3), (4, 8, 4)):
+                spread = replace(layout, ranks=ranks, accumulation=accumulation)
+                assert expected_rate(target, head, spread, 1e14) == pytest.approx(busy * one)
+
+
+def test_a_pack_of_any_size_is_planned_without_memory(models):
+    """Closed form: the counts of one document, compared with a real one where that is small."""
+    target, head = models["8b"]
+    small = Layout(pack_tokens=64, supervised=0.5, features="stored")
+    turns = torch.tensor([-1] * 32 + [0] * 32)
+    counts = FeatureBatch.pack([(torch.zeros(64, dtype=torch.int64), turns)], head.depth).anchors.count_K
+    assert expected_rate(target, head, small, 1e14) == pytest.approx(64 * 0.6e14 / step_flops(head, 64, counts))
+    began = time.monotonic()
+    huge = replace(small, pack_tokens=10**12)
+    assert expected_rate(target, head, huge, 1e14) > 0 and memory_of(target, head, huge)[1] > 1e15
+    assert time.monotonic() - began < 5
+
+
+def test_a_target_over_the_cards_of_one_process_works_at_the_pace_of_one(models):
+    target, head = models["70b"]
+    spread = Layout(ranks=1, cards=8, target_parallel="device_map")
+    assert expected_rate(target, head, spread, 1e14) == expected_rate(target, head, Layout(), 1e14)
+    whole = memory_of(target, head, Layout())[0]["target weights"]
+    assert memory_of(target, head, spread)[0]["target weights"] < whole / 6
+
+
+def test_a_window_of_many_packs_that_does_not_fit_is_told_to_be_smaller(models, tmp_path, monkeypatch):
+    """The features of a rank's packs of one step are held together: smaller packs do not make them fewer."""
+    free_disk(monkeypatch, 1000)
+    layout = Layout(pack_tokens=8192, accumulation=512)
+    with pytest.raises(ConfigError) as caught:
+        require_fit(plan_of(models, "8b", layout), *models["8b"], tmp_path)
+    found = re.search(
+        r"With (.*) it needs ([\d.]+) GiB; a step then has at most (\d+) tokens instead of 4194304", str(caught.value)
+    )
+    changes = dict(part.split("=") for part in found[1].split())
+    changed = replace(
+        layout, activation_checkpointing=True, pack_tokens=int(changes["data.pack_tokens"]),
+        accumulation=int(changes["train.accumulation"]),
+    )  # fmt: skip
+    assert int(found[3]) == changed.pack_tokens * changed.accumulation
+    require_fit(plan_of(models, "8b", changed), *models["8b"], tmp_path)
+    with pytest.raises(ConfigError):
+        twice = replace(changed, accumulation=2 * changed.accumulation)
+        require_fit(plan_of(models, "8b", twice), *models["8b"], tmp_path)
 
 
 def test_parameters_are_counted_exactly(models):

@@ -322,7 +322,7 @@ def bench_case(
     split = {name: statistics.median(s[name] for s in splits) for name in splits[0]}
     step_ms = statistics.median(sum(s.values()) for s in splits)
     tokens, supervised = sum(case.lengths), sum(int((turns(n, case.supervised) >= 0).sum()) for n in case.lengths)
-    flops = 6 * multiply_adds(head, batch)
+    flops = 6 * multiply_adds(head, len(batch.tokens_R), batch.anchors.count_K)
     if case.online and target is not None:
         flops += 2 * sum(p.numel() for p in target.model.parameters()) * tokens
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
@@ -385,9 +385,8 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
     trained = run.trained_samples(data)
     head = run.fresh_head(data)
     packs = plan_packs([len(sample) for sample in trained], run.recipe.data.pack_tokens, 0, 0)
-    flops = sum(
-        6 * multiply_adds(head, FeatureBatch.pack([trained[i].tensors() for i in pack], head.depth)) for pack in packs
-    )
+    batches = (FeatureBatch.pack([trained[i].tensors() for i in pack], head.depth) for pack in packs)
+    flops = sum(6 * multiply_adds(head, len(batch.tokens_R), batch.anchors.count_K) for batch in batches)
     tokens = sum(len(sample) for sample in trained)
     half = records[len(records) // 2 :]
     first, last = half[0], half[-1]

@@ -60,24 +60,22 @@ class Launch:
     def check(self, longest: int) -> None:
         """Raise ConfigError naming the first option that cannot be; `longest`: data.max_length."""
         whole = {"gpus": self.gpus, "nodes": self.nodes, "samples": self.samples}
-        positive = {
+        positive: dict[str, float | None] = {
             "gpu-memory": self.gpu_memory_gib,
             "tokens-per-s": self.tokens_per_s,
             "tflops": self.tflops,
             "mean-tokens": self.mean_tokens,
         }
-        for name, value in whole.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name}: found {value}, expected a whole number of 1 or more")
+        for name, count in whole.items():
+            if count is not None and count < 1:
+                raise ConfigError(f"--{name}: found {count}, expected a whole number of 1 or more")
         for name, value in positive.items():
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"--{name}: found {value}, expected a number above 0")
         if self.mean_tokens is not None and self.samples is None:
             raise ConfigError(f"--mean-tokens: found {self.mean_tokens:g} without --samples, expected both or neither")
         if self.mean_tokens is not None and not 1 <= self.mean_tokens <= longest:
-            raise ConfigError(
-                f"--mean-tokens: found {self.mean_tokens:g}, expected 1 to data.max_length={longest}"
-            )
+            raise ConfigError(f"--mean-tokens: found {self.mean_tokens:g}, expected 1 to data.max_length={longest}")
 
 
 @dataclass

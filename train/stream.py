@@ -217,7 +217,7 @@ class Fetcher:
             together = packs[first : first + size]
             mine = together[rank] if rank < len(together) else None
             lists = [list(pack.samples) for pack in together]
-            with explained(self._source, mine and mine.samples, mine and mine.place):
+            with explained(self._source, None if mine is None else mine.samples, None if mine is None else mine.place):
                 batch = self._source.get_together(lists, rank)  # type: ignore[attr-defined]
             if batch is not None:
                 batches.append(batch)

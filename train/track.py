@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import sys
 import time
@@ -122,7 +123,7 @@ class WandbTracker:
         # a run that continues keeps its id; one that starts anew finds this directory moved away
         written = directory / "headstart-id"
         if not written.is_file():
-            write_text(written, f"{name}-{secrets.token_hex(4)}\n")
+            write_text(written, f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:80]}-{secrets.token_hex(4)}\n")
         run_id = written.read_text().strip()
         try:
             self._run = wandb.init(

@@ -1,9 +1,12 @@
 import os
 import signal
+import socket
+import time
 
 import pytest
 import torch
 import typer
+from train_fakes import forked
 
 from headstart.cli import main
 from headstart.commands import run, train
@@ -13,8 +16,10 @@ from headstart.train.distributed import (
     Agreement,
     StopSignal,
     check_launch,
+    check_variables,
     from_main,
     gather_objects,
+    meet,
     on_main,
     refuse_ranks,
 )
@@ -63,6 +68,67 @@ def test_what_only_reads_may_run_anywhere(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["export", "--check", str(tmp_path)]) == 1
     assert "launch:" not in capsys.readouterr().err
+
+
+RANKS = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: found 'two', expected a whole number"),
+        ({"RANK": "-1"}, "RANK: found '-1', expected a whole number"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK: found 'x'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT: found 'http'"),
+        ({"MASTER_ADDR": ""}, "found WORLD_SIZE=2 without MASTER_ADDR, which every rank needs"),
+        ({"RANK": "", "MASTER_PORT": ""}, "found WORLD_SIZE=2 without RANK, MASTER_PORT"),
+        ({"RANK": "2"}, "found RANK=2, expected less than WORLD_SIZE=2"),
+        ({"MASTER_PORT": "70000"}, "found MASTER_PORT=70000, expected 1 to 65535"),
+    ],
+)
+def test_a_launchers_variable_that_cannot_be_is_named(changes, message):
+    with pytest.raises(ConfigError, match=f"launch: {message}.*torchrun"):
+        check_variables(RANKS | changes)
+    if "WORLD_SIZE" in changes:
+        with pytest.raises(ConfigError, match="WORLD_SIZE: found 'two'"):
+            check_launch(1, RANKS | changes)
+
+
+def test_variables_of_a_launch_and_of_none():
+    assert check_variables(RANKS) == 2
+    assert check_variables({}) == check_variables({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}) == 1
+    assert check_variables({"WORLD_SIZE": "2"}) == 1  # left to check_launch
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def test_an_address_where_nobody_is_is_told_in_time(monkeypatch):
+    for name, value in (RANKS | {"MASTER_PORT": free_port()}).items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 did not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT="):
+        meet(1.0)
+    assert time.monotonic() - began < 30
+
+
+def test_ranks_that_did_not_come_are_named(tmp_path):
+    """Two of three ranks: both end, and rank 1 knows who is missing."""
+    port = free_port()
+
+    def rank(number):
+        os.environ.update(RANKS | {"WORLD_SIZE": "3", "RANK": str(number), "LOCAL_RANK": "0", "MASTER_PORT": port})
+        meet(2.0)
+
+    processes = [forked(lambda n=n: rank(n), tmp_path / str(n)) for n in (0, 1)]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 1
+    assert "ConfigError: launch: rank 0 of 3 did not meet the others at" in (tmp_path / "0").read_text()
+    assert "of 3 ranks these did not come: 2. Give every machine" in (tmp_path / "1").read_text()
 
 
 def test_one_rank_alone():

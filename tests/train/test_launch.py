@@ -135,11 +135,32 @@ def test_two_nodes_over_ssh_train_what_one_process_trains_and_sigterm_is_requeue
 
 
 @pytest.mark.slow
+def test_a_stop_while_ranks_are_starting_is_no_failure(place):
+    """Sent as soon as both ranks are processes: they import for seconds and meet then."""
+    job = scripted(place, "node.sh", "early", "train.steps=100000", RANKS="2")
+    deadline = time.monotonic() + 100
+    while len(ranks_of(job)) < 2:
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert err.count("stopped by SIGTERM before the work began") == 2 and not (place / "early").exists()
+
+
+def ranks_of(job: subprocess.Popen[str]) -> list[str]:
+    """Process ids of the ranks under node.sh: the launcher's children that run headstart.train."""
+    found = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        ["pgrep", "-f", "-P", ",".join(found or ["1"]), "headstart.train"], capture_output=True, text=True
+    ).stdout.split()
+
+
+@pytest.mark.slow
 def test_a_rank_killed_ends_the_job_within_a_minute_and_is_named(place):
     job = scripted(place, "node.sh", "killed", "train.steps=100000", "train.save_every=5", RANKS="2")
     wait_for_steps(job, place / "killed", 6)
-    launcher = int(subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()[0])
-    ranks = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
+    ranks = ranks_of(job)
     assert len(ranks) == 2
     began = time.monotonic()
     os.kill(int(ranks[1]), signal.SIGKILL)

@@ -3,13 +3,17 @@ import errno
 import io
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from headstart.heads.errors import ConfigError, DiskFullError
+from headstart.heads.files import set_aside
 from headstart.train import track
 from headstart.train.config import TrainConfig
+from headstart.train.resume import TRAINED
 from headstart.train.track import MetricLog, Reporter, TensorBoardTracker, open_tracker
 
 
@@ -115,6 +119,26 @@ def test_wandb_offline(tmp_path, monkeypatch):
     tracker.log(3, {"train/loss": 1.5})
     tracker.close()
     assert list((tmp_path / "wandb").rglob("*.wandb"))
+
+
+def test_a_wandb_run_keeps_its_id_until_it_is_started_anew(tmp_path, monkeypatch):
+    """With the id of a run that was moved to previous/, the records of two trainings would be one curve."""
+    asked = []
+
+    def init(**options):
+        asked.append(options)
+        return SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+
+    fake = SimpleNamespace(init=init, errors=SimpleNamespace(Error=RuntimeError))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    place = tmp_path / "my run: 1"
+    for anew in (False, False, True):
+        if anew:
+            set_aside(place, "train", [place / name for name in TRAINED])
+        open_tracker(TrainConfig(steps=1, tracker="wandb"), place, 0, {}).close()
+    ids = [options["id"] for options in asked]
+    assert ids[0] == ids[1] != ids[2] and all(i.startswith("my-run--1-") for i in ids)
+    assert all(options["resume"] == "allow" and options["name"] == "my run: 1" for options in asked)
 
 
 def test_wandb_without_an_account_says_what_to_do(tmp_path, monkeypatch):

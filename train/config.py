@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.heads.errors import ConfigError
+
+
+#: a rate that AdamW cannot apply in float32 is far above this one
+MOST_LR = 1000.0
 
 
 @dataclass
@@ -100,6 +105,9 @@ class TrainConfig:
         budgets = {"steps": self.steps, "epochs": self.epochs, "max_seconds": self.max_seconds}
         if all(value is None for value in budgets.values()):
             raise ConfigError(f"{where}: no budget is set; set {where}.steps, {where}.epochs or {where}.max_seconds")
+        for name, value in vars(self).items():
+            if isinstance(value, float):
+                _require(math.isfinite(value), f"{where}.{name}", value, "a finite number")
         positive = {
             **budgets,
             "lr": self.lr,
@@ -110,6 +118,7 @@ class TrainConfig:
         positive |= {"accumulation": self.accumulation, "log_every": self.log_every}
         for name, value in positive.items():
             _require(value is None or value > 0, f"{where}.{name}", value, "a number above 0")
+        _require(self.lr <= MOST_LR, f"{where}.lr", self.lr, f"{MOST_LR:g} at most (1e-4 is usual)")
         for name in ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch"):
             _require(getattr(self, name) >= 0, f"{where}.{name}", getattr(self, name), "0 or more")
         for name in ("weight_decay", "seed", "disk_wait"):

@@ -84,6 +84,11 @@ def test_half_precision_master_weights_are_refused():
         ({"steps": 1, "warmup_ratio": 1.5}, "train.warmup_ratio"),
         ({"steps": 1, "accumulation": 0}, "train.accumulation"),
         ({"steps": 1, "tracker": "mlflow"}, "train.tracker"),
+        ({"steps": 1, "lr": 1e38}, "train.lr: found 1e\\+38, expected 1000 at most"),
+        ({"epochs": float("inf")}, "train.epochs: found inf, expected a finite number"),
+        ({"steps": 1, "weight_decay": float("inf")}, "train.weight_decay: found inf"),
+        ({"steps": 1, "eps": float("inf")}, "train.eps: found inf"),
+        ({"steps": 1, "clip_norm": float("nan")}, "train.clip_norm: found nan"),
     ],
 )
 def test_bad_configuration_names_the_field(change, message):

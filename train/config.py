@@ -8,7 +8,6 @@ from typing import Any
 
 from headstart.heads.errors import ConfigError
 
-
 #: a rate that AdamW cannot apply in float32 is far above this one
 MOST_LR = 1000.0
 

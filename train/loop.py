@@ -206,8 +206,8 @@ class _Trainer:
                     if self.config.save_every or self.final_checkpoint:
                         self.saver.copies.prepare(self._saved_shapes())
                     if self.validate is not None:
-                        named = self.head.state_dict().items()
-                        self.saver.best_copies.prepare((f"best/{name}", tensor) for name, tensor in named)
+                        for copies in self.saver.best_copies:
+                            copies.prepare((f"best/{name}", t) for name, t in self.head.state_dict().items())
                 self.started = time.perf_counter() - self.state.elapsed
                 self.meters.restart_clock()
                 self.agreed_elapsed = self.state.elapsed
@@ -475,12 +475,10 @@ class _Trainer:
             self._restate()
 
     def _save_best(self, best: dict[str, Any]) -> None:
-        if from_main(self.saver.best_under_way):
-            self._write_all()  # its copies lie where the new ones will
         began = time.perf_counter()
         tensors = self.parallel.head_tensors()  # gathered by all ranks
         if self.rank == 0:
-            self.saver.save_best(self.saver.best_copies.take("best", tensors), best)
+            self.saver.save_best(tensors, best)
         else:
             for _ in tensors:
                 pass

@@ -89,7 +89,7 @@ class Plan:
 
     Attributes:
         memory: component → bytes on one rank; phases that follow one another count once (`peak`).
-        host: pinned host memory of rank 0 for checkpoints.
+        host: pinned host memory of rank 0 for checkpoints (weights, two moments) and two best heads.
         steps: optimiser steps, None when only a clock ends the run.
         hours: at the tokens/s given, None without.
         notes: what was assumed.
@@ -259,7 +259,7 @@ def make_plan(
     if config.max_seconds is not None:
         hours = min(hours or float("inf"), config.max_seconds / 3600)
     disk = disk_of(target, head, config, layout, steps, tokens_per_epoch)
-    host = 3 * parameter_bytes(head.parameters(), 4)
+    host = 5 * parameter_bytes(head.parameters(), 4)
     return Plan(layout, memory, peak, host, disk, tokens_per_step, steps, hours, device_bytes, list(notes))
 
 

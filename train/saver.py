@@ -82,21 +82,24 @@ class HostCopies:
 
 
 class Saver:
-    """Rank 0's writer; one checkpoint and one best head are under way at most.
+    """Rank 0's writer; one checkpoint is under way at most, one best head is being written and one waits.
 
     The thread never calls the GPU, which a capture on the main thread would not tolerate.
 
     Attributes:
-        copies, best_copies: of what a checkpoint and the best head are made of.
-        best_under_way: whether `best_copies` are still to be written.
+        copies: of what a checkpoint is made of.
+        best_copies: of the best head that is being written and of the one that waits, whichever is which.
     """
 
     def __init__(self, store: CheckpointStore, device: torch.device):
-        self.store, self.copies, self.best_copies = store, HostCopies(device), HostCopies(device)
-        self.best_under_way = False
+        self.store, self.copies = store, HostCopies(device)
+        self.best_copies = HostCopies(device), HostCopies(device)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        #: in the order in which they are to be written: a checkpoint names the best head before it
-        self._pending: list[tuple[HostCopies, Callable[[], object]]] = []
+        #: in the order in which they are to be written: a checkpoint names the best head before it (None: that one)
+        self._pending: list[tuple[HostCopies, Callable[[], object]] | None] = []
+        self._best_waiting: tuple[HostCopies, Callable[[], object]] | None = None
+        #: whose content the thread has
+        self._best_written: HostCopies | None = None
         self._writing: list[tuple[Callable[[], object], Future[Any]]] = []
         self._error: BaseException | None = None
         #: what failed and what was to come after it, in order
@@ -108,26 +111,29 @@ class Saver:
         self._pending.append((self.copies, lambda: self.store.save(checkpoint)))
         self.poll()
 
-    def save_best(self, head: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write the best head (made of `best_copies`) likewise."""
+    def save_best(self, tensors: Iterable[tuple[str, Tensor]], state: dict[str, Any]) -> None:
+        """Write the best head likewise. It takes the place of one that still waits: no step waits for the disk."""
+        copies = next(c for c in self.best_copies if c is not self._best_written)
+        head = copies.take("best", tensors)
 
         def write() -> None:
             self.store.save_best(head, state)
-            self.best_under_way = False
+            self._best_written = None
 
-        self.best_under_way = True
-        self._pending.append((self.best_copies, write))
+        if self._best_waiting is None:
+            self._pending.append(None)
+        self._best_waiting = copies, write
         self.poll()
 
     def restate(self, state: dict[str, Any]) -> None:
         """Replace the JSON state of the checkpoint saved last, after it and the best head."""
-        self._pending.append((self.best_copies, lambda: self.store.restate(state)))
+        self._pending.append((self.copies, lambda: self.store.restate(state)))
         self.poll()
 
     def protect(self) -> None:
         """HostCopies.protect, of all of them."""
-        self.copies.protect()
-        self.best_copies.protect()
+        for copies in (self.copies, *self.best_copies):
+            copies.protect()
 
     def _submit(self, write: Callable[[], object]) -> None:
         """Write after what is under way, if that succeeds: what comes later builds upon it."""
@@ -145,8 +151,16 @@ class Saver:
 
     def poll(self) -> None:
         """Hand completed snapshots to the thread, and notice failures; waits for nothing."""
-        while self._pending and self._pending[0][0].ready():
-            self._submit(self._pending.pop(0)[1])
+        while self._pending:
+            best = self._pending[0] is None
+            copies, write = self._pending[0] or self._best_waiting or (None, None)
+            assert copies is not None and write is not None
+            if not copies.ready() or (best and self._best_written is not None):
+                break
+            if best:
+                self._best_written, self._best_waiting = copies, None
+            self._pending.pop(0)
+            self._submit(write)
         for write, future in [(w, f) for w, f in self._writing if f.done()]:
             self._writing.remove((write, future))
             if future.exception() is not None:
@@ -155,11 +169,15 @@ class Saver:
                     self._error = future.exception()
 
     def idle(self, seconds: float) -> bool:
-        """Whether nothing is under way or unwritten, after waiting at most `seconds`."""
+        """Whether nothing is under way or unwritten, after waiting at most `seconds` for the disk."""
+        deadline = time.monotonic() + seconds
         self.poll()
-        if not self._pending and self._writing:
-            wait([future for _, future in self._writing], timeout=seconds)
+        while self._writing:
+            left = max(deadline - time.monotonic(), 0.0) if seconds else 0.0
+            wait([future for _, future in self._writing], timeout=left)
             self.poll()
+            if left == 0.0:
+                break
         return not self._pending and not self._writing and not self.failed
 
     def free(self) -> bool:
@@ -171,16 +189,14 @@ class Saver:
         return self._error is not None
 
     def _settle(self) -> None:
-        """Wait for everything under way."""
-        self._hand_over()
-        wait([future for _, future in self._writing])
-        self.poll()
-
-    def _hand_over(self) -> None:
-        """Wait for the copies under way, so that the thread has them all."""
-        for copies, _ in self._pending:
-            copies.wait()
-        self.poll()
+        """Wait for everything under way, or until a write fails."""
+        while True:
+            for copies in (self.copies, *self.best_copies):
+                copies.wait()
+            self.poll()
+            if not self._writing:
+                return
+            wait([future for _, future in self._writing])
 
     def finish(self) -> None:
         """Wait for everything under way. Raises what a write raised (DiskFullError when there is no room)."""
@@ -206,7 +222,7 @@ class Saver:
 
     def close(self) -> None:
         """Let a write under way end; its failure no longer matters to a run that is already ending with an error."""
-        self._hand_over()
+        self._settle()
         self._pool.shutdown(wait=True)
 
 

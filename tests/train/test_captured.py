@@ -59,7 +59,7 @@ def test_a_full_pack_needs_no_padding():
     ],
 )
 def test_steps_are_captured_only_where_graphs_can_be(device, kind, precision, possible):
-    accelerator = SimpleNamespace(device=torch.device(device), distributed_type=kind)
+    accelerator = SimpleNamespace(device=torch.device(device), distributed_type=kind, num_processes=2)
     assert captures(TrainConfig(steps=1, mixed_precision=precision), accelerator) is possible
     assert captures(TrainConfig(steps=1, mixed_precision=precision, capture="off"), accelerator) is False
     on = TrainConfig(steps=1, mixed_precision=precision, capture="on")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from train_fakes import FakeHead, FakeSource, make_documents, teacher
 
-from headstart.heads.errors import StorageError
+from headstart.heads.errors import DiskFullError, StorageError
 from headstart.train import checkpoint
 from headstart.train import saver as saver_module
 from headstart.train.checkpoint import Checkpoint, CheckpointStore
@@ -123,50 +123,88 @@ def test_a_best_head_waits_for_its_copies_and_is_written_before_a_later_checkpoi
     monkeypatch.setattr(store, "save_best", lambda head, state: order.append(("best", head["w"].tolist(), state)))
     monkeypatch.setattr(store, "save", lambda checkpoint: order.append(("step", checkpoint.state["step"])))
     complete = threading.Event()
-    monkeypatch.setattr(saver.best_copies, "ready", complete.is_set)
-    monkeypatch.setattr(saver.best_copies, "wait", complete.set)
+    monkeypatch.setattr(saver.best_copies[0], "ready", complete.is_set)
+    monkeypatch.setattr(saver.best_copies[0], "wait", complete.set)
     weight = torch.ones(2)
-    saver.save_best(saver.best_copies.take("best", [("w", weight)]), {"step": 3})
+    saver.save_best([("w", weight)], {"step": 3})
     weight += 1
     saver.save(make(4))
     saver.poll()
-    assert not saver.free() and order == [] and saver.best_under_way
+    assert not saver.free() and order == []
     saver.finish()
-    assert order == [("best", [1.0, 1.0], {"step": 3}), ("step", 4)] and not saver.best_under_way
+    assert order == [("best", [1.0, 1.0], {"step": 3}), ("step", 4)]
     assert saver.idle(0.0)
     saver.close()
 
 
-def test_a_best_head_that_is_still_being_written_is_not_overwritten(tmp_path, monkeypatch):
-    """Two best heads in a row on a slow disk: the second waits for the first, and both are what they were."""
-    found, write = [], CheckpointStore.save_best
+def reusing(copies, group, tensors):
+    """HostCopies.take as on a GPU: into the same buffers every time."""
+    tensors = dict(tensors)
+    taken = {name: copies._buffer(f"{group}/{name}", tensor) for name, tensor in tensors.items()}
+    for name, buffer in taken.items():
+        buffer.copy_(tensors[name])
+    return taken
+
+
+def test_best_heads_that_come_faster_than_the_disk_hold_no_step_up(tmp_path, monkeypatch):
+    """While one is written the next waits, a newer one takes its place, and each that is written is what it was."""
+    first, found, write = threading.Event(), [], CheckpointStore.save_best
+    weights, times = {}, {}
 
     def slow(store, head, state):
-        time.sleep(0.3)
+        assert first.wait(60)
         found.append((state["step"], {name: tensor.clone() for name, tensor in head.items()}))
         write(store, head, state)
 
-    weights = {}
-
     def validate(head, step, final):
         weights[step] = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+        times[step] = time.perf_counter()
+        if step == 8:
+            first.set()
         return {"valid/sim_tau": float(step)}
-
-    def reusing(copies, group, tensors):
-        """As on a GPU: into the same buffers every time."""
-        tensors = dict(tensors)
-        taken = {name: copies._buffer(f"{group}/{name}", tensor) for name, tensor in tensors.items()}
-        for name, buffer in taken.items():
-            buffer.copy_(tensors[name])
-        return taken
 
     monkeypatch.setattr(CheckpointStore, "save_best", slow)
     monkeypatch.setattr(HostCopies, "take", reusing)
-    run(tmp_path, FakeSource(make_documents()), steps=3, eval_every=1, validate=validate)
-    assert [step for step, _ in found] == [1, 2, 3]
+    settings = dict(steps=9, eval_every=1, save_every=2, select="best")
+    result = run(tmp_path, FakeSource(make_documents()), validate=validate, **settings)
+    written = [step for step, _ in found]
+    assert written[0] == 1 and written[-1] == 9 and not {3, 4, 5, 6} & set(written) and sorted(written) == written
     for step, head in found:
         assert head.keys() == weights[step].keys()
         assert all(torch.equal(tensor, weights[step][name]) for name, tensor in head.items())
+    assert times[8] - times[1] < 5 and result.save_blocked_ms < 1000
+    store = CheckpointStore(tmp_path / "checkpoints", 0)
+    assert store.best_damage() is None and torch.equal(
+        store.load_best()["heads.0.weight"], weights[9]["heads.0.weight"]
+    )
+
+
+def test_no_checkpoint_names_a_best_head_that_is_not_on_the_disk(tmp_path, monkeypatch):
+    """Best 1, checkpoint, best 2 in place of none, its checkpoint's new state: written in that order, also after a
+    full disk."""
+    store = CheckpointStore(tmp_path, 0)
+    saver, order, full = Saver(store, torch.device("cpu")), [], [True]
+
+    def save_best(head, state):
+        if full[0]:
+            raise DiskFullError("the disk is full")
+        order.append(("best", head["w"].tolist(), state["step"]))
+
+    monkeypatch.setattr(store, "save_best", save_best)
+    monkeypatch.setattr(store, "save", lambda checkpoint: order.append(("save", checkpoint.state["step"])))
+    monkeypatch.setattr(store, "restate", lambda state: order.append(("restate", state["step"])))
+    monkeypatch.setattr(HostCopies, "take", reusing)
+    saver.save_best([("w", torch.tensor([1.0]))], {"step": 1})
+    saver.save(make(1))
+    saver.save_best([("w", torch.tensor([2.0]))], {"step": 2})
+    saver.restate({"step": 2})
+    saver.save_best([("w", torch.tensor([3.0]))], {"step": 3})
+    assert not saver.idle(5.0) and saver.failed and order == []
+    assert not saver.retry() and order == []
+    full[0] = False
+    assert saver.retry()
+    assert order == [("best", [1.0], 1), ("save", 1), ("best", [3.0], 3), ("restate", 2)]
+    saver.close()
 
 
 def test_a_failed_write_is_raised_once_and_stops_the_run(tmp_path, monkeypatch):

@@ -59,9 +59,11 @@ class Steps:
             found = read_json(path)
         except (DataError, OSError) as error:
             found = str(error)
-        if not isinstance(found, dict):
+        whole = isinstance(found, dict) and isinstance(found.get("inputs"), dict)
+        if not whole or (found.get("status") == "done" and not isinstance(found.get("result"), dict)):
             raise StorageError(
-                f"{path}: found what is not a step's marker ({found}), expected a JSON object. Move it away and run "
+                f"{path}: found what is not a step's marker ({_short(found)}), expected status, inputs and, of a step "
+                "that is done, result. Move it away and run "
                 f"the same command: {step} then goes on from what it has made"
             )
         return found

@@ -258,20 +258,22 @@ class CheckpointStore:
                 return path
             faults[path] = fault
         faults |= {path: "set aside before" for path in self.directory.glob("damaged-step-*") if not faults}
-        if faults:
+        latest = self.directory / "latest"
+        if faults or latest.exists():
             listed = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
+            what = f"all {len(faults)} checkpoints are damaged ({listed})" if faults else f"{latest.name} names one"
             raise StorageError(
-                f"{self.directory}: all {len(faults)} checkpoints are damaged ({listed}). Put a copy of one back if "
-                "you have it, start over with train.resume=false (they are kept in previous/), or choose another place "
-                "with run_dir=…"
+                f"{self.directory}: no checkpoint can be used, though {what}. Put a copy of one back if you have it, "
+                "start over with train.resume=false (what is there is kept in previous/), or choose another place with "
+                "run_dir=…"
             )
         return None
 
     @staticmethod
-    def head_names(path: Path | str) -> list[str]:
-        """Tensor names of the head in a checkpoint, without reading the tensors."""
+    def head_shapes(path: Path | str) -> dict[str, tuple[int, ...]]:
+        """Name and shape of the head's tensors in a checkpoint, without reading them."""
         with safe_open(Path(path) / "head.safetensors", framework="pt") as file:
-            return list(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
     @staticmethod
     def load(path: Path) -> Checkpoint:
@@ -292,6 +294,11 @@ class CheckpointStore:
     def best_damage(self) -> str | None:
         """What is wrong with the best head, None when it can be used."""
         return damage(self.directory / "best", BEST_FILES)
+
+    def best_state(self) -> dict[str, Any]:
+        """{"name", "value", "step"} of the validation that the best head comes from."""
+        state = read_json(self.directory / "best" / "state.json")
+        return {name: state[name] for name in ("name", "value", "step")}
 
     def load_best(self) -> dict[str, Tensor]:
         return load_file(self.directory / "best" / "head.safetensors")

@@ -52,10 +52,13 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> int:
 
     Raises: ConfigError naming the variable that is missing, no number or out of range.
     """
-    numbers = {name: _number(name, environment) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    numbers = {name: _number(name, environment) for name in names}
     size = numbers["WORLD_SIZE"] or 1
-    if size == 1 or numbers["LOCAL_RANK"] is None:  # one process, or a launcher of another kind: check_launch
+    if size == 1:
         return 1
+    if numbers["LOCAL_RANK"] is None:  # no launcher of ours: this process would be alone
+        check_launch(1, environment)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name, "").strip()]
     if missing:
         raise ConfigError(

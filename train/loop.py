@@ -276,6 +276,8 @@ class _Trainer:
             self._settle()
             self.state.elapsed = self._elapsed()
             return None
+        if self.validate is not None and reason != "signal":
+            self.state.unvalidated = True
         checkpoint = self._save_now()  # before the validation, as in the loop
         if reason == "signal":
             self.reporter.say(

@@ -18,6 +18,7 @@ from headstart.train.checkpoint import (
     unpack_rng,
 )
 from headstart.train.distributed import SHARED, from_main, gather_objects, on_main
+from headstart.train.track import last_step
 
 if TYPE_CHECKING:
     from headstart.train.loop import _Trainer
@@ -99,6 +100,7 @@ def restore(trainer: _Trainer) -> int:
         return 0
     found = on_main(lambda: store.find(say))
     if found is None:
+        on_main(lambda: _keep_orphans(trainer))
         return 0
     path = store.directory / found.name
     _require_same_checkpoint(path)
@@ -114,16 +116,38 @@ def restore(trainer: _Trainer) -> int:
     say(f"continuing from {path} (step {trainer.state.step})")
     if state["world_size"] != trainer.size:
         say(f"ranks: {state['world_size']} before, {trainer.size} now; data order and global batch stay the same")
-    best = trainer.state.best
-    fault = on_main(store.best_damage) if best is not None else None
-    if best is not None and fault is not None:
+    trainer.state.best = on_main(lambda: _best_on_disk(trainer))
+    from_main(None)  # no rank may write before every rank has read
+    return trainer.state.step
+
+
+def _keep_orphans(trainer: _Trainer) -> None:
+    """Before a start at step 0: what a run has made that must have had a checkpoint moves to previous/."""
+    last, every = last_step(trainer.run_dir / "metrics.jsonl"), trainer.config.save_every
+    if not every or last < every:
+        return  # it ended before its first checkpoint
+    place = set_aside(trainer.run_dir, "train", [trainer.run_dir / name for name in TRAINED])
+    trainer.reporter.say(
+        f"WARNING: no checkpoint is there, though metrics.jsonl goes to step {last}: training starts at step 0. What "
+        f"was there is kept in {place}"
+    )
+
+
+def _best_on_disk(trainer: _Trainer) -> dict[str, Any] | None:
+    """What the best head is that a run ends with: best/ may be newer than the checkpoint, or be gone."""
+    best, store, say = trainer.state.best, trainer.store, trainer.reporter.say
+    fault = store.best_damage()
+    if fault is None:
+        found = store.best_state()
+        if best is not None and best != found:
+            say(f"NOTE: the best head so far is that of step {found['step']} ({found['name']} {found['value']:.4g})")
+        return found
+    if best is not None:
         say(
             f"WARNING: the best head (step {best['step']}, {best['name']} {best['value']:.4g}) is damaged: {fault}. "
             "The next validation counts as the best so far"
         )
-        trainer.state.best = None
-    from_main(None)  # no rank may write before every rank has read
-    return trainer.state.step
+    return None
 
 
 def _require_same_checkpoint(path: Path) -> None:
@@ -152,7 +176,8 @@ def _check_same_run(trainer: _Trainer, state: dict[str, Any], path: str) -> None
     for name, value in asdict(trainer.config).items():
         if name not in SILENT and saved.get(name) != value:
             trainer.reporter.say(f"NOTE: train.{name} was {saved.get(name)!r} until here, is {value!r} from now on")
-    found, wanted = set(CheckpointStore.head_names(path)), set(trainer.head.state_dict())
+    found = set(CheckpointStore.head_shapes(path).items())
+    wanted = {(name, tuple(tensor.shape)) for name, tensor in trainer.head.state_dict().items()}
     if found != wanted:
-        differing = ", ".join(sorted(found ^ wanted)[:4])
+        differing = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(found ^ wanted)[:4])
         raise ConfigError(f"{path}: holds another head (tensors that differ: {differing}): {remedy}")

@@ -92,6 +92,14 @@ def _step(line: str, unvalidated: bool = False) -> float:
         return math.inf
 
 
+def last_step(path: Path) -> int:
+    """The last step that a metrics.jsonl tells of, 0 without one."""
+    if not path.is_file():
+        return 0
+    steps = map(_step, path.read_text(encoding="utf-8", errors="replace").splitlines())
+    return max((int(step) for step in steps if math.isfinite(step)), default=0)
+
+
 class TensorBoardTracker:
     def __init__(self, directory: Path, resume_step: int):
         try:

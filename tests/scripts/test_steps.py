@@ -106,7 +106,16 @@ def test_a_step_is_done_again_when_asked_to(tmp_path: Path) -> None:
     assert (tmp_path / "head/made.txt").read_text() == "3"
 
 
-@pytest.mark.parametrize("harm", [lambda p: p.write_text('{"step": "tr'), lambda p: p.write_text("[]"), None])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda p: p.write_text('{"step": "tr'),
+        lambda p: p.write_text("[]"),
+        lambda p: p.write_text("{}"),
+        lambda p: p.write_text('{"status": "done", "inputs": {"a": 1}}'),
+        None,
+    ],
+)
 def test_a_marker_that_cannot_be_read_is_told_with_the_remedy(tmp_path: Path, harm: Callable[[Path], object]) -> None:
     steps, work = Steps(tmp_path, lambda message: None), Work(tmp_path / "head")
     steps.run("train", {"a": 1}, [work.output], work)

@@ -79,6 +79,8 @@ RANKS = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: found 'two', expected a whole number"),
         ({"RANK": "-1"}, "RANK: found '-1', expected a whole number"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK: found 'x'"),
+        ({"LOCAL_WORLD_SIZE": "abc"}, "LOCAL_WORLD_SIZE: found 'abc'"),
+        ({"LOCAL_RANK": ""}, "WORLD_SIZE promises 2 ranks and the process group has 1"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT: found 'http'"),
         ({"MASTER_ADDR": ""}, "found WORLD_SIZE=2 without MASTER_ADDR, which every rank needs"),
         ({"RANK": "", "MASTER_PORT": ""}, "found WORLD_SIZE=2 without RANK, MASTER_PORT"),
@@ -97,7 +99,6 @@ def test_a_launchers_variable_that_cannot_be_is_named(changes, message):
 def test_variables_of_a_launch_and_of_none():
     assert check_variables(RANKS) == 2
     assert check_variables({}) == check_variables({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}) == 1
-    assert check_variables({"WORLD_SIZE": "2"}) == 1  # left to check_launch
 
 
 def free_port() -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -135,6 +136,36 @@ def test_every_start_anew_keeps_what_the_one_before_had_made(tmp_path):
         run(tmp_path, resume=False, steps=steps)
     kept = [(tmp_path / f"previous/{n}-train/checkpoints/latest").read_text() for n in (1, 2)]
     assert kept == ["step-00000002\n", "step-00000003\n"]
+
+
+@pytest.mark.parametrize("left", ["latest", "best"])
+def test_checkpoints_that_are_gone_are_not_a_fresh_start(tmp_path, left, capsys):
+    """Deleted but for `latest`: an error, as if they were damaged. Without any trace but the metrics: all is kept."""
+    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": float(step)}, eval_every=3)
+    run(tmp_path, steps=7, **chosen)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    for path in (tmp_path / "checkpoints").glob("step-*"):
+        shutil.rmtree(path)
+    if left == "latest":
+        with pytest.raises(
+            StorageError, match="no checkpoint can be used, though latest names one.*train.resume=false"
+        ):
+            run(tmp_path, **chosen)
+        assert (tmp_path / "metrics.jsonl").read_text() == before
+        return
+    (tmp_path / "checkpoints/latest").unlink()
+    head, source = FakeHead(noise=0.1), FakeSource(make_documents())
+    train(head, source, teacher(), source.lengths, config(), tmp_path, pack_tokens=20, progress=True)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "WARNING: no checkpoint is there, though metrics.jsonl goes to step 7: training starts at step 0" in said
+    assert (tmp_path / "previous/1-train/metrics.jsonl").read_text() == before
+    assert (tmp_path / "previous/1-train/checkpoints/best/head.safetensors").is_file()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_simply_starts_again(tmp_path):
+    with pytest.raises((Killed, TrainingError)):
+        run(tmp_path, KillingSource(make_documents(), after=5))
+    assert run(tmp_path)[1].resumed_from == 0 and not (tmp_path / "previous").exists()
 
 
 def test_only_checkpoints_that_were_set_aside_are_not_a_fresh_start(tmp_path):
@@ -357,6 +388,58 @@ def test_a_validation_that_fails_costs_no_trained_step_and_is_made_again(tmp_pat
     assert [r["step"] for r in records(tmp_path / "run") if "valid/sim_tau" in r] == [4, 8, 12]
     state = json.loads((tmp_path / "run/checkpoints/step-00000008/state.json").read_text())
     assert not state["unvalidated"] and state["best"]["step"] == 8 and len(state["rng"]) == 1
+
+
+def test_a_final_validation_that_ended_in_a_kill_is_recorded_once(tmp_path, monkeypatch):
+    """Killed after its record and before the checkpoint that says so."""
+    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": float(step)}, eval_every=6)
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.train.loop._Trainer._restate", lambda trainer: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            run(tmp_path, save_every=5, **chosen)
+    assert [r["step"] for r in records(tmp_path) if "valid/sim_tau" in r] == [6, 12]
+    source = FakeSource(make_documents())
+    _, result = run(tmp_path, source, save_every=5, **chosen)
+    assert source.asked == [] and result.best["step"] == 12
+    assert [r["step"] for r in records(tmp_path) if "valid/sim_tau" in r] == [6, 12]
+
+
+def test_the_best_head_is_the_one_on_the_disk_also_when_the_run_takes_another_turn(tmp_path, capsys):
+    """best/ of step 6, newest checkpoint of step 4: continued with another rate, no validation is as good again."""
+    scores = {3: 1.2, 6: 1.9, 9: 1.5, 12: 1.4}
+    chosen = dict(eval_every=3, select="best")
+    seen = {}
+
+    def validate(head, step, final):
+        seen[step] = head.heads[0].weight.detach().clone()
+        return {"valid/sim_tau": scores[step]}
+
+    with pytest.raises((Killed, TrainingError)):
+        run(tmp_path, KillingSource(make_documents(), after=15), validate=validate, **chosen)
+    head, source = FakeHead(noise=0.1), FakeSource(make_documents())
+    result = train(
+        head, source, teacher(), source.lengths, config(lr=0.5, **chosen), tmp_path,
+        lambda h, s, f: {"valid/sim_tau": 1.0}, pack_tokens=20, progress=True,
+    )  # fmt: skip
+    assert result.resumed_from == 4 and result.best == {"name": "valid/sim_tau", "value": 1.9, "step": 6}
+    assert torch.equal(head.heads[0].weight, seen[6])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "NOTE: the best head so far is that of step 6 (valid/sim_tau 1.9)" in said
+
+
+def test_a_head_of_other_sizes_is_refused(tmp_path):
+    run(tmp_path)
+
+    class Wider(FakeHead):
+        def __init__(self, **more):
+            super().__init__(**more)
+            self.heads[1] = torch.nn.Linear(8, 14)
+
+    source = FakeSource(make_documents())
+    with pytest.raises(
+        ConfigError, match=r"holds another head \(tensors that differ: heads.1.bias \[13\], heads.1.bias"
+    ):
+        train(Wider(), source, teacher(), source.lengths, config(), tmp_path, pack_tokens=20, progress=False)
 
 
 def test_a_validation_made_before_a_kill_is_recorded_once(tmp_path):

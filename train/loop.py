@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from headstart.data.packing import plan_packs
 from headstart.heads.base import FeatureBatch, Head, Teacher
@@ -204,10 +203,10 @@ class _Trainer:
                         self.config, self.run_dir, resumed_from, asdict(self.config), tracker, self.state.unvalidated
                     )
                     if self.config.save_every or self.final_checkpoint:
-                        self.saver.copies.prepare(self._saved_shapes())
+                        self.saver.copies.prepare(self._saved_sizes())
                     if self.validate is not None:
                         for copies in self.saver.best_copies:
-                            copies.prepare((f"best/{name}", t) for name, t in self.head.state_dict().items())
+                            copies.prepare((f"best/{name}", *size) for name, *size in self.parallel.head_sizes())
                 self.started = time.perf_counter() - self.state.elapsed
                 self.meters.restart_clock()
                 self.agreed_elapsed = self.state.elapsed
@@ -491,14 +490,14 @@ class _Trainer:
         if self.rank == 0:
             self.saver.restate(state_values(self, []))
 
-    def _saved_shapes(self) -> Iterator[tuple[str, Tensor]]:
+    def _saved_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         """What a checkpoint will hold, before the optimiser has moments."""
-        for name, tensor in self.head.state_dict().items():
-            yield f"head/{name}", tensor
-        for name, parameter in self.head.named_parameters():
-            if parameter.requires_grad:
-                yield f"optimizer/exp_avg/{name}", parameter
-                yield f"optimizer/exp_avg_sq/{name}", parameter
+        trained = {name for name, parameter in self.head.named_parameters() if parameter.requires_grad}
+        for name, shape, dtype in self.parallel.head_sizes():
+            yield f"head/{name}", shape, dtype
+            if name in trained:
+                yield f"optimizer/exp_avg/{name}", shape, dtype
+                yield f"optimizer/exp_avg_sq/{name}", shape, dtype
 
     def _save_soon(self) -> None:
         """Begin a periodic checkpoint, or put it off to a later step while the one before is still being written."""

@@ -135,6 +135,13 @@ class Parallel:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    def head_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of what `head_tensors` will give, without gathering anything."""
+        parameters = dict(self.head.named_parameters())
+        for name, tensor in self.head.state_dict().items():
+            # DeepSpeed leaves an empty tensor in the place of one in shards
+            yield name, tuple(getattr(parameters.get(name), "ds_shape", tensor.shape)), tensor.dtype
+
     def head_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of the head's state dict, one at a time; all ranks take part."""
         for name, tensor in self.head.state_dict().items():

@@ -177,7 +177,7 @@ def _check_same_run(trainer: _Trainer, state: dict[str, Any], path: str) -> None
         if name not in SILENT and saved.get(name) != value:
             trainer.reporter.say(f"NOTE: train.{name} was {saved.get(name)!r} until here, is {value!r} from now on")
     found = set(CheckpointStore.head_shapes(path).items())
-    wanted = {(name, tuple(tensor.shape)) for name, tensor in trainer.head.state_dict().items()}
+    wanted = {(name, shape) for name, shape, _ in trainer.parallel.head_sizes()}
     if found != wanted:
         differing = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(found ^ wanted)[:4])
         raise ConfigError(f"{path}: holds another head (tensors that differ: {differing}): {remedy}")

@@ -39,16 +39,15 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._done: torch.cuda.Event | None = None
 
-    def prepare(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def prepare(self, sizes: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
         """Allocate the buffers now: pinning gigabytes takes seconds that no step should wait for."""
-        for name, tensor in tensors:
-            if self._cuda and tensor.device.type == "cuda":
-                self._buffer(name, tensor)
+        for name, shape, dtype in sizes if self._cuda else ():
+            self._buffer(name, shape, dtype)
 
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         found = self._buffers.get(name)
-        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._cuda)
+        if found is None or found.shape != shape or found.dtype != dtype:
+            found = torch.empty(shape, dtype=dtype, pin_memory=self._cuda)
             self._buffers[name] = found
         return found
 
@@ -59,7 +58,7 @@ class HostCopies:
             if self._stream is None or tensor.device.type != "cuda":
                 copies[name] = tensor.detach().clone()
                 continue
-            copies[name] = buffer = self._buffer(f"{group}/{name}", tensor)
+            copies[name] = buffer = self._buffer(f"{group}/{name}", tuple(tensor.shape), tensor.dtype)
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(self._stream):
                 buffer.copy_(tensor.detach(), non_blocking=True)

@@ -140,7 +140,9 @@ def test_a_best_head_waits_for_its_copies_and_is_written_before_a_later_checkpoi
 def reusing(copies, group, tensors):
     """HostCopies.take as on a GPU: into the same buffers every time."""
     tensors = dict(tensors)
-    taken = {name: copies._buffer(f"{group}/{name}", tensor) for name, tensor in tensors.items()}
+    taken = {
+        name: copies._buffer(f"{group}/{name}", tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+    }
     for name, buffer in taken.items():
         buffer.copy_(tensors[name])
     return taken

@@ -70,7 +70,7 @@ class Launch:
             if count is not None and count < 1:
                 raise ConfigError(f"--{name}: found {count}, expected a whole number of 1 or more")
         for name, value in positive.items():
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 1e-6 and math.isfinite(value)):
                 raise ConfigError(f"--{name}: found {value}, expected a number above 0")
         if self.mean_tokens is not None and self.samples is None:
             raise ConfigError(f"--mean-tokens: found {self.mean_tokens:g} without --samples, expected both or neither")

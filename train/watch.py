@@ -2,7 +2,8 @@
 
 Every rank's thread beats once a second in a small key-value store that rank 0 hosts, and looks at the others: a rank of
 the same machine is dead as soon as its process is, one elsewhere when its beat has stood still for `limit_s`. A rank
-that fails says so, and the others report its words instead of a broken connection.
+that fails says so, and the others report its words instead of a broken connection. A store that does not answer blocks
+the thread: a second one notices that the first stands still.
 """
 
 from __future__ import annotations
@@ -95,8 +96,11 @@ class Watch:
         self._beats.set(f"word/{self.rank}", "")
         self._beats.set(f"beat/{self.rank}", "0")
         gather_objects(None)  # every key exists from here on
+        self._rounds = 0
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
+        if self.rank:
+            threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -156,13 +160,26 @@ class Watch:
                 if self._stop.is_set():
                     return
             if reason:
-                self._reason = f"{reason}; this job ends here. The same command continues from the last checkpoint."
-                self._lost.set()
-                if not self._stop.wait(GRACE_S):  # the main thread is stuck in a collective
-                    kind = "error: " if self.code else ""
-                    print(f"rank {self.rank}: {kind}{self._reason}", file=sys.stderr, flush=True)
-                    self._end(self.code)
+                self._lose(reason)
                 return
+            self._rounds += 1
+
+    def _watch_store(self) -> None:
+        """Counts the time that the other thread stands still in, and not that in which this process did."""
+        seen, still = -1, 0.0
+        while not self._stop.wait(self.interval_s):
+            seen, still = (seen, still + self.interval_s) if self._rounds == seen else (self._rounds, 0.0)
+            if still > self.limit_s and not self._lost.is_set():
+                self._lose(f"rank 0 has been silent for {still:.0f} s (its store does not answer)")
+                return
+
+    def _lose(self, reason: str) -> None:
+        self._reason = f"{reason}; this job ends here. The same command continues from the last checkpoint."
+        self._lost.set()
+        if not self._stop.wait(GRACE_S):  # the main thread is stuck in a collective
+            kind = "error: " if self.code else ""
+            print(f"rank {self.rank}: {kind}{self._reason}", file=sys.stderr, flush=True)
+            self._end(self.code)
 
     def _look(self, seen: dict[int, tuple[str, float]]) -> str:
         others = [r for r in range(self.size) if r != self.rank]

@@ -114,6 +114,7 @@ def test_a_whole_70b_target_on_every_card_is_refused_with_what_fits(headstart: C
         (("--tokens-per-s", "0"), "--tokens-per-s: found 0.0"),
         (("--tokens-per-s", "inf"), "--tokens-per-s: found inf"),
         (("--tflops", "0"), "--tflops: found 0.0"),
+        (("--tflops", "1e-320"), "--tflops: found 1e-320"),
         (("--samples", "5", "--mean-tokens", "0"), "--mean-tokens: found 0.0"),
         (("--mean-tokens", "5"), "--mean-tokens: found 5 without --samples"),
         (("--samples", "5", "--mean-tokens", "1e9"), "--mean-tokens: found 1e+09, expected 1 to data.max_length="),

@@ -54,6 +54,7 @@ def start(case: str, place: Path) -> list:
         ("killed", 1, signal.SIGKILL, "rank 0: error: rank 1 died (process "),
         ("stopped", 1, signal.SIGSTOP, "rank 0: error: rank 1 has been silent for "),
         ("server", 0, signal.SIGKILL, "rank 1: error: rank 0 is gone"),
+        ("stopped", 0, signal.SIGSTOP, "rank 1: error: rank 0 has been silent for "),
         ("fails", 1, None, "rank 0: error: rank 1 failed: DataError: line 7 is not JSON; this job ends here."),
         ("interrupted", 1, None, "rank 0: rank 1 was stopped by a signal"),
     ],

@@ -412,10 +412,14 @@ class _Trainer:
             raise TrainingError(f"{message} {self._way_back()}, or set train.nonfinite=skip.")
 
     def _way_back(self) -> str:
-        """What a run that met non-finite numbers can go on from, and how."""
-        self.saver.idle(60.0)
-        saved = self.store.paths()
-        kept = f"the same command continues from {saved[0]}" if saved else "no checkpoint was written yet"
+        """What a run that met non-finite numbers can go on from, and how; all ranks wait for what is being written."""
+
+        def newest() -> list[Path]:
+            self.saver.idle(60.0)
+            return self.store.paths()[:1]
+
+        saved = on_main(newest)
+        kept = f"The same command continues from {saved[0]}" if saved else "No checkpoint was written yet"
         return f"{kept}. Look at these samples, lower train.lr, clip gradients (train.clip_norm)"
 
     def _describe_bad(self, flags: list[float], window: Window) -> str:
@@ -432,7 +436,7 @@ class _Trainer:
         message = self._describe_bad(shared, self.recent[-1])
         if self.state.skipped >= MOST_SKIPPED:
             raise TrainingError(
-                f"{message} {MOST_SKIPPED} steps in a row were skipped: training has diverged; {self._way_back()}."
+                f"{message} {MOST_SKIPPED} steps in a row were skipped: training has diverged. {self._way_back()}."
             )
         self.reporter.say(f"WARNING: {message} Step skipped (train.nonfinite=skip).")
         return True

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headstart.heads.errors import ConfigError, DiskFullError
-from headstart.heads.files import explain_disk, write_text
+from headstart.heads.files import explain_disk, unused, write_text
 from headstart.train.config import TrainConfig
 
 #: values of a record that the progress line shows, and their short names
@@ -54,9 +55,15 @@ class MetricLog:
     def __init__(self, path: Path, resume_step: int = 0, unvalidated: bool = False):
         self.path = path
         with explain_disk(path):
+            if resume_step and not path.exists():
+                warn(f"{path} is gone: the records until step {resume_step} are missing")
             if path.exists():
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 kept = [line for line in lines if _step(line, unvalidated) <= resume_step]
+                if any(math.isinf(_step(line)) for line in lines[:-1]):  # a kill can cut the last one only
+                    aside = unused(path.with_name(f"damaged-{path.name}"))
+                    shutil.copyfile(path, aside)
+                    warn(f"{path} has lines that are no records; they are left out, the file as it was is {aside.name}")
                 write_text(path, "".join(line + "\n" for line in kept) if resume_step else "")
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
@@ -80,6 +87,10 @@ class MetricLog:
             self._write()
         finally:
             self._file.close()
+
+
+def warn(message: str) -> None:
+    print(f"WARNING: {message}", file=sys.stderr, flush=True)
 
 
 def _step(line: str, unvalidated: bool = False) -> float:
@@ -170,11 +181,10 @@ class Guarded:
             act(self._tracker)
         except Exception as error:
             self._tracker = None
-            print(
-                f"WARNING: train.tracker: {self.name} failed ({type(error).__name__}: {error}) and gets no more "
-                "records; metrics.jsonl has them all, and training goes on",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            warn(
+                f"train.tracker: {self.name} failed ({type(error).__name__}: {error}) and gets no more records; "
+                "metrics.jsonl has them all, and training goes on"
+            )
 
 
 class Trackers:

@@ -79,6 +79,8 @@ class Watch:
         #: exit code of a rank that ends because of another
         self.code = 1
         self._stop = threading.Event()
+        #: process id of what started this rank, None once it is gone
+        self._launcher: int | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
@@ -97,6 +99,7 @@ class Watch:
         self._beats.set(f"beat/{self.rank}", "0")
         gather_objects(None)  # every key exists from here on
         self._rounds = 0
+        self._launcher = os.getppid()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
         if self.rank:
@@ -152,6 +155,7 @@ class Watch:
         beat = 0
         while not self._stop.wait(self.interval_s):
             beat += 1
+            self._end_without_launcher()
             try:
                 self._beats.set(f"beat/{self.rank}", str(beat))
                 reason = self._look(seen)
@@ -163,6 +167,13 @@ class Watch:
                 self._lose(reason)
                 return
             self._rounds += 1
+
+    def _end_without_launcher(self) -> None:
+        """A rank whose launcher was killed would train on with nobody to end it: it saves and ends, as at a SIGTERM."""
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._launcher = None
+            print(f"rank {self.rank}: the launcher is gone: saving and ending", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _watch_store(self) -> None:
         """Counts the time that the other thread stands still in, and not that in which this process did."""

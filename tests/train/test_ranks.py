@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -181,6 +182,18 @@ def unshared(rank: int, out: Path) -> list[str]:
     return said
 
 
+def diverging_while_saving(out: Path) -> str:
+    """What a rank says whose loss is not finite while rank 0 still writes the only checkpoint."""
+    real = CheckpointStore.save
+    slow = mock.patch.object(CheckpointStore, "save", lambda store, saved: time.sleep(1.5) or real(store, saved))
+    with slow, mock.patch.object(Saver, "free", look):
+        try:
+            run(out, FakeSource(make_documents(), poison=7), save_every=1)
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
 def shard_rows() -> list[int]:
     """Rows of each parameter that this rank holds under fsdp2; its weights are rank 0's."""
     head = FakeHead(seed=torch.distributed.get_rank())
@@ -228,6 +241,7 @@ def _work(rank: int, out: Path) -> dict:
         run(out / "nan", FakeSource(make_documents(), poison=3))  # pack 1: rank 1's
     except TrainingError as error:
         found["nan"] = str(error)
+    found["nan while saving"] = diverging_while_saving(out / "nan while saving")
     source = Signalled(make_documents()) if rank == 1 else FakeSource(make_documents())
     _, result = run(out / "signal", source)
     found["signal"] = [result.stopped, result.step]
@@ -355,6 +369,17 @@ def test_non_finite_loss_of_one_rank_is_named_on_all(ranks):
     assert found[0]["nan"] == found[1]["nan"]
     assert "non-finite loss at step 0, samples sample-2, sample-3." in found[0]["nan"]
     assert json.loads((out / "nan" / "nonfinite-step-0.json").read_text())["sample_ids"] == ["sample-2", "sample-3"]
+
+
+def test_ranks_that_diverge_wait_for_the_checkpoint_under_way_and_name_it(ranks):
+    out, found = ranks
+    assert found[0]["nan while saving"] == found[1]["nan while saving"]
+    place = out / "nan while saving" / "checkpoints" / "step-00000001"
+    assert (
+        f"non-finite loss at step 1, samples sample-6, sample-7. The same command continues from {place}"
+        in (found[1]["nan while saving"])
+    )
+    assert place.is_dir()
 
 
 def test_a_signal_to_one_rank_stops_both_with_a_checkpoint(ranks):

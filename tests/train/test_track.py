@@ -99,6 +99,22 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
+def test_damaged_and_missing_metrics_are_told_and_kept(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}', "garbage", '{"step": 3}', '{"ste']
+    path.write_text("\n".join(lines))
+    open_tracker(TrainConfig(), tmp_path, 3, {}).close()
+    assert path.read_text().splitlines() == [lines[0], lines[2]]
+    assert (tmp_path / "damaged-metrics.jsonl").read_text().splitlines() == lines
+    assert "has lines that are no records" in capsys.readouterr().err
+    path.write_text(lines[0] + "\n" + lines[3])  # cut by a kill
+    open_tracker(TrainConfig(), tmp_path, 3, {}).close()
+    assert "WARNING" not in capsys.readouterr().err and not (tmp_path / "damaged-metrics.jsonl-2").exists()
+    path.unlink()
+    open_tracker(TrainConfig(), tmp_path, 3, {}).close()
+    assert "metrics.jsonl is gone: the records until step 3 are missing" in capsys.readouterr().err
+
+
 def test_tensorboard_receives_scalars(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

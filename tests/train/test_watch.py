@@ -27,6 +27,8 @@ def rank_of(case: str, rank: int, port: int, ready: Path) -> None:
     place = f"machine {rank}" if case in ("stopped", "server") else None
     with Watch(limit_s=3, interval_s=0.2, place=place):
         ready.touch()
+        if case == "orphaned" and rank == 1:
+            os.getppid = lambda: 1
         if case == "clean":
             time.sleep(0.5 if rank else 0.1)
         elif case == "fails" and rank == 1:
@@ -79,6 +81,18 @@ def test_ranks_that_end_at_different_times_do_not_miss_each_other(tmp_path):
         rank.join(timeout=100)
         assert rank.exitcode == 0, (tmp_path / f"err{number}").read_text()
         assert "error" not in (tmp_path / f"err{number}").read_text()
+
+
+def test_a_rank_whose_launcher_is_gone_is_told_to_save_and_end(tmp_path):
+    ranks = start("orphaned", tmp_path)
+    try:
+        ranks[1].join(timeout=100)
+        assert ranks[1].exitcode == -signal.SIGTERM  # it has no handler here
+        assert "rank 1: the launcher is gone: saving and ending" in (tmp_path / "err1").read_text()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def test_a_zombie_is_not_alive():

@@ -6,6 +6,7 @@ Results go to stdout (`--json`: one JSON value), progress and messages to stderr
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import typer
@@ -42,7 +43,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code. As a process of its own (no `arguments`) it ends with that code."""
     try:
         app(args=arguments, prog_name="headstart")
     except SystemExit as stop:
@@ -50,4 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    finally:
+        if arguments is None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # taking torch down lasts long enough to be signalled in
     return 0

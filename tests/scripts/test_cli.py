@@ -143,3 +143,11 @@ def test_eval_passes_template_variables(
     for more in ((), ("eval.template_kwargs={shout: true}",)):
         assert headstart("eval", *options, "eval.drafter=none", *more).code == 0
     assert asked == ["One?", "One!"]
+
+
+def test_a_signal_after_the_work_does_not_change_the_exit_code() -> None:
+    program = (
+        "import os, signal, sys; from headstart.cli import main; sys.argv = ['headstart', '--version']; code = main(); "
+        "os.kill(os.getpid(), signal.SIGTERM); sys.exit(code)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100).returncode == 0

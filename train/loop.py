@@ -277,7 +277,10 @@ class _Trainer:
             return None
         if self.validate is not None and reason != "signal":
             self.state.unvalidated = True
-        checkpoint = self._save_now()  # before the validation, as in the loop
+        kept = on_main(self._good_checkpoint) if reason == "signal" and self.state.skipped else None
+        if kept is not None:  # these weights may have diverged
+            self._write_all()
+        checkpoint = kept or self._save_now()  # before the validation, as in the loop
         if reason == "signal":
             self.reporter.say(
                 f"stopped by a signal at step {self.state.step}; the same command continues from {checkpoint}"
@@ -411,15 +414,15 @@ class _Trainer:
             message = self._describe_bad(flags, window)
             raise TrainingError(f"{message} {self._way_back()}, or set train.nonfinite=skip.")
 
+    def _good_checkpoint(self) -> Path | None:
+        """The newest one, after what is being written; rank 0's."""
+        self.saver.idle(60.0)
+        return next(iter(self.store.paths()), None)
+
     def _way_back(self) -> str:
         """What a run that met non-finite numbers can go on from, and how; all ranks wait for what is being written."""
-
-        def newest() -> list[Path]:
-            self.saver.idle(60.0)
-            return self.store.paths()[:1]
-
-        saved = on_main(newest)
-        kept = f"The same command continues from {saved[0]}" if saved else "No checkpoint was written yet"
+        saved = on_main(self._good_checkpoint)
+        kept = f"The same command continues from {saved}" if saved else "No checkpoint was written yet"
         return f"{kept}. Look at these samples, lower train.lr, clip gradients (train.clip_norm)"
 
     def _describe_bad(self, flags: list[float], window: Window) -> str:

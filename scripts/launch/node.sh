@@ -5,6 +5,7 @@
 #   RANKS=8                                         ranks per machine
 #   CONFIG=recipes/accelerate/two-nodes.yaml        accelerate configuration (fsdp2.yaml, zero2.yaml, … work as well)
 #   LAUNCHER=accelerate                             torchrun starts CPU ranks
+#   MEET_S=300                                      seconds within which the launchers of all machines must have met
 #   PIDFILE=                                        where this script's process id is written
 #   STOPPED=                                        a file to create when a signal has stopped this part
 #
@@ -15,8 +16,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 NODES=${NODES:-1} NODE_RANK=${NODE_RANK:-0} HEAD=${HEAD:-127.0.0.1} PORT=${PORT:-29500} RANKS=${RANKS:-8}
-CONFIG=${CONFIG:-recipes/accelerate/two-nodes.yaml} PYTHON=${PYTHON:-python}
-[ $# -gt 0 ] || { sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+CONFIG=${CONFIG:-recipes/accelerate/two-nodes.yaml} PYTHON=${PYTHON:-python} MEET_S=${MEET_S:-300}
+[ $# -gt 0 ] || { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 case "${LAUNCHER:-accelerate}" in
 accelerate)
     launch=("$PYTHON" -m accelerate.commands.launch --config_file "$CONFIG"
@@ -49,13 +50,28 @@ tell_ranks() { # SIGTERM to every rank, once, as soon as it can take it; some ma
     done
 }
 
+end_without_ranks() { # a launcher that waits for another machine says nothing, for as long as it likes
+    local second
+    for ((second = 0; second < MEET_S; second++)); do
+        sleep 1
+        kill -0 "$launcher" 2> /dev/null || return 0
+        if pgrep -f -P "$launcher" headstart.train > /dev/null; then return 0; fi
+    done
+    echo "error: machine $NODE_RANK of $NODES: within $MEET_S s the launcher started no rank, because the machines did not" \
+        "all meet at HEAD=$HEAD PORT=$PORT. Give every machine the same HEAD (machine 0's name), PORT (free there, open to" \
+        "the others) and NODES, and its own NODE_RANK" >&2
+    kill -TERM "$launcher" 2> /dev/null
+    sleep 5
+    kill -KILL "$launcher" 2> /dev/null
+}
+
 launcher="" stopping=0 early=0
 stop() {
     signalled=1
     [ "$stopping" = 0 ] || return 0
     stopping=1
     [ -z "${STOPPED:-}" ] || touch "$STOPPED"
-    launcher=${launcher:-${!:-}}
+    launcher=${launcher:-${!:-}} # not set yet right after the start
     [ -n "$launcher" ] || exit 0
     if ! pgrep -P "$launcher" > /dev/null; then # nothing can be lost yet: the launcher may end as it likes
         early=1
@@ -72,6 +88,7 @@ fi
 # a session of its own: a scheduler that signals this process group must not reach the launcher
 setsid "${launch[@]}" -m headstart.train "$@" &
 launcher=$!
+end_without_ranks &
 while true; do
     signalled=0 code=0
     wait "$launcher" || code=$?

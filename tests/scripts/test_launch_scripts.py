@@ -122,6 +122,15 @@ def test_a_signal_before_there_are_ranks_ends_the_launcher_and_is_no_failure(pla
     assert (place / "stopped").exists()
 
 
+def test_machines_that_do_not_meet_are_told_where_and_the_job_ends(place: Path) -> None:
+    (place / "python").write_text(STARTING)
+    job = start(place, "node.sh", NODES="2", NODE_RANK="1", HEAD="h", PORT="77", MEET_S="2")
+    began = time.monotonic()
+    _, err = job.communicate(timeout=100)
+    assert job.returncode != 0 and time.monotonic() - began < 15
+    assert "error: machine 1 of 2: within 2 s the launcher started no rank" in err and "HEAD=h PORT=77" in err
+
+
 def slurm(place: Path, **more: str) -> subprocess.Popen[str]:
     (place / "checkout").mkdir()
     (place / "checkout" / "scripts").symlink_to(LAUNCH.parent)

@@ -286,6 +286,25 @@ def test_a_run_that_only_skips_ends_and_keeps_its_good_checkpoints(tmp_path):
     assert (result.resumed_from, result.step) == (5, 40)
 
 
+def test_a_stop_while_steps_are_skipped_keeps_the_good_checkpoint(tmp_path):
+    class Diverging(FakeSource):
+        def get(self, pack):
+            batch = super().get(pack)
+            if len(self.asked) > 2 * 5:
+                batch.hidden_RD[:] = float("nan")
+            if len(self.asked) == 2 * 5 + 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return batch
+
+    _, stopped = run(
+        tmp_path, Diverging(make_documents()), steps=40, nonfinite="skip", save_every=1, keep=1, noise=0.0
+    )  # fmt: skip
+    assert stopped.stopped == "signal" and stopped.step > 5
+    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000005"]
+    assert stopped.checkpoint.endswith("step-00000005")
+    assert run(tmp_path, steps=8, nonfinite="skip")[1].resumed_from == 5
+
+
 def test_skipped_steps_in_a_row_count_across_a_stop(tmp_path):
     class Poisoned(FakeSource):
         stops = True

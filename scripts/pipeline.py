@@ -247,9 +247,7 @@ class Run:
         """Raise ConfigError where so many ranks cannot train this recipe; see train.setup.check_layout."""
         from headstart.train.setup import check_layout
 
-        parallel = self.recipe.train.parallel
-        kind = kind or ("replicated" if parallel == "auto" else parallel)
-        check_layout(kind, self.recipe.train, self.recipe.target, ranks, node_ranks)
+        check_layout(kind or self.recipe.train.parallel, self.recipe.train, self.recipe.target, ranks, node_ranks)
 
     def is_trained(self) -> bool:
         """Whether a head trained like this is there, and may stay (`train.resume`)."""

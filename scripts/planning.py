@@ -109,8 +109,7 @@ def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
     launch.check(recipe.data.max_length)
     cards, one_process = launch.gpus, recipe.target.parallel == "device_map"
     node_ranks = 1 if one_process else cards
-    parallel = "replicated" if recipe.train.parallel == "auto" else recipe.train.parallel
-    check_layout(parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
+    check_layout(recipe.train.parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
     target = light_target(recipe.target)
     half = recipe.target.dtype in ("auto", "bfloat16", "float16")
     target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
@@ -119,7 +118,9 @@ def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
         head = build_head(recipe.head, target.dims)
     data = data_of(recipe, launch, talk, target)
     notes = data.notes
-    if recipe.train.parallel == "auto":
+    parallel = recipe.train.parallel
+    if parallel == "auto":
+        parallel = "replicated"
         notes.append("train.parallel=auto: planned as replicated; add train.parallel=fsdp2 for that launch")
     layout = Layout(
         ranks=node_ranks * launch.nodes,

@@ -93,8 +93,7 @@ def restore(trainer: _Trainer) -> int:
     """
     store, say = trainer.store, trainer.reporter.say
     if not trainer.config.resume:
-        made = [trainer.run_dir / name for name in TRAINED]
-        place = on_main(lambda: set_aside(trainer.run_dir, "train", made))
+        place = on_main(lambda: _set_aside(trainer))
         if place is not None:
             say(f"starting anew (train.resume=false); what an earlier run had made is kept in {place}")
         return 0
@@ -121,12 +120,16 @@ def restore(trainer: _Trainer) -> int:
     return trainer.state.step
 
 
+def _set_aside(trainer: _Trainer) -> Path | None:
+    return set_aside(trainer.run_dir, "train", [trainer.run_dir / name for name in TRAINED])
+
+
 def _keep_orphans(trainer: _Trainer) -> None:
     """Before a start at step 0: what a run has made that must have had a checkpoint moves to previous/."""
     last, every = last_step(trainer.run_dir / "metrics.jsonl"), trainer.config.save_every
     if not every or last < every:
         return  # it ended before its first checkpoint
-    place = set_aside(trainer.run_dir, "train", [trainer.run_dir / name for name in TRAINED])
+    place = _set_aside(trainer)
     trainer.reporter.say(
         f"WARNING: no checkpoint is there, though metrics.jsonl goes to step {last}: training starts at step 0. What "
         f"was there is kept in {place}"

@@ -151,9 +151,9 @@ class Saver:
     def poll(self) -> None:
         """Hand completed snapshots to the thread, and notice failures; waits for nothing."""
         while self._pending:
-            best = self._pending[0] is None
-            copies, write = self._pending[0] or self._best_waiting or (None, None)
-            assert copies is not None and write is not None
+            best, entry = self._pending[0] is None, self._pending[0] or self._best_waiting
+            assert entry is not None
+            copies, write = entry
             if not copies.ready() or (best and self._best_written is not None):
                 break
             if best:
@@ -172,7 +172,7 @@ class Saver:
         deadline = time.monotonic() + seconds
         self.poll()
         while self._writing:
-            left = max(deadline - time.monotonic(), 0.0) if seconds else 0.0
+            left = max(deadline - time.monotonic(), 0.0)
             wait([future for _, future in self._writing], timeout=left)
             self.poll()
             if left == 0.0:

@@ -44,7 +44,7 @@ def check_layout(kind: str, config: TrainConfig, target: TargetConfig, ranks: in
     """Raise ConfigError where ranks cannot hold head and target as asked, before anything is loaded (or planned).
 
     Args:
-        kind: see resolve_kind.
+        kind: see resolve_kind; auto, where no launch has decided yet, has no rule of its own.
         node_ranks: ranks of one machine.
     """
     check_kind(kind, config, ranks)

@@ -41,8 +41,8 @@ def command(
 
             from headstart.planning import Launch, plan_recipe, render
 
-            count = torch.cuda.device_count() or 1
-            launch = Launch(gpus or count, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens)
+            count = gpus or torch.cuda.device_count() or 1
+            launch = Launch(count, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens)
             planned = plan_recipe(settings, launch, talk)
             talk.result(planned.to_json(), render(planned))
             return

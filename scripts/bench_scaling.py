@@ -50,6 +50,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from headstart.bench_train import PRESETS, refuse_ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
+from headstart.ending import Ending
 from headstart.heads import HEADS
 from headstart.heads.base import HeadDims, build_head
 from headstart.heads.errors import ConfigError
@@ -255,16 +256,17 @@ def overdue(name: str, seconds: float) -> None:
 
 def run_rank(options: argparse.Namespace) -> None:
     accelerator = make_accelerator("cuda" if torch.cuda.is_available() else "cpu")
+    ending = Ending()
     try:
         with Watch():
             run_jobs(options, accelerator)
     except BaseException:
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # a collective under way would hold an ordinary exit up
+        ending.leave(1, at_once=True)  # a collective under way would hold an ordinary exit up
     accelerator.end_training()
     if dist.is_initialized():
         dist.destroy_process_group()
+    ending.leave(0)
 
 
 def run_jobs(options: argparse.Namespace, accelerator: Any) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 from headstart.early import EarlyStop
+from headstart.ending import Ending
 
 if __name__ == "__main__":
-    early = EarlyStop()
+    early, ending = EarlyStop(), Ending()
     from headstart.train.distributed import is_distributed
     from headstart.train.ranks import main
 
     code = main(begun=early.over)
-    if code and is_distributed():
-        sys.stderr.flush()
-        os._exit(code)  # taking the process group down would wait for the rank that is gone
-    sys.exit(code)
+    # taking down the process group of a launch that failed would wait for the rank that is gone
+    ending.leave(code, at_once=bool(code) and is_distributed())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from tiny_run import losses, make_place
@@ -26,13 +27,33 @@ def place(tmp_path_factory) -> Path:
     return make_place(tmp_path_factory.mktemp("launch"))
 
 
-def launch(command: list[str], place: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    command: list[str], place: Path, name: str, *overrides: str, **more: str
+) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
     arguments = ["-m", "headstart.train", str(place / "recipe.yaml"), f"run_dir={place / name}", *overrides]
     return subprocess.run(
         [*command, *arguments], cwd=place, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
+
+
+def busy_threads(place: Path) -> str:
+    """A PYTHONPATH with which every rank has a thread inside torch as long as it lives, as Gloo's may be at the end."""
+    program = """
+        import os, threading, time
+        def work():
+            import torch
+            numbers = torch.ones(700, 700)
+            while True:
+                numbers @ numbers  # Python taken down meanwhile would abort the process
+                time.sleep(0.001)
+        if "RANK" in os.environ:
+            threading.Thread(target=work, daemon=True).start()
+        """
+    (place / "busy").mkdir(exist_ok=True)
+    (place / "busy" / "sitecustomize.py").write_text(dedent(program))
+    return str(place / "busy")
 
 
 @pytest.mark.slow
@@ -42,7 +63,7 @@ def test_two_and_four_ranks_train_what_one_process_trains(place):
     for ranks, more in ((2, ["train.parallel=fsdp2", "target.parallel=fsdp2"]), (4, [])):
         if ranks == 2:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-            found = launch(torchrun, place, f"ranks-{ranks}", *more)
+            found = launch(torchrun, place, f"ranks-{ranks}", *more, PYTHONPATH=busy_threads(place))
             assert found.returncode == 0, found.stderr
             said = found.stderr
         else:

@@ -254,21 +254,21 @@ class Run:
         outputs = [self.head_dir, self.held_out_path]
         return self.recipe.train.resume and self.steps.is_done("train", self.train_inputs, outputs)
 
-    def train_once(self, accelerator: Any) -> dict[str, Any]:
+    def train_once(self, accelerator: Any, watch: Any = None) -> dict[str, Any]:
         """`train_head` as a step: skipped when it is done, its leftovers moved away when they belong to another run."""
         outputs = [self.head_dir, self.held_out_path]
         return self.steps.run(
             "train",
             self.train_inputs,
             outputs,
-            lambda: self.train_head(accelerator),
+            lambda: self.train_head(accelerator, watch),
             leftovers=[self.dir / name for name in TRAINED],
             lasting=lasting,
             again="" if self.recipe.train.resume else "as asked (train.resume=false)",
         )
 
-    def train_head(self, accelerator: Any) -> dict[str, Any]:
-        """Train on the ranks of `accelerator` (None: this process alone); rank 0 writes."""
+    def train_head(self, accelerator: Any, watch: Any = None) -> dict[str, Any]:
+        """Train on the ranks of `accelerator` (None: this process alone) under their `watch`; rank 0 writes."""
         from headstart.train.loop import train
 
         recipe, target, data = self.recipe, self.target, self.prepare()
@@ -291,6 +291,7 @@ class Run:
             pack_tokens=recipe.data.pack_tokens,
             supervised=[sample.supervised for sample in samples],
             accelerator=accelerator,
+            watch=watch,
             progress=not self.talk.silent,
         )
         if result.stopped == "signal":

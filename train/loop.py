@@ -46,6 +46,7 @@ from headstart.train.setup import captures, make_accelerator, recompute_activati
 from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, idle_note, subsample
 from headstart.train.track import Reporter, Tracker, open_tracker
+from headstart.train.watch import Watch
 
 #: values that ride with the counts of a step: clock, stop requests, an unwritten save, room for the next one
 RIDERS = 4
@@ -101,6 +102,7 @@ def train(
     plan: PackPlan = plan_packs,
     supervised: Sequence[int] | None = None,
     accelerator: Accelerator | None = None,
+    watch: Watch | None = None,
     progress: bool = True,
     final_checkpoint: bool = True,
 ) -> TrainResult:
@@ -116,6 +118,7 @@ def train(
         plan: (lengths, budget, seed, epoch) → packs.
         supervised: supervised tokens of every training sample: packs then hold equally many of them, so that ranks
             finish together; None = balance tokens alone.
+        watch: of the ranks, which then does not end this one while it writes a checkpoint.
         final_checkpoint: False leaves nothing behind at the end (measurements); the result then names no checkpoint.
     Raises:
         ConfigError: bad configuration or launch. DataError: nothing to train on. StorageError: disk full, or every
@@ -126,6 +129,8 @@ def train(
     stream = PackStream(lengths, pack_tokens, config.seed, plan, supervised)
     trainer = _Trainer(head, source, teacher, stream, config, Path(run_dir), validate, accelerator)
     trainer.final_checkpoint = final_checkpoint
+    if watch is not None:
+        watch.outlast = trainer.saver.outlast
     return trainer.run(tracker, provenance, progress)
 
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None, begun: Callable[[], None] = lam
         with terminable(signal.SIG_IGN if accelerator.num_processes > 1 else None), watch:
             begun()
             talk = Talk(silent=not accelerator.is_main_process)
-            train_ranks(Run(recipe, talk, device=str(accelerator.device)), accelerator)
+            train_ranks(Run(recipe, talk, device=str(accelerator.device)), accelerator, watch)
         accelerator.end_training()
     except HeadstartError as error:
         print(f"{rank}error: {error}", file=sys.stderr)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, begun: Callable[[], None] = lam
     return 0
 
 
-def train_ranks(run: Run, accelerator: Accelerator) -> None:
+def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
     """The pipeline's train step on every rank of this launch; rank 0 prepares, marks and writes."""
 
     def prepare() -> bool:
@@ -83,6 +83,6 @@ def train_ranks(run: Run, accelerator: Accelerator) -> None:
         if on_main(prepare):
             return
         if main:
-            run.train_once(accelerator)
+            run.train_once(accelerator, watch)
         else:
-            run.train_head(accelerator)
+            run.train_head(accelerator, watch)

@@ -179,6 +179,12 @@ class Saver:
                 break
         return not self._pending and not self._writing and not self.failed
 
+    def outlast(self, seconds: float) -> bool:
+        """Wait at most `seconds` for files being written, and say whether there were any. Any thread may ask."""
+        under_way = [future for _, future in list(self._writing) if not future.done()]
+        wait(under_way, timeout=seconds)
+        return bool(under_way)
+
     def free(self) -> bool:
         """Whether the next checkpoint may be taken now; waits for nothing."""
         return self.idle(0.0)

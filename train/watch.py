@@ -29,6 +29,8 @@ from headstart.train.distributed import gather_objects, is_distributed
 LIMIT_S = 40.0
 #: seconds a rank has to end by itself once another is gone
 GRACE_S = 5.0
+#: seconds it then has to end a write under way: a launcher kills 30 s after its SIGTERM
+WRITE_S = 15.0
 DONE, STOPPED, FAILED = "done", "stopped", "failed "
 
 
@@ -78,6 +80,8 @@ class Watch:
         self._reason = ""
         #: exit code of a rank that ends because of another
         self.code = 1
+        #: (seconds) → whether it had to wait, at most so long, for files being written; set by who writes
+        self.outlast: Callable[[float], bool] = lambda seconds: False
         self._stop = threading.Event()
         #: process id of what started this rank, None once it is gone
         self._launcher: int | None = None
@@ -187,10 +191,11 @@ class Watch:
     def _lose(self, reason: str) -> None:
         self._reason = f"{reason}; this job ends here. The same command continues from the last checkpoint."
         self._lost.set()
-        if not self._stop.wait(GRACE_S):  # the main thread is stuck in a collective
-            kind = "error: " if self.code else ""
-            print(f"rank {self.rank}: {kind}{self._reason}", file=sys.stderr, flush=True)
-            self._end(self.code)
+        if self._stop.wait(GRACE_S) or (self.outlast(WRITE_S) and self._stop.wait(1.0)):
+            return
+        kind = "error: " if self.code else ""  # the main thread is stuck in a collective
+        print(f"rank {self.rank}: {kind}{self._reason}", file=sys.stderr, flush=True)
+        self._end(self.code)
 
     def _look(self, seen: dict[int, tuple[str, float]]) -> str:
         others = [r for r in range(self.size) if r != self.rank]

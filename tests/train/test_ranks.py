@@ -29,6 +29,7 @@ from headstart.train.saver import Saver
 from headstart.train.setup import make_accelerator
 from headstart.train.step import LossModule
 from headstart.train.track import Reporter
+from headstart.train.watch import Watch
 
 #: as the loop looks for the writer in earnest; most cases here wait for it
 look = Saver.free
@@ -194,6 +195,35 @@ def diverging_while_saving(out: Path) -> str:
     return ""
 
 
+def losing_a_rank_while_saving(rank: int, port: int, out: Path) -> None:
+    """Rank 1 dies while rank 0 writes the first checkpoint for longer than a rank may take to end."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    real, saving = CheckpointStore.save, out / "saving"
+
+    def save(store, saved):
+        saving.touch()
+        time.sleep(2.0)
+        return real(store, saved)
+
+    class Dying(FakeSource):
+        def get(self, pack):
+            while rank == 1 and len(self.asked) >= 3:
+                if saving.exists():
+                    os._exit(9)
+                time.sleep(0.01)
+            return super().get(pack)
+
+    slow = mock.patch.object(CheckpointStore, "save", save)
+    with slow, mock.patch.object(Saver, "free", look), mock.patch("headstart.train.watch.GRACE_S", 0.2):
+        accelerator, source = make_accelerator("cpu"), Dying(make_documents())
+        with Watch(interval_s=0.1) as watch:
+            train(
+                FakeHead(), source, teacher(), source.lengths, config(save_every=1, prefetch=0), out / "run",
+                plan=in_order, progress=False, accelerator=accelerator, watch=watch,
+            )  # fmt: skip
+
+
 def shard_rows() -> list[int]:
     """Rows of each parameter that this rank holds under fsdp2; its weights are rank 0's."""
     head = FakeHead(seed=torch.distributed.get_rank())
@@ -284,6 +314,18 @@ def ranks(tmp_path_factory):
         process.join(timeout=200)
         assert process.exitcode == 0, (out / f"err{number}").read_text()
     return out, [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_a_checkpoint_under_way_outlasts_a_rank_that_dies(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    errors = [tmp_path / f"err{rank}" for rank in range(2)]
+    processes = [forked(lambda r=r: losing_a_rank_while_saving(r, port, tmp_path), errors[r]) for r in range(2)]
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [1, 9], errors[0].read_text()
+    assert CheckpointStore(tmp_path / "run" / "checkpoints", 1).find(print).name == "step-00000001"
 
 
 @pytest.fixture(scope="module")

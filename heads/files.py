@@ -110,10 +110,16 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
 
 
 def require_disk(path: Path, needed_bytes: int, what: str) -> None:
-    """Raise StorageError before work starts when the disk that holds `path` cannot take `needed_bytes`."""
+    """Raise StorageError before work starts when the disk that holds `path` cannot take `needed_bytes`.
+
+    Likewise when `path` cannot be a directory because a file stands in its way.
+    """
     place = Path(path).absolute()
-    while not place.exists():
+    while not os.path.lexists(place):
         place = place.parent
+    with explain_disk(path):
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
     free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise StorageError(

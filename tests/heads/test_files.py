@@ -7,6 +7,7 @@ import os
 import resource
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tokenizers.models import BPE
 
 from headstart.heads import files
 from headstart.heads.errors import DiskFullError, StorageError
-from headstart.heads.files import atomic_write, explain_disk, write_safetensors
+from headstart.heads.files import atomic_write, explain_disk, require_disk, write_safetensors
 
 
 def wrapped(number: int) -> SafetensorError:
@@ -92,3 +93,22 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(DiskFullError):
         atomic_write(tmp_path / "state.json", torn)
     assert os.listdir(tmp_path) == []
+
+
+def test_room_is_asked_of_the_directory_that_will_hold_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda place: asked.append(place) or SimpleNamespace(free=100))
+    require_disk(tmp_path / "not" / "yet", 100, "the run")
+    assert asked == [tmp_path]
+    with pytest.raises(StorageError, match="the run needs about .* GiB free"):
+        require_disk(tmp_path / "not" / "yet", 101, "the run")
+
+
+@pytest.mark.parametrize("below", ["", "run", "a/run"])
+def test_no_room_is_asked_of_a_file(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="a file stands where a directory is expected.*run_dir="):
+        require_disk(tmp_path / "file" / below, 0, "the run")
+    assert (tmp_path / "file").is_file()

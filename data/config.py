@@ -61,6 +61,9 @@ class DistillConfig:
     batch_size: int = 32
     #: longer prompts are reported and skipped; null = as long as the target's context allows
     max_prompt_tokens: int | None = None
+    #: seconds after which no further batch is begun (batches then come in random order, not by length); the same
+    #: command with more of them goes on; null = until every prompt is answered
+    max_seconds: float | None = None
 
     def validate(self, where: str = "data.distill") -> None:
         """Raise ConfigError naming the first field that cannot work."""
@@ -69,6 +72,8 @@ class DistillConfig:
         for name in ("max_new_tokens", "samples_per_prompt", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{where}.{name}: found {getattr(self, name)}, expected a number ≥ 1")
+        if self.max_seconds is not None and not 0 < self.max_seconds < math.inf:
+            raise ConfigError(f"{where}.max_seconds: found {self.max_seconds}, expected a number above 0, or null")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"{where}.temperature: found {self.temperature}, expected 0 (greedy) or more")
         if not 0 < self.top_p <= 1:

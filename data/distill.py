@@ -10,6 +10,8 @@ import hashlib
 import inspect
 import json
 import os
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +68,7 @@ def distill(
     `earlier_turns` before it) and the prompt's `task`. `response_token_ids` ends with the stop token exactly when
     `finish_reason` is "stop". Prompts that cannot be answered are reported through `progress` and listed with their
     reason in `OUT.skipped.json`; the rest goes on. `generator` decodes the batches; None: `generate`, through the
-    model's own forward.
+    model's own forward. With `config.max_seconds` it ends with the batch in which they are over, at least one.
 
     Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered;
         StorageError on a full disk.
@@ -84,11 +86,17 @@ def distill(
         raise DataError(f"distill: none of {len(prompts)} prompts can be answered; the first, {name}: {reason}")
     done = sum(job.id in finished for job in jobs)
     progress(done, len(jobs), f"{done} answers found in {out}" if done else "")
-    for start in range(0, len(jobs), config.batch_size):
+    began, worked = time.monotonic(), False
+    for start in _order(len(jobs), config, seed):
         batch = jobs[start : start + config.batch_size]
         missing = [job for job in batch if job.id not in finished]
         if not missing:
             continue
+        if worked and config.max_seconds is not None and time.monotonic() - began >= config.max_seconds:
+            over = f"data.distill.max_seconds={config.max_seconds:g} are over: {done} of {len(jobs)} answers"
+            progress(done, len(jobs), over)
+            break
+        worked = True
         # the whole batch runs again even if a kill tore it: the same batch gives the same numbers
         answer_batch(target, chat, batch, config, generator or generate)
         _append(out, [_record(job, settings) for job in missing])
@@ -132,6 +140,14 @@ def _plan(
             jobs.append(_Job(name, prompt, ids, int.from_bytes(key, "big") >> 1))
     jobs.sort(key=lambda job: len(job.first_ids))
     return jobs, skipped
+
+
+def _order(jobs: int, config: DistillConfig, seed: int) -> list[int]:
+    """First jobs of the batches, in the order in which they are answered: at random where not all may be."""
+    starts = list(range(0, jobs, config.batch_size))
+    if config.max_seconds is not None:
+        random.Random(seed).shuffle(starts)
+    return starts
 
 
 def _prompt_room(target: Target, config: DistillConfig) -> int:

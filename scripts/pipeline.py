@@ -143,7 +143,9 @@ class Run:
             return None
         path = self.distilled_path
         skipped = path.with_name(path.name + ".skipped.json")
-        return self.steps.run("distill", self.distill_inputs, [path], self._distill, leftovers=[skipped])
+        return self.steps.run(
+            "distill", self.distill_inputs, [path], self._distill, leftovers=[skipped], lasting=answered, extends=True
+        )
 
     def _alone(self, what: str, remedy: str) -> None:
         """Raises: ConfigError where a step that one process does would need a target that is sharded over ranks."""
@@ -440,6 +442,11 @@ class Run:
         origin |= {"serving_parity": parity.to_json(), "tuned": notes(self.head_dir).get("tuned")}
         place = self.dir / "export"
         return exported(export_head(head, place, self.recipe.export, origin), self.talk)
+
+
+def answered(inputs: dict[str, Any]) -> dict[str, Any]:
+    """What distilled answers depend on: with another time limit they stay, and more come to them."""
+    return {**inputs, "settings": identity.without(inputs["settings"], "max_seconds")}
 
 
 def lasting(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     runs/NAME/steps/train.json   {"step", "status": "started" | "done", "inputs", "result", "seconds"}
 
 A step whose marker says done for equal inputs is skipped. A step that was started with equal inputs continues, and so
-does one whose changed inputs do not spoil what it has made so far. Where they do, or the step was done, what it had
-made moves to `runs/NAME/previous/` (caches are deleted) and the step starts afresh.
+does one whose changed inputs do not spoil what it has made so far. Where they do, or the step was done and nothing can
+be added to it, what it had made moves to `runs/NAME/previous/` (caches are deleted) and the step starts afresh.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Steps:
         leftovers: Sequence[Path] = (),
         caches: Sequence[Path] = (),
         lasting: Callable[[dict[str, Any]], Any] = lambda inputs: inputs,
+        extends: bool = False,
         again: str = "",
     ) -> dict[str, Any]:
         """Do the step unless it is done; returns its result (JSON values).
@@ -96,6 +97,7 @@ class Steps:
             leftovers: more of what it makes on the way (checkpoints), set aside with the outputs when inputs change.
             caches: what it can make again, deleted when inputs change.
             lasting: the part of the inputs that may not change while the step is under way.
+            extends: whether a step that is done goes on likewise, from its outputs.
             again: why the step is to start afresh whatever it has made; empty when it is not.
         """
         inputs = _plain(inputs)
@@ -107,10 +109,11 @@ class Steps:
         differences = list(changed(old, inputs)) if found else []
         listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
         started = found.get("status") == "started"
-        if again or (differences and not (started and isinstance(old, dict) and lasting(old) == lasting(inputs))):
+        kept = (started or extends) and isinstance(old, dict) and lasting(old) == lasting(inputs)
+        if again or (differences and not kept):
             self.say(f"{step}: done again, {again or f'its inputs changed ({listed})'}")
             self._set_aside(step, [*outputs, *leftovers], caches)
-        elif started:
+        elif started or differences:
             self.say(f"{step}: continues" + (f" with other settings ({listed})" if differences else ""))
         elif found:
             self.say(f"{step}: done again, {next(path for path in outputs if not path.exists())} is gone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 
@@ -127,6 +128,30 @@ def test_killed_run_continues_to_the_same_file(target, prompts, tmp_path, monkey
     monkeypatch.setattr(module, "generate", real)
     distill(target, prompts, config, path, seed=5)
     assert path.read_bytes() == whole
+
+
+def test_time_that_is_over_keeps_what_was_answered_and_more_of_it_answers_the_rest(
+    target, prompts, tmp_path, monkeypatch
+):
+    now, said, path = [0.0], [], tmp_path / "limited.jsonl"
+    real = module.generate
+
+    def a_second_each(*arguments):
+        now[0] += 1.0
+        return real(*arguments)
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    limited = dataclasses.replace(SAMPLED, max_seconds=2.0)
+    whole = {r["id"]: r for r in read(distill(target, prompts, SAMPLED, tmp_path / "whole.jsonl", seed=5))}
+    monkeypatch.setattr(module, "generate", a_second_each)
+    made = read(distill(target, prompts, limited, path, 5, lambda *progress: said.append(progress[2])))
+    assert len(made) == 6 and now[0] == 2.0 and "data.distill.max_seconds=2 are over: 6 of 16 answers" in said
+    assert [r["id"] for r in made] != list(whole)[:6]  # not the six shortest prompts
+    assert all(record == whole[record["id"]] for record in made)
+    distill(target, prompts, dataclasses.replace(SAMPLED, max_seconds=0.001), path, seed=5)  # one batch at least
+    assert len(read(path)) == 9 and read(path)[:6] == made
+    distill(target, prompts, SAMPLED, path, seed=5)
+    assert {r["id"]: r for r in read(path)} == whole and len(read(path)) == 16
 
 
 @pytest.mark.parametrize("keep", [0, 1, 200, -1, -40])

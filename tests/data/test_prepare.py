@@ -169,6 +169,7 @@ def test_prepare_from_files(tokenizer, write_jsonl):
         ({"distill": DistillConfig(temperature=float("nan"))}, "distill.temperature: found nan, expected 0"),
         ({"distill": DistillConfig(samples_per_prompt=2)}, "samples_per_prompt: found 2 with temperature 0"),
         ({"distill": DistillConfig(top_p=0.0)}, "data.distill.top_p: found 0.0"),
+        ({"distill": DistillConfig(max_seconds=0.0)}, "data.distill.max_seconds: found 0.0, expected a number above 0"),
     ],
 )
 def test_config_is_checked(change, message):

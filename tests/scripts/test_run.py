@@ -59,6 +59,19 @@ def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, reci
     assert second.json["eval"] == first.json["eval"]
 
 
+def test_answers_of_a_limited_time_stay_when_more_time_is_given(
+    headstart: Callable, recipe: Path, tmp_path: Path
+) -> None:
+    path, options = tmp_path / "run/data/distilled.jsonl", ("distill", recipe, "data.distill.batch_size=1")
+    first = headstart(*options, "data.distill.max_seconds=1e-6")
+    assert first.code == 0 and "data.distill.max_seconds=1e-06 are over: 1 of 2 answers" in first.err
+    made = path.read_text()
+    assert made.count("\n") == 1
+    second = headstart(*options)
+    assert second.code == 0 and "distill: continues with other settings" in second.err
+    assert path.read_text().startswith(made) and path.read_text().count("\n") == 2
+
+
 def test_changed_inputs_redo_what_depends_on_them_and_keep_the_old_head(
     headstart: Callable, recipe: Path, tmp_path: Path
 ) -> None:

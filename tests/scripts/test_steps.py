@@ -96,6 +96,24 @@ def test_an_unfinished_step_goes_on_with_settings_that_do_not_spoil_what_it_has_
     assert "its inputs changed (lr: 0.5 → 0.25)" in said[-2] and (tmp_path / "previous/2-train/head").exists()
 
 
+def test_a_step_that_was_done_goes_on_where_that_only_adds_to_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "answers")
+
+    def run(seconds: float, prompts: str) -> None:
+        inputs = {"seconds": seconds, "prompts": prompts}
+        steps.run("distill", inputs, [work.output], work, lasting=lambda inputs: inputs["prompts"], extends=True)
+
+    run(1.0, "a")
+    run(2.0, "a")
+    assert said[-1] == "distill: continues with other settings (seconds: 1.0 → 2.0)"
+    assert not (tmp_path / "previous").exists() and work.runs == 2
+    run(2.0, "a")
+    assert "finished before" in said[-1]
+    run(2.0, "b")
+    assert (tmp_path / "previous/1-distill/answers").exists()
+
+
 def test_a_step_is_done_again_when_asked_to(tmp_path: Path) -> None:
     said: list[str] = []
     steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head")

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.heads.errors import StorageError
+from headstart.heads.errors import DataError, StorageError
 from headstart.heads.files import (
     delete,
     explain_disk,
@@ -185,7 +185,10 @@ class CheckpointStore:
         return sorted(steps, key=steps.__getitem__, reverse=True)
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write one, point `latest` at it, delete those beyond `keep`. Raises StorageError when the disk is full."""
+        """Write one, point `latest` at it, delete those beyond `keep`. Raises StorageError when the disk is full.
+
+        One of a run that is skipping steps deletes none: its weights may have diverged.
+        """
         path = self._path(checkpoint.state["step"])
 
         def write(directory: Path) -> None:
@@ -196,9 +199,24 @@ class CheckpointStore:
 
         write_directory(path, write)
         write_text(self.directory / "latest", path.name + "\n")
-        for old in self.paths()[self.keep :] if self.keep else []:
+        for old in self.paths()[self.keep :] if self.keep and not checkpoint.state.get("skipped") else []:
             self._remove(old)
         return path
+
+    def before_skips(self) -> Path | None:
+        """Newest checkpoint not written between skipped steps; newer ones, which diverged, become `diverged-…`."""
+        latest = self.directory / "latest"
+        for path in self.paths():
+            try:
+                skipped = read_json(path / "state.json").get("skipped", 0)
+            except (DataError, OSError):
+                skipped = 0  # damaged: `find` sees to it
+            if not skipped:
+                write_text(latest, path.name + "\n")
+                return path
+            os.rename(path, unused(path.with_name(f"diverged-{path.name}")))
+        latest.unlink(missing_ok=True)
+        return None
 
     def restate(self, state: dict[str, Any]) -> Path:
         """Replace the JSON state of the checkpoint of state["step"]; its tensors and its generators' states stay."""

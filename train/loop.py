@@ -282,14 +282,13 @@ class _Trainer:
             return None
         if self.validate is not None and reason != "signal":
             self.state.unvalidated = True
-        kept = on_main(self._good_checkpoint) if reason == "signal" and self.state.skipped else None
-        if kept is not None:  # these weights may have diverged
-            self._write_all()
-        checkpoint = kept or self._save_now()  # before the validation, as in the loop
+        finite = not (reason == "signal" and self.state.skipped) or self._weights_are_finite()
+        # before the validation, as in the loop
+        checkpoint = self._save_now() if finite else on_main(lambda: self._last_checkpoint(diverged=True))
         if reason == "signal":
-            self.reporter.say(
-                f"stopped by a signal at step {self.state.step}; the same command continues from {checkpoint}"
-            )
+            unsaved = "" if finite else "; the head's weights are not finite and were not saved"
+            onwards = "starts at step 0" if checkpoint is None else f"continues from {checkpoint}"
+            self.reporter.say(f"stopped by a signal at step {self.state.step}{unsaved}; the same command {onwards}")
             return checkpoint
         if self.validate is not None:
             self._evaluate(final=True)
@@ -419,15 +418,21 @@ class _Trainer:
             message = self._describe_bad(flags, window)
             raise TrainingError(f"{message} {self._way_back()}, or set train.nonfinite=skip.")
 
-    def _good_checkpoint(self) -> Path | None:
-        """The newest one, after what is being written; rank 0's."""
+    def _last_checkpoint(self, diverged: bool) -> Path | None:
+        """The newest one, after what is being written, rank 0's; of a head that diverged, from before its skips."""
         self.saver.idle(60.0)
-        return next(iter(self.store.paths()), None)
+        return self.store.before_skips() if diverged else next(iter(self.store.paths()), None)
 
-    def _way_back(self) -> str:
+    def _weights_are_finite(self) -> bool:
+        """The same answer on all ranks, some of which may hold shards."""
+        held = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in self.head.parameters()]
+        bad = sum((~torch.isfinite(weight)).sum().float().to(self.device) for weight in held)
+        return bool(sum_over_ranks(torch.as_tensor(bad, device=self.device).reshape(1)).item() == 0)
+
+    def _way_back(self, diverged: bool = False) -> str:
         """What a run that met non-finite numbers can go on from, and how; all ranks wait for what is being written."""
-        saved = on_main(self._good_checkpoint)
-        kept = f"The same command continues from {saved}" if saved else "No checkpoint was written yet"
+        saved = on_main(lambda: self._last_checkpoint(diverged))
+        kept = f"The same command continues from {saved}" if saved else "There is no checkpoint to continue from"
         return f"{kept}. Look at these samples, lower train.lr, clip gradients (train.clip_norm)"
 
     def _describe_bad(self, flags: list[float], window: Window) -> str:
@@ -444,7 +449,8 @@ class _Trainer:
         message = self._describe_bad(shared, self.recent[-1])
         if self.state.skipped >= MOST_SKIPPED:
             raise TrainingError(
-                f"{message} {MOST_SKIPPED} steps in a row were skipped: training has diverged. {self._way_back()}."
+                f"{message} {MOST_SKIPPED} steps in a row were skipped: training has diverged. "
+                f"{self._way_back(diverged=True)}."
             )
         self.reporter.say(f"WARNING: {message} Step skipped (train.nonfinite=skip).")
         return True

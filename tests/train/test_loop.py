@@ -286,23 +286,70 @@ def test_a_run_that_only_skips_ends_and_keeps_its_good_checkpoints(tmp_path):
     assert (result.resumed_from, result.step) == (5, 40)
 
 
-def test_a_stop_while_steps_are_skipped_keeps_the_good_checkpoint(tmp_path):
-    class Diverging(FakeSource):
+class Diverging(FakeSource):
+    """Non-finite from the sixth step on; SIGTERM in the seventh, whose look at it is the 16th pack asked for."""
+
+    def get(self, pack):
+        batch = super().get(pack)
+        if len(self.asked) > 2 * 5:
+            batch.hidden_RD[:] = float("nan")
+        if len(self.asked) == 2 * 5 + 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch
+
+
+SKIPPING = dict(steps=40, nonfinite="skip", save_every=5, keep=1, noise=0.0, prefetch=0)
+
+
+def steps_in(run_dir) -> list[str]:
+    return sorted(p.name for p in (run_dir / "checkpoints").iterdir() if "step-" in p.name)
+
+
+def test_a_stop_while_steps_are_skipped_loses_no_step_and_keeps_the_checkpoint_before(tmp_path):
+    _, stopped = run(tmp_path, Diverging(make_documents()), **SKIPPING)
+    assert (stopped.stopped, stopped.step) == ("signal", 7)
+    assert steps_in(tmp_path) == ["step-00000005", "step-00000007"] and stopped.checkpoint.endswith("07")
+    again, clean = run(tmp_path, **(SKIPPING | {"steps": 12}))
+    assert clean.resumed_from == 7 and steps_in(tmp_path) == ["step-00000012"]
+    assert all(torch.isfinite(p).all() for p in again.parameters())
+
+
+def test_a_run_that_diverged_over_a_stop_goes_back_to_before_its_skips(tmp_path):
+    run(tmp_path, Diverging(make_documents()), **SKIPPING)
+
+    class Bad(FakeSource):
         def get(self, pack):
             batch = super().get(pack)
-            if len(self.asked) > 2 * 5:
-                batch.hidden_RD[:] = float("nan")
-            if len(self.asked) == 2 * 5 + 6:
-                os.kill(os.getpid(), signal.SIGTERM)
+            batch.hidden_RD[:] = float("nan")
             return batch
 
-    _, stopped = run(
-        tmp_path, Diverging(make_documents()), steps=40, nonfinite="skip", save_every=1, keep=1, noise=0.0
-    )  # fmt: skip
-    assert stopped.stopped == "signal" and stopped.step > 5
-    assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000005"]
-    assert stopped.checkpoint.endswith("step-00000005")
-    assert run(tmp_path, steps=8, nonfinite="skip")[1].resumed_from == 5
+    with pytest.raises(TrainingError, match="10 steps in a row .* continues from .*step-00000005.* lower train.lr"):
+        run(tmp_path, Bad(make_documents()), **SKIPPING)
+    assert steps_in(tmp_path) == ["diverged-step-00000007", "step-00000005"]
+    assert run(tmp_path, **(SKIPPING | {"steps": 8}))[1].resumed_from == 5
+
+
+@pytest.mark.parametrize("save_every", [5, 0])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, save_every):
+    head = FakeHead(noise=0.0)
+
+    class Broken(Diverging):
+        def get(self, pack):
+            if len(self.asked) == 2 * 6:
+                with torch.no_grad():
+                    head.heads[0].weight[0, 0] = float("nan")
+            return super().get(pack)
+
+    source, settings = Broken(make_documents()), SKIPPING | {"save_every": save_every}
+    settings.pop("noise")
+    result = train(head, source, teacher(), source.lengths, config(**settings), tmp_path, pack_tokens=20)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the head's weights are not finite and were not saved" in said
+    if save_every:
+        assert steps_in(tmp_path) == ["step-00000005"] and result.checkpoint.endswith("05")
+    else:
+        assert steps_in(tmp_path) == [] and result.checkpoint == "" and "the same command starts at step 0" in said
+    assert run(tmp_path, **(SKIPPING | {"steps": 8}))[1].resumed_from == save_every
 
 
 def test_skipped_steps_in_a_row_count_across_a_stop(tmp_path):

@@ -9,26 +9,46 @@ import threading
 
 
 class EarlyStop:
-    """Until `over`, SIGTERM ends the process with exit code 0: nothing has been begun that could be lost.
+    """Until `hold`, SIGTERM ends the process with exit code 0: nothing has been begun that could be lost.
 
-    A thread waits for the signal, because a Python handler does not run while a library blocks the main thread (a
-    rendezvous does). Imports nothing that takes time.
+    From `hold` to `over` other ranks count on this one, which the signal waits for (`received`). A thread takes it,
+    because a Python handler does not run while a library blocks the main thread (a rendezvous does). Imports nothing
+    that takes time.
     """
 
     def __init__(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # threads started from here on inherit it
-        self._over = threading.Event()
+        self._lock, self._held = threading.Lock(), False
+        self._over, self._received = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._wait, name="early-stop", daemon=True)
         self._thread.start()
 
     def _wait(self) -> None:
         while not self._over.is_set():
-            if signal.sigtimedwait({signal.SIGTERM}, 0.05) is not None:
-                print("stopped by SIGTERM before the work began; nothing is lost", file=sys.stderr, flush=True)
-                os._exit(0)
+            if signal.sigtimedwait({signal.SIGTERM}, 0.05) is None:
+                continue
+            with self._lock:
+                if not self._held:
+                    print("stopped by SIGTERM before the work began; nothing is lost", file=sys.stderr, flush=True)
+                    os._exit(0)
+                self._received.set()
+
+    def hold(self) -> None:
+        """From here on SIGTERM is kept for `over`."""
+        with self._lock:
+            self._held = True
+
+    @property
+    def received(self) -> bool:
+        """Whether SIGTERM came since `hold`."""
+        return self._received.is_set()
 
     def over(self) -> None:
-        """From here on the handler that is installed gets the signal, one that arrives meanwhile included."""
+        """From here on the handler that is installed gets the signal, one that arrived meanwhile included."""
+        self.hold()
         self._over.set()
         self._thread.join()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if self.received:
+            self._received.clear()
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 from headstart.early import EarlyStop
 from headstart.ending import Ending
 
 if __name__ == "__main__":
-    early, ending = EarlyStop(), Ending()
+    launcher, early, ending = os.getppid(), EarlyStop(), Ending()
     from headstart.train.distributed import is_distributed
     from headstart.train.ranks import main
 
-    code = main(begun=early.over)
+    code = main(early=early, launcher=launcher)
     # taking down the process group of a launch that failed would wait for the rank that is gone
-    ending.leave(code, at_once=bool(code) and is_distributed())
+    ending.leave(code, early.over, at_once=bool(code) and is_distributed())

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headstart.heads.errors import ConfigError, HeadstartError, StorageError, TrainingError
+from headstart.heads.errors import ConfigError, HeadstartError, StorageError, Terminated, TrainingError
 from headstart.heads.files import explain_disk
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ REMEDY = (
 SHARED = "run_dir must lie on storage that all machines share: choose such a place with run_dir=…"
 #: seconds until the last rank of a launch must have come
 RENDEZVOUS_S = 300.0
+#: seconds between two looks at who has come
+MEET_POLL_S = 0.1
 #: seconds until a file that rank 0 writes must be seen elsewhere
 SHARED_WAIT_S = 45.0
 
@@ -71,13 +73,30 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> int:
     return size
 
 
-def meet(wait_s: float = RENDEZVOUS_S, environment: Mapping[str, str] = os.environ) -> dist.Store | None:
+class Early(Protocol):
+    """SIGTERM before there is anything to save; see headstart.early."""
+
+    @property
+    def received(self) -> bool: ...
+
+    def hold(self) -> None: ...
+
+    def over(self) -> None: ...
+
+
+def meet(
+    wait_s: float = RENDEZVOUS_S, environment: Mapping[str, str] = os.environ, early: Early | None = None
+) -> dist.Store | None:
     """Wait until every rank of this launch has come. Nothing on one rank.
 
     The process group's own timeout is that of its collectives (hours), which a wrong address would cost in silence.
+    Once a rank has come, the others count on it: its `early` holds SIGTERM back from here on, and a rank that has got
+    one says so, on which all end. They meet twice, so that none goes on with one that has ended: from the second time
+    on, a signal waits for the training.
 
     Returns: the store, to be held until the process group is there: rank 0 may host it for the others.
     Raises: ConfigError on every rank that came, naming the missing ones and the address, after `wait_s` seconds.
+        Terminated where this rank or another got SIGTERM meanwhile.
     """
     size = check_variables(environment)
     if size == 1 or is_distributed():
@@ -89,26 +108,36 @@ def meet(wait_s: float = RENDEZVOUS_S, environment: Mapping[str, str] = os.envir
         "number of machines, and its own machine rank"
     )
     deadline = time.monotonic() + wait_s
+    hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # rank 0 does
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=wait_s)))
+        calls = dist.PrefixStore("headstart/meet", store)
+        if early is not None:
+            early.hold()
+        for word in ("came", "goes on"):
+            if word == "came":
+                calls.set(str(rank), "")
+            calls.add(word, 1)
+            while calls.add(word, 0) < size:
+                if word == "came" and early is not None and early.received:
+                    calls.set("stopped", str(rank))
+                    time.sleep(1.0 if hosts and rank == 0 else 0.0)  # the others must see it
+                    raise Terminated
+                if calls.check(["stopped"]):
+                    raise Terminated
+                if time.monotonic() >= deadline:
+                    gone = [str(r) for r in range(int(hosts), size) if not calls.check([str(r)])]
+                    raise ConfigError(
+                        f"launch: rank {rank} waited {wait_s:.0f} s at {place}, and of {size} ranks these did not "
+                        f"{'come' if gone else 'go on'}: {', '.join(gone) or 'unknown'}. {remedy}."
+                    )
+                time.sleep(MEET_POLL_S)
     except (dist.DistError, ValueError, OSError) as error:
         short = str(error).splitlines()[0]
         raise ConfigError(
             f"launch: rank {rank} of {size} did not meet the others at {place} (waits {wait_s:.0f} s): "
             f"{short.rstrip('.')}. {remedy}."
         ) from error
-    calls = dist.PrefixStore("headstart/meet", store)
-    calls.set(str(rank), "")
-    for other in range(size):
-        try:
-            calls.wait([str(other)], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
-        except dist.DistError:
-            hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # rank 0 does, and counts first
-            gone = [str(r) for r in range(int(hosts), size) if not calls.check([str(r)])]
-            raise ConfigError(
-                f"launch: rank {rank} waited {wait_s:.0f} s at {place}, and of {size} ranks these did not come: "
-                f"{', '.join(gone)}. {remedy}."
-            ) from None
     return store
 
 

@@ -10,7 +10,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from accelerate import Accelerator
@@ -21,33 +21,37 @@ from headstart.pipeline import Run
 from headstart.recipes.load import load_recipe
 from headstart.signals import terminable
 from headstart.talk import Talk
-from headstart.train.distributed import on_main, require_shared
+from headstart.train.distributed import Early, on_main, require_shared
 from headstart.train.parallel import resolve_kind
 from headstart.train.setup import make_accelerator
 from headstart.train.watch import Watch
 
 
-def main(arguments: Sequence[str] | None = None, begun: Callable[[], None] = lambda: None) -> int:
+def main(arguments: Sequence[str] | None = None, early: Early | None = None, launcher: int | None = None) -> int:
     """Exit code: 0 done (or stopped by a signal with everything saved), 1 failure, 2 wrong recipe or launch.
 
     A job stopped by SIGTERM is put back in the queue with the same command: it continues (scripts/launch/slurm.sh).
 
     Args:
-        begun: called when all ranks have met and SIGTERM is handled here (see early.py).
+        early: what has taken SIGTERM so far, in a process of its own; its `over` is called once the ranks watch each
+            other.
+        launcher: process id of what started this process.
     """
     description = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m headstart.train", description=description)
     parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")
     options = parser.parse_args(arguments)
-    rank, watch = "", Watch()
+    rank, watch = "", Watch(launcher=launcher)
     try:
         recipe = load_recipe(options.recipe, options.overrides)
-        accelerator = make_accelerator(resolve_device(recipe.target.device))
+        accelerator = make_accelerator(resolve_device(recipe.target.device), early)
         rank = f"rank {accelerator.process_index}: " if accelerator.num_processes > 1 else ""
-        # a rank that has said how it ends must not be killed by a late signal: its exit code is the job's
-        with terminable(signal.SIG_IGN if accelerator.num_processes > 1 else None), watch:
-            begun()
+        # a process that has said how it ends must not be killed by a late signal: its exit code is the job's
+        alone = early is None and accelerator.num_processes == 1
+        with terminable(None if alone else signal.SIG_IGN), watch:
+            if early is not None:
+                early.over()
             talk = Talk(silent=not accelerator.is_main_process)
             train_ranks(Run(recipe, talk, device=str(accelerator.device)), accelerator, watch)
         accelerator.end_training()

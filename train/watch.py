@@ -29,8 +29,8 @@ from headstart.train.distributed import gather_objects, is_distributed
 LIMIT_S = 40.0
 #: seconds a rank has to end by itself once another is gone
 GRACE_S = 5.0
-#: seconds it then has to end a write under way: a launcher kills 30 s after its SIGTERM
-WRITE_S = 15.0
+#: seconds it then has to end a write under way: all of it, LIMIT_S included, takes less than a minute
+WRITE_S = 12.0
 DONE, STOPPED, FAILED = "done", "stopped", "failed "
 
 
@@ -59,12 +59,13 @@ def ignore_sigterm() -> None:
 
 
 class Watch:
-    """Context in which the ranks of this launch watch each other; does nothing on one rank.
+    """Context in which the ranks of this launch watch each other; a rank alone watches torchrun, if that started it.
 
     Args:
         limit_s, interval_s: seconds; see LIMIT_S.
         place: this machine's name, by which ranks of one machine know each other.
         end: what ends the process.
+        launcher: process id of what started this rank, as it was when the process began; None: as it is now.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Watch:
         interval_s: float = 1.0,
         place: str | None = None,
         end: Callable[[int], Any] = os._exit,
+        launcher: int | None = None,
     ):
         self.limit_s, self.interval_s, self._end = limit_s, interval_s, end
         self._place = place or machine()
@@ -83,12 +85,15 @@ class Watch:
         #: (seconds) → whether it had to wait, at most so long, for files being written; set by who writes
         self.outlast: Callable[[float], bool] = lambda seconds: False
         self._stop = threading.Event()
-        #: process id of what started this rank, None once it is gone
-        self._launcher: int | None = None
+        self.rank = 0
+        #: None once it is gone
+        self._launcher: int | None = os.getppid() if launcher is None else launcher
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
         if not is_distributed():
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                threading.Thread(target=self._watch_launcher, name="watch", daemon=True).start()
             return self
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         wait = timedelta(seconds=20)
@@ -103,7 +108,6 @@ class Watch:
         self._beats.set(f"beat/{self.rank}", "0")
         gather_objects(None)  # every key exists from here on
         self._rounds = 0
-        self._launcher = os.getppid()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
         if self.rank:
@@ -112,6 +116,7 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._thread is None:
+            self._stop.set()
             return
         if kind is not None:
             ignore_sigterm()  # a launcher that lost a rank sends it to the others before they have said why they end
@@ -178,6 +183,10 @@ class Watch:
             self._launcher = None
             print(f"rank {self.rank}: the launcher is gone: saving and ending", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _watch_launcher(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            self._end_without_launcher()
 
     def _watch_store(self) -> None:
         """Counts the time that the other thread stands still in, and not that in which this process did."""

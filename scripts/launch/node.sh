@@ -46,26 +46,35 @@ tell_ranks() { # SIGTERM to every rank, once, as soon as it can take it; some ma
                 told+="$rank "
             fi
         done
-        sleep 0.2
+        sleep 0.2 > /dev/null 2>&1 # must not hold what reads our output
     done
 }
 
 end_without_ranks() { # a launcher that waits for another machine says nothing, for as long as it likes
     local second
     for ((second = 0; second < MEET_S; second++)); do
-        sleep 1
+        sleep 1 > /dev/null 2>&1
         kill -0 "$launcher" 2> /dev/null || return 0
         if pgrep -f -P "$launcher" headstart.train > /dev/null; then return 0; fi
     done
     echo "error: machine $NODE_RANK of $NODES: within $MEET_S s the launcher started no rank, because the machines did not" \
         "all meet at HEAD=$HEAD PORT=$PORT. Give every machine the same HEAD (machine 0's name), PORT (free there, open to" \
         "the others) and NODES, and its own NODE_RANK" >&2
+    kill -USR1 $$ # this script's own exit code says so too
     kill -TERM "$launcher" 2> /dev/null
-    sleep 5
+    for ((second = 0; second < 50; second++)); do
+        sleep 0.1
+        kill -0 "$launcher" 2> /dev/null || return 0
+    done
     kill -KILL "$launcher" 2> /dev/null
 }
 
-launcher="" stopping=0 early=0
+watched_by() { # process $1 looks after the launcher, and must not outlive it
+    helpers+=" $1"
+    disown "$1"
+}
+
+launcher="" stopping=0 early=0 alone=0 helpers=""
 stop() {
     signalled=1
     [ "$stopping" = 0 ] || return 0
@@ -78,8 +87,10 @@ stop() {
         kill -TERM "$launcher" 2> /dev/null || true
     fi
     tell_ranks &
+    watched_by $!
 }
 trap stop TERM INT HUP
+trap 'signalled=1 alone=1' USR1
 if [ -n "${PIDFILE:-}" ]; then
     echo $$ > "$PIDFILE"
     trap 'rm -f "$PIDFILE"' EXIT
@@ -89,10 +100,15 @@ fi
 setsid "${launch[@]}" -m headstart.train "$@" &
 launcher=$!
 end_without_ranks &
+watched_by $!
 while true; do
     signalled=0 code=0
     wait "$launcher" || code=$?
     [ "$signalled" = 1 ] || break # otherwise it was the signal that ended the wait
 done
+# they look at a process id that will be somebody else's
+# shellcheck disable=SC2086
+kill -KILL $helpers 2> /dev/null || true
+[ "$alone" = 0 ] || code=1
 [ "$early" = 0 ] || code=0
 exit "$code"

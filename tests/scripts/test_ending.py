@@ -36,6 +36,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         ("ending.leave(0)", 0, "out threads exit functions"),
         ("ending.leave(3)", 3, "out threads exit functions"),
         ("ending.leave(3, at_once=True)", 3, "out"),
+        ("sys.stdout.flush(); sys.stdout = None; ending.leave(3, at_once=True)", 3, "out"),  # as `>&-` makes it
         ("atexit.register(os.kill, os.getpid(), signal.SIGTERM); ending.leave(0)", 0, "out threads exit functions"),
     ],
 )

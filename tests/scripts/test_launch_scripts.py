@@ -127,8 +127,33 @@ def test_machines_that_do_not_meet_are_told_where_and_the_job_ends(place: Path) 
     job = start(place, "node.sh", NODES="2", NODE_RANK="1", HEAD="h", PORT="77", MEET_S="2")
     began = time.monotonic()
     _, err = job.communicate(timeout=100)
-    assert job.returncode != 0 and time.monotonic() - began < 15
+    assert job.returncode == 1 and time.monotonic() - began < 15
     assert "error: machine 1 of 2: within 2 s the launcher started no rank" in err and "HEAD=h PORT=77" in err
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_nothing_outlives_a_node(place: Path, signalled: bool) -> None:
+    """What looks after the launcher would signal its process id, which is somebody else's by then."""
+    if not signalled:
+        (place / "python").write_text('#!/usr/bin/env bash\ntouch "$LOG.ready"\nsleep 0.3\nexit 5\n')
+    job = start(place, "node.sh", MARK=str(place))
+    if signalled:
+        job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=100)
+    assert (job.returncode, err) == (0 if signalled else 5, "")
+    assert [left for left in processes_with(f"MARK={place}") if "sleep" not in left] == []
+
+
+def processes_with(setting: str) -> list[str]:
+    """Command lines of the processes that have `setting` in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if setting.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            pass
+    return found
 
 
 def slurm(place: Path, **more: str) -> subprocess.Popen[str]:

@@ -132,6 +132,37 @@ def test_ranks_that_did_not_come_are_named(tmp_path):
     assert "of 3 ranks these did not come: 2. Give every machine" in (tmp_path / "1").read_text()
 
 
+class Stopped:
+    """SIGTERM once this rank has come."""
+
+    def __init__(self):
+        self.received = False
+
+    def hold(self):
+        self.received = True
+
+    def over(self):
+        raise AssertionError("there was nothing to go on with")
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stop_while_ranks_meet_ends_all_that_came(tmp_path, stopped):
+    port = free_port()
+
+    def rank(number):
+        os.environ.update(RANKS | {"WORLD_SIZE": "3", "RANK": str(number), "LOCAL_RANK": "0", "MASTER_PORT": port})
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent's, as torchrun's
+        with pytest.raises(Terminated):
+            meet(60.0, early=Stopped() if number == stopped else None)
+
+    store = torch.distributed.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
+    processes = [forked(lambda n=n: rank(n), tmp_path / str(n)) for n in (0, 1)]
+    for number, process in enumerate(processes):
+        process.join(30)
+        assert process.exitcode == 0, (tmp_path / str(number)).read_text()
+    del store
+
+
 def test_one_rank_alone():
     check_launch(2, {"WORLD_SIZE": "2"})
     check_launch(1, {})

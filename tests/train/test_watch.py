@@ -25,10 +25,9 @@ def rank_of(case: str, rank: int, port: int, ready: Path) -> None:
     dist.init_process_group("gloo")
     watch.GRACE_S = 0.5  # of this process: its main thread sleeps as if in a collective
     place = f"machine {rank}" if case in ("stopped", "server") else None
-    with Watch(limit_s=3, interval_s=0.2, place=place):
+    launcher = 1 if case == "orphaned" and rank == 1 else None  # it was, and somebody else is
+    with Watch(limit_s=3, interval_s=0.2, place=place, launcher=launcher):
         ready.touch()
-        if case == "orphaned" and rank == 1:
-            os.getppid = lambda: 1
         if case == "clean":
             time.sleep(0.5 if rank else 0.1)
         elif case == "fails" and rank == 1:
@@ -93,6 +92,20 @@ def test_a_rank_whose_launcher_is_gone_is_told_to_save_and_end(tmp_path):
         for rank in ranks:
             rank.kill()
             rank.join()
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_rank_alone_ends_without_torchrun_and_not_without_a_shell(tmp_path, by_torchrun):
+    def work() -> None:
+        if by_torchrun:
+            os.environ["TORCHELASTIC_RUN_ID"] = "none"
+        with Watch(interval_s=0.1, launcher=1):
+            time.sleep(1.5)
+
+    process = forked(work, tmp_path / "err")
+    process.join(timeout=60)
+    assert process.exitcode == (-signal.SIGTERM if by_torchrun else 0)
+    assert ("the launcher is gone: saving and ending" in (tmp_path / "err").read_text()) == by_torchrun
 
 
 def test_a_zombie_is_not_alive():

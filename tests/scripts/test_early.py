@@ -1,0 +1,41 @@
+"""SIGTERM before there is anything to save, while others count on a process, and after it has said how it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+from headstart.early import EarlyStop
+from headstart.ending import Ending
+
+early, ending = EarlyStop(), Ending()
+def term():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.3)
+def saved(*_):
+    print("saved")
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        ("term(); sys.exit(9)", 0, ""),
+        ("early.hold(); term(); print(early.received); ending.leave(2, early.over)", 2, "True"),
+        ("early.hold(); term(); signal.signal(signal.SIGTERM, saved); early.over(); sys.exit(9)", 0, "saved"),
+        ("early.hold(); signal.signal(signal.SIGTERM, saved); early.over(); term(); sys.exit(9)", 0, "saved"),
+        ("import atexit; atexit.register(term); ending.leave(2, early.over)", 2, ""),
+        ("early.over(); term()", -signal.SIGTERM, ""),
+    ],
+    ids=["before", "held, then a wrong recipe", "held", "handled", "after the end", "no handler"],
+)
+def test_sigterm_means_what_the_process_is_at(more: str, code: int, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM + more], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout.strip()) == (code, said), ended.stderr
+    assert ("stopped by SIGTERM before the work began" in ended.stderr) == more.startswith("term")

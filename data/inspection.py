@@ -35,7 +35,7 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
 def _spread(values: Sequence[int]) -> dict[str, int]:
     if not values:
         return {"min": 0, "median": 0, "p95": 0, "max": 0}
-    at = np.percentile(np.asarray(values), [0, 50, 95, 100], method="lower")
+    at = np.percentile(np.asarray(values), [0, 50, 95, 100], method="inverted_cdf")
     return dict(zip(("min", "median", "p95", "max"), map(int, at), strict=True))
 
 

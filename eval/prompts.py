@@ -181,6 +181,9 @@ def load_prompts(
             prompt.task = source.name if prompt.task == "all" else prompt.task
             prompt.id = f"{source.name}/{prompt.id}"
         prompts += read
+    if len({prompt.task for prompt in prompts}) > 1:
+        for prompt in prompts:  # "all" is the name of the total
+            prompt.task = "other" if prompt.task == "all" else prompt.task
     kept: list[EvalPrompt] = []
     per_task: dict[str, int] = {}
     for prompt in prompts:

@@ -28,7 +28,7 @@ from headstart.data.sources import read_prompts
 from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
 from headstart.heads import vocab
 from headstart.heads.base import Head, build_head
-from headstart.heads.errors import ConfigError, FormatError, Terminated
+from headstart.heads.errors import ConfigError, DataError, FormatError, Terminated
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats import save_head
 from headstart.heads.formats.shards import shard_bytes
@@ -182,10 +182,19 @@ class Run:
         """Tokenised training and held-out samples; the report goes to data/report.json and the prompts beside it."""
         if self._prepared is None:
             distilled = [SourceConfig(path=str(self.distilled_path))] if self.recipe.data.distill.prompts else []
+            if distilled and not self.distilled_path.is_file():
+                raise DataError(
+                    f"{self.distilled_path}: no such file: the recipe's prompts (data.distill.prompts) were not "
+                    "answered in this run. If it was made with other overrides, give them again, or "
+                    f"{self.dir / 'recipe.yaml'} as the recipe, which has them; otherwise run `headstart distill` with "
+                    "the same arguments first"
+                )
             tokenizer, stops = self.target.tokenizer, self.target.stop_token_ids
             self._prepared = data = prepare(self.recipe.data, tokenizer, stops, distilled, self.recipe.seed)
             for line in data.report.lines():
                 self.talk.say(f"data: {line}")
+            if self.recipe.data.supervise == "all":
+                self.talk.say("data: data.supervise=all trains on every token of these, prompts too")
             self.talk.say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
         return self._prepared
 

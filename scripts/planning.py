@@ -206,7 +206,7 @@ def render(plan: Plan) -> Group:
     card = "" if plan.device_bytes is None else f" of {plan.device_bytes / GIB:.1f}"
     table.add_row("peak (target and head activations do not overlap)", f"{plan.peak / GIB:.2f}{card}", style="bold")
     steps = "until the clock ends it" if plan.steps is None else f"{plan.steps} steps"
-    hours = "hours unknown" if plan.hours is None else f"{plan.hours:.2g} h"
+    hours = "hours unknown" if plan.hours is None else ("under 0.1 h" if plan.hours < 0.1 else f"{plan.hours:.2g} h")
     disk = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.disk.items())
     lines = [
         f"{steps} of {plan.tokens_per_step:.0f} tokens; {hours}",

@@ -110,9 +110,10 @@ class Steps:
         listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
         started = found.get("status") == "started"
         kept = (started or extends) and isinstance(old, dict) and lasting(old) == lasting(inputs)
+        aside: Path | None = None
         if again or (differences and not kept):
             self.say(f"{step}: done again, {again or f'its inputs changed ({listed})'}")
-            self._set_aside(step, [*outputs, *leftovers], caches)
+            aside = self._set_aside(step, [*outputs, *leftovers], caches)
         elif started or differences:
             self.say(f"{step}: continues" + (f" with other settings ({listed})" if differences else ""))
         elif found:
@@ -121,24 +122,42 @@ class Steps:
             self.say(f"{step}: starts")
         began = time.monotonic()
         write_json(self._path(step), {"step": step, "status": "started", "inputs": inputs})
-        result = _plain(work())
+        try:
+            result = _plain(work())
+        except BaseException:
+            if aside is not None:
+                self._put_back(step, aside, [*outputs, *leftovers], found)
+            raise
         seconds = round(time.monotonic() - began, 1)
         write_json(
             self._path(step), {"step": step, "status": "done", "inputs": inputs, "result": result, "seconds": seconds}
         )
         return result
 
-    def _set_aside(self, step: str, made: Sequence[Path], caches: Sequence[Path]) -> None:
+    def _set_aside(self, step: str, made: Sequence[Path], caches: Sequence[Path]) -> Path | None:
         with explain_disk(self.run_dir):
             for path in caches:
                 if path.exists():
                     shutil.rmtree(path)
             place = set_aside(self.run_dir, step, made)
             if place is None:
-                return
+                return None
             if self._path(step).is_file():
                 shutil.copy(self._path(step), place / "step.json")
         self.say(f"{step}: what it had made is kept in {place}")
+        return place
+
+    def _put_back(self, step: str, place: Path, made: Sequence[Path], marker: dict[str, Any]) -> None:
+        """Undo `_set_aside` for a step that failed before it made anything: a mistake must not cost what was there."""
+        if any(path.exists() for path in made):
+            return
+        with explain_disk(self.run_dir):
+            for path in made:
+                if (place / path.name).exists():
+                    shutil.move(place / path.name, path)
+            write_json(self._path(step), marker)
+            shutil.rmtree(place)
+        self.say(f"{step}: it failed before it made anything; what was there is back in its place")
 
     @contextmanager
     def lock(self) -> Iterator[None]:

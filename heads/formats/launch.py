@@ -126,7 +126,7 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dic
             f"--speculative-num-draft-tokens {tokens + 1}"
         )
     if "tgi" in engines:
-        commands["tgi"] = f"text-generation-launcher --model-id {model}"
+        commands["tgi"] = f"text-generation-launcher --model-id {model} --speculate {tokens}"
     if "tensorrt_llm" in engines and family == "eagle3":
         commands["tensorrt_llm"] = (
             f"printf 'speculative_config:\\n  decoding_type: Eagle3\\n  max_draft_len: {tokens}\\n"

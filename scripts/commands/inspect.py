@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any
 
 import typer
@@ -31,14 +32,14 @@ def command(
             from headstart.heads.errors import DataError
 
             if not settings.data.sources:
-                raise DataError(
-                    f"{run.distilled_path}: the prompts are not answered yet: run `headstart distill {recipe}` first"
-                )
+                same = shlex.join(["headstart", "distill", recipe, *(overrides or [])])
+                raise DataError(f"{run.distilled_path}: the prompts are not answered yet: run `{same}` first")
             talk.say(f"not distilled yet, showing data.sources alone ({run.distilled_path} is missing)")
             settings.data.distill.prompts = []
         data = run.prepare()
         trained = run.trained_samples(data)
-        counts = summarise(trained)
+        # turns and answers as they are, also where every token of a sample trains
+        counts = {**summarise(data.train), "supervised_tokens": sum(sample.supervised for sample in trained)}
         chosen = trained[:samples]
         tokenizer = run.target.tokenizer
         shown: list[dict[str, Any]] = [

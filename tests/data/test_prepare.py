@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -141,6 +143,9 @@ def test_inspection_marks_supervised_text(tokenizer):
     assert (facts["samples"], facts["tokens"], facts["supervised_tokens"], facts["turns"]) == (1, len(sample), 4, 1)
     assert facts["tasks"] == {"chat": 1} and facts["answer"] == {"min": 4, "median": 4, "p95": 4, "max": 4}
     assert summarise([])["length"]["max"] == 0
+    shorter = dataclasses.replace(sample, token_ids=sample.token_ids[:5], turn_ids=sample.turn_ids[:5])
+    spread = summarise([sample, shorter])["length"]
+    assert spread == {"min": 5, "median": 5, "p95": len(sample), "max": len(sample)}
 
 
 def test_prepare_from_files(tokenizer, write_jsonl):

@@ -223,10 +223,10 @@ def test_prompt_formats(tmp_path: Path) -> None:
     assert [prompt.turns for prompt in prompts] == [["q"], ["q1"], ["p"], [], ["x", "y"]]
     assert prompts[0].messages == chat[:1]
     assert prompts[3].prompt_token_ids == [1, 2]
-    assert [prompt.task for prompt in prompts] == ["all", "t", "all", "all", "all"]
+    assert [prompt.task for prompt in prompts] == ["other", "t", "other", "other", "other"]  # "all" is the total
     assert [prompt.id for prompt in prompts] == ["1", "2", "3", "4", "5"]
     assert len(load_prompts(tmp_path / "p.jsonl", limit=2)) == 2
-    assert [prompt.task for prompt in load_prompts(tmp_path / "p.jsonl", task_field="id")][:2] == ["1", "all"]
+    assert [prompt.task for prompt in load_prompts(tmp_path / "p.jsonl", task_field="id")][:2] == ["1", "other"]
     assert [prompt.id for prompt in load_prompts(tmp_path / "p.jsonl", limit_per_task=1)] == ["1", "2"]
 
 

@@ -69,6 +69,8 @@ def test_inspect_shows_all_tokens_supervised(headstart: Callable, recipe: Path) 
     assert answers["counts"]["supervised_tokens"] < answers["counts"]["tokens"] == everything["counts"]["tokens"]
     assert everything["counts"]["supervised_tokens"] == everything["counts"]["tokens"]
     assert all(piece["supervised"] for sample in everything["samples"] for piece in sample["pieces"])
+    for name in ("turns", "answer", "length"):
+        assert everything["counts"][name] == answers["counts"][name]
     wrong = headstart("inspect", recipe, "data.supervise=prompts")
     assert wrong.code == 2 and "data.supervise" in wrong.err and "answers, all" in wrong.err
 

@@ -102,6 +102,25 @@ def test_steps_out_of_order(headstart: Callable, recipe: Path) -> None:
     check(headstart("eval", recipe), 1, "no trained head there; run `headstart train` first")
     check(headstart("export", recipe), 1, "no trained head there; run `headstart train` first")
     check(headstart("distill", recipe, *ONLY_FILES), 2, "data.distill.prompts is empty")
+    unanswered = ("data.sources=[]", "data.max_length=77")
+    check(headstart("inspect", recipe, *unanswered), 1, f"run `headstart distill {recipe} 'data.sources=[]' data.max")
+
+
+def test_an_export_that_cannot_be_leaves_the_one_that_is_there(
+    headstart: Callable, recipe: Path, tmp_path: Path
+) -> None:
+    """Engines that do not serve the family, and the recipe without the overrides that the run was made with."""
+    made = (*ONLY_FILES, "train.epochs=1")
+    assert headstart("train", recipe, *made).code == 0 and headstart("export", recipe, *made).code == 0
+    before = sorted(path.name for path in (tmp_path / "run/export").iterdir())
+    wrong = headstart("export", recipe, *made, "export.engines=[tgi]")
+    check(wrong, 2, "TGI does not serve eagle3")
+    forgot = headstart("export", recipe, "export.engines=[sglang]")
+    check(forgot, 1, "prompts (data.distill.prompts) were not answered", str(tmp_path / "run/recipe.yaml"))
+    for result in (wrong, forgot):
+        assert "what was there is back in its place" in result.err
+    assert sorted(path.name for path in (tmp_path / "run/export").iterdir()) == before
+    assert "export: finished before" in headstart("export", recipe, *made).err
 
 
 def test_eval_needs_a_recipe_or_a_target(headstart: Callable, tiny_target: Path, tmp_path: Path) -> None:

@@ -96,6 +96,32 @@ def test_an_unfinished_step_goes_on_with_settings_that_do_not_spoil_what_it_has_
     assert "its inputs changed (lr: 0.5 → 0.25)" in said[-2] and (tmp_path / "previous/2-train/head").exists()
 
 
+@pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])
+def test_a_mistake_does_not_cost_what_was_there(tmp_path: Path, stop: type[BaseException]) -> None:
+    said: list[str] = []
+    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "export")
+    steps.run("export", {"engines": ["vllm"]}, [work.output], work)
+
+    def mistaken() -> dict:
+        raise stop
+
+    with pytest.raises(stop):
+        steps.run("export", {"engines": ["tgi"]}, [work.output], mistaken)
+    assert said[-1] == "export: it failed before it made anything; what was there is back in its place"
+    assert (work.output / "made.txt").read_text() == "1" and list((tmp_path / "previous").iterdir()) == []
+    steps.run("export", {"engines": ["vllm"]}, [work.output], work)
+    assert "finished before" in said[-1]
+
+    def torn() -> dict:
+        work()
+        raise stop
+
+    with pytest.raises(stop):
+        steps.run("export", {"engines": ["tgi"]}, [work.output], torn)
+    assert (work.output / "made.txt").read_text() == "2"
+    assert (tmp_path / "previous/1-export/export/made.txt").read_text() == "1"
+
+
 def test_a_step_that_was_done_goes_on_where_that_only_adds_to_it(tmp_path: Path) -> None:
     said: list[str] = []
     steps, work = Steps(tmp_path, said.append), Work(tmp_path / "answers")

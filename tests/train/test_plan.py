@@ -31,6 +31,7 @@ from headstart.train.plan import (
 )
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "train_speed.json"
+SCALING = RESULTS.with_name("scaling.json")
 #: Llama-3.1-8B and -70B
 SHAPES = {
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
@@ -74,6 +75,33 @@ def test_peaks_are_those_that_were_measured(models, case):
         if case != "online_all":
             planned -= (memory["target weights"] - 2 * 2 * 128256 * 4096) / GIB
         assert planned == pytest.approx(row["peak_gib"], rel=0.1)
+
+
+#: (train.parallel, target.parallel) of the benchmark's cases
+LAYOUTS = {
+    "ddp": ("replicated", "none"), "ddp_saving": ("replicated", "none"), "fsdp2": ("fsdp2", "none"),
+    "zero2": ("zero2", "none"), "zero3": ("zero3", "none"), "fsdp2_target": ("replicated", "fsdp2"),
+    "70b_target": ("fsdp2", "fsdp2"), "70b_whole": ("fsdp2", "none"),
+}  # fmt: skip
+
+
+def test_peaks_of_several_cards_are_near_the_plan(models):
+    """A plan that is too low lets a run start that cannot fit."""
+    shape = SHAPES["70b"] | {"num_hidden_layers": 16}
+    config = LlamaConfig(vocab_size=128256, num_key_value_heads=8, head_dim=128, **shape)
+    with torch.device("meta"):
+        cut = Target.from_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    wide = cut, models["70b"][1]
+    rows = [row for row in json.loads(SCALING.read_text()) if row["preset"] == "llama-3.1-8b"]
+    assert {row["case"] for row in rows} == set(LAYOUTS)
+    for row in rows:
+        parallel, sharded = LAYOUTS[row["case"]]
+        big, gpus = row["case"].startswith("70b"), row["gpus"]
+        layout = Layout(
+            gpus, gpus, gpus, parallel, sharded, pack_tokens=4096 if big else 8192, accumulation=gpus
+        )  # fmt: skip
+        peak = (memory_of(*(wide if big else models["8b"]), layout)[1] - CONTEXT_BYTES) / GIB
+        assert 0.96 <= peak / row["peak_gib_per_gpu"] <= 1.15, (row["case"], gpus)
 
 
 @pytest.mark.parametrize("case", ["fixed_all", "fixed_40", "long_32k", "online_all"])

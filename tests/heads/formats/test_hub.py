@@ -275,7 +275,7 @@ def test_every_family_has_a_card(tmp_path: Path, family: str) -> None:
     engines = ["vllm", "sglang", "tgi", "tensorrt_llm"]
     card = render_card("me/head", side, {**REPORT, "engine": None}, engines, "mit")
     commands = {
-        "medusa": "text-generation-launcher",
+        "medusa": "text-generation-launcher --model-id me/head --speculate 2",
         "eagle": "--speculative-algorithm EAGLE ",
         "eagle3": "trtllm-serve",
     }

@@ -25,7 +25,7 @@ from headstart.data.config import DistillConfig
 from headstart.data.row_random import draw_at, uniforms
 from headstart.data.sources import Prompt, TokenTurn, read_jsonl
 from headstart.heads.errors import DataError, TemplateError
-from headstart.heads.files import explain_disk, write_json
+from headstart.heads.files import explain_disk, read_json, write_json
 from headstart.heads.sampling import distribution
 from headstart.heads.target import Target
 
@@ -106,8 +106,11 @@ def distill(
                 skipped[job.id] = job.stopped
                 progress(done, len(jobs), f"{job.id}: later turns left out: {job.stopped}")
         progress(done, len(jobs), "")
+    place = out.with_name(out.name + ".skipped.json")
+    earlier = read_json(place) if place.is_file() else {}
+    skipped |= {name: reason for name, reason in earlier.items() if name in finished}  # their later turns
     if skipped:
-        write_json(out.with_name(out.name + ".skipped.json"), skipped)
+        write_json(place, skipped)
     if not out.exists():
         _append(out, [])
     return out

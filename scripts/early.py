@@ -6,14 +6,18 @@ import os
 import signal
 import sys
 import threading
+import time
+
+#: seconds that a signal waits for the ranks to watch one another; launchers kill after 30
+HELD_S = 15.0
 
 
 class EarlyStop:
     """Until `hold`, SIGTERM ends the process with exit code 0: nothing has been begun that could be lost.
 
-    From `hold` to `over` other ranks count on this one, which the signal waits for (`received`). A thread takes it,
-    because a Python handler does not run while a library blocks the main thread (a rendezvous does). Imports nothing
-    that takes time.
+    From `hold` to `over` other ranks count on this one: the signal waits for `over` (`received`), but for no longer
+    than HELD_S, as one of them may be gone. A thread takes it, because a Python handler does not run while a library
+    blocks the main thread (a rendezvous does). Imports nothing that takes time.
     """
 
     def __init__(self) -> None:
@@ -23,14 +27,22 @@ class EarlyStop:
         self._thread = threading.Thread(target=self._wait, name="early-stop", daemon=True)
         self._thread.start()
 
+    def _end(self) -> None:
+        print("stopped by SIGTERM before the work began; nothing is lost", file=sys.stderr, flush=True)
+        os._exit(0)
+
     def _wait(self) -> None:
+        began = 0.0
         while not self._over.is_set():
+            if self.received and time.monotonic() - began > HELD_S:
+                self._end()
             if signal.sigtimedwait({signal.SIGTERM}, 0.05) is None:
                 continue
             with self._lock:
                 if not self._held:
-                    print("stopped by SIGTERM before the work began; nothing is lost", file=sys.stderr, flush=True)
-                    os._exit(0)
+                    self._end()
+                if not self.received:
+                    began = time.monotonic()
                 self._received.set()
 
     def hold(self) -> None:

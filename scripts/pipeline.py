@@ -122,9 +122,18 @@ class Run:
             "target": identity.of_target(self.recipe.target),
             "sources": identity.of_sources(data.sources),
             "held_out": identity.of_sources(data.held_out),
-            "distilled": self.distill_inputs if data.distill.prompts else None,
+            "distilled": self._distilled() if data.distill.prompts else None,
             "settings": values,
             "seed": self.recipe.seed,
+        }
+
+    def _distilled(self) -> dict[str, Any]:
+        """What the answers depend on; where time was over before all were given, that is which ones there are."""
+        result = self.steps.marker("distill").get("result") or {}
+        partial = bool(result.get("left")) and self.distilled_path.is_file()
+        return {
+            **answered(self.distill_inputs),
+            "answers": identity.of_file(self.distilled_path) if partial else None,
         }
 
     @cached_property
@@ -164,19 +173,28 @@ class Run:
         # captured cycles need a GPU, and one that holds the whole target
         if self.target.device.type == "cuda" and self.recipe.target.parallel != "device_map":
             generator = EngineGenerator(self.target, data.distill)
+        counted = 0, 0
         with self.talk.progress("distill", "answers") as advance:
+
+            def progress(done: int, total: int, message: str) -> None:
+                nonlocal counted
+                counted = done, total
+                advance(done, total, message)
+
             path = distill(
                 self.target,
                 prompts,
                 data.distill,
                 self.distilled_path,
                 self.recipe.seed,
-                advance,
+                progress,
                 dict(data.template_kwargs),
                 generator,
             )
         with open(path, encoding="utf-8") as lines:
-            return {"path": str(path), "prompts": len(prompts), "answers": sum(1 for _ in lines)}
+            answers = sum(1 for _ in lines)
+        done, planned = counted
+        return {"path": str(path), "prompts": len(prompts), "answers": answers, "left": planned - done}
 
     def prepare(self) -> PreparedData:
         """Tokenised training and held-out samples; the report goes to data/report.json and the prompts beside it."""

@@ -74,7 +74,8 @@ class Steps:
     def is_done(self, step: str, inputs: dict[str, Any], outputs: Sequence[Path]) -> bool:
         """Whether the step finished with these inputs and its outputs are still there."""
         found = self.marker(step)
-        same = found.get("inputs") == _plain(inputs)
+        # a setting that is null and one that is not there are the same: an older version did not know it
+        same = not any(changed(found.get("inputs"), _plain(inputs)))
         return found.get("status") == "done" and same and all(path.exists() for path in outputs)
 
     def run(

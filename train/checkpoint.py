@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -204,14 +204,16 @@ class CheckpointStore:
         return path
 
     def before_skips(self) -> Path | None:
-        """Newest checkpoint not written between skipped steps; newer ones, which diverged, become `diverged-…`."""
+        """Newest checkpoint of finite weights not saved between skipped steps; newer ones become `diverged-…`."""
         latest = self.directory / "latest"
         for path in self.paths():
             try:
-                skipped = read_json(path / "state.json").get("skipped", 0)
-            except (DataError, OSError):
-                skipped = 0  # damaged: `find` sees to it
-            if not skipped:
+                diverged = read_json(path / "state.json").get("skipped", 0) or not all(
+                    bool(torch.isfinite(weight).all()) for weight in load_file(path / "head.safetensors").values()
+                )
+            except (DataError, OSError, SafetensorError):
+                diverged = False  # damaged: `find` sees to it
+            if not diverged:
                 write_text(latest, path.name + "\n")
                 return path
             os.rename(path, unused(path.with_name(f"diverged-{path.name}")))

@@ -84,6 +84,17 @@ class Early(Protocol):
     def over(self) -> None: ...
 
 
+def _meeting_store(rank: int, size: int, wait_s: float, environment: Mapping[str, str], agent: bool) -> dist.Store:
+    """torchrun's own store, or one of rank 0, which does not wait for the others: signals would find it blocked."""
+    if agent:
+        store: dist.Store = next(dist.rendezvous("env://", timeout=timedelta(seconds=wait_s)))[0]
+        return store
+    return dist.TCPStore(
+        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), size, rank == 0, timedelta(seconds=wait_s),
+        wait_for_workers=False, multi_tenant=True,  # the process group's own will live in the same server
+    )  # fmt: skip
+
+
 def meet(
     wait_s: float = RENDEZVOUS_S, environment: Mapping[str, str] = os.environ, early: Early | None = None
 ) -> dist.Store | None:
@@ -108,9 +119,10 @@ def meet(
         "number of machines, and its own machine rank"
     )
     deadline = time.monotonic() + wait_s
-    hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # rank 0 does
+    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosting = rank == 0 and not agent
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=wait_s)))
+        store = _meeting_store(rank, size, wait_s, environment, agent)
         calls = dist.PrefixStore("headstart/meet", store)
         if early is not None:
             early.hold()
@@ -121,12 +133,12 @@ def meet(
             while calls.add(word, 0) < size:
                 if word == "came" and early is not None and early.received:
                     calls.set("stopped", str(rank))
-                    time.sleep(1.0 if hosts and rank == 0 else 0.0)  # the others must see it
-                    raise Terminated
                 if calls.check(["stopped"]):
+                    time.sleep(1.0 if hosting else 0.0)  # the others must see it
                     raise Terminated
                 if time.monotonic() >= deadline:
-                    gone = [str(r) for r in range(int(hosts), size) if not calls.check([str(r)])]
+                    gone = [str(r) for r in range(size) if not calls.check([str(r)])]
+                    time.sleep(2.0 if hosting else 0.0)  # the others will look who is missing, too
                     raise ConfigError(
                         f"launch: rank {rank} waited {wait_s:.0f} s at {place}, and of {size} ranks these did not "
                         f"{'come' if gone else 'go on'}: {', '.join(gone) or 'unknown'}. {remedy}."

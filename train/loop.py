@@ -282,7 +282,14 @@ class _Trainer:
             return None
         if self.validate is not None and reason != "signal":
             self.state.unvalidated = True
-        finite = not (reason == "signal" and self.state.skipped) or self._weights_are_finite()
+        finite = not self.state.skipped or self._weights_are_finite()
+        if reason != "signal" and self.state.skipped:
+            if not finite:
+                raise TrainingError(
+                    f"the run ended at step {self.state.step} between skipped steps, and the head's weights are not "
+                    f"finite. {self._way_back(diverged=True)}."
+                )
+            self.state.skipped = 0
         # before the validation, as in the loop
         checkpoint = self._save_now() if finite else on_main(lambda: self._last_checkpoint(diverged=True))
         if reason == "signal":
@@ -420,7 +427,7 @@ class _Trainer:
 
     def _last_checkpoint(self, diverged: bool) -> Path | None:
         """The newest one, after what is being written, rank 0's; of a head that diverged, from before its skips."""
-        self.saver.idle(60.0)
+        self.saver.settle()
         return self.store.before_skips() if diverged else next(iter(self.store.paths()), None)
 
     def _weights_are_finite(self) -> bool:

@@ -109,6 +109,8 @@ def restore(trainer: _Trainer) -> int:
     trainer.parallel.load_head(checkpoint.head)
     trainer.parallel.load_optimizer(checkpoint.optimizer)
     trainer.state = RunState(**{f.name: state[f.name] for f in fields(RunState) if f.name in state})
+    if trainer.config.nonfinite != "skip":
+        trainer.state.skipped = 0  # nobody counts any more
     rng = unpack_rng(checkpoint, trainer.rank)
     if rng is not None:
         set_rng_state(rng)

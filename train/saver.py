@@ -193,7 +193,7 @@ class Saver:
     def failed(self) -> bool:
         return self._error is not None
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for everything under way, or until a write fails."""
         while True:
             for copies in (self.copies, *self.best_copies):
@@ -205,7 +205,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for everything under way. Raises what a write raised (DiskFullError when there is no room)."""
-        self._settle()
+        self.settle()
         if self._error is not None:
             error, self._error, self._undone, self._stuck = self._error, None, [], False
             raise error
@@ -215,19 +215,19 @@ class Saver:
 
         Raises: what a write raised, when it was not a full disk.
         """
-        self._settle()
+        self.settle()
         if isinstance(self._error, DiskFullError):
             undone, self._error, self._undone, self._stuck = self._undone, None, [], False
             for write in undone:
                 self._submit(write)
-            self._settle()
+            self.settle()
         if self._error is not None and not isinstance(self._error, DiskFullError):
             self.finish()
         return self._error is None
 
     def close(self) -> None:
         """Let a write under way end; its failure no longer matters to a run that is already ending with an error."""
-        self._settle()
+        self.settle()
         self._pool.shutdown(wait=True)
 
 

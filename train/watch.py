@@ -65,7 +65,8 @@ class Watch:
         limit_s, interval_s: seconds; see LIMIT_S.
         place: this machine's name, by which ranks of one machine know each other.
         end: what ends the process.
-        launcher: process id of what started this rank, as it was when the process began; None: as it is now.
+        launcher: process id of torchrun as it was when this process began. Other parents (a shell, srun) may end while
+            ranks start: theirs is the one that is there when the ranks have met.
     """
 
     def __init__(
@@ -86,13 +87,13 @@ class Watch:
         self.outlast: Callable[[float], bool] = lambda seconds: False
         self._stop = threading.Event()
         self.rank = 0
-        #: None once it is gone
-        self._launcher: int | None = os.getppid() if launcher is None else launcher
+        #: process id of what started this rank, None once it is gone
+        self._launcher = launcher if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
         if not is_distributed():
-            if "TORCHELASTIC_RUN_ID" in os.environ:
+            if self._launcher is not None:
                 threading.Thread(target=self._watch_launcher, name="watch", daemon=True).start()
             return self
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -108,6 +109,7 @@ class Watch:
         self._beats.set(f"beat/{self.rank}", "0")
         gather_objects(None)  # every key exists from here on
         self._rounds = 0
+        self._launcher = self._launcher or os.getppid()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
         if self.rank:

@@ -71,7 +71,7 @@ end_without_ranks() { # a launcher that waits for another machine says nothing, 
 
 watched_by() { # process $1 looks after the launcher, and must not outlive it
     helpers+=" $1"
-    disown "$1"
+    disown "$1" 2> /dev/null || true # a signal may have come in between and started another
 }
 
 launcher="" stopping=0 early=0 alone=0 helpers=""
@@ -107,8 +107,9 @@ while true; do
     [ "$signalled" = 1 ] || break # otherwise it was the signal that ended the wait
 done
 # they look at a process id that will be somebody else's
-# shellcheck disable=SC2086
-kill -KILL $helpers 2> /dev/null || true
+for helper in $helpers; do
+    if pgrep -P $$ | grep -qx "$helper"; then kill -KILL "$helper" 2> /dev/null || true; fi # still ours
+done
 [ "$alone" = 0 ] || code=1
 [ "$early" = 0 ] || code=0
 exit "$code"

@@ -247,6 +247,17 @@ def test_later_turn_that_does_not_fit_keeps_the_earlier_ones(target, tmp_path):
     assert distill(target, [prompt], DistillConfig(max_new_tokens=4), path) == path
 
 
+def test_what_was_left_out_stays_listed_when_answers_are_added(target, tmp_path):
+    prompts = [Prompt(f"p{i}", ("Hi", "Hello there " * 40)) for i in range(4)]
+    config = DistillConfig(max_new_tokens=4, batch_size=2, max_prompt_tokens=60)
+    path = tmp_path / "out.jsonl"
+    distill(target, prompts, dataclasses.replace(config, max_seconds=1e-6), path)
+    listed = json.loads((tmp_path / "out.jsonl.skipped.json").read_text())
+    assert len(listed) == 2
+    distill(target, prompts, config, path)
+    assert json.loads((tmp_path / "out.jsonl.skipped.json").read_text()).keys() == {"p0", "p1", "p2", "p3"}
+
+
 def test_full_disk_names_the_file_and_loses_nothing(target, prompts, tmp_path, monkeypatch):
     config = DistillConfig(max_new_tokens=6, batch_size=3)
     whole = distill(target, prompts, config, tmp_path / "whole.jsonl").read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -21,6 +22,13 @@ def saved(*_):
     print("saved")
     sys.exit(0)
 """
+
+
+def test_a_signal_does_not_wait_for_ever_for_ranks_that_may_be_gone() -> None:
+    more = "import headstart.early; headstart.early.HELD_S = 0.5; early.hold(); term(); time.sleep(20); sys.exit(9)"
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", PROGRAM + more], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0 and "nothing is lost" in ended.stderr and time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize(

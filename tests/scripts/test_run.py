@@ -72,6 +72,21 @@ def test_answers_of_a_limited_time_stay_when_more_time_is_given(
     assert path.read_text().startswith(made) and path.read_text().count("\n") == 2
 
 
+def test_training_follows_the_answers_and_not_the_time_they_took(
+    headstart: Callable, recipe: Path, tmp_path: Path
+) -> None:
+    options = (recipe, "data.distill.batch_size=1", "train.epochs=1")
+    short, plenty = "data.distill.max_seconds=1e-6", "data.distill.max_seconds=60"
+    assert headstart("train", *options, short).code == 0
+    assert "train: finished before" in headstart("train", *options, short).err
+    assert headstart("distill", *options, plenty).code == 0
+    more = headstart("train", *options, short)  # the same command, and another answer is there
+    assert more.code == 0 and "train: done again" in more.err, more.err
+    for limit in (plenty, "data.distill.max_seconds=null"):
+        again = headstart("train", *options, limit)
+        assert again.code == 0 and "train: finished before" in again.err, again.err
+
+
 def test_changed_inputs_redo_what_depends_on_them_and_keep_the_old_head(
     headstart: Callable, recipe: Path, tmp_path: Path
 ) -> None:

@@ -34,6 +34,16 @@ def test_done_once(tmp_path: Path) -> None:
     assert said[0] == "train: starts" and "finished before" in said[1] and work.runs == 1
 
 
+def test_a_setting_that_an_older_version_did_not_know_is_no_change(tmp_path: Path) -> None:
+    said: list[str] = []
+    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "answers")
+    steps.run("distill", {"settings": {"tokens": 8}}, [work.output], work)
+    steps.run("distill", {"settings": {"tokens": 8, "max_seconds": None}}, [work.output], work)
+    assert "finished before" in said[-1] and work.runs == 1
+    steps.run("distill", {"settings": {"tokens": 8, "max_seconds": 5}}, [work.output], work)
+    assert "max_seconds: null → 5" in said[-2] and work.runs == 2
+
+
 def test_a_failed_step_continues(tmp_path: Path) -> None:
     said: list[str] = []
     steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head", fail=True)

@@ -329,6 +329,76 @@ def test_a_run_that_diverged_over_a_stop_goes_back_to_before_its_skips(tmp_path)
     assert run(tmp_path, **(SKIPPING | {"steps": 8}))[1].resumed_from == 5
 
 
+def test_a_run_that_no_longer_skips_saves_again(tmp_path):
+    run(tmp_path, Diverging(make_documents()), **SKIPPING)
+    stopping = SKIPPING | {"nonfinite": "stop", "steps": 12}
+    assert run(tmp_path, **stopping)[1].resumed_from == 7
+    assert steps_in(tmp_path) == ["step-00000012"]
+    assert [json.loads((tmp_path / f"checkpoints/step-{n:08d}/state.json").read_text())["skipped"] for n in (12,)] == [
+        0
+    ]
+
+
+class Breaking(FakeSource):
+    """A weight of `head` becomes NaN with the first pack of step `step`, of two packs."""
+
+    def __init__(self, head, step):
+        super().__init__(make_documents())
+        self.head, self.step = head, step
+
+    def get(self, pack):
+        if len(self.asked) == 2 * (self.step - 1):
+            with torch.no_grad():
+                self.head.heads[0].weight[0, 0] = float("nan")
+        return super().get(pack)
+
+
+def test_a_budget_that_ends_between_skipped_steps_leaves_no_weights_that_are_not_finite(tmp_path):
+    head, settings = FakeHead(noise=0.0), SKIPPING | {"steps": 8}
+    settings.pop("noise")
+    source = Breaking(head, 7)
+    with pytest.raises(TrainingError, match="ended at step 8 between skipped steps.* not finite.*step-00000005"):
+        train(head, source, teacher(), source.lengths, config(**settings), tmp_path, pack_tokens=20, progress=False)
+    assert steps_in(tmp_path) == ["step-00000005"]
+
+
+def test_a_budget_that_ends_between_skipped_steps_ends_well_with_finite_weights(tmp_path):
+    class Poisoned(FakeSource):
+        def get(self, pack):
+            batch = super().get(pack)
+            if len(self.asked) > 2 * 7:
+                batch.hidden_RD[:] = float("nan")
+            return batch
+
+    head, result = run(tmp_path, Poisoned(make_documents()), **(SKIPPING | {"steps": 8}))
+    assert result.stopped == "steps" and steps_in(tmp_path) == ["step-00000008"]
+    assert all(torch.isfinite(p).all() for p in head.parameters())
+
+
+def test_a_checkpoint_of_weights_that_are_not_finite_is_not_gone_back_to(tmp_path):
+    """Saved after the update that broke them and before the first skip."""
+    head, settings = FakeHead(noise=0.0), SKIPPING | {"save_every": 1, "keep": 0}
+    settings.pop("noise")
+
+    class Late(Breaking):
+        def get(self, pack):
+            return FakeSource.get(self, pack)
+
+    source, real = Late(head, 0), CheckpointStore.save
+
+    def save(store, checkpoint):
+        if checkpoint.state["step"] == 4:
+            checkpoint.head["heads.0.weight"][0, 0] = float("nan")
+            with torch.no_grad():
+                head.heads[0].weight[0, 0] = float("nan")
+        return real(store, checkpoint)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainingError, match="continues from .*step-00000003"):
+        patch.setattr(CheckpointStore, "save", save)
+        train(head, source, teacher(), source.lengths, config(**settings), tmp_path, pack_tokens=20, progress=False)
+    assert "diverged-step-00000004" in steps_in(tmp_path) and "step-00000004" not in steps_in(tmp_path)
+
+
 @pytest.mark.parametrize("save_every", [5, 0])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, save_every):
     head = FakeHead(noise=0.0)

@@ -26,6 +26,8 @@ def rank_of(case: str, rank: int, port: int, ready: Path) -> None:
     watch.GRACE_S = 0.5  # of this process: its main thread sleeps as if in a collective
     place = f"machine {rank}" if case in ("stopped", "server") else None
     launcher = 1 if case == "orphaned" and rank == 1 else None  # it was, and somebody else is
+    if launcher is not None:
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
     with Watch(limit_s=3, interval_s=0.2, place=place, launcher=launcher):
         ready.touch()
         if case == "clean":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,14 +103,18 @@ def _longest_turn(sample: Sample) -> int:
 def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) -> tuple[list[Sample], list[Sample]]:
     """`(train, held_out)`: whole conversations, chosen by a hash of (seed, conversation), so that more data moves none.
 
+    Where a positive fraction of few conversations is none, the one that comes first by its hash is held out.
     Raises: ConfigError when a positive fraction leaves the training side empty.
     """
-    held: list[Sample] = []
-    train: list[Sample] = []
+    shares = []
     for sample in samples:
         name = f"{seed}/{sample.meta.get('conversation', sample.id)}"
-        share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
-        (held if share < fraction else train).append(sample)
+        shares.append(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64)
+    least = min(shares, default=0.0)
+    if 0.0 < fraction <= least < max(shares):
+        fraction = math.nextafter(least, 1.0)
+    held = [sample for sample, share in zip(samples, shares, strict=True) if share < fraction]
+    train = [sample for sample, share in zip(samples, shares, strict=True) if share >= fraction]
     if samples and not train:
         raise ConfigError(
             f"data.held_out_fraction: {fraction} of {len(samples)} samples leaves none to train on: lower it"

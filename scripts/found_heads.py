@@ -41,6 +41,9 @@ def find_head(head: str, said: str = "--head") -> Path:
     Raises: FormatError when it is neither; ConfigError when the Hub cannot give it.
     """
     if Path(head).is_dir():
+        inside = Path(head) / "head"
+        if (inside / "config.json").is_file() and not (Path(head) / "config.json").is_file():
+            raise FormatError(f"{said} {head}: found a run's directory; its head is {inside}")
         return Path(head)
     if head.count("/") != 1 or head.startswith((".", "/", "~")):
         raise FormatError(f"{said} {head}: no such directory; expected one with config.json and weights")

@@ -60,6 +60,7 @@ PARITY_TOKENS = 96
 PUBLISHING = ("push_to_hub", "private", "commit_message")
 #: settings of the data node that change how features are stored, not what they are
 STORING = ("shard_tokens",)
+EVAL_DATA = "Set eval.data=FILE.jsonl, data.held_out or data.held_out_fraction"
 
 
 class Run:
@@ -155,6 +156,14 @@ class Run:
         return self.steps.run(
             "distill", self.distill_inputs, [path], self._distill, leftovers=[skipped], lasting=answered, extends=True
         )
+
+    def require_eval_data(self) -> None:
+        """Raise ConfigError where there will be nothing to evaluate on: before hours of training, not after."""
+        data = self.recipe.data
+        if self.recipe.eval.data is None and not data.held_out and data.held_out_fraction == 0:
+            raise ConfigError(
+                f"eval.data: not set, and data.held_out_fraction=0 holds no conversation out. {EVAL_DATA}"
+            )
 
     def _alone(self, what: str, remedy: str) -> None:
         """Raises: ConfigError where a step that one process does would need a target that is sharded over ranks."""
@@ -401,7 +410,7 @@ class Run:
             )
         held_out = self.held_out_path
         if not config.data and not (held_out.is_file() and held_out.stat().st_size):
-            raise ConfigError("eval.data is not set and the run held no conversation out: set eval.data=FILE.jsonl")
+            raise ConfigError(f"eval.data: not set, and {held_out} has no conversation. {EVAL_DATA}")
         inputs = {
             "head": identity.of_saved_head(self.head_dir) if trained else dataclasses.asdict(self.recipe.head),
             "target": identity.of_target(self.recipe.target),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from headstart.data.config import DistillConfig
 from headstart.data.packing import WINDOW, plan_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.base import build_head
@@ -98,6 +99,12 @@ class DataShape:
         each = max(int(pack_tokens // length), 1)
         full, rest = divmod(samples, WINDOW)
         return cls(full * -(-WINDOW // each) - (-rest // each), round(samples * length), notes=[note])
+
+    def with_(self, other: DataShape) -> DataShape:
+        """Both of them."""
+        tokens = self.tokens + other.tokens
+        supervised = (self.supervised * self.tokens + other.supervised * other.tokens) / max(tokens, 1)
+        return DataShape(self.packs + other.packs, tokens, supervised, [*self.notes, *other.notes])
 
 
 def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
@@ -188,7 +195,16 @@ def data_of(recipe: Recipe, launch: Launch, talk: Talk, target: Any) -> DataShap
         note = (
             f"data: {prompts} prompts not answered yet, planned as samples of {most} tokens (the most), all supervised"
         )
-        return DataShape.equal(prompts, most, pack_tokens, note)
+        planned = DataShape.equal(prompts, most, pack_tokens, note)
+        if not recipe.data.sources:
+            return planned
+        answered = replace(recipe, data=replace(recipe.data, distill=DistillConfig()))
+        return planned.with_(_read(Run(answered, talk, target), recipe))
+    return _read(run, recipe)
+
+
+def _read(run: Run, recipe: Recipe) -> DataShape:
+    pack_tokens = recipe.data.pack_tokens
     samples = run.trained_samples(run.prepare())
     lengths = [len(sample) for sample in samples]
     supervised = sum(int((sample.turn_ids >= 0).sum()) for sample in samples)

@@ -13,6 +13,7 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
         from headstart.recipes.load import load_recipe
 
         run = Run(load_recipe(recipe, overrides or []), talk)
+        run.require_eval_data()
         with run.steps.lock():
             run.save_recipe()
             run.distill()

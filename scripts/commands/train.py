@@ -46,6 +46,20 @@ def command(
             planned = plan_recipe(settings, launch, talk)
             talk.result(planned.to_json(), render(planned))
             return
+        stated = {
+            "gpus": gpus or None,
+            "nodes": nodes if nodes != 1 else None,
+            "gpu-memory": gpu_memory,
+            "tokens-per-s": tokens_per_s,
+            "tflops": tflops,
+            "samples": samples,
+            "mean-tokens": mean_tokens,
+        }
+        if given := [f"--{name}" for name, value in stated.items() if value is not None]:
+            from headstart.heads.errors import ConfigError
+            from headstart.train.distributed import REMEDY
+
+            raise ConfigError(f"{', '.join(given)}: found without --plan, whose options they are. {REMEDY}")
         from headstart.pipeline import Run
 
         run = Run(settings, talk)

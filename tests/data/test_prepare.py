@@ -123,6 +123,10 @@ def test_held_out_split_keeps_conversations_together_and_stable():
     assert [s.id for s in held] == [s.id for s in more_held if s.id != "new"]
     with pytest.raises(ConfigError, match="held_out_fraction"):
         split_held_out(samples[:1], 0.9999999)
+    few_train, few_held = split_held_out(samples[:8], 1e-6, seed=3)  # of four conversations, one
+    assert [len(few_train), len(few_held)] == [6, 2] and len({s.meta["conversation"] for s in few_held}) == 1
+    assert split_held_out(samples[:2], 1e-6) == (samples[:2], [])  # one conversation, which trains
+    assert split_held_out(samples[:8], 0.0) == (samples[:8], [])
 
 
 def test_inspection_marks_supervised_text(tokenizer):

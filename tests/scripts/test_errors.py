@@ -106,6 +106,26 @@ def test_steps_out_of_order(headstart: Callable, recipe: Path) -> None:
     check(headstart("inspect", recipe, *unanswered), 1, f"run `headstart distill {recipe} 'data.sources=[]' data.max")
 
 
+def test_a_run_without_anything_to_evaluate_on_does_not_train_first(headstart: Callable, recipe: Path) -> None:
+    result = headstart("run", recipe, "data.held_out_fraction=0")
+    check(result, 2, "eval.data: not set, and data.held_out_fraction=0 holds no conversation out")
+    assert "distill" not in result.err
+
+
+def test_options_of_a_plan_do_not_train(headstart: Callable, recipe: Path) -> None:
+    check(headstart("train", recipe, "--gpus", "2"), 2, "--gpus: found without --plan", "torchrun --nproc_per_node")
+
+
+def test_a_runs_directory_is_not_its_head(headstart: Callable, recipe: Path, tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "run/head").mkdir(parents=True)
+    (tmp_path / "run/head/config.json").write_text("{}")
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"prompt": "Hi"}\n')
+    result = headstart("eval", "--head", tmp_path / "run", "--target", tiny_target, "--data", data)
+    check(result, 1, f"found a run's directory; its head is {tmp_path / 'run/head'}")
+    assert "loading target" not in result.err
+
+
 def test_an_export_that_cannot_be_leaves_the_one_that_is_there(
     headstart: Callable, recipe: Path, tmp_path: Path
 ) -> None:

@@ -161,3 +161,13 @@ def test_ranks_that_wait_are_told_and_counted(headstart: Callable, recipe: Path)
     assert idle["hours"] == pytest.approx(4 * busy["hours"], rel=1e-3)
     notes = [note for note in idle["notes"] if note.startswith("train.accumulation=2 over 8 ranks leaves 75%")]
     assert len(notes) == 1 and not [note for note in busy["notes"] if "train.accumulation" in note]
+
+
+def test_conversations_count_beside_prompts_that_are_not_answered(headstart, recipe: Path) -> None:
+    def tokens(*overrides: str) -> float:
+        found = headstart("train", recipe, "--plan", "--json", "data.held_out_fraction=0", *overrides)
+        assert found.code == 0, found.err
+        return found.json["steps"] * found.json["tokens_per_step"]
+
+    both, prompts, conversations = tokens(), tokens("data.sources=[]"), tokens("data.distill.prompts=[]")
+    assert conversations > 0 and both == pytest.approx(prompts + conversations, rel=0.05)

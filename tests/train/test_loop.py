@@ -334,9 +334,7 @@ def test_a_run_that_no_longer_skips_saves_again(tmp_path):
     stopping = SKIPPING | {"nonfinite": "stop", "steps": 12}
     assert run(tmp_path, **stopping)[1].resumed_from == 7
     assert steps_in(tmp_path) == ["step-00000012"]
-    assert [json.loads((tmp_path / f"checkpoints/step-{n:08d}/state.json").read_text())["skipped"] for n in (12,)] == [
-        0
-    ]
+    assert json.loads((tmp_path / "checkpoints/step-00000012/state.json").read_text())["skipped"] == 0
 
 
 class Breaking(FakeSource):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from headstart import identity
-from headstart.data.config import SourceConfig
+from headstart.data.config import DistillConfig, SourceConfig
 from headstart.data.distill import distill
 from headstart.data.features import OnlineFeatures, StoredFeatures, build_store
 from headstart.data.memory import MemoryFeatures
@@ -224,6 +224,11 @@ class Run:
                 self.talk.say("data: data.supervise=all trains on every token of these, prompts too")
             self.talk.say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
         return self._prepared
+
+    def of_sources_alone(self) -> Run:
+        """This run without its prompts: what there is to see before they are answered."""
+        data = replace(self.recipe.data, distill=DistillConfig())
+        return Run(replace(self.recipe, data=data), self.talk, self._target, self._device)
 
     def trained_samples(self, data: PreparedData) -> list[Sample]:
         """What the loop trains on: the training samples under `data.supervise`."""

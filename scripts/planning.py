@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from headstart.data.config import DistillConfig
 from headstart.data.packing import WINDOW, plan_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.base import build_head
@@ -100,7 +99,7 @@ class DataShape:
         full, rest = divmod(samples, WINDOW)
         return cls(full * -(-WINDOW // each) - (-rest // each), round(samples * length), notes=[note])
 
-    def with_(self, other: DataShape) -> DataShape:
+    def beside(self, other: DataShape) -> DataShape:
         """Both of them."""
         tokens = self.tokens + other.tokens
         supervised = (self.supervised * self.tokens + other.supervised * other.tokens) / max(tokens, 1)
@@ -198,17 +197,15 @@ def data_of(recipe: Recipe, launch: Launch, talk: Talk, target: Any) -> DataShap
         planned = DataShape.equal(prompts, most, pack_tokens, note)
         if not recipe.data.sources:
             return planned
-        answered = replace(recipe, data=replace(recipe.data, distill=DistillConfig()))
-        return planned.with_(_read(Run(answered, talk, target), recipe))
-    return _read(run, recipe)
+        return planned.beside(_read(run.of_sources_alone()))
+    return _read(run)
 
 
-def _read(run: Run, recipe: Recipe) -> DataShape:
-    pack_tokens = recipe.data.pack_tokens
+def _read(run: Run) -> DataShape:
     samples = run.trained_samples(run.prepare())
     lengths = [len(sample) for sample in samples]
     supervised = sum(int((sample.turn_ids >= 0).sum()) for sample in samples)
-    packs = len(plan_packs(lengths, pack_tokens, recipe.seed)) if lengths else 0
+    packs = len(plan_packs(lengths, run.recipe.data.pack_tokens, run.recipe.seed)) if lengths else 0
     return DataShape(packs, sum(lengths), supervised / max(sum(lengths), 1))
 
 

@@ -24,7 +24,10 @@ from headstart.heads.files import explain_disk, read_json, set_aside, write_json
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """`key: old → new` for every leaf that differs."""
+    """`key: old → new` for every leaf that differs.
+
+    A setting that is null and one that is not there are the same: an older version did not know it.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}):
             yield from changed(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
@@ -74,7 +77,6 @@ class Steps:
     def is_done(self, step: str, inputs: dict[str, Any], outputs: Sequence[Path]) -> bool:
         """Whether the step finished with these inputs and its outputs are still there."""
         found = self.marker(step)
-        # a setting that is null and one that is not there are the same: an older version did not know it
         same = not any(changed(found.get("inputs"), _plain(inputs)))
         return found.get("status") == "done" and same and all(path.exists() for path in outputs)
 
@@ -110,7 +112,7 @@ class Steps:
         differences = list(changed(old, inputs)) if found else []
         listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
         started = found.get("status") == "started"
-        kept = (started or extends) and isinstance(old, dict) and lasting(old) == lasting(inputs)
+        kept = (started or extends) and isinstance(old, dict) and not any(changed(lasting(old), lasting(inputs)))
         aside: Path | None = None
         if again or (differences and not kept):
             self.say(f"{step}: done again, {again or f'its inputs changed ({listed})'}")

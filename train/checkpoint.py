@@ -39,6 +39,7 @@ from headstart.heads.files import (
     write_safetensors,
     write_text,
 )
+from headstart.train.nonfinite import bad_entries
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -208,9 +209,8 @@ class CheckpointStore:
         latest = self.directory / "latest"
         for path in self.paths():
             try:
-                diverged = read_json(path / "state.json").get("skipped", 0) or not all(
-                    bool(torch.isfinite(weight).all()) for weight in load_file(path / "head.safetensors").values()
-                )
+                skipped = read_json(path / "state.json").get("skipped", 0)
+                diverged = skipped or bad_entries(load_file(path / "head.safetensors"))
             except (DataError, OSError, SafetensorError):
                 diverged = False  # damaged: `find` sees to it
             if not diverged:

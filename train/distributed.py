@@ -32,6 +32,8 @@ SHARED = "run_dir must lie on storage that all machines share: choose such a pla
 RENDEZVOUS_S = 300.0
 #: seconds between two looks at who has come
 MEET_POLL_S = 0.1
+#: seconds that a rank 0 which hosts the store stays when the meeting fails, because the others look there as well
+HOST_LAST_S = 2.0
 #: seconds until a file that rank 0 writes must be seen elsewhere
 SHARED_WAIT_S = 45.0
 
@@ -95,6 +97,25 @@ def _meeting_store(rank: int, size: int, wait_s: float, environment: Mapping[str
     )  # fmt: skip
 
 
+def _all_say(
+    word: str, calls: dist.Store, size: int, deadline: float, stopping: Callable[[], bool] = lambda: False
+) -> bool:
+    """Say `word` and wait until all ranks have said it; False when `deadline` (of time.monotonic) comes first.
+
+    Raises: Terminated when a rank, this or another, is `stopping`.
+    """
+    calls.add(word, 1)
+    while calls.add(word, 0) < size:
+        if stopping():
+            calls.set("stopped", "")
+        if calls.check(["stopped"]):
+            raise Terminated
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(MEET_POLL_S)
+    return True
+
+
 def meet(
     wait_s: float = RENDEZVOUS_S, environment: Mapping[str, str] = os.environ, early: Early | None = None
 ) -> dist.Store | None:
@@ -120,30 +141,22 @@ def meet(
     )
     deadline = time.monotonic() + wait_s
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    hosting = rank == 0 and not agent
     try:
         store = _meeting_store(rank, size, wait_s, environment, agent)
         calls = dist.PrefixStore("headstart/meet", store)
         if early is not None:
             early.hold()
-        for word in ("came", "goes on"):
-            if word == "came":
-                calls.set(str(rank), "")
-            calls.add(word, 1)
-            while calls.add(word, 0) < size:
-                if word == "came" and early is not None and early.received:
-                    calls.set("stopped", str(rank))
-                if calls.check(["stopped"]):
-                    time.sleep(1.0 if hosting else 0.0)  # the others must see it
-                    raise Terminated
-                if time.monotonic() >= deadline:
-                    gone = [str(r) for r in range(size) if not calls.check([str(r)])]
-                    time.sleep(2.0 if hosting else 0.0)  # the others will look who is missing, too
-                    raise ConfigError(
-                        f"launch: rank {rank} waited {wait_s:.0f} s at {place}, and of {size} ranks these did not "
-                        f"{'come' if gone else 'go on'}: {', '.join(gone) or 'unknown'}. {remedy}."
-                    )
-                time.sleep(MEET_POLL_S)
+        calls.set(str(rank), "")
+        stopping = (lambda: early.received) if early is not None else (lambda: False)
+        if not (_all_say("came", calls, size, deadline, stopping) and _all_say("goes on", calls, size, deadline)):
+            gone = [str(r) for r in range(size) if not calls.check([str(r)])]
+            raise ConfigError(
+                f"launch: rank {rank} waited {wait_s:.0f} s at {place}, and of {size} ranks these did not "
+                f"{'come' if gone else 'go on'}: {', '.join(gone) or 'unknown'}. {remedy}."
+            )
+    except (ConfigError, Terminated):
+        time.sleep(HOST_LAST_S if rank == 0 and not agent else 0.0)
+        raise
     except (dist.DistError, ValueError, OSError) as error:
         short = str(error).splitlines()[0]
         raise ConfigError(

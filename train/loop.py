@@ -32,12 +32,13 @@ from headstart.train.distributed import (
     Agreement,
     StopSignal,
     from_main,
+    gather_objects,
     on_main,
     sum_over_ranks,
 )
 from headstart.train.flops import matmul_flops, step_flops
 from headstart.train.meters import Meters
-from headstart.train.nonfinite import Window, dump
+from headstart.train.nonfinite import Window, bad_weights, dump
 from headstart.train.optim import Budget, lr_factor, set_rate
 from headstart.train.parallel import Parallel, make_parallel, resolve_kind
 from headstart.train.resume import RunState, capture, restore, state_values
@@ -282,8 +283,9 @@ class _Trainer:
             return None
         if self.validate is not None and reason != "signal":
             self.state.unvalidated = True
-        finite = not self.state.skipped or self._weights_are_finite()
-        if reason != "signal" and self.state.skipped:
+        # skipped steps left the weights as they were, which may be what made them bad
+        finite = not (self.state.skipped and any(gather_objects(bool(bad_weights(self.head)))))
+        if reason != "signal":
             if not finite:
                 raise TrainingError(
                     f"the run ended at step {self.state.step} between skipped steps, and the head's weights are not "
@@ -429,12 +431,6 @@ class _Trainer:
         """The newest one, after what is being written, rank 0's; of a head that diverged, from before its skips."""
         self.saver.settle()
         return self.store.before_skips() if diverged else next(iter(self.store.paths()), None)
-
-    def _weights_are_finite(self) -> bool:
-        """The same answer on all ranks, some of which may hold shards."""
-        held = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in self.head.parameters()]
-        bad = sum((~torch.isfinite(weight)).sum().float().to(self.device) for weight in held)
-        return bool(sum_over_ranks(torch.as_tensor(bad, device=self.device).reshape(1)).item() == 0)
 
     def _way_back(self, diverged: bool = False) -> str:
         """What a run that met non-finite numbers can go on from, and how; all ranks wait for what is being written."""

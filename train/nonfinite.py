@@ -31,6 +31,12 @@ def bad_entries(named: dict[str, torch.Tensor]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def bad_weights(head: nn.Module) -> dict[str, int]:
+    """`bad_entries` of the parameters, of this rank's part where they are in shards."""
+    held = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in head.named_parameters()}
+    return bad_entries({name: weight.detach() for name, weight in held.items()})
+
+
 def dump(
     flags: list[float],
     window: Window,
@@ -65,7 +71,6 @@ def dump(
         entries |= counts
     names = [str(name) for p in places for name in (known.get(p) or packs[p].samples)]
     if rank == 0:
-        weights = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in head.named_parameters()}
         record = {
             "step": step,
             "what": what,
@@ -73,7 +78,7 @@ def dump(
             "packs": [asdict(packs[p]) for p in places],
             "lr": rate,
             "nonfinite_features": entries,
-            "nonfinite_weights": bad_entries({name: weight.detach() for name, weight in weights.items()}),
+            "nonfinite_weights": bad_weights(head),
         }
         write_json(run_dir / f"nonfinite-step-{step}.json", record)
     return f"non-finite {what} at step {step}, samples {', '.join(names)}."

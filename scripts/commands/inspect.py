@@ -35,7 +35,7 @@ def command(
                 same = shlex.join(["headstart", "distill", recipe, *(overrides or [])])
                 raise DataError(f"{run.distilled_path}: the prompts are not answered yet: run `{same}` first")
             talk.say(f"not distilled yet, showing data.sources alone ({run.distilled_path} is missing)")
-            settings.data.distill.prompts = []
+            run = run.of_sources_alone()
         data = run.prepare()
         trained = run.trained_samples(data)
         # turns and answers as they are, also where every token of a sample trains

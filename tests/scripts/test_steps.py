@@ -42,6 +42,11 @@ def test_a_setting_that_an_older_version_did_not_know_is_no_change(tmp_path: Pat
     assert "finished before" in said[-1] and work.runs == 1
     steps.run("distill", {"settings": {"tokens": 8, "max_seconds": 5}}, [work.output], work)
     assert "max_seconds: null → 5" in said[-2] and work.runs == 2
+    work.fail = True
+    for inputs in ({"data": {"a": 1}, "lr": 1}, {"data": {"a": 1, "new": None}, "lr": 2}):
+        with pytest.raises(RuntimeError):
+            steps.run("train", inputs, [tmp_path / "head"], work, lasting=lambda inputs: inputs["data"])
+    assert said[-1] == "train: continues with other settings (lr: 1 → 2)"
 
 
 def test_a_failed_step_continues(tmp_path: Path) -> None:

@@ -264,18 +264,44 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(tmp_path):
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 4, 5]  # a skipped step has no loss to record
 
 
+class NonFinite(FakeSource):
+    """Features that are not finite behind the first `after` packs asked for; SIGTERM with the pack of number `stop`."""
+
+    def __init__(self, after: int, stop: int | None = None):
+        super().__init__(make_documents())
+        self.after, self.stop = after, stop
+
+    def get(self, pack):
+        batch = super().get(pack)
+        if len(self.asked) > self.after:
+            batch.hidden_RD[:] = float("nan")
+        if len(self.asked) == self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch
+
+
+def diverging() -> NonFinite:
+    """Non-finite from the sixth step on; SIGTERM in the seventh, whose look at it is the 16th pack asked for."""
+    return NonFinite(after=2 * 5, stop=16)
+
+
+def train_spoiled(run_dir, source: FakeSource, after: int, noise: float, **settings) -> TrainResult:
+    """Train a head of which a weight becomes NaN once `after` packs were asked for."""
+    head, real = FakeHead(noise=noise), source.get
+
+    def get(pack):
+        if len(source.asked) == after:
+            with torch.no_grad():
+                head.heads[0].weight[0, 0] = float("nan")
+        return real(pack)
+
+    source.get = get
+    return train(head, source, teacher(), source.lengths, config(**settings), run_dir, pack_tokens=20)
+
+
 def test_a_run_that_only_skips_ends_and_keeps_its_good_checkpoints(tmp_path):
-    source = FakeSource(make_documents())
-
-    class Diverging(FakeSource):
-        def get(self, pack):
-            batch = super().get(pack)
-            if len(self.asked) > 2 * 5:
-                batch.hidden_RD[:] = float("nan")
-            return batch
-
+    source, diverging = FakeSource(make_documents()), NonFinite(after=2 * 5)
     settings = config(steps=40, save_every=1, nonfinite="skip")
-    diverging = Diverging(make_documents())
     with pytest.raises(TrainingError, match=r"10 steps in a row .* continues from .*step-00000005\. .*train\.lr"):
         train(FakeHead(), diverging, teacher(), source.lengths, settings, tmp_path, plan=in_order, progress=False)
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000005"]
@@ -286,18 +312,6 @@ def test_a_run_that_only_skips_ends_and_keeps_its_good_checkpoints(tmp_path):
     assert (result.resumed_from, result.step) == (5, 40)
 
 
-class Diverging(FakeSource):
-    """Non-finite from the sixth step on; SIGTERM in the seventh, whose look at it is the 16th pack asked for."""
-
-    def get(self, pack):
-        batch = super().get(pack)
-        if len(self.asked) > 2 * 5:
-            batch.hidden_RD[:] = float("nan")
-        if len(self.asked) == 2 * 5 + 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return batch
-
-
 SKIPPING = dict(steps=40, nonfinite="skip", save_every=5, keep=1, noise=0.0, prefetch=0)
 
 
@@ -306,7 +320,7 @@ def steps_in(run_dir) -> list[str]:
 
 
 def test_a_stop_while_steps_are_skipped_loses_no_step_and_keeps_the_checkpoint_before(tmp_path):
-    _, stopped = run(tmp_path, Diverging(make_documents()), **SKIPPING)
+    _, stopped = run(tmp_path, diverging(), **SKIPPING)
     assert (stopped.stopped, stopped.step) == ("signal", 7)
     assert steps_in(tmp_path) == ["step-00000005", "step-00000007"] and stopped.checkpoint.endswith("07")
     again, clean = run(tmp_path, **(SKIPPING | {"steps": 12}))
@@ -315,102 +329,52 @@ def test_a_stop_while_steps_are_skipped_loses_no_step_and_keeps_the_checkpoint_b
 
 
 def test_a_run_that_diverged_over_a_stop_goes_back_to_before_its_skips(tmp_path):
-    run(tmp_path, Diverging(make_documents()), **SKIPPING)
-
-    class Bad(FakeSource):
-        def get(self, pack):
-            batch = super().get(pack)
-            batch.hidden_RD[:] = float("nan")
-            return batch
+    run(tmp_path, diverging(), **SKIPPING)
 
     with pytest.raises(TrainingError, match="10 steps in a row .* continues from .*step-00000005.* lower train.lr"):
-        run(tmp_path, Bad(make_documents()), **SKIPPING)
+        run(tmp_path, NonFinite(after=0), **SKIPPING)
     assert steps_in(tmp_path) == ["diverged-step-00000007", "step-00000005"]
     assert run(tmp_path, **(SKIPPING | {"steps": 8}))[1].resumed_from == 5
 
 
 def test_a_run_that_no_longer_skips_saves_again(tmp_path):
-    run(tmp_path, Diverging(make_documents()), **SKIPPING)
+    run(tmp_path, diverging(), **SKIPPING)
     stopping = SKIPPING | {"nonfinite": "stop", "steps": 12}
     assert run(tmp_path, **stopping)[1].resumed_from == 7
     assert steps_in(tmp_path) == ["step-00000012"]
     assert json.loads((tmp_path / "checkpoints/step-00000012/state.json").read_text())["skipped"] == 0
 
 
-class Breaking(FakeSource):
-    """A weight of `head` becomes NaN with the first pack of step `step`, of two packs."""
-
-    def __init__(self, head, step):
-        super().__init__(make_documents())
-        self.head, self.step = head, step
-
-    def get(self, pack):
-        if len(self.asked) == 2 * (self.step - 1):
-            with torch.no_grad():
-                self.head.heads[0].weight[0, 0] = float("nan")
-        return super().get(pack)
-
-
 def test_a_budget_that_ends_between_skipped_steps_leaves_no_weights_that_are_not_finite(tmp_path):
-    head, settings = FakeHead(noise=0.0), SKIPPING | {"steps": 8}
-    settings.pop("noise")
-    source = Breaking(head, 7)
     with pytest.raises(TrainingError, match="ended at step 8 between skipped steps.* not finite.*step-00000005"):
-        train(head, source, teacher(), source.lengths, config(**settings), tmp_path, pack_tokens=20, progress=False)
+        train_spoiled(tmp_path, FakeSource(make_documents()), 2 * 6, **(SKIPPING | {"steps": 8}))
     assert steps_in(tmp_path) == ["step-00000005"]
 
 
 def test_a_budget_that_ends_between_skipped_steps_ends_well_with_finite_weights(tmp_path):
-    class Poisoned(FakeSource):
-        def get(self, pack):
-            batch = super().get(pack)
-            if len(self.asked) > 2 * 7:
-                batch.hidden_RD[:] = float("nan")
-            return batch
-
-    head, result = run(tmp_path, Poisoned(make_documents()), **(SKIPPING | {"steps": 8}))
+    head, result = run(tmp_path, NonFinite(after=2 * 7), **(SKIPPING | {"steps": 8}))
     assert result.stopped == "steps" and steps_in(tmp_path) == ["step-00000008"]
     assert all(torch.isfinite(p).all() for p in head.parameters())
 
 
 def test_a_checkpoint_of_weights_that_are_not_finite_is_not_gone_back_to(tmp_path):
     """Saved after the update that broke them and before the first skip."""
-    head, settings = FakeHead(noise=0.0), SKIPPING | {"save_every": 1, "keep": 0}
-    settings.pop("noise")
-
-    class Late(Breaking):
-        def get(self, pack):
-            return FakeSource.get(self, pack)
-
-    source, real = Late(head, 0), CheckpointStore.save
+    real = CheckpointStore.save
 
     def save(store, checkpoint):
         if checkpoint.state["step"] == 4:
             checkpoint.head["heads.0.weight"][0, 0] = float("nan")
-            with torch.no_grad():
-                head.heads[0].weight[0, 0] = float("nan")
         return real(store, checkpoint)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainingError, match="continues from .*step-00000003"):
         patch.setattr(CheckpointStore, "save", save)
-        train(head, source, teacher(), source.lengths, config(**settings), tmp_path, pack_tokens=20, progress=False)
+        train_spoiled(tmp_path, FakeSource(make_documents()), 2 * 4, **(SKIPPING | {"save_every": 1, "keep": 0}))
     assert "diverged-step-00000004" in steps_in(tmp_path) and "step-00000004" not in steps_in(tmp_path)
 
 
 @pytest.mark.parametrize("save_every", [5, 0])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, save_every):
-    head = FakeHead(noise=0.0)
-
-    class Broken(Diverging):
-        def get(self, pack):
-            if len(self.asked) == 2 * 6:
-                with torch.no_grad():
-                    head.heads[0].weight[0, 0] = float("nan")
-            return super().get(pack)
-
-    source, settings = Broken(make_documents()), SKIPPING | {"save_every": save_every}
-    settings.pop("noise")
-    result = train(head, source, teacher(), source.lengths, config(**settings), tmp_path, pack_tokens=20)
+    result = train_spoiled(tmp_path, diverging(), 2 * 6, **(SKIPPING | {"save_every": save_every}))
     said = " ".join(capsys.readouterr().err.split())
     assert "the head's weights are not finite and were not saved" in said
     if save_every:

@@ -8,15 +8,60 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.heads.errors import DataError, DiskFullError, HeadstartError, StorageError
+
+#: no JSON file of ours, be it the manifest of a store of millions of samples, comes near this
+MAX_JSON_BYTES = 1 << 30
+#: what else may lie at a path, by the predicates of `stat`
+KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of bytes for reading. A pipe that nobody writes to or a device without end is not waited for.
+
+    Raises: OSError whose `strerror` says what lies there, when it is no regular file (or a link to one).
+    """
+    require_regular(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        _refuse_special(path, os.fstat(descriptor).st_mode)  # it may have been exchanged meanwhile
+        yield file
+
+
+def require_regular(path: Path) -> None:
+    """For files that a library opens by name. Raises: OSError as `open_regular` does."""
+    _refuse_special(path, os.stat(path).st_mode)
+
+
+def _refuse_special(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for test, name in KINDS if test(mode)), "no file")
+        raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file. Raises: OSError as `open_regular` does, or for more than `limit` bytes."""
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EINVAL, f"it holds more than {limit} bytes", str(path))
+    return content
 
 
 def _error_number(error: Exception) -> int | None:
@@ -91,16 +136,22 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file. Raises DataError naming the file (and line) when missing or malformed."""
+    """Parse a JSON file. Raises DataError naming the file (and line) when missing, unreadable or malformed."""
     path = Path(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bounded(path, MAX_JSON_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from error
+    except RecursionError:
+        raise DataError(f"{path}: JSON nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise DataError(f"{path}: not valid JSON ({error})") from error
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -165,7 +216,7 @@ def set_aside(run_dir: Path, step: str, made: Sequence[Path]) -> Path | None:
 
 def sha256_file(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

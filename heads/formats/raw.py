@@ -2,17 +2,19 @@
 
 A `RawCheckpoint` knows every tensor's name, dtype and shape before one byte of tensor data is allocated, so
 shapes can be compared with the config first. Pickled files go through `torch.load(weights_only=True, mmap=True)`
-only: nothing in them is executed, and their storages stay on disk until a tensor is asked for.
+only: nothing in them is executed, and their storages stay on disk until a tensor is asked for. Only regular files
+are opened: a pipe or a device in a file's place is refused, not waited for.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.heads.errors import FormatError
+from headstart.heads.files import open_regular, read_bounded, require_regular
 
 MAX_JSON_BYTES = 64 << 20
+#: objects and lists inside one another; a config has five
+MAX_DEPTH = 64
 MAX_HEADER_BYTES = 100 << 20
 MAX_RANK = 4
 
@@ -89,23 +94,42 @@ def safe_child(directory: Path, name: str, named_in: str) -> Path:
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON object of bounded size and depth. Raises FormatError naming the file."""
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise FormatError(
-                f"{path}: {size} bytes of JSON; expected a head's config of at most {MAX_JSON_BYTES} bytes"
-            )
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+        value = parse_json(read_bounded(path, MAX_JSON_BYTES))
     except FileNotFoundError:
         raise FormatError(f"{path}: no such file; a head directory needs it") from None
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except RecursionError:
-        raise FormatError(f"{path}: JSON nested too deeply to be a head's config") from None
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors, as are absurdly long integers
+    except ValueError as error:
         raise FormatError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def parse_json(content: bytes) -> Any:
+    """JSON whose every value can be shown in a message: bounded depth, unique keys, text that UTF-8 can hold.
+
+    Raises: ValueError (of which JSONDecodeError and UnicodeDecodeError are kinds).
+    """
+    text = content.decode("utf-8")
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level, depth = [value], 0
+    while level := [item for node in level for item in _inside(node)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deeply")
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError, for a lone surrogate
+    return value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -123,8 +147,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises: FormatError for a truncated, oversized or inconsistent file, or a dtype heads do not use.
     """
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise FormatError(
@@ -136,12 +160,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                     f"{path}: the header claims {length} bytes and the file has {size}: truncated, or no "
                     "safetensors file"
                 )
-            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_unique_keys)
+            header = parse_json(file.read(length))
     except FileNotFoundError:
         raise FormatError(f"{path}: no such file") from None
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FormatError(f"{path}: the safetensors header is not valid JSON ({error}); copy the file again") from error
     if not isinstance(header, dict):
         raise FormatError(f"{path}: the safetensors header holds a {type(header).__name__}, expected an object")
@@ -189,7 +213,11 @@ def _entry(path: Path, name: str, entry: Any, available: int) -> tuple[TensorInf
     return info, start, stop
 
 
-def open_safetensors(path: Path) -> tuple[dict[str, TensorInfo], Callable[[str], Tensor]]:
+#: what opening a weight file gives: its header, and a reader of one tensor
+Opened = tuple[dict[str, TensorInfo], Callable[[str], Tensor]]
+
+
+def open_safetensors(path: Path) -> Opened:
     """Header and a one-tensor reader."""
     infos = read_header(path)
 
@@ -203,16 +231,17 @@ def open_safetensors(path: Path) -> tuple[dict[str, TensorInfo], Callable[[str],
     return infos, read
 
 
-def open_pickle(path: Path) -> tuple[dict[str, TensorInfo], Callable[[str], Tensor]]:
-    """A `.bin`/`.pt` state dict through `weights_only=True`: any other object in it is refused, nothing is executed."""
+def open_pickle(path: Path) -> Opened:
+    """A `.bin`/`.pt` state dict through `weights_only=True`: any other object in it is refused, nothing is executed.
+
+    Checksums of an archive's members are compared first; the older layout, a plain pickle, has none.
+    """
     try:
+        require_regular(path)
         size = path.stat().st_size
         zipped = zipfile.is_zipfile(path)
         if zipped:
-            with zipfile.ZipFile(path) as archive:
-                total = sum(entry.file_size for entry in archive.infolist())
-            if total > 2 * size + (1 << 20):
-                raise FormatError(f"{path}: unpacks to {total} bytes from {size}: compressed weight files are refused")
+            _verify_archive(path, size)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True if zipped else None)
     except FormatError:
         raise
@@ -243,6 +272,22 @@ def open_pickle(path: Path) -> tuple[dict[str, TensorInfo], Callable[[str], Tens
     return infos, lambda name: state[name].contiguous()
 
 
+def _verify_archive(path: Path, size: int) -> None:
+    """torch maps an archive's members without looking at their checksums. Raises: FormatError for a damaged one."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        total = sum(member.file_size for member in members)
+        if total > 2 * size + (1 << 20):
+            raise FormatError(f"{path}: unpacks to {total} bytes from {size}: compressed weight files are refused")
+        if len({member.filename for member in members}) < len(members):
+            raise FormatError(f"{path}: a member appears twice in the archive; copy it again")
+        if damaged := archive.testzip():
+            raise FormatError(
+                f"{path}: {damaged} does not have the checksum (CRC-32) that the archive says: the file was damaged or "
+                "changed, or written without checksums. Copy it again, or save it again where it came from."
+            )
+
+
 #: weight files in the order they are looked for: (index, single file)
 WEIGHT_FILES = (
     ("model.safetensors.index.json", "model.safetensors"),
@@ -262,9 +307,8 @@ def open_checkpoint(directory: Path) -> RawCheckpoint:
         raise FormatError(f"{directory}: no such directory; expected a head directory with config.json and weights")
     config = read_json_object(directory / "config.json")
     sidecar = directory / "headstart.json"
-    raw = RawCheckpoint(directory, config, read_json_object(sidecar) if sidecar.exists() else None, {})
-    for path in _weight_files(directory):
-        infos, read = (open_safetensors if path.suffix == ".safetensors" else open_pickle)(path)
+    raw = RawCheckpoint(directory, config, read_json_object(sidecar) if os.path.lexists(sidecar) else None, {})
+    for path, (infos, read) in _open_weights(directory).items():
         twice = sorted(set(infos) & set(raw.tensors))
         if twice:
             raise FormatError(f"{path}: {', '.join(twice[:5])} is in another shard as well; keep one")
@@ -275,15 +319,16 @@ def open_checkpoint(directory: Path) -> RawCheckpoint:
     return raw
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def _open_weights(directory: Path) -> dict[Path, Opened]:
     for index, single in WEIGHT_FILES:
-        if index is not None and (directory / index).exists():
-            return _shards(directory, index)
-        if (directory / single).exists():
-            return [directory / single]
+        # a link to nowhere is there, too: looking past it would read another file than was meant
+        if index is not None and os.path.lexists(directory / index):
+            return _open_shards(directory, index)
+        if os.path.lexists(directory / single):
+            return {directory / single: _open_file(directory / single)}
     shards = sorted(directory.glob("*.safetensors"))
     if len(shards) == 1:
-        return shards
+        return {shards[0]: open_safetensors(shards[0])}
     names = ", ".join(single for _, single in WEIGHT_FILES)
     if shards:
         raise FormatError(
@@ -292,7 +337,11 @@ def _weight_files(directory: Path) -> list[Path]:
     raise FormatError(f"{directory}: no weights; expected one of {names}")
 
 
-def _shards(directory: Path, index: str) -> list[Path]:
+def _open_file(path: Path) -> Opened:
+    return (open_safetensors if path.suffix == ".safetensors" else open_pickle)(path)
+
+
+def _open_shards(directory: Path, index: str) -> dict[Path, Opened]:
     path = directory / index
     weight_map = read_json_object(path).get("weight_map")
     if (
@@ -302,15 +351,15 @@ def _shards(directory: Path, index: str) -> list[Path]:
     ):
         raise FormatError(f"{path}: weight_map is missing or malformed; expected tensor name → file name")
     suffix = ".safetensors" if index.endswith(".safetensors.index.json") else ".bin"
-    shards = [safe_child(directory, name, str(path)) for name in dict.fromkeys(weight_map.values())]
-    for shard in shards:
+    opened: dict[Path, Opened] = {}
+    for name in dict.fromkeys(weight_map.values()):
+        shard = safe_child(directory, name, str(path))
         if shard.suffix != suffix:
             raise FormatError(f"{path}: names {shard.name!r}, expected {suffix} files")
-        header = (open_safetensors if suffix == ".safetensors" else open_pickle)(shard)[0]
-        listed = {name for name, file in weight_map.items() if file == shard.name}
-        if listed != set(header):
-            odd = sorted(listed ^ set(header))
+        opened[shard] = _open_file(shard)
+        listed = {tensor for tensor, file in weight_map.items() if file == shard.name}
+        if odd := sorted(listed ^ set(opened[shard][0])):
             raise FormatError(
                 f"{path}: disagrees with {shard.name} about {', '.join(odd[:5])}; copy the checkpoint again"
             )
-    return shards
+    return opened

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import socket
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from headstart.heads import files
-from headstart.heads.errors import DiskFullError, StorageError
-from headstart.heads.files import atomic_write, explain_disk, require_disk, write_safetensors
+from headstart.heads.errors import DataError, DiskFullError, StorageError
+from headstart.heads.files import (
+    atomic_write,
+    explain_disk,
+    open_regular,
+    read_bounded,
+    read_json,
+    require_disk,
+    sha256_file,
+    write_safetensors,
+)
 
 
 def wrapped(number: int) -> SafetensorError:
@@ -112,3 +122,51 @@ def test_no_room_is_asked_of_a_file(tmp_path: Path, below: str) -> None:
     with pytest.raises(StorageError, match="a file stands where a directory is expected.*run_dir="):
         require_disk(tmp_path / "file" / below, 0, "the run")
     assert (tmp_path / "file").is_file()
+
+
+def make_special(path: Path, kind: str) -> None:
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    elif kind == "a socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a directory", "a socket", "a device"])
+@pytest.mark.parametrize("read", [lambda p: read_bounded(p, 10), sha256_file])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str, read) -> None:
+    """A pipe that nobody writes to would be waited for, /dev/zero would never end."""
+    path = tmp_path / "config.json"
+    make_special(path, kind)
+    with pytest.raises(OSError, match=f"it is {kind}, expected a regular file"):
+        read(path)
+    with pytest.raises(DataError, match=f"{path}: cannot be read .it is {kind}, expected a regular file"):
+        read_json(path)
+
+
+def test_a_file_is_read_up_to_its_bound_and_through_links(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"0123456789")
+    (tmp_path / "link").symlink_to("real")
+    assert read_bounded(tmp_path / "link", 10) == b"0123456789"
+    with pytest.raises(OSError, match="it holds more than 9 bytes"):
+        read_bounded(tmp_path / "link", 9)
+    with open_regular(tmp_path / "link") as file:
+        assert file.read(4) == b"0123"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b"9" * 5000, "not valid JSON"),
+        (b"\xff", "not UTF-8"),
+        (b"{", ":1: not valid"),
+    ],
+)
+def test_json_that_cannot_be_parsed_is_told(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_json(tmp_path / "a.json")

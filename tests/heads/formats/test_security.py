@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random as pyrandom
 import shutil
@@ -75,7 +76,9 @@ BAD_CONFIGS: dict[str, tuple[bytes, str]] = {
     "missing brace": (b'{"a": 1', "not valid JSON"),
     "a number": (b"3", "expected an object"),
     "not UTF-8": (b"\xff\xfe{}", "not valid JSON"),
-    "nested": (b'{"a":' * 60000 + b"1" + b"}" * 60000, "JSON"),
+    "nested": (b'{"a":' * 60000 + b"1" + b"}" * 60000, "nested too deeply"),
+    "nested less": (b'{"a":' * 200 + b"1" + b"}" * 200, "nested too deeply"),
+    "a lone surrogate": (b'{"hidden_act": "\\ud800"}', "surrogates not allowed"),
     "long integer": (b'{"hidden_size": ' + b"9" * 20000 + b"}", "JSON|hidden_size"),
     "twice": (b'{"hidden_size": 32, "hidden_size": 64}', "appears twice"),
 }
@@ -228,6 +231,42 @@ def test_compressed_archives_are_not_unpacked(tmp_path: Path) -> None:
             packed.writestr(name, content)
     with pytest.raises(FormatError, match="unpacks to .* compressed weight files are refused"):
         load_head(head)
+
+
+@pytest.mark.parametrize("layout", ["one file", "shards"])
+def test_a_flipped_bit_in_a_pickled_file_is_seen(tmp_path: Path, layout: str) -> None:
+    """The archive carries checksums, which torch does not compare when it maps the file."""
+    tensors = eagle_tensors()
+    weights = "pytorch_model.bin" if layout == "one file" else "pytorch_model-00001-of-00001.bin"
+    head = write(tmp_path, EAGLE_CONFIG, tensors, weights)
+    if layout == "shards":
+        (head / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, weights)}))
+    assert torch.equal(load_head(head, DIMS).state_dict()["fc.weight"], tensors["fc.weight"])
+    whole = (head / weights).read_bytes()
+    place = whole.index(tensors["fc.weight"].numpy().tobytes())
+    (head / weights).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(FormatError, match=rf"{weights}: .*data/0 does not have the checksum"):
+        load_head(head, DIMS)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin", "headstart.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "loop", "nowhere"])
+def test_only_regular_files_are_opened(tmp_path: Path, name: str, kind: str) -> None:
+    write(tmp_path, EAGLE_CONFIG, eagle_tensors(), name if "model" in name else "model.safetensors")
+    (tmp_path / name).unlink(missing_ok=True)
+    put_special(tmp_path / name, kind)
+    for read in (load_head, check_directory):
+        with pytest.raises(FormatError, match=rf"{name}: (cannot be read|no such file)"):
+            read(tmp_path, DIMS)
+
+
+def put_special(path: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to({"device": "/dev/zero", "loop": path.name, "nowhere": "not-there"}[kind])
 
 
 def test_entries_of_an_archive_that_leave_the_directory_are_never_written(tmp_path: Path) -> None:

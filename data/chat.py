@@ -91,16 +91,35 @@ class ChatFormat:
         self.tagged = GENERATION_TAG.search(self.template) is not None
         self._probed = False
 
-    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
         """The template's text. Raises RefusedError with the template's own reason."""
-        return self._render(messages, add_generation_prompt)[0]
+        return self._render(messages, add_generation_prompt, tools)[0]
 
-    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Token ids of the prompt that a serving engine would answer (generation prompt included)."""
-        return self._ids(self.render(messages, add_generation_prompt=True))
+        return self._ids(self.render(messages, add_generation_prompt=True, tools=tools))
+
+    def answer_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The assistant message that a generated answer (without its stop token) stands for in a history.
+
+        Raises: RefusedError when it holds special tokens: without them the text would not be what was generated.
+        """
+        text = self._decode(list(token_ids))
+        if text != self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False):
+            raise RefusedError("an answer holds special tokens and the tokenizer says no rules to parse them by")
+        return {"role": "assistant", "content": text}
 
     def encode(
-        self, messages: Sequence[dict[str, Any]], finish_reason: str = "stop", turns: str = "all"
+        self,
+        messages: Sequence[dict[str, Any]],
+        finish_reason: str = "stop",
+        turns: str = "all",
+        tools: Sequence[dict[str, Any]] = (),
     ) -> list[Encoded]:
         """Samples of one conversation, most often one; in the order of their last turn.
 
@@ -108,13 +127,14 @@ class ChatFormat:
             messages: dicts with role and content.
             finish_reason: "length" leaves out the end-of-turn token of the last answer and all that follows it.
             turns: "all" | "last" assistant turns are supervised.
+            tools: JSON schemas of the functions that the model may call.
         Raises: TemplateError when the conversation cannot be rendered or masked.
         """
         self._probe()
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         groups: list[list[_Turn]] = []
         for index in reversed(answers if turns == "all" else answers[-1:]):
-            turn = self._turn(messages, index)
+            turn = self._turn(messages, index, tools)
             text = turn.text[: turn.spans[-1][1]] if turn.spans else ""
             if groups and groups[-1][-1].text.startswith(text):
                 groups[-1].insert(0, turn)
@@ -124,10 +144,10 @@ class ChatFormat:
         ordered = [list(group) for group in reversed(groups)]
         return [self._encode_group(group, finish_reason if n == last else "stop") for n, group in enumerate(ordered)]
 
-    def _turn(self, messages: Sequence[dict[str, Any]], index: int) -> _Turn:
+    def _turn(self, messages: Sequence[dict[str, Any]], index: int, tools: Sequence[dict[str, Any]] = ()) -> _Turn:
         """Where assistant message `index` stands in the text that ends with it."""
-        text, tags = self._render(messages[: index + 1])
-        prompt = self.render(messages[:index], add_generation_prompt=True)
+        text, tags = self._render(messages[: index + 1], tools=tools)
+        prompt = self.render(messages[:index], add_generation_prompt=True, tools=tools)
         content = messages[index]["content"].strip()
         if not self.tagged:
             if not text.startswith(prompt):
@@ -139,7 +159,7 @@ class ChatFormat:
                     "tags, or train on distilled answers (they carry token ids)",
                 )
             return _Turn(text, ((len(prompt), len(text)),), content)
-        base = self.render(messages[:index])
+        base = self.render(messages[:index], tools=tools)
         header = prompt[len(base) :] if prompt.startswith(base) else ""
         fresh = len(os.path.commonprefix([base, text]))
         spans = []
@@ -222,7 +242,10 @@ class ChatFormat:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _render(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> tuple[str, list[tuple[int, int]]]:
         from jinja2.exceptions import TemplateError as JinjaError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -230,6 +253,7 @@ class ChatFormat:
         try:
             result: Any = render_jinja_template(
                 conversations=[list(messages)],
+                tools=list(tools) or None,
                 chat_template=self.template,
                 return_assistant_tokens_mask=self.tagged,
                 add_generation_prompt=add_generation_prompt,

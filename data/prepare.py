@@ -89,7 +89,8 @@ def tokenize(
                     report.drop("no assistant answer", conversation.id)
                     continue
                 chat = chat or ChatFormat(tokenizer, stop_token_ids, dict(config.template_kwargs))
-                encoded = chat.encode(conversation.messages, conversation.finish_reason, config.turns)
+                tools = getattr(conversation, "tools", ())  # of records that carry them
+                encoded = chat.encode(conversation.messages, conversation.finish_reason, config.turns, tools)
         except RefusedError as error:
             report.drop(error.reason, conversation.id)
             continue

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from headstart.heads.errors import ConfigError
+from headstart.heads.repository import check_repository
 
 FORMATS = ("auto", "messages", "sharegpt", "prompt_response", "turns", "prompt")
 
@@ -35,6 +37,8 @@ class SourceConfig:
             raise ConfigError(
                 f"{where}: found {found} of path and dataset, expected exactly one: set {where}.path=FILE.jsonl"
             )
+        if self.dataset is not None and not Path(self.dataset).is_dir():
+            check_repository(self.dataset, f"{where}.dataset", "user/name of a dataset on the Hub")
         if self.format not in FORMATS:
             raise ConfigError(f"{where}.format: found {self.format!r}, expected one of {', '.join(FORMATS)}")
         if self.limit is not None and self.limit < 1:

@@ -126,7 +126,9 @@ def _source(item: Any, where: str) -> EvalSource:
         raise DataError(
             f"{text}: no such file; eval.data expects a JSONL file of prompts, or a dataset of the Hub as user/name"
         )
-    return EvalSource(text.split("/")[-1], dataset=SourceConfig(dataset=text, split="test"))
+    config = SourceConfig(dataset=text, split="test")
+    config.validate(where)
+    return EvalSource(text.split("/")[-1], dataset=config)
 
 
 def describe_data(data: Any) -> dict[str, Any]:

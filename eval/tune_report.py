@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -31,8 +32,8 @@ def overrides(tree: TreeConfig) -> str:
     for name in changed:
         value = getattr(tree, name)
         text = json.dumps(value).replace(" ", "") if isinstance(value, list) else str(value)
-        words.append(f"'eval.tree.{name}={text}'" if isinstance(value, list) else f"eval.tree.{name}={text}")
-    return " ".join(words)
+        words.append(f"eval.tree.{name}={text}")
+    return shlex.join(words)
 
 
 def _cells(choice: Choice) -> tuple[str, ...]:

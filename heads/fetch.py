@@ -27,7 +27,9 @@ from typing import Any
 from filelock import FileLock
 
 from headstart.heads.errors import StorageError, TargetError
-from headstart.heads.files import explain_disk, read_json, require_disk, sha256_file, write_json
+from headstart.heads.escape import plain
+from headstart.heads.files import explain_disk, read_json, require_disk, sha256_file, usual_permissions, write_json
+from headstart.heads.repository import problem_of
 
 #: how long the Hub may take to say that it is there, seconds
 HUB_PATIENCE_S = 5.0
@@ -106,6 +108,11 @@ def locate_target(name: str) -> tuple[str, str | None]:
         return str(directory), None
     if name.startswith((".", "/", "~")):
         raise TargetError(f"target.name: {name} is not a directory; expected a transformers checkpoint directory")
+    if (problem := problem_of(name)) is not None:
+        raise TargetError(
+            f"target.name: found {name!r}, expected a registered name ({', '.join(sorted(TARGETS))}), a directory or a "
+            f"Hub id ({problem})"
+        )
     return name, hub_refusal()
 
 
@@ -146,6 +153,9 @@ def fetch_target(name: str, cache_dir: Path | None = None) -> Path:
             _say(f"{final}: the cached copy is damaged ({damage}); fetching it again")
         staging = cache / f".{name}.partial"
         origin = _fill(staging, name, source)
+        for path in staging.rglob("*"):
+            if path.is_file():
+                usual_permissions(path)
         _seal(staging, name, origin)
         if final.exists():
             shutil.rmtree(final)
@@ -174,7 +184,7 @@ def find_damage(directory: Path) -> str | None:
 
 
 def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print(plain(message), file=sys.stderr, flush=True)
 
 
 def _fill(staging: Path, name: str, source: TargetSource) -> dict[str, Any]:

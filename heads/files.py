@@ -103,6 +103,22 @@ def explain_disk(path: Path) -> Iterator[None]:
         raise
 
 
+def umask() -> int:
+    """Permissions that new files of this process do not get."""
+    try:  # reading it by `os.umask` sets it for a moment, also for other threads
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        found = os.umask(0o077)
+        os.umask(found)
+        return found
+
+
+def usual_permissions(path: Path) -> None:
+    """Give a file what the umask leaves: some writers (safetensors, tempfile) make files that others cannot read."""
+    path.chmod(0o666 & ~umask())
+
+
 def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
     """Call `write(temporary_path)` and rename onto `path`: readers see the old file or the new one, never a part."""
     path = Path(path)
@@ -113,7 +129,7 @@ def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
             write(temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            temporary.chmod(0o644)  # some writers leave files private; a server under another user reads these
+            usual_permissions(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -29,6 +29,7 @@ from headstart.recipes.schema import (
     Exporting,
     Recipe,
     check_eval,
+    check_export,
     check_recipe,
     check_tune,
     recipe_class,
@@ -197,7 +198,9 @@ def load_exporting(
     if recipe is not None:
         loaded = _load_with(recipe, overrides, values)
         return Exporting(loaded.target, loaded.export)
-    return typing.cast(Exporting, merge([read_overrides(overrides), _options(values)], Exporting))
+    settings = typing.cast(Exporting, merge([read_overrides(overrides), _options(values)], Exporting))
+    check_export(settings.export)
+    return settings
 
 
 def _load_with(recipe: str | Path, overrides: Sequence[str], values: dict[str, Any] | None) -> Recipe:

@@ -14,6 +14,8 @@ from headstart.heads import HEADS
 from headstart.heads.base import HeadConfig
 from headstart.heads.errors import ConfigError
 from headstart.heads.formats.config import ExportConfig
+from headstart.heads.formats.hub import check_published_name
+from headstart.heads.repository import check_head_name
 from headstart.heads.target import TargetConfig
 from headstart.train.config import TrainConfig
 
@@ -80,11 +82,20 @@ def recipe_class(head_type: str) -> type[Recipe]:
     )
 
 
+def check_export(config: ExportConfig) -> None:
+    """Raises: ConfigError for a name under which nothing can be published."""
+    if config.push_to_hub is not None:
+        check_published_name(config.push_to_hub)
+
+
 def check_recipe(recipe: Recipe) -> None:
     """What types cannot say. Raises ConfigError naming the first field that cannot work."""
     recipe.data.validate()
     recipe.train.check()
     check_eval(recipe.eval)
     check_tune(recipe.tune)
+    check_export(recipe.export)
+    if recipe.start_from is not None:
+        check_head_name(recipe.start_from, "start_from")
     if recipe.head.depth < 1:
         raise ConfigError(f"head.depth: found {recipe.head.depth}, expected 1 or more")

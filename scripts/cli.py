@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from headstart.commands import distill, doctor, evaluate, export, inspect, report, run, target, train, tune
+from headstart.commands import distill, doctor, evaluate, export, inspect, report, run, scripts, target, train, tune
 
 app = typer.Typer(
     name="headstart",
@@ -31,6 +31,7 @@ app.command("export")(export.command)
 app.command("report")(report.command)
 app.command("run")(run.command)
 app.command("doctor")(doctor.command)
+app.command("scripts")(scripts.command)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from headstart.heads.formats.launch import NAMES, launch_commands, why_tokens
 from headstart.heads.formats.loading import skeleton
 from headstart.heads.formats.sidecar import SIDECAR, notes
 from headstart.heads.provenance import provenance
+from headstart.heads.repository import check_head_name
 from headstart.heads.target import Target
 from headstart.talk import Talk
 
@@ -47,6 +49,7 @@ def find_head(head: str, said: str = "--head") -> Path:
         return Path(head)
     if head.count("/") != 1 or head.startswith((".", "/", "~")):
         raise FormatError(f"{said} {head}: no such directory; expected one with config.json and weights")
+    check_head_name(head, said)
     refusal = hub_refusal()
     if refusal is not None and "HF_HUB_OFFLINE" not in refusal:
         raise ConfigError(f"{said} {head}: no such directory, and {refusal}; give a local directory")
@@ -114,7 +117,7 @@ def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:
             *(("feature_layers",) if planned.spec != given.spec else ()),
         )
         pairs = [(name, getattr(config, name, None), getattr(given.config, name, None)) for name in names]
-        differing = [f"head.{name}={theirs}" for name, ours, theirs in pairs if ours != theirs]
+        differing = [shlex.quote(f"head.{name}={theirs}") for name, ours, theirs in pairs if ours != theirs]
         odd = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
         raise ConfigError(
             f"start_from: {start_from} is another head than the recipe's"

@@ -9,13 +9,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 
 #: (done, total, a line worth showing or "")
 Advance = Callable[[int, int, str], None]
 #: seconds between two progress lines where stderr is not a terminal
 QUIET_S = 15.0
+
+
+def plain(text: str) -> str:
+    """`text` without control characters; as a function of its own, because what it is in brings torch along."""
+    from headstart.heads.escape import plain as escaped
+
+    return escaped(text)
+
+
+class Harmless:
+    """What is shown with the control characters in it made visible: they came from others (a task's name, a server's
+    answer); the console adds its own after this."""
+
+    def __init__(self, shown: RenderableType):
+        self.shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self.shown, options):
+            yield Segment(text if control else plain(text), style, control)
 
 
 class Talk:
@@ -29,23 +49,27 @@ class Talk:
     def __init__(self, as_json: bool = False, silent: bool = False):
         self.as_json, self.silent = as_json, silent
         self._out = sys.stdout
-        self._console = Console(stderr=True, highlight=False, quiet=silent)
+        self._console = Console(stderr=True, highlight=False, markup=False, quiet=silent)
 
     def say(self, message: str, style: str | None = None) -> None:
         """One message on stderr."""
-        self._console.print(message, style=style, markup=False, soft_wrap=True)
+        self._console.print(plain(message), style=style, soft_wrap=True)
 
     def result(self, value: Any, shown: RenderableType | None = None) -> None:
         """The command's answer: `value` as JSON, or `shown` for a person."""
         if self.silent:
             return
         if self.as_json:
-            print(json.dumps(value, ensure_ascii=False, default=str), file=self._out, flush=True)
+            from headstart.heads.escape import in_json
+
+            print(in_json(json.dumps(value, ensure_ascii=False, default=str)), file=self._out, flush=True)
         elif shown is not None:
             terminal = self._out.isatty()
-            Console(file=self._out, highlight=False, width=None if terminal else 140).print(
-                shown, soft_wrap=isinstance(shown, str)
-            )
+            console = Console(file=self._out, highlight=False, markup=False, width=None if terminal else 140)
+            if isinstance(shown, str):
+                console.print(plain(shown), soft_wrap=True)
+            else:
+                console.print(Harmless(shown))
 
     @contextmanager
     def stdout_guard(self) -> Iterator[None]:
@@ -85,10 +109,10 @@ class Talk:
 @contextmanager
 def _bar(console: Console, label: str, unit: str) -> Iterator[Advance]:
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(unit),
+        TextColumn(unit, markup=False),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -99,6 +123,6 @@ def _bar(console: Console, label: str, unit: str) -> Iterator[Advance]:
         def advance(done: int, total: int, message: str = "") -> None:
             bar.update(task, completed=done, total=total)
             if message and message != "done":
-                bar.console.print(f"{label}: {message}", markup=False)
+                bar.console.print(plain(f"{label}: {message}"))
 
         yield advance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -101,6 +102,8 @@ def test_wheel_holds_every_module_recipe_and_workload(wheel: Path) -> None:
     recipes = {f"headstart/recipes/{p.relative_to(ROOT / 'recipes')}" for p in (ROOT / "recipes").rglob("*.yaml")}
     workloads = {f"headstart/data/workloads/{p.name}" for p in (ROOT / "data/workloads").iterdir() if p.is_file()}
     assert recipes | workloads <= names and len(recipes) > 10
+    launch = {f"headstart/launch/{p.name}" for p in (ROOT / "scripts/launch").iterdir()}
+    assert launch <= names and len(launch) == 3
     assert any(name.endswith("licenses/LICENSE") for name in names)
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"headstart"}
@@ -123,9 +126,16 @@ def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None
         "from headstart.recipes.load import load_recipe\n"
         "from headstart.data.sources import load_conversations\n"
         "recipe = load_recipe('quickstart')\n"
+        "from headstart.commands.scripts import write_scripts\n"
+        f"write_scripts(__import__('pathlib').Path({str(tmp_path / 'cluster')!r}))\n"
         "print(len(names), sum(1 for _ in load_conversations(recipe.data.sources)))\n"
     )
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    for folder in ("scripts/launch", "recipes/accelerate"):
+        for path in (ROOT / folder).iterdir():
+            written = tmp_path / "cluster" / folder / path.name
+            assert written.read_bytes() == path.read_bytes()
+            assert os.access(written, os.X_OK) == (path.suffix == ".sh")
     modules, conversations = map(int, done.stdout.split())
     assert modules >= len(packages_on_disk()) + 30 and conversations >= 200

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from accelerate import Accelerator
 
 from headstart.heads.errors import HeadstartError
+from headstart.heads.escape import plain
 from headstart.heads.target import resolve_device
 from headstart.pipeline import Run
 from headstart.recipes.load import load_recipe
@@ -56,12 +57,12 @@ def main(arguments: Sequence[str] | None = None, early: Early | None = None, lau
             train_ranks(Run(recipe, talk, device=str(accelerator.device)), accelerator, watch)
         accelerator.end_training()
     except HeadstartError as error:
-        print(f"{rank}error: {error}", file=sys.stderr)
+        print(f"{rank}error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
     except Exception:
         if not watch.reason(0.0):
             raise
-        print(f"{rank}{'error: ' if watch.code else ''}{watch.reason(0.0)}", file=sys.stderr)
+        print(f"{rank}{'error: ' if watch.code else ''}{plain(watch.reason(0.0))}", file=sys.stderr)
         return watch.code
     except KeyboardInterrupt:
         print(f"{rank}stopped; what was finished is kept, the same command continues", file=sys.stderr)

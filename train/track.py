@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from headstart.heads.errors import ConfigError, DiskFullError
+from headstart.heads.escape import plain
 from headstart.heads.files import explain_disk, unused, write_text
 from headstart.train.config import TrainConfig
 
@@ -90,7 +91,7 @@ class MetricLog:
 
 
 def warn(message: str) -> None:
-    print(f"WARNING: {message}", file=sys.stderr, flush=True)
+    print(f"WARNING: {plain(message)}", file=sys.stderr, flush=True)
 
 
 def _step(line: str, unvalidated: bool = False) -> float:
@@ -266,7 +267,7 @@ class Reporter:
 
     def say(self, message: str) -> None:
         if self._show:
-            self._console.print(message, soft_wrap=True, markup=False)
+            self._console.print(plain(message), soft_wrap=True, markup=False)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -21,6 +21,7 @@ from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.launch import hub_name
 from headstart.heads.formats.plots import draw_plots
 from headstart.heads.formats.sidecar import SIDECAR
+from headstart.heads.repository import check_repository
 
 T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched
@@ -38,6 +39,13 @@ BELOW = "*/*"
 WRITTEN = re.compile(r"(model(-\d{5}-of-\d{5})?|medusa_lm_head)\.safetensors(\.index\.json)?")
 #: seconds before each new attempt
 WAITS = (1.0, 4.0, 15.0)
+
+
+def check_published_name(name: str) -> None:
+    """Raises: ConfigError where an export cannot be published under `name`."""
+    check_repository(name, "export.push_to_hub")
+    if "/" not in name:
+        raise ConfigError(f"export.push_to_hub: found {name!r}, expected user/name")
 
 
 def push_export(
@@ -60,16 +68,9 @@ def push_export(
         StorageError when the Hub stays out of reach.
     """
     from huggingface_hub import HfApi, constants, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
     name = config.push_to_hub or ""
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise ConfigError(f"export.push_to_hub: found {name!r}, expected user/name ({error})") from error
-    if name.count("/") != 1:
-        raise ConfigError(f"export.push_to_hub: found {name!r}, expected user/name")
+    check_published_name(name)
     api = api or HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     if not (api.token or get_token()):
         raise ConfigError(

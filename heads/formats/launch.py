@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
+from headstart.heads.escape import table
 from headstart.heads.fetch import TARGETS
+from headstart.heads.repository import is_repository
 
 #: engine key → its name in text
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "tgi": "TGI", "tensorrt_llm": "TensorRT-LLM (PyTorch backend)"}
@@ -88,25 +93,27 @@ def tuned_table(side: dict[str, Any]) -> str:
     for choice in tuned_batches(side):
         chain = "–" if choice.chain is None else f"{choice.chain} ({choice.chain_speedup:.2f}×)"
         rows.append(
-            f"| {choice.device} | {choice.batch} | {choice.label} | {choice.tau:.2f} | {choice.predicted:.2f}× | "
-            f"{choice.measured:.2f}× | {'speculate' if choice.speculate else 'decode plainly'} | {chain} |"
-        )
+            (
+                choice.device, str(choice.batch), choice.label, f"{choice.tau:.2f}", f"{choice.predicted:.2f}×",
+                f"{choice.measured:.2f}×", "speculate" if choice.speculate else "decode plainly", chain,
+            )
+        )  # fmt: skip
     if not rows:
         return ""
-    head = ["| card | batch | best tree | τ | predicted | measured | do | best chain |", "|" + "---|" * 8]
+    columns = ("card", "batch", "best tree", "τ", "predicted", "measured", "do", "best chain")
     said = "Speed-ups over plain decoding in Headstart's own loop; the tree is chosen by prediction and then measured."
-    return "\n".join(["## Tuned trees", "", *head, *rows, "", said])
+    return "\n".join(["## Tuned trees", "", *table(columns, rows), "", said])
 
 
 def hub_name(target: dict[str, Any]) -> str | None:
     """The target's Hub id where its name is one, or a registered one's."""
     name = str(target.get("hub_id") or target.get("name") or "")
     name = TARGETS[name].hub_id if name in TARGETS else name
-    return name if name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
+    return name if is_repository(name) else None
 
 
 def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dict[str, str]:
-    """Engine key → shell command that serves the target with this head.
+    """Engine key → shell command that serves the target with this head, every word quoted as a shell needs it.
 
     Args:
         model: where engines find the head: directory or Hub id.
@@ -116,21 +123,22 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dic
     family, base, tokens = side["type"], hub_name(side.get("target") or {}) or "TARGET", drafted_tokens(side)
     commands = {}
     if "vllm" in engines:
-        spec = json.dumps({"method": family, "model": model, "num_speculative_tokens": tokens})
-        commands["vllm"] = f"vllm serve {base} --speculative-config '{spec}'"
+        spec = json.dumps({"method": family, "model": model, "num_speculative_tokens": tokens}, ensure_ascii=False)
+        commands["vllm"] = shlex.join(["vllm", "serve", base, "--speculative-config", spec])
     if "sglang" in engines:
-        algorithm = "EAGLE3" if family == "eagle3" else "EAGLE"
-        commands["sglang"] = (
-            f"python -m sglang.launch_server --model-path {base} --speculative-algorithm {algorithm} "
-            f"--speculative-draft-model-path {model} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {tokens + 1}"
-        )
+        commands["sglang"] = shlex.join(
+            [
+                "python", "-m", "sglang.launch_server", "--model-path", base, "--speculative-algorithm",
+                "EAGLE3" if family == "eagle3" else "EAGLE", "--speculative-draft-model-path", model,
+                "--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1",
+                "--speculative-num-draft-tokens", str(tokens + 1),
+            ]
+        )  # fmt: skip
     if "tgi" in engines:
-        commands["tgi"] = f"text-generation-launcher --model-id {model} --speculate {tokens}"
+        commands["tgi"] = shlex.join(["text-generation-launcher", "--model-id", model, "--speculate", str(tokens)])
     if "tensorrt_llm" in engines and family == "eagle3":
-        commands["tensorrt_llm"] = (
-            f"printf 'speculative_config:\\n  decoding_type: Eagle3\\n  max_draft_len: {tokens}\\n"
-            f"  speculative_model: {model}\\n' > spec.yaml\n"
-            f"trtllm-serve {base} --backend pytorch --extra_llm_api_options spec.yaml"
-        )
+        settings = {"decoding_type": "Eagle3", "max_draft_len": tokens, "speculative_model": model}
+        text = yaml.safe_dump({"speculative_config": settings}, sort_keys=False, allow_unicode=True, width=1000)
+        serve = ["trtllm-serve", base, "--backend", "pytorch", "--extra_llm_api_options", "spec.yaml"]
+        commands["tensorrt_llm"] = f"printf %s {shlex.quote(text)} > spec.yaml\n{shlex.join(serve)}"
     return commands

@@ -11,7 +11,7 @@
 #
 # SIGTERM, SIGINT and SIGHUP are passed to the ranks, not to the launcher (which would kill them after 30 s): they save a
 # checkpoint, and the exit code is 0, also while the ranks still start. The same command then continues. Paths are
-# relative to the checkout, whatever directory this is called from.
+# relative to the checkout (or the folder of `headstart scripts`), whatever directory this is called from.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Slurm, two nodes of eight GPUs:   sbatch scripts/launch/slurm.sh RECIPE [key=value …]
 #
-# Other sizes: sbatch --nodes=4 --gpus-per-node=8 scripts/launch/slurm.sh RECIPE. Submit from the checkout, which lies on
-# shared storage as the run directory does. Before the time limit and at a pre-emption the ranks get SIGTERM, save and
-# exit 0, and the job puts itself back in the queue; it continues from its checkpoint. A rank that dies ends the job.
+# Other sizes: sbatch --nodes=4 --gpus-per-node=8 scripts/launch/slurm.sh RECIPE. Submit from the checkout, or the folder
+# of `headstart scripts`, on shared storage as the run directory is. Before the time limit and at a pre-emption the ranks
+# get SIGTERM, save and exit 0, and the job goes back in the queue and on from its checkpoint. A rank that dies ends it.
 #SBATCH --job-name=headstart
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

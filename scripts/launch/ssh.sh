@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Several machines over plain ssh, from any of them:   HOSTS="node1 node2" scripts/launch/ssh.sh RECIPE [key=value …]
 #
-# The checkout and the run directory are at the same path on every machine (shared storage); relative paths are relative
-# to the checkout. RANKS, CONFIG, PORT, LAUNCHER and PYTHON are passed to scripts/launch/node.sh. A machine that fails
-# ends the job; Ctrl-C and SIGTERM save a checkpoint everywhere. SSH= names another remote shell.
+# The checkout (or the folder of `headstart scripts`) and the run directory are at the same path on every machine (shared
+# storage); relative paths are relative to it. RANKS, CONFIG, PORT, LAUNCHER and PYTHON are passed to node.sh beside it.
+# A machine that fails ends the job; Ctrl-C and SIGTERM save a checkpoint everywhere. SSH= names another remote shell.
 set -euo pipefail
 : "${HOSTS:?names the machines, the first one holds rank 0: HOSTS=\"node1 node2\" scripts/launch/ssh.sh RECIPE}"
 [ $# -gt 0 ] || { sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }

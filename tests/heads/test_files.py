@@ -170,3 +170,16 @@ def test_json_that_cannot_be_parsed_is_told(tmp_path: Path, content: bytes, mess
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o002])
+def test_files_get_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        assert files.umask() == mask
+        files.write_json(tmp_path / "new" / "a.json", {})
+        write_safetensors(tmp_path / "new" / "w.safetensors", {"w": torch.ones(2)})
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").iterdir()} == {0o666 & ~mask}
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) & 0o777 == 0o777 & ~mask

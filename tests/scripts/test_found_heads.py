@@ -162,7 +162,7 @@ OTHERS = {
     "MLP": (Eagle3Config(draft_vocab_size=64), r"head.intermediate_size=32"),
     "layers": (
         Eagle3Config(draft_vocab_size=64, intermediate_size=32, feature_layers=[1, 2, 3]),
-        r"set head.feature_layers=",
+        r"set 'head\.feature_layers=\[2, 4, 5\]'",
     ),
     "family": (MedusaConfig(), "is a head of type 'eagle3' and the recipe's is 'medusa': set head.type=eagle3"),
 }

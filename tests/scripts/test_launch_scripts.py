@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from headstart.commands.scripts import write_scripts
+from headstart.heads.errors import StorageError
+
 LAUNCH = Path(__file__).resolve().parents[2] / "scripts" / "launch"
 #: a launcher with one rank, which saves when it is told to end; itself it would end with an error
 PYTHON = """#!/usr/bin/env bash
@@ -254,3 +257,20 @@ def test_ssh_stops_a_machine_whose_part_was_not_running_yet(place: Path) -> None
     _, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
     assert (place / "log").read_text().splitlines()[1:] in ([], ["saved"], ["launcher-signalled"])
+
+
+def test_scripts_that_were_written_elsewhere_launch_from_there(place: Path, tmp_path: Path) -> None:
+    """An installation without a checkout: what node.sh names lies beside it, and its paths are relative to that."""
+    written = write_scripts(tmp_path / "my cluster")
+    assert write_scripts(tmp_path / "my cluster") == written  # the same files are no obstacle
+    node = tmp_path / "my cluster" / "scripts" / "launch" / "node.sh"
+    (place / "python").write_text('#!/usr/bin/env bash\necho "$PWD|$*" > "$LOG"; test -f "$4"\n')
+    settings = os.environ | {"LOG": str(place / "log"), "PYTHON": str(place / "python"), "RANKS": "2"}
+    assert subprocess.run([node, "mine.yaml"], env=settings, cwd="/", timeout=60).returncode == 0
+    where, _, words = (place / "log").read_text().strip().partition("|")
+    assert where == str(tmp_path / "my cluster")
+    assert "--config_file recipes/accelerate/two-nodes.yaml" in words and words.endswith("-m headstart.train mine.yaml")
+    node.write_text("mine")
+    with pytest.raises(StorageError, match="node.sh: is there and holds something else"):
+        write_scripts(tmp_path / "my cluster")
+    assert node.read_text() == "mine"

@@ -1,0 +1,58 @@
+"""headstart scripts [DIR]: the launch scripts and accelerate configurations, for an installation without a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headstart.commands.common import Json, speaking
+
+#: package → its folder's place in a checkout, and the files below it that launches need
+SHIPPED = {"headstart": ("scripts", "launch/*.sh"), "headstart.recipes": ("recipes", "accelerate/*.yaml")}
+
+
+def shipped_files() -> dict[str, Path]:
+    """Path in a checkout → the installed file."""
+    from importlib import resources
+
+    found = {}
+    for package, (folder, pattern) in SHIPPED.items():
+        root = Path(str(resources.files(package)))
+        found |= {f"{folder}/{path.relative_to(root)}": path for path in sorted(root.glob(pattern))}
+    return found
+
+
+def write_scripts(directory: Path) -> list[Path]:
+    """Write the files below `directory` as they lie in a checkout; returns their paths.
+
+    Raises: StorageError where another file of that name is there, before anything is written.
+    """
+    from headstart.heads.errors import StorageError
+    from headstart.heads.files import explain_disk, umask, write_text
+
+    texts = {directory / name: path.read_text(encoding="utf-8") for name, path in shipped_files().items()}
+    with explain_disk(directory):
+        for path, text in texts.items():
+            if path.exists() and path.read_bytes() != text.encode():
+                raise StorageError(f"{path}: is there and holds something else: move it away, or give another folder")
+    for path, text in texts.items():
+        write_text(path, text)
+        if path.suffix == ".sh":
+            path.chmod(0o777 & ~umask())
+    return list(texts)
+
+
+def command(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write them.")] = Path("."),
+    json: Json = False,
+) -> None:
+    """Write scripts/launch/*.sh (one machine, Slurm, ssh) and recipes/accelerate/*.yaml into a folder.
+
+    They are those of a checkout and lie as they do there: launch from DIR, which is to be on storage that all machines
+    share. Recipes and run directories are relative to it.
+    """
+    with speaking(json) as talk:
+        written = write_scripts(directory)
+        talk.result({"written": [str(path) for path in written]}, "\n".join(map(str, written)))

@@ -1,50 +1,38 @@
-"""HTTP to an OpenAI-compatible server: which models it serves, and streamed answers with their token counts."""
+"""HTTP to an OpenAI-compatible server: which models it serves, its pages, and streamed answers.
+
+Every request has a deadline in total and every answer a bound in bytes. No redirect is followed, so the API key goes to
+the address that was given and nowhere else. Whatever goes wrong with the server is a ServerError.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import json
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
+import httpx2
+
+from headstart.eval.answers import Lines, Served, parsed
+from headstart.eval.checks import found, shown
 from headstart.heads.errors import ConfigError, ServerError
 
-#: seconds to wait for a small answer, and between two bytes of a generated one
-TIMEOUT, PATIENCE = 10.0, 600.0
+#: seconds for a page in all, and for what an error has to say
+TIMEOUT, ERROR_TIMEOUT = 10.0, 2.0
+#: seconds until a generated answer brings its next token; and per token asked for, on top, until its end
+PATIENCE, PER_TOKEN = 600.0, 2.0
+#: bytes of a page at most; of a stream per token asked for, and on top
+PAGE, TOKEN_BYTES, STREAM = 32 << 20, 64 << 10, 4 << 20
+
+T = TypeVar("T")
 
 
-@dataclass
-class Served:
-    """One answer of a server.
-
-    Attributes:
-        text: what was generated.
-        tokens: number of tokens generated, the stop token included.
-        steps: tokens of every message of the stream, where the server said them.
-        details: what the server adds about its speculation (SGLang).
-        sent, first, last: clock readings in seconds.
-    """
-
-    text: str = ""
-    tokens: int = 0
-    steps: list[int] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)
-    sent: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-
-    @property
-    def committed(self) -> int:
-        """Tokens after the one that prefill gives."""
-        return max(self.tokens - 1, 0)
-
-    @property
-    def seen(self) -> bool:
-        """Whether the stream's messages account for every token, the first one alone."""
-        return bool(self.steps) and self.steps[0] == 1 and sum(self.steps) == self.tokens
+class StatusError(ServerError):
+    """The server answered with another status than 200."""
 
 
 class Client:
@@ -52,122 +40,243 @@ class Client:
 
     Args:
         url: base address, with or without `/v1`.
-        key: API key, sent as a bearer token.
+        key: API key, sent as a bearer token to this address only.
+    Raises: ConfigError for an address or a key that cannot be one, and for an unusable proxy of the environment.
     """
 
     def __init__(self, url: str, key: str | None = None):
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url: found {url!r}, expected an address such as http://localhost:8000")
-
-    def open(self, path: str, body: dict[str, Any] | None = None, timeout: float = TIMEOUT) -> Any:
-        """The response object. Raises ServerError naming address, cause and remedy."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self.headers)
+        self.url, host = _address(url)
+        self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key:
+            if not (key.isascii() and key.isprintable() and " " not in key):
+                raise ConfigError("OPENAI_API_KEY: holds characters that no HTTP header can carry; set it again")
+            self.headers["Authorization"] = f"Bearer {key}"
         try:
-            return urllib.request.urlopen(request, timeout=timeout)
-        except urllib.error.HTTPError as error:
-            said = error.read(2000).decode(errors="replace").strip()
-            if error.code in (401, 403):
-                raise ServerError(
-                    f"{self.url}{path}: the server wants an API key (HTTP {error.code}); set OPENAI_API_KEY"
-                ) from error
-            raise ServerError(f"{self.url}{path}: HTTP {error.code}: {said[:500]}") from error
-        except (OSError, ValueError) as error:
-            cause = getattr(error, "reason", error)
-            raise ServerError(
-                f"{self.url}: no server answers there ({cause}). Check --url, and that the server has finished loading."
+            self._settings: dict[str, Any] = {
+                "headers": self.headers,
+                # made once: reading the certificates takes longer than a request
+                "verify": httpx2.create_ssl_context() if self.url.startswith("https:") else False,
+                # a proxy reaches other machines, never this one
+                "trust_env": not _is_this_machine(host),
+                "timeout": httpx2.Timeout(None, connect=TIMEOUT),
+                "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+                "follow_redirects": False,
+            }
+            self._web()
+        except (ImportError, OSError, ValueError, httpx2.InvalidURL) as error:
+            raise ConfigError(
+                f"the environment's proxy or certificates cannot be used for {self.url} ({shown(str(error))}): mend "
+                f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE, or set NO_PROXY={host}"
             ) from error
 
+    def _web(self) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(**self._settings)
+
     def text(self, path: str) -> str:
-        with self.open(path) as response:
-            return response.read().decode(errors="replace")
+        """A page. Raises: ServerError naming address, cause and remedy; StatusError where it is not offered."""
+        return self._page(path).decode(errors="replace")
 
     def json(self, path: str) -> Any:
-        try:
-            return json.loads(self.text(path))
-        except ValueError as error:
-            raise ServerError(f"{self.url}{path}: the answer is not JSON; is this an OpenAI-compatible server?") from (
-                error
-            )
+        """A page of JSON. Raises: as `text`, and ServerError for anything that is not JSON."""
+        return parsed(self._page(path), self.url + path)
 
     def maybe_json(self, *paths: str) -> dict[str, Any]:
-        """The first of `paths` that answers with an object, else {}."""
+        """The object at the first of `paths` that the server offers, else {}. Raises: as `json` where it is broken."""
         for path in paths:
             try:
-                found = self.json(path)
-            except ServerError:
+                value = self.json(path)
+            except StatusError:
                 continue
-            if isinstance(found, dict):
-                return found
+            if not isinstance(value, dict):
+                raise ServerError(f"{self.url}{path}: found {found(value)}, expected an object")
+            return value
         return {}
 
-    def generate(self, path: str, body: dict[str, Any]) -> Served:
-        """Stream one answer."""
-        answer = Served(sent=time.perf_counter())
+    def generate(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Served]:
+        """Stream the answers to `requests`, (path, body) each, all sent at once.
+
+        Raises: ServerError of the first that is refused, breaks off, takes too long or is not a whole answer; the
+            others are given up.
+        """
+
+        async def all_of_them() -> list[Served]:
+            async with self._web() as web:
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(self._stream(web, path, body)) for path, body in requests]
+                except ExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
+            return [task.result() for task in tasks]
+
+        return _run(all_of_them())
+
+    def _page(self, path: str) -> bytes:
+        async def page() -> bytes:
+            content = bytearray()
+            late = lambda: f"no whole answer within {TIMEOUT:g} s"  # noqa: E731
+            async with self._web() as web, self._answer(web, path, None, TIMEOUT, late) as (response, _):
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > PAGE:
+                        raise ServerError(f"{self.url}{path}: the answer is longer than {PAGE} bytes")
+            return bytes(content)
+
+        return _run(page())
+
+    async def _stream(self, web: httpx2.AsyncClient, path: str, body: dict[str, Any]) -> Served:
+        where, limit, clock = self.url + path, body["max_tokens"], asyncio.get_running_loop().time
         options = {"include_usage": True, "continuous_usage_stats": True}
-        with self.open(path, {**body, "stream": True, "stream_options": options}, PATIENCE) as response:
-            for event in _events(response, self.url + path):
-                _add(answer, event)
-        if not answer.tokens:
-            raise ServerError(
-                f"{self.url}{path}: the server did not say how many tokens it generated (stream_options.include_usage)"
-            )
+        asked = {**body, "stream": True, "stream_options": options}
+        answer, lines, taken = Served(limit, sent=time.perf_counter()), Lines(where), 0
+        end, most = clock() + PATIENCE + PER_TOKEN * limit, STREAM + TOKEN_BYTES * limit
+
+        def late() -> str:
+            return f"{answer.tokens} tokens came, and no further one within {PATIENCE:g} s (or the whole took too long)"
+
+        async with self._answer(web, path, asked, PATIENCE, late) as (response, deadline):
+            async for chunk in response.aiter_raw():
+                taken += len(chunk)
+                if taken > most:
+                    raise ServerError(f"{where}: the stream is longer than {most} bytes for {answer.tokens} tokens")
+                for line in lines.feed(chunk):
+                    if answer.read(line, where):
+                        deadline.reschedule(min(clock() + PATIENCE, end))
+                    if answer.done:
+                        break
+                if answer.done:
+                    break
+        answer.check(where)
         return answer
 
+    @asynccontextmanager
+    async def _answer(
+        self, web: httpx2.AsyncClient, path: str, body: dict[str, Any] | None, seconds: float, late: Callable[[], str]
+    ) -> AsyncIterator[tuple[httpx2.Response, asyncio.Timeout]]:
+        """A response of status 200, and the clock that gives it up. Raises: ServerError for all that happens inside."""
+        where, begun = self.url + path, False
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        try:
+            async with asyncio.timeout(seconds) as deadline, web.stream(method, where, content=content) as response:
+                begun = True
+                await _accept(response, where)
+                yield response, deadline
+        except TimeoutError as error:
+            raise ServerError(f"{where}: {late()}; see the server's log, and whether it is overloaded") from error
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
+            raise ServerError(
+                f"{self.url}: no server answers there ({_cause(error)}). Check --url, and that the server has finished "
+                "loading."
+            ) from error
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
+            happened = "the answer broke off" if begun else "no answer in HTTP"
+            raise ServerError(
+                f"{where}: {happened} ({_cause(error)}). Check that --url is the server's own address, and see its log."
+            ) from error
 
-def _events(lines: Any, where: str) -> Iterator[dict[str, Any]]:
-    """JSON objects of a server-sent event stream."""
+
+async def _accept(response: httpx2.Response, where: str) -> None:
+    """Refuse all but a plain 200. Raises: ServerError naming what was found and the remedy."""
+    status = response.status_code
+    if status == 200:
+        coding = response.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise ServerError(
+                f"{where}: the answer comes as {shown(coding, 40)}, which was not asked for; is a proxy in between?"
+            )
+        return
+    if status in (401, 403):
+        raise StatusError(f"{where}: the server wants an API key (HTTP {status}); set OPENAI_API_KEY")
+    if 300 <= status < 400:
+        location = _without_userinfo(response.headers.get("location", "nowhere"))
+        raise StatusError(
+            f"{where}: HTTP {status} points to {shown(location, 200)}; redirects are not followed: give --url the "
+            "server's own address"
+        )
+    said = b""
+    with suppress(httpx2.HTTPError, TimeoutError):
+        async with asyncio.timeout(ERROR_TIMEOUT):
+            async for chunk in response.aiter_raw():
+                said += chunk
+                if len(said) > 2000:
+                    break
+    raise StatusError(f"{where}: HTTP {status}: {shown(said[:2000].decode(errors='replace'), 500)}")
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, in a thread of its own where this one has an event loop already (a notebook)."""
     try:
-        for raw in lines:
-            line = raw.decode(errors="replace").strip()
-            if not line.startswith("data:"):
-                continue
-            content = line[5:].strip()
-            if content == "[DONE]":
-                return
-            event = json.loads(content)
-            if "error" in event:
-                raise ServerError(f"{where}: {json.dumps(event['error'])[:500]}")
-            yield event
-    except (OSError, ValueError) as error:
-        raise ServerError(f"{where}: the answer broke off ({type(error).__name__}: {error})") from error
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
-def _add(answer: Served, event: dict[str, Any]) -> None:
-    now = time.perf_counter()
-    usage = event.get("usage") or {}
-    total = usage.get("completion_tokens", answer.tokens)
-    if total > answer.tokens:
-        answer.steps.append(total - answer.tokens)
-        answer.tokens, answer.last = total, now
-        answer.first = answer.first or now
-    extension = event.get("sglext") or {}
-    found = extension.get("spec_tokens_details")
-    for choice in event.get("choices") or []:
-        delta = choice.get("delta") or {}
-        answer.text += choice.get("text") or delta.get("content") or ""
-        found = choice.get("meta_info") or found
-        answer.first = answer.first or now
-    if isinstance(found, dict):
-        answer.details |= {name: value for name, value in found.items() if name.startswith("spec_")}
+def _address(url: str) -> tuple[str, str]:
+    """(base address without `/v1`, host). Raises: ConfigError naming --url, without a user name or a password."""
+    expected = "expected an address such as http://localhost:8000"
+    named = shown(_without_userinfo(url), 200)
+    try:
+        read = httpx2.URL(url)
+    except (httpx2.InvalidURL, ValueError):  # its message may hold part of a password
+        raise ConfigError(f"--url: found {named!r}, {expected}") from None
+    if read.scheme not in ("http", "https") or not read.host or not (read.port is None or 0 < read.port < 1 << 16):
+        raise ConfigError(f"--url: found {named!r}, {expected}")
+    if read.userinfo or read.query or read.fragment:
+        raise ConfigError(
+            f"--url: found more than an address (a user name, a password, a query or a fragment) around {named!r}; "
+            f"{expected}, and set OPENAI_API_KEY where the server wants a key"
+        )
+    base = str(read).rstrip("/").removesuffix("/v1").rstrip("/")
+    return base, read.host
+
+
+def _without_userinfo(url: str) -> str:
+    """`url` without what stands before an @ of its authority.
+
+    >>> _without_userinfo("http://me:secret@host:1/v1")
+    'http://host:1/v1'
+    """
+    start, slashes, rest = url.partition("//")
+    if not slashes:
+        return url.rpartition("@")[2]
+    authority, slash, path = rest.partition("/")
+    # a password with a slash in it ends the authority early
+    return f"{start}//{(authority + slash + path).rpartition('@')[2]}" if "@" in rest else url
+
+
+def _is_this_machine(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    with suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        return address.is_loopback or address.is_unspecified
+    return False
+
+
+def _cause(error: BaseException) -> str:
+    return shown(str(error), 200) or type(error).__name__
 
 
 def served_model(client: Client, wanted: str | None) -> str:
     """The model to ask for: `wanted`, or the only one served. Raises: ServerError listing what is served."""
+    where = f"{client.url}/v1/models"
     listed = client.json("/v1/models")
     data = listed.get("data") if isinstance(listed, dict) else None
     if not isinstance(data, list) or not data:
-        raise ServerError(f"{client.url}/v1/models: lists no model; expected an OpenAI-compatible server")
-    names = [str(entry.get("id")) for entry in data]
+        raise ServerError(f"{where}: lists no model; expected an OpenAI-compatible server")
+    for entry in data:
+        name = entry.get("id") if isinstance(entry, dict) else entry
+        if not (isinstance(entry, dict) and isinstance(name, str) and name.isprintable() and 0 < len(name) <= 1000):
+            raise ServerError(f"{where}: found {found(name)} as the id of a model, expected its name")
+    names = shown(", ".join(entry["id"] for entry in data[:20]) + (", …" if len(data) > 20 else ""), 500)
     if wanted is None:
         # adapters are listed behind the model that they belong to
-        bases = [str(entry.get("id")) for entry in data if not entry.get("parent")]
+        bases = [entry["id"] for entry in data if not entry.get("parent")]
         if len(bases) != 1:
-            raise ServerError(f"{client.url}: serves {', '.join(names)}; name one with --model")
+            raise ServerError(f"{client.url}: serves {names}; name one with --model")
         return bases[0]
     for entry in data:
-        if wanted in (entry.get("id"), entry.get("root")):
-            return str(entry.get("id"))
-    raise ServerError(f"{client.url}: does not serve {wanted!r}; it serves {', '.join(names)}")
+        if wanted in (entry["id"], entry.get("root")):
+            return entry["id"]
+    raise ServerError(f"{client.url}: does not serve {wanted!r}; it serves {names}")

@@ -2,19 +2,20 @@
 
     headstart eval --engine vllm --url http://localhost:8000 --data prompts.jsonl
 
-Prompts go through the OpenAI-compatible API at temperature 0, `eval.batch_size` at a time; the server's metrics are
-read before and after every batch. Nothing else may use the server meanwhile: its requests would be counted.
+Prompts go through the OpenAI-compatible API at temperature 0 and with every other setting of Headstart's loop,
+`eval.batch_size` at a time; the server's metrics are read before and after every batch. Nothing else may use the server
+meanwhile: its requests would be counted.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from headstart.eval.api_client import Client, Served, served_model
+from headstart.eval.answers import Served
+from headstart.eval.api_client import Client, served_model
 from headstart.eval.benchmark import Progress
 from headstart.eval.config import EvalConfig
 from headstart.eval.decode import Cycle
@@ -28,6 +29,8 @@ from headstart.heads.provenance import command_line, git_revision, versions
 
 #: seconds until a server's counters hold the requests it has answered
 SETTLE = 10.0
+#: so many tokens without a single draft are no measurement of a draft head
+MANY = 64
 
 
 def evaluate_server(
@@ -67,13 +70,24 @@ def evaluate_server(
             )
     if config.data is None:
         raise ConfigError("eval.data is not set: give --data FILE.jsonl")
+    asked = sampling(config) | ENGINES[engine].asks(config)
     prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
     client = Client(url, key)
     name = served_model(client, model)
     probe = ENGINES[engine](client, name)
-    measured = _Measurement(client, probe, name, config)
+    measured = _Measurement(client, probe, {"model": name, **asked}, config)
     measured.run(prompts, progress)
     return _report(engine, probe, client.url, name, config, measured, len(prompts), head_info)
+
+
+def sampling(config: EvalConfig) -> dict[str, Any]:
+    """What every request asks for beside its prompt and limit: the loop's settings, which both engines spell alike.
+
+    Fields that a request leaves out are taken from the model's generation_config by the server (vLLM, SGLang). A seed
+    is not sent: nothing is drawn at temperature 0.
+    """
+    neutral = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "ignore_eos": False}
+    return {"temperature": 0.0, "top_p": config.top_p, "min_p": config.min_p, **neutral}
 
 
 @dataclass
@@ -90,30 +104,34 @@ class _Tally:
 
 
 class _Measurement:
-    def __init__(self, client: Client, probe: Vllm | Sglang, model: str, config: EvalConfig):
-        self.client, self.probe, self.model, self.config = client, probe, model, config
+    """
+    Args: asked: fields that every request has in common.
+    """
+
+    def __init__(self, client: Client, probe: Vllm | Sglang, asked: dict[str, Any], config: EvalConfig):
+        self.client, self.probe, self.asked, self.config = client, probe, asked, config
         self.tallies: dict[str, _Tally] = {}
+        #: answers that ended by length before the limit that was asked for
+        self.cut = 0
 
     def run(self, prompts: list[EvalPrompt], progress: Progress | None) -> None:
         conversations = {id(prompt): list(prompt.messages) for prompt in prompts}
         total, done = sum(max(len(prompt.turns), 1) for prompt in prompts), 0
         if self.config.warmup_tokens > 0:
             self._warm_up(prompts[0])
-        with ThreadPoolExecutor(self.config.batch_size) as pool:
-            for number, (task, turn, batch) in enumerate(_batches(prompts, self.config.batch_size)):
-                if progress is not None:
-                    progress(done, total, task)
-                for prompt in batch:
-                    if prompt.prompt_token_ids is None:
-                        conversations[id(prompt)].append({"role": "user", "content": prompt.turns[turn]})
-                requests = [self._request(prompt, conversations[id(prompt)]) for prompt in batch]
-                before = self.probe.read()
-                answers = list(pool.map(lambda request: self.client.generate(*request), requests))
-                after = self._settle(before, answers)
-                self._book(task, batch, number, before, after, answers)
-                for prompt, answer in zip(batch, answers, strict=True):
-                    conversations[id(prompt)].append({"role": "assistant", "content": answer.text})
-                done += len(batch)
+        for number, (task, turn, batch) in enumerate(_batches(prompts, self.config.batch_size)):
+            if progress is not None:
+                progress(done, total, task)
+            for prompt in batch:
+                if prompt.prompt_token_ids is None:
+                    conversations[id(prompt)].append({"role": "user", "content": prompt.turns[turn]})
+            requests = [self._request(prompt, conversations[id(prompt)]) for prompt in batch]
+            answers, grown = self._ask(requests)
+            self._book(task, batch, number, grown, answers)
+            for prompt, answer in zip(batch, answers, strict=True):
+                conversations[id(prompt)].append({"role": "assistant", "content": answer.text})
+            done += len(batch)
+        self._check_drafts()
         if progress is not None:
             progress(total, total, "done")
 
@@ -121,44 +139,55 @@ class _Measurement:
         self, prompt: EvalPrompt, messages: list[dict[str, str]], tokens: int | None = None
     ) -> tuple[str, dict[str, Any]]:
         limit = self.config.max_new_tokens if tokens is None else tokens
-        body = {"model": self.model, "temperature": 0.0, "max_tokens": limit, **self.probe.extra}
+        body = {**self.asked, "max_tokens": limit}
         if prompt.prompt_token_ids is not None:
             return "/v1/completions", {**body, "prompt": prompt.prompt_token_ids}
         given = {"chat_template_kwargs": dict(self.config.template_kwargs)} if self.config.template_kwargs else {}
         return "/v1/chat/completions", {**body, "messages": list(messages), **given}
 
     def _warm_up(self, prompt: EvalPrompt) -> None:
-        before = self.probe.read()
         asked = [*prompt.messages, *({"role": "user", "content": turn} for turn in prompt.turns[:1])]
-        self._settle(before, [self.client.generate(*self._request(prompt, asked, self.config.warmup_tokens))])
+        self._ask([self._request(prompt, asked, self.config.warmup_tokens)])
 
-    def _settle(self, before: Reading, answers: list[Served]) -> Reading:
-        """The counters once they hold all of `answers`: a server books a step after it has sent its tokens."""
+    def _ask(self, requests: list[tuple[str, dict[str, Any]]]) -> tuple[list[Served], Reading]:
+        """Answers, and what the counters grew by: a server books a step after it has sent its tokens."""
+        before = self.probe.read()
+        answers = self.client.generate(requests)
         give_up = time.monotonic() + SETTLE
-        after = self.probe.read()
-        while not self.probe.settled(before, after, answers):
+        while True:
+            grown = self.probe.read().since(before, self.client.url)
+            if self.probe.settled(grown, answers):
+                break
             if time.monotonic() > give_up:
                 raise ServerError(
-                    f"{self.client.url}/metrics: counted {after.finished - before.finished} finished requests "
-                    f"{SETTLE:g} s after {len(answers)} were answered; is a proxy or a second server in between?"
+                    f"{self.client.url}/metrics: counted {grown.finished} finished requests {SETTLE:g} s after "
+                    f"{len(answers)} were answered; is a proxy or a second server in between?"
                 )
             time.sleep(0.02)
-            after = self.probe.read()
-        if self.probe.counts(answers) and after.finished - before.finished > len(answers):
+        if self.probe.counts(answers) and grown.finished > len(answers):
             raise ServerError(
-                f"{self.client.url}: finished {after.finished - before.finished} requests while {len(answers)} were "
-                "sent: somebody else uses the server, and their acceptance would be counted. Measure when it is idle."
+                f"{self.client.url}: finished {grown.finished} requests while {len(answers)} were sent: somebody else "
+                "uses the server, and their acceptance would be counted. Measure when it is idle."
             )
-        return after
+        return answers, grown
 
-    def _book(
-        self, task: str, batch: list[EvalPrompt], number: int, before: Reading, after: Reading, answers: list[Served]
-    ) -> None:
+    def _check_drafts(self) -> None:
+        """Raises: ServerError where the server drafted nothing at all."""
+        committed = sum(tally.committed for tally in self.tallies.values())
+        if committed >= MANY and not self.probe.verified:
+            raise ServerError(
+                f"{self.client.url}: the server generated {committed} tokens and says that it drafted none: its "
+                "counters stand still, or speculation is switched off for these requests. Check its settings and log"
+            )
+
+    def _book(self, task: str, batch: list[EvalPrompt], number: int, grown: Reading, answers: list[Served]) -> None:
         tally = self.tallies.setdefault(task, _Tally())
         try:
-            cycles = self.probe.cycles(before, after, answers)
+            cycles = self.probe.cycles(grown, answers)
+            _check_tau(cycles, self.probe.most)
         except ValueError as error:
             raise ServerError(f"{self.client.url}: {error}; does somebody else use the server?") from error
+        self.cut += sum(answer.finish == "length" and answer.tokens < answer.limit for answer in answers)
         unit = id(batch[0]) if self.config.batch_size == 1 else number
         tally.cycles.setdefault(unit, []).extend(cycles)
         tally.prompts |= {id(prompt) for prompt in batch}
@@ -180,6 +209,13 @@ def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, l
             group = members[start : start + size]
             for turn in range(max(max(len(prompt.turns), 1) for prompt in group)):
                 yield task, turn, [prompt for prompt in group if turn < max(len(prompt.turns), 1)]
+
+
+def _check_tau(cycles: list[Cycle], most: int | None) -> None:
+    """Raises: ValueError where more tokens were committed per forward than the deepest draft and one."""
+    tau = acceptance(cycles).tau
+    if most is not None and tau > most:
+        raise ValueError(f"found {tau:.2f} tokens per forward, expected {most} at most (draft depth + 1)")
 
 
 def _section(tallies: list[_Tally], config: EvalConfig) -> Section:
@@ -220,6 +256,11 @@ def _report(
         "latency per token is each request's mean",
         *probe.notes(),
     ]
+    if measured.cut:
+        notes.append(
+            f"{measured.cut} answers ended by length before eval.max_new_tokens={config.max_new_tokens}: the server "
+            "has a limit of its own (its context length, or max_new_tokens of its generation_config)"
+        )
     if config.batch_size > 1:
         notes.append("several requests at once: acceptance by position includes what lies beyond a request's limit")
     return Report(

@@ -169,7 +169,7 @@ def serving(**settings: Any) -> Iterator[tuple[str, State]]:
     """(address, state) of a running fake."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.state = State(**settings)  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", server.state  # type: ignore[attr-defined]
     finally:

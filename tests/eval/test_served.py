@@ -52,6 +52,10 @@ def test_tau_and_positions_from_the_servers_counters(engine: str, data: Path) ->
     assert paths == ["/v1/completions", "/v1/chat/completions"]
     assert all(body["temperature"] == 0 and body["model"] == "tiny" for _, body in state.requests)
     assert state.requests[0][1]["prompt"] == [1, 2, 3]
+    everything = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": {"vllm": 0, "sglang": -1}[engine]}
+    everything |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    everything |= {"min_tokens": 0, "ignore_eos": False, "max_tokens": 64}
+    assert all(body.items() >= everything.items() for _, body in state.requests)
     assert state.requests[1][1]["messages"] == [{"role": "user", "content": "hi"}]
 
 
@@ -71,6 +75,13 @@ def test_what_lies_beyond_the_limit_does_not_count(engine: str, limit: int, data
     with serving(engine=engine) as (url, _):
         report = evaluate_server(engine, url, settings(data, max_new_tokens=limit))
     assert (report.tau, report.per_position_acceptance) == (expected.tau, expected.per_position)
+
+
+def test_the_loops_own_settings_are_sent(data: Path) -> None:
+    with serving() as (url, state):
+        evaluate_server("vllm", url, settings(data, repetition_penalty=1.2, top_k=5, top_p=0.9, min_p=0.1))
+    wanted = {"repetition_penalty": 1.2, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "temperature": 0.0}
+    assert all(body.items() >= wanted.items() for _, body in state.requests)
 
 
 def test_a_server_that_books_late_is_waited_for(data: Path) -> None:
@@ -181,6 +192,7 @@ def test_nobody_there(data: Path) -> None:
         ("vllm", "http://x", {"temperature": 0.7}, "temperature 0"),
         ("vllm", "http://x", {"batch_sizes": [1, 2]}, r"eval.batch_sizes: found \[1, 2\]; a server is measured at one"),
         ("vllm", "http://x", {"generate_baseline": True}, "eval.generate_baseline: found True"),
+        ("sglang", "http://x", {"repetition_penalty": 1.1}, "eval.repetition_penalty: found 1.1; SGLang penalises"),
     ],
 )
 def test_settings_that_cannot_work(engine: str, url: str, more: dict[str, Any], match: str, data: Path) -> None:

@@ -1,0 +1,48 @@
+"""What a server says is checked before it is used, and made fit for a terminal before it is shown."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from headstart.heads.errors import ServerError
+
+#: whole numbers beyond this are not exact in the floats that metrics are printed from
+LARGEST = 1 << 53
+
+T = TypeVar("T")
+
+
+def shown(text: str, most: int = 300) -> str:
+    """`text` on one line, without control characters, lone surrogates or direction marks, `most` characters at most.
+
+    >>> shown("one\\n two\\x1b[31m\\u202e", 40)
+    'one two?[31m?'
+    """
+    # what is cut off anyway need not be looked at
+    line = " ".join(text[: 8 * most].split())
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def found(value: Any) -> str:
+    """How a message names a value: scalars as they are, the rest by their kind (they may be nested or huge)."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    return shown(repr(value), 80)
+
+
+def whole(value: Any, name: str, low: int = 0, high: int = LARGEST) -> int:
+    """`value` where it is a whole number from `low` to `high`. Raises: ServerError saying `name` and what was found."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ServerError(f"{name}: found {found(value)}, expected a whole number from {low} to {high}")
+    return value
+
+
+def optional(value: Any, kind: type[T], name: str) -> T | None:
+    """`value` where it is of `kind`, or None. Raises: ServerError saying `name` and what was found."""
+    if value is None or isinstance(value, kind):
+        return value
+    expected = {dict: "an object", list: "a list", str: "text"}[kind]
+    raise ServerError(f"{name}: found {found(value)}, expected {expected}")

@@ -10,7 +10,9 @@ from typing import Any
 from headstart.heads.errors import ConfigError
 from headstart.heads.repository import check_repository
 
-FORMATS = ("auto", "messages", "sharegpt", "prompt_response", "turns", "prompt")
+FORMATS = (
+    "auto", "messages", "sharegpt", "prompt_response", "turns", "prompt", "question", "problem", "instruction",
+)  # fmt: skip
 
 
 @dataclass
@@ -27,7 +29,7 @@ class SourceConfig:
     split: str = "train"
     #: read at most this many records
     limit: int | None = None
-    #: auto | messages | sharegpt | prompt_response | turns | prompt
+    #: auto | messages | sharegpt | prompt_response | turns | prompt | question | problem | instruction
     format: str = "auto"
 
     def validate(self, where: str) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.data.chat import ChatFormat
+from headstart.data.chat import RefusedError
 from headstart.data.config import DistillConfig
+from headstart.data.prompts import Chats, Prompt
+from headstart.data.records import Conversation, Message, TokenTurn, parse_record, unread_note
 from headstart.data.row_random import draw_at, uniforms
-from headstart.data.sources import Prompt, TokenTurn, read_jsonl
-from headstart.heads.errors import DataError, TemplateError
+from headstart.data.sources import read_jsonl
+from headstart.heads.errors import DataError
 from headstart.heads.files import explain_disk, read_json, write_json
 from headstart.heads.sampling import distribution
 from headstart.heads.target import Target
@@ -47,7 +50,7 @@ class _Job:
     prompt: Prompt
     first_ids: list[int]
     seed: int
-    answers: list[str] = field(default_factory=list)
+    answers: list[Message] = field(default_factory=list)
     turns: list[TokenTurn] = field(default_factory=list)
     stopped: str | None = None
 
@@ -62,12 +65,14 @@ def distill(
     template_kwargs: dict[str, Any] | None = None,
     generator: Generator | None = None,
 ) -> Path:
-    """Answer every prompt (every user turn, one after another) and append the records to `out`.
+    """Answer every prompt (its questions one after another, see `prompt_of`) and append the records to `out`.
 
     A record holds `id, messages, prompt_token_ids, response_token_ids, finish_reason, sampling` (of the last turn;
-    `earlier_turns` before it) and the prompt's `task`. `response_token_ids` ends with the stop token exactly when
-    `finish_reason` is "stop". Prompts that cannot be answered are reported through `progress` and listed with their
-    reason in `OUT.skipped.json`; the rest goes on. `generator` decodes the batches; None: `generate`, through the
+    `earlier_turns` before it) and the prompt's `tools`, `chat_template_kwargs` and `task`. `response_token_ids` ends
+    with the stop token exactly when `finish_reason` is "stop". An answer becomes history as the message that the
+    template's own rules make of it. Prompts that cannot be answered, and later questions that cannot be asked, are
+    reported through `progress` and listed with their reason in `OUT.skipped.json`; the rest goes on.
+    `generator` decodes the batches; None: `generate`, through the
     model's own forward. With `config.max_seconds` it ends with the batch in which they are over, at least one.
 
     Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered;
@@ -75,10 +80,12 @@ def distill(
     """
     config.validate()
     out = Path(out)
-    chat = ChatFormat(target.tokenizer, target.stop_token_ids, template_kwargs)
+    chats = Chats(target.tokenizer, target.stop_token_ids, template_kwargs)
     settings = _sampling(target, config, seed, template_kwargs)
     finished = resume(out, prompts, settings, progress)
-    jobs, skipped = _plan(chat, target, prompts, config, seed)
+    jobs, skipped = _plan(chats, target, prompts, config, seed)
+    if note := unread_note(Counter(name for prompt in prompts for name in prompt.unread)):
+        progress(0, len(jobs), note)
     for name, reason in skipped.items():
         progress(0, len(jobs), f"skipped {name}: {reason}")
     if prompts and not jobs:
@@ -98,7 +105,7 @@ def distill(
             break
         worked = True
         # the whole batch runs again even if a kill tore it: the same batch gives the same numbers
-        answer_batch(target, chat, batch, config, generator or generate)
+        answer_batch(target, chats, batch, config, generator or generate)
         _append(out, [_record(job, settings) for job in missing])
         done += len(missing)
         for job in missing:
@@ -117,7 +124,7 @@ def distill(
 
 
 def _plan(
-    chat: ChatFormat, target: Target, prompts: Sequence[Prompt], config: DistillConfig, seed: int
+    chats: Chats, target: Target, prompts: Sequence[Prompt], config: DistillConfig, seed: int
 ) -> tuple[list[_Job], dict[str, str]]:
     """Jobs, longest first prompt last so that batches hold similar lengths; and the prompts that cannot be answered."""
     jobs: list[_Job] = []
@@ -125,8 +132,8 @@ def _plan(
     room = _prompt_room(target, config)
     for prompt in prompts:
         try:
-            ids = list(prompt.prompt_token_ids or chat.prompt_ids(prompt.messages()))
-        except TemplateError as error:
+            ids = chats.prompt_ids(prompt)
+        except RefusedError as error:
             skipped[prompt.id] = str(error)
             continue
         if len(ids) > room:
@@ -159,17 +166,19 @@ def _prompt_room(target: Target, config: DistillConfig) -> int:
     return room if config.max_prompt_tokens is None else min(room, config.max_prompt_tokens)
 
 
-def answer_batch(
-    target: Target, chat: ChatFormat, batch: list[_Job], config: DistillConfig, generator: Generator
-) -> None:
-    """Answer all user turns of the batch's prompts, turn by turn, into `job.turns` and `job.answers`."""
+def answer_batch(target: Target, chats: Chats, batch: list[_Job], config: DistillConfig, generator: Generator) -> None:
+    """Answer all questions of the batch's prompts, turn by turn, into `job.turns` and `job.answers`."""
     room = _prompt_room(target, config)
-    for turn in range(max(len(job.prompt.turns) for job in batch)):
+    for turn in range(max(job.prompt.answers for job in batch)):
         active, prompts = [], []
         for job in batch:
-            if job.stopped is not None or turn >= len(job.prompt.turns):
+            if job.stopped is not None or turn >= job.prompt.answers:
                 continue
-            ids = job.first_ids if turn == 0 else chat.prompt_ids(job.prompt.messages(job.answers))
+            try:
+                ids = job.first_ids if turn == 0 else chats.prompt_ids(job.prompt, job.answers)
+            except RefusedError as error:
+                job.stopped = f"turn {turn + 1}: {error}"
+                continue
             if len(ids) > room:
                 job.stopped = f"turn {turn + 1} has {len(ids)} prompt tokens, at most {room} fit"
                 continue
@@ -179,10 +188,23 @@ def answer_batch(
             return
         answers = generator(target, prompts, config, [job.seed for job in active])
         for job, ids, answer in zip(active, prompts, answers, strict=True):
-            stopped = answer[-1] in chat.stop_token_ids
-            text = chat.tokenizer.decode(answer[:-1] if stopped else answer, skip_special_tokens=True)
-            job.answers.append(text)
+            stopped = answer[-1] in chats.stop_token_ids
             job.turns.append(TokenTurn(tuple(ids), tuple(answer), "stop" if stopped else "length"))
+            _remember(job, chats, answer[:-1] if stopped else answer)
+
+
+def _remember(job: _Job, chats: Chats, answer: Sequence[int]) -> None:
+    """Add the message that an answer stands for; where it cannot be told, no later question is asked."""
+    if not job.prompt.first:  # token ids in, token ids out: no template is needed, and the text is for people
+        job.answers.append({"role": "assistant", "content": chats.tokenizer.decode(answer, skip_special_tokens=True)})
+        return
+    try:
+        message = chats.of(job.prompt).answer_message(answer)
+    except RefusedError as error:
+        message = {"role": "assistant", "content": chats.tokenizer.decode(answer, skip_special_tokens=True)}
+        if len(job.turns) < job.prompt.answers:
+            job.stopped = f"turn {len(job.turns) + 1}: {error}"
+    job.answers.append(message)
 
 
 @torch.inference_mode()
@@ -265,8 +287,7 @@ def _sampling(
 
 
 def _record(job: _Job, settings: dict[str, Any]) -> dict[str, Any]:
-    messages = job.prompt.messages(job.answers[:-1])
-    messages.append({"role": "assistant", "content": job.answers[-1]})
+    messages = [*job.prompt.messages(job.answers[:-1]), job.answers[-1]]
     turns = [
         {
             "prompt_token_ids": list(t.prompt_ids),
@@ -278,6 +299,10 @@ def _record(job: _Job, settings: dict[str, Any]) -> dict[str, Any]:
     record: dict[str, Any] = {"id": job.id, "messages": messages, **turns[-1]}
     if len(turns) > 1:
         record["earlier_turns"] = turns[:-1]
+    if job.prompt.tools:
+        record["tools"] = list(job.prompt.tools)
+    if job.prompt.template_kwargs:
+        record["chat_template_kwargs"] = job.prompt.template_kwargs
     if job.prompt.task is not None:
         record["task"] = job.prompt.task
     return {**record, "sampling": settings}
@@ -301,23 +326,41 @@ def resume(out: Path, prompts: Sequence[Prompt], settings: dict[str, Any], progr
     if not out.exists():
         return set()
     _drop_torn_line(out, progress)
-    turns = {prompt.id: list(prompt.turns) for prompt in prompts}
+    planned = {prompt.id: prompt for prompt in prompts}
     finished = set()
     remedy = "give another output file, or remove this one to start again"
     for number, record in read_jsonl(out):
-        made = record.get("sampling") or {}
+        conversation = parse_record(record, f"{out}:{number}", str(number))
+        made = conversation.meta.get("sampling")
+        if not isinstance(made, dict) or not conversation.turns:
+            raise DataError(f"{out}:{number}: found no answer of a distillation: {remedy}")
         for key in sorted({*settings, *made} - {"target"}):  # the weights' hash says more than their name
             if made.get(key) != settings.get(key):
                 raise DataError(
                     f"{out}:{number}: sampling.{key}: found {made.get(key)!r}, this run has "
                     f"{settings.get(key)!r}: {remedy}"
                 )
-        asked = [m["content"] for m in record["messages"] if m["role"] == "user"]
-        wanted = turns.get(record["id"].rsplit("/sample", 1)[0], turns.get(record["id"]))
-        if wanted is not None and wanted[: len(asked)] != asked:
-            raise DataError(f"{out}:{number}: found another prompt under the id {record['id']!r}: {remedy}")
-        finished.add(record["id"])
+        name = conversation.id
+        prompt = planned.get(name.rsplit("/sample", 1)[0], planned.get(name))
+        if prompt is not None and not _answers(conversation, prompt):
+            raise DataError(f"{out}:{number}: found another prompt under the id {name!r}: {remedy}")
+        finished.add(name)
     return finished
+
+
+def _answers(made: Conversation, prompt: Prompt) -> bool:
+    """Whether a finished record answers this prompt: all of it, or its first questions."""
+    first = prompt.prompt_token_ids
+    if len(made.turns) > prompt.answers or (first is not None and made.turns[0].prompt_ids != first):
+        return False
+    if (made.tools, made.template_kwargs) != (prompt.tools, prompt.template_kwargs):
+        return False
+    place = 0
+    for group in (prompt.first, *prompt.later)[: len(made.turns)]:
+        if made.messages[place : place + len(group)] != group:
+            return False
+        place += len(group) + 1
+    return len(made.messages) == place
 
 
 def _drop_torn_line(out: Path, progress: Progress) -> None:

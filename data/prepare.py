@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from headstart.data.chat import ChatFormat, Encoded, RefusedError
+from headstart.data.chat import Encoded, RefusedError
 from headstart.data.config import DataConfig, SourceConfig
+from headstart.data.prompts import Chats
+from headstart.data.records import Conversation, TokenTurn, unread_note
 from headstart.data.samples import Sample, require_supervised, split_held_out
-from headstart.data.sources import Conversation, TokenTurn, load_conversations
+from headstart.data.sources import load_conversations
 from headstart.heads.errors import DataError
 
 
@@ -26,6 +28,7 @@ class TokenizeReport:
         truncated: ids of samples cut at max_length.
         open_ended: samples whose last answer has no end-of-turn token (finish_reason "length").
         split: conversations that became several samples because the template rewrites earlier turns.
+        unread: field of messages that is not read → conversations that have it.
     """
 
     conversations: int = 0
@@ -36,6 +39,7 @@ class TokenizeReport:
     truncated: list[str] = field(default_factory=list)
     open_ended: int = 0
     split: int = 0
+    unread: dict[str, int] = field(default_factory=dict)
 
     @property
     def dropped_count(self) -> int:
@@ -59,6 +63,8 @@ class TokenizeReport:
             lines.append(f"{self.open_ended} end without an end-of-turn token (answer cut by length)")
         if self.split:
             lines.append(f"{self.split} became one sample per answer (the chat template rewrites earlier turns)")
+        if note := unread_note(self.unread):
+            lines.append(note)
         return lines
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,9 +84,11 @@ def tokenize(
     """
     samples: list[Sample] = []
     report = TokenizeReport()
-    chat: ChatFormat | None = None
+    chats = Chats(tokenizer, stop_token_ids, dict(config.template_kwargs))
     for conversation in conversations:
         report.conversations += 1
+        for field_name in conversation.unread:
+            report.unread[field_name] = report.unread.get(field_name, 0) + 1
         try:
             if conversation.turns:
                 encoded = encode_token_turns(conversation.turns, stop_token_ids, config.turns)
@@ -88,9 +96,10 @@ def tokenize(
                 if not any(m["role"] == "assistant" for m in conversation.messages):
                     report.drop("no assistant answer", conversation.id)
                     continue
-                chat = chat or ChatFormat(tokenizer, stop_token_ids, dict(config.template_kwargs))
-                tools = getattr(conversation, "tools", ())  # of records that carry them
-                encoded = chat.encode(conversation.messages, conversation.finish_reason, config.turns, tools)
+                chat = chats.of(conversation)
+                encoded = chat.encode(
+                    conversation.messages, conversation.finish_reason, config.turns, conversation.tools
+                )
         except RefusedError as error:
             report.drop(error.reason, conversation.id)
             continue

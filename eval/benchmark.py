@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headstart.data.chat import RefusedError
+from headstart.data.prompts import Chats, Prompt
+from headstart.data.records import Message, unread_note
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.decode import Answer, Cycle, Decoded, decode, roomy, slots_needed
 from headstart.eval.drafters import Drafter, build_drafter
@@ -18,7 +22,7 @@ from headstart.eval.generate import GenerateBaseline
 from headstart.eval.graphs import CycleGraphs
 from headstart.eval.metrics import Pace, acceptance
 from headstart.eval.parts import cycle_parts
-from headstart.eval.prompts import EvalPrompt, load_prompts, render
+from headstart.eval.prompts import batches, load_prompts
 from headstart.eval.report import Report
 from headstart.eval.sampling import Sampling
 from headstart.eval.sweep import check_contexts, positions_of, sweep, sweep_points
@@ -182,17 +186,17 @@ def attach(head: Head, target: Target) -> None:
 
 
 def _measure(
-    target: Target, drafter: Drafter | None, config: EvalConfig, prompts: list[EvalPrompt], progress: Progress | None
+    target: Target, drafter: Drafter | None, config: EvalConfig, prompts: list[Prompt], progress: Progress | None
 ) -> Found:
     decoder = Decoder(target, config)
-    tallies = {prompt.task: Tally() for prompt in prompts}
+    tallies = {str(prompt.task): Tally() for prompt in prompts}
     generate = GenerateBaseline(target, decoder.sampling, config.max_new_tokens) if config.generate_baseline else None
     plain = config.baseline or drafter is None
-    decoded_turns, total = 0, sum(max(len(prompt.turns), 1) for prompt in prompts) + sweep_points(config)
+    decoded_turns, total = 0, sum(prompt.answers for prompt in prompts) + sweep_points(config)
     starts = first_contexts(prompts, target, config)
     talks = _Talks(target, config, prompts, starts)
     warm = config.warmup_tokens < 1
-    for number, (task, turn, asked) in enumerate(_batches(prompts, config.batch_size)):
+    for number, (task, turn, asked) in enumerate(batches(prompts, config.batch_size)):
         if progress is not None:
             progress(decoded_turns, total, task)
         decoded_turns += len(asked)
@@ -228,66 +232,87 @@ def _measure(
     return Found(tallies, sweeps, generate, decoder.unfused, decoder.graphs.seconds, parts, talks.notes())
 
 
-def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, list[EvalPrompt]]]:
-    """(task, turn, prompts): batches never mix tasks, so that each task has its own clock; turns run in order."""
-    for task in dict.fromkeys(prompt.task for prompt in prompts):
-        members = [prompt for prompt in prompts if prompt.task == task]
-        for start in range(0, len(members), size):
-            group = members[start : start + size]
-            for turn in range(max(max(len(prompt.turns), 1) for prompt in group)):
-                batch = [prompt for prompt in group if turn < max(len(prompt.turns), 1)]
-                yield task, turn, batch
-
-
 class _Talks:
-    """The prompts' conversations as they grow, and what the target's positions cut off them.
+    """The prompts' conversations as they grow, and what the target's positions and its template cut off them.
 
     Args: starts: first_contexts of the prompts.
     """
 
-    def __init__(self, target: Target, config: EvalConfig, prompts: list[EvalPrompt], starts: list[list[int]]):
-        self.target, self.config, self.positions = target, config, positions_of(target)
+    def __init__(self, target: Target, config: EvalConfig, prompts: list[Prompt], starts: list[list[int]]):
+        self.config, self.positions, self.chats = config, positions_of(target), chats_of(target, config)
         self.starts = {id(prompt): start for prompt, start in zip(prompts, starts, strict=True)}
-        self.messages = {id(prompt): [*prompt.messages, *map(_user, prompt.turns[:1])] for prompt in prompts}
-        self.ended: set[int] = set()
-        self.left_out = self.cut = 0
+        self.answers: dict[int, list[Message]] = {id(prompt): [] for prompt in prompts}
+        self.ended: dict[int, str] = {}
+        self.unread = Counter(name for prompt in prompts for name in prompt.unread)
+        self.left_out: Counter[str] = Counter()
+        self.cut = 0
 
-    def ask(self, prompts: list[EvalPrompt], turn: int) -> tuple[list[EvalPrompt], list[list[int]]]:
-        """Prompts that have room for an answer to this turn, with its context."""
+    def ask(self, prompts: list[Prompt], turn: int) -> tuple[list[Prompt], list[list[int]]]:
+        """Prompts whose question of this turn can be asked, with its context."""
         asked, contexts = [], []
         for prompt in prompts:
-            if id(prompt) not in self.ended:
-                context = self.starts[id(prompt)]
-                if turn:
-                    self.messages[id(prompt)].append(_user(prompt.turns[turn]))
-                    context = _context(prompt, self.messages[id(prompt)], self.target, self.config)
-                if self.positions is None or len(context) < self.positions:
-                    asked.append(prompt)
-                    contexts.append(context)
-                    continue
-                self.ended.add(id(prompt))
-            self.left_out += 1
+            context = self._context(prompt, turn) if id(prompt) not in self.ended else None
+            if context is None:
+                self.left_out[self.ended[id(prompt)]] += 1
+            else:
+                asked.append(prompt)
+                contexts.append(context)
         return asked, contexts
 
-    def answer(self, prompts: list[EvalPrompt], turn: int, answers: list[Answer], limits: list[int]) -> None:
+    def _context(self, prompt: Prompt, turn: int) -> list[int] | None:
+        if not turn:
+            return self.starts[id(prompt)]
+        try:
+            context = self.chats.prompt_ids(prompt, self.answers[id(prompt)])
+        except RefusedError as error:
+            self.ended[id(prompt)] = error.reason
+            return None
+        if self.positions is None or len(context) < self.positions:
+            return context
+        self.ended[id(prompt)] = f"the target has {self.positions} positions, which their conversations fill"
+        return None
+
+    def answer(self, prompts: list[Prompt], turn: int, answers: list[Answer], limits: list[int]) -> None:
+        """Add the messages that the answers stand for; one that cannot be told ends its conversation."""
         for prompt, answer, limit in zip(prompts, answers, limits, strict=True):
             self.cut += limit < self.config.max_new_tokens and answer.finish_reason == "length"
-            if turn + 1 < len(prompt.turns):
-                text = self.target.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-                self.messages[id(prompt)].append({"role": "assistant", "content": text})
+            if turn + 1 == prompt.answers:
+                continue
+            said = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
+            try:
+                self.answers[id(prompt)].append(self.chats.of(prompt).answer_message(said))
+            except RefusedError as error:
+                self.ended[id(prompt)] = error.reason
 
     def notes(self) -> list[str]:
-        reason = f"the target has {self.positions} positions"
-        cut = f"{self.cut} answers end before eval.max_new_tokens={self.config.max_new_tokens}: {reason}"
-        left_out = f"{self.left_out} later turns were left out: {reason}, which their conversations fill"
-        return [note for note, found in ((cut, self.cut), (left_out, self.left_out)) if found]
+        notes = [f"{count} later turns were left out: {reason}" for reason, count in self.left_out.items()]
+        if self.cut:
+            reason = f"the target has {self.positions} positions"
+            notes.insert(0, f"{self.cut} answers end before eval.max_new_tokens={self.config.max_new_tokens}: {reason}")
+        unread = unread_note(self.unread)
+        return [*notes, unread] if unread else notes
 
 
-def first_contexts(prompts: list[EvalPrompt], target: Target, config: EvalConfig) -> list[list[int]]:
-    """Token ids that the first answers of the prompts are to follow. Raises DataError where one leaves no room."""
-    positions, contexts = positions_of(target), []
+def chats_of(target: Target, config: EvalConfig) -> Chats:
+    return Chats(target.tokenizer, target.stop_token_ids, dict(config.template_kwargs))
+
+
+def first_contexts(prompts: list[Prompt], target: Target, config: EvalConfig) -> list[list[int]]:
+    """Token ids that the first answers of the prompts are to follow.
+
+    Raises: DataError naming a prompt that leaves no room, that the template refuses, or whose ids are not the target's.
+    """
+    chats, positions, contexts = chats_of(target, config), positions_of(target), []
     for prompt in prompts:
-        context = _context(prompt, [*prompt.messages, *map(_user, prompt.turns[:1])], target, config)
+        try:
+            context = chats.prompt_ids(prompt)
+        except RefusedError as error:
+            raise DataError(f"prompt {prompt.id} ({prompt.where}): {error}: change it, or leave it out") from error
+        if prompt.prompt_token_ids is not None and max(context) >= target.dims.vocab_size:
+            raise DataError(
+                f"prompt {prompt.id}: prompt_token_ids: found {max(context)}, the target has {target.dims.vocab_size} "
+                "tokens: these ids are another tokenizer's"
+            )
         if positions is not None and len(context) >= positions:
             raise DataError(
                 f"prompt {prompt.id}: found {len(context)} tokens, the target has {positions} positions: shorten it, "
@@ -297,23 +322,7 @@ def first_contexts(prompts: list[EvalPrompt], target: Target, config: EvalConfig
     return contexts
 
 
-def _user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
-def _context(prompt: EvalPrompt, conversation: list[dict[str, str]], target: Target, config: EvalConfig) -> list[int]:
-    ids = prompt.prompt_token_ids
-    if ids is not None:
-        if max(ids) >= target.dims.vocab_size:
-            raise DataError(
-                f"prompt {prompt.id}: prompt_token_ids: found {max(ids)}, the target has {target.dims.vocab_size} "
-                "tokens: these ids are another tokenizer's"
-            )
-        return ids
-    return render(conversation, target.tokenizer, dict(config.template_kwargs))
-
-
-def _book(tally: Tally, batch: list[EvalPrompt], turn: int, base: Decoded | None, spec: Decoded | None) -> None:
+def _book(tally: Tally, batch: list[Prompt], turn: int, base: Decoded | None, spec: Decoded | None) -> None:
     if base is not None:
         tally.plain.add(base)
     if spec is not None:
@@ -333,7 +342,7 @@ def _book(tally: Tally, batch: list[EvalPrompt], turn: int, base: Decoded | None
 def _compare(
     tally: Tally,
     decoder: Decoder,
-    batch: list[EvalPrompt],
+    batch: list[Prompt],
     turn: int,
     contexts: list[list[int]],
     base: Decoded,

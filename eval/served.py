@@ -10,10 +10,12 @@ meanwhile: its requests would be counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from headstart.data.messages import wire_message
+from headstart.data.prompts import Prompt
+from headstart.data.records import Message
 from headstart.eval.answers import Served
 from headstart.eval.api_client import Client, served_model
 from headstart.eval.benchmark import Progress
@@ -21,7 +23,7 @@ from headstart.eval.config import EvalConfig
 from headstart.eval.decode import Cycle
 from headstart.eval.metrics import Timed, acceptance, bootstrap_tau
 from headstart.eval.probes import ENGINES, Reading, Sglang, Vllm
-from headstart.eval.prompts import EvalPrompt, describe_data, load_prompts
+from headstart.eval.prompts import batches, describe_data, load_prompts
 from headstart.eval.report import Report, Section
 from headstart.eval.sampling import Sampling
 from headstart.heads.errors import ConfigError, ServerError
@@ -90,6 +92,19 @@ def sampling(config: EvalConfig) -> dict[str, Any]:
     return {"temperature": 0.0, "top_p": config.top_p, "min_p": config.min_p, **neutral}
 
 
+def chat_fields(prompt: Prompt, answers: list[Message], config: EvalConfig, probe: Vllm | Sglang) -> dict[str, Any]:
+    """What a chat request says about the prompt: the server renders it by the target's template.
+
+    Answers are the server's own messages, as a client sends them back.
+    """
+    fields: dict[str, Any] = {"messages": [wire_message(message) for message in prompt.messages(answers)]}
+    if prompt.tools:
+        # vLLM refuses tools without a parser for calls, unless it is not to look for any; they are rendered either way
+        fields |= {"tools": list(prompt.tools)} | ({"tool_choice": "none"} if isinstance(probe, Vllm) else {})
+    kwargs = {**config.template_kwargs, **prompt.template_kwargs}
+    return fields | ({"chat_template_kwargs": kwargs} if kwargs else {})
+
+
 @dataclass
 class _Tally:
     """What a task has gathered: cycles by prompt (by batch where several were answered at once), and seconds."""
@@ -114,40 +129,33 @@ class _Measurement:
         #: answers that ended by length before the limit that was asked for
         self.cut = 0
 
-    def run(self, prompts: list[EvalPrompt], progress: Progress | None) -> None:
-        conversations = {id(prompt): list(prompt.messages) for prompt in prompts}
-        total, done = sum(max(len(prompt.turns), 1) for prompt in prompts), 0
+    def run(self, prompts: list[Prompt], progress: Progress | None) -> None:
+        said: dict[int, list[Message]] = {id(prompt): [] for prompt in prompts}
+        total, done = sum(prompt.answers for prompt in prompts), 0
         if self.config.warmup_tokens > 0:
             self._warm_up(prompts[0])
-        for number, (task, turn, batch) in enumerate(_batches(prompts, self.config.batch_size)):
+        for number, (task, _, batch) in enumerate(batches(prompts, self.config.batch_size)):
             if progress is not None:
                 progress(done, total, task)
-            for prompt in batch:
-                if prompt.prompt_token_ids is None:
-                    conversations[id(prompt)].append({"role": "user", "content": prompt.turns[turn]})
-            requests = [self._request(prompt, conversations[id(prompt)]) for prompt in batch]
+            requests = [self._request(prompt, said[id(prompt)]) for prompt in batch]
             answers, grown = self._ask(requests)
             self._book(task, batch, number, grown, answers)
             for prompt, answer in zip(batch, answers, strict=True):
-                conversations[id(prompt)].append({"role": "assistant", "content": answer.text})
+                said[id(prompt)].append({"role": "assistant", "content": answer.text})
             done += len(batch)
         self._check_drafts()
         if progress is not None:
             progress(total, total, "done")
 
-    def _request(
-        self, prompt: EvalPrompt, messages: list[dict[str, str]], tokens: int | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def _request(self, prompt: Prompt, answers: list[Message], tokens: int | None = None) -> tuple[str, dict[str, Any]]:
         limit = self.config.max_new_tokens if tokens is None else tokens
         body = {**self.asked, "max_tokens": limit}
-        if prompt.prompt_token_ids is not None:
-            return "/v1/completions", {**body, "prompt": prompt.prompt_token_ids}
-        given = {"chat_template_kwargs": dict(self.config.template_kwargs)} if self.config.template_kwargs else {}
-        return "/v1/chat/completions", {**body, "messages": list(messages), **given}
+        if prompt.prompt_token_ids is not None and not answers:
+            return "/v1/completions", {**body, "prompt": list(prompt.prompt_token_ids)}
+        return "/v1/chat/completions", {**body, **chat_fields(prompt, answers, self.config, self.probe)}
 
-    def _warm_up(self, prompt: EvalPrompt) -> None:
-        asked = [*prompt.messages, *({"role": "user", "content": turn} for turn in prompt.turns[:1])]
-        self._ask([self._request(prompt, asked, self.config.warmup_tokens)])
+    def _warm_up(self, prompt: Prompt) -> None:
+        self._ask([self._request(prompt, [], self.config.warmup_tokens)])
 
     def _ask(self, requests: list[tuple[str, dict[str, Any]]]) -> tuple[list[Served], Reading]:
         """Answers, and what the counters grew by: a server books a step after it has sent its tokens."""
@@ -180,7 +188,7 @@ class _Measurement:
                 "counters stand still, or speculation is switched off for these requests. Check its settings and log"
             )
 
-    def _book(self, task: str, batch: list[EvalPrompt], number: int, grown: Reading, answers: list[Served]) -> None:
+    def _book(self, task: str, batch: list[Prompt], number: int, grown: Reading, answers: list[Served]) -> None:
         tally = self.tallies.setdefault(task, _Tally())
         try:
             cycles = self.probe.cycles(grown, answers)
@@ -199,16 +207,6 @@ class _Measurement:
         began = min(answer.first for answer in answers)
         tally.prefill_s += began - min(answer.sent for answer in answers)
         tally.decode_s += max(answer.last for answer in answers) - began
-
-
-def _batches(prompts: list[EvalPrompt], size: int) -> Iterator[tuple[str, int, list[EvalPrompt]]]:
-    """(task, turn, prompts): batches never mix tasks; the turns of a conversation run in order."""
-    for task in dict.fromkeys(prompt.task for prompt in prompts):
-        members = [prompt for prompt in prompts if prompt.task == task]
-        for start in range(0, len(members), size):
-            group = members[start : start + size]
-            for turn in range(max(max(len(prompt.turns), 1) for prompt in group)):
-                yield task, turn, [prompt for prompt in group if turn < max(len(prompt.turns), 1)]
 
 
 def _check_tau(cycles: list[Cycle], most: int | None) -> None:

@@ -116,7 +116,6 @@ class FeatureBatch:
     Attributes:
         tokens_R: int64 [R].
         turn_R: int64 [R], assistant turn of the token within its document, -1 = unsupervised.
-        answer_R: int64 [R], the same for the answers alone, where more than them is supervised; None = turn_R.
         doc_R: int64 [R], document index within the pack, -1 = padding.
         position_R: int64 [R], rope position, restarting at 0 in every document.
         doc_lengths: rows of each document, in order.
@@ -141,7 +140,6 @@ class FeatureBatch:
     hidden_RD: Tensor | None = None
     streams_RkD: Tensor | None = None
     teacher_argmax_A: Tensor | None = None
-    answer_R: Tensor | None = None
 
     @classmethod
     def pack(
@@ -150,13 +148,8 @@ class FeatureBatch:
         max_depth: int,
         pad_to: int = 0,
         sample_ids: tuple[str, ...] = (),
-        answers: list[Tensor] | None = None,
     ) -> FeatureBatch:
-        """Lay `(tokens_T, turn_T)` documents end to end and find the anchors (CPU).
-
-        Args:
-            answers: assistant turn of every token of each document [T], where `turn_T` tells otherwise (`answer_R`).
-        """
+        """Lay `(tokens_T, turn_T)` documents end to end and find the anchors (CPU)."""
         lengths = tuple(int(tokens.shape[0]) for tokens, _ in documents)
         rows = max(sum(lengths), pad_to)
         padding = rows - sum(lengths)
@@ -172,11 +165,9 @@ class FeatureBatch:
         anchors = find_anchors(turn_R, doc_R, max_depth)
         stretches = lengths if sum(lengths) == rows else (*lengths, rows - sum(lengths))
         edges_E = torch.tensor([0, *accumulate(stretches)], dtype=torch.int32)
-        answer_R = None if answers is None else torch.cat([*answers, torch.full((padding,), -1)])
         return cls(
-            tokens_R, turn_R, doc_R, position_R, lengths, edges_E, max(stretches, default=0), anchors, sample_ids,
-            answer_R=answer_R,
-        )  # fmt: skip
+            tokens_R, turn_R, doc_R, position_R, lengths, edges_E, max(stretches, default=0), anchors, sample_ids
+        )
 
     def padded(self, rows: int, anchors: int, documents: int) -> FeatureBatch:
         """The same batch in fixed shapes (for captured graphs): R = `rows`, A = `anchors`, E = `documents` + 2.
@@ -213,7 +204,6 @@ class FeatureBatch:
             hidden_RD=grow(self.hidden_RD, rows, 0),
             streams_RkD=grow(self.streams_RkD, rows, 0),
             teacher_argmax_A=grow(self.teacher_argmax_A, anchors, 0),
-            answer_R=grow(self.answer_R, rows, -1),
         )
 
     def subsampled(self, keep_K: Sequence[float], seed: int) -> FeatureBatch:
@@ -279,18 +269,17 @@ class HeadLoss:
     Attributes:
         loss_K: float32 [K], S_d, differentiable.
         count_K: float32 [K], positions that carry a loss at depth d (N_d's share; no subsampling).
-        correct_K: float32 [K], teacher-forced hits: head argmax == target argmax. This and the next are weighted by
-            importance where rows are subsampled.
+        correct_K: float32 [K], teacher-forced hits: head argmax == target argmax. This and the next two are weighted
+            by importance where rows are subsampled.
         total_K: float32 [K], positions the accuracy is over (out-of-vocabulary ones count as misses).
-        run_A: int64 [A], depths 1 … run that were hits one after the other: what a chain from that row gets accepted
-            (acceptance.walk).
+        prefix_K: float32 [K], rows where every depth 1 … d was a hit (simulated acceptance).
     """
 
     loss_K: Tensor
     count_K: Tensor
     correct_K: Tensor
     total_K: Tensor
-    run_A: Tensor
+    prefix_K: Tensor
 
     @classmethod
     def of(
@@ -309,11 +298,11 @@ class HeadLoss:
             rows: float, what a row counts for in the other sums (Anchors.weights).
             count_K: None = the sums of `weight`.
         """
-        run = hit[0]
-        run_A = run.to(torch.int64)
-        for hits in hit[1:]:
-            run = run[: hits.shape[0]] & hits
-            run_A[: run.shape[0]] += run
+        prefix = hit[0]
+        prefixes = []
+        for hits in hit:
+            prefix = prefix[: hits.shape[0]] & hits
+            prefixes.append(prefix)
 
         def total(x: list[Tensor]) -> Tensor:
             return torch.stack([r.sum(dtype=loss_K.dtype) for r in x])
@@ -321,7 +310,9 @@ class HeadLoss:
         def weighted(x: list[Tensor]) -> Tensor:
             return total([flag * row for flag, row in zip(x, rows, strict=True)])
 
-        return cls(loss_K, total(weight) if count_K is None else count_K, weighted(hit), total(rows), run_A)
+        return cls(
+            loss_K, total(weight) if count_K is None else count_K, weighted(hit), total(rows), weighted(prefixes)
+        )
 
 
 class Head(nn.Module, ABC):
@@ -337,11 +328,6 @@ class Head(nn.Module, ABC):
     def depth(self) -> int:
         """K, the depths that are trained."""
         return self.config.depth
-
-    @property
-    def longest_chain(self) -> int | None:
-        """Most tokens a chain of its drafts can have, None = any number."""
-        return self.depth
 
     @property
     def spec(self) -> FeatureSpec:

@@ -64,6 +64,52 @@ def read_bounded(path: Path, limit: int) -> bytes:
     return content
 
 
+def shown(path: Path | str, most: int = 300) -> str:
+    """A path for a message: one that is longer than any file system takes is cut."""
+    name = str(path)
+    return name if len(name) <= most else f"{name[: most // 3]}… ({len(name)} characters)"
+
+
+@contextmanager
+def explain_read(path: Path | str) -> Iterator[None]:
+    """Turn what the system answers to looking at or reading `path` into a DataError that names path and cause."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(f"{shown(path)}: no such file") from None
+    except OSError as error:
+        raise DataError(f"{shown(path)}: cannot be read ({error.strerror or error})") from error
+    except ValueError as error:  # a null character in the name
+        if "null" not in str(error):
+            raise
+        raise DataError(f"{shown(path)!r}: no name that a file can have ({error})") from error
+
+
+def is_file(path: Path | str) -> bool:
+    """Whether a regular file is there: False also for a name that no file can have, or a place closed to us."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def parse_json(text: str, where: str, expected: str = "", lines: bool = False) -> Any:
+    """The JSON value of `text`.
+
+    Args: expected: said after the cause, e.g. ", expected one object per line"; lines: whether the line is named too.
+    Raises: DataError naming `where`: no JSON, nested too deeply, or an integer of thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f":{error.lineno}" if lines else ""
+        raise DataError(f"{where}{line}: not valid JSON ({error.msg} at column {error.colno}){expected}") from error
+    except RecursionError:
+        raise DataError(f"{where}: JSON nested too deeply{expected}") from None
+    except ValueError as error:  # Python converts no integer of more than 4,300 digits
+        raise DataError(f"{where}: not valid JSON ({str(error).split(':')[0]}){expected}") from error
+
+
 def _error_number(error: Exception) -> int | None:
     """The errno behind `error`, None when it is not a failed system call.
 
@@ -153,21 +199,13 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """Parse a JSON file. Raises DataError naming the file (and line) when missing, unreadable or malformed."""
-    path = Path(path)
+    with explain_read(path):
+        content = read_bounded(Path(path), MAX_JSON_BYTES)
     try:
-        return json.loads(read_bounded(path, MAX_JSON_BYTES).decode("utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from error
-    except RecursionError:
-        raise DataError(f"{path}: JSON nested too deeply") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise DataError(f"{path}: not valid JSON ({error})") from error
+    return parse_json(text, str(path), lines=True)
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -215,14 +215,12 @@ def prompt_files(arguments: argparse.Namespace) -> list[Path]:
 
 
 def read_prompts(path: Path, limit: int | None, target: Any) -> list[list[int]]:
-    from headstart.eval.prompts import load_prompts, render
+    from headstart.data.prompts import Chats
+    from headstart.eval.prompts import load_prompts
 
     say(f"prompts: {path}")
-    found = []
-    for prompt in load_prompts(path, limit):
-        asked = [*prompt.messages, {"role": "user", "content": prompt.turns[0]}] if prompt.turns else []
-        found.append(prompt.prompt_token_ids or render(asked, target.tokenizer))
-    return found
+    chats = Chats(target.tokenizer, target.stop_token_ids)
+    return [chats.prompt_ids(prompt) for prompt in load_prompts(path, limit)]
 
 
 def save_target(target: Any, directory: Path) -> Path:

@@ -23,14 +23,12 @@ from headstart.heads.escape import plain
 from headstart.heads.files import explain_disk, unused, write_text
 from headstart.train.config import TrainConfig
 
-#: values of a record that the progress line shows, and their short names; a coverage of all rows goes without saying
+#: values of a record that the progress line shows, and their short names
 SHOWN = {
     "train/loss": "loss",
-    "train/coverage": "coverage",
-    "train/walked_tau": "walked τ",
+    "train/sim_tau": "sim τ",
     "valid/loss": "valid loss",
-    "valid/coverage": "valid coverage",
-    "valid/walked_tau": "valid walked τ",
+    "valid/sim_tau": "valid sim τ",
     "valid/tau": "τ",
     "lr": "lr",
     "tokens_per_s": "tokens/s",
@@ -251,9 +249,7 @@ class Reporter:
             self._bar.update(self._task, completed=min(done, self._total))
 
     def record(self, step: int, values: dict[str, float], done: float) -> None:
-        told = {name: short for name, short in SHOWN.items() if name in values}
-        told = {name: short for name, short in told.items() if not (short.endswith("coverage") and values[name] == 1.0)}
-        note = "  ".join(f"{short} {values[name]:.4g}" for name, short in told.items())
+        note = "  ".join(f"{short} {values[name]:.4g}" for name, short in SHOWN.items() if name in values)
         if self._bar is not None:
             self._bar.update(self._task, completed=min(done, self._total), note=note)
         elif self._show:

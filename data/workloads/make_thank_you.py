@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headstart.data.config import DistillConfig
 from headstart.data.distill import distill
-from headstart.data.sources import Prompt
+from headstart.data.prompts import Prompt
 from headstart.heads.files import write_text
 from headstart.heads.target import Target, TargetConfig
 
@@ -38,13 +38,13 @@ def make_prompts(products: tuple[str, ...]) -> list[Prompt]:
     for product in products:
         for look in LOOKS:
             text = EMAIL.format(f"a {look} {product}")
-            made.append(Prompt(f"thank_you/{look}-{product}".replace(" ", "-"), (text,), task="email"))
+            made.append(Prompt.ask(f"thank_you/{look}-{product}".replace(" ", "-"), text, task="email"))
     return made
 
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)
-    records = [{"id": p.id, "task": p.task, "prompt": p.turns[0]} for p in make_prompts(PROMPTS)]
+    records = [{"id": p.id, "task": p.task, "prompt": p.first[0]["content"]} for p in make_prompts(PROMPTS)]
     write_text(folder / "thank_you_prompts.jsonl", "".join(json.dumps(record) + "\n" for record in records))
     target = Target.load(TargetConfig(name="smollm2-135m-instruct", device="cpu", dtype="float32"))
     config = DistillConfig(max_new_tokens=96, batch_size=32)

@@ -54,12 +54,17 @@ def speaking(as_json: bool, alone: str | None = None) -> Iterator[Talk]:
 
 
 def _explained(error: OSError) -> Exception:
-    """A full or unwritable disk met outside the places that expect it."""
+    """What the system refused outside the places that expect it: a full disk, or a path that cannot be used."""
+    import errno
     from pathlib import Path
 
-    from headstart.heads.errors import HeadstartError
-    from headstart.heads.files import explain_disk
+    from headstart.heads.errors import HeadstartError, StorageError
+    from headstart.heads.files import explain_disk, shown
 
+    if error.filename is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+        # whether it was read or written is not known here
+        cause = error.strerror or error
+        return StorageError(f"{shown(error.filename)}: {cause}: check the path, and who may read and write there")
     try:
         with explain_disk(Path(str(error.filename or "the disk"))):
             raise error

@@ -13,8 +13,9 @@ import headstart.data.distill as module
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.distill import choose, distill
 from headstart.data.prepare import tokenize
+from headstart.data.prompts import Prompt
 from headstart.data.row_random import draw_at, uniforms
-from headstart.data.sources import Prompt, load_conversations
+from headstart.data.sources import load_conversations
 from headstart.eval.generation import EngineGenerator
 from headstart.heads.errors import DataError, StorageError, TemplateError
 
@@ -23,7 +24,7 @@ TEXTS = ["Hi", "Hello there", "Be brief now", "One two three", "Bye", "How are y
 
 @pytest.fixture
 def prompts():
-    return [Prompt(f"p{i}", (text,), task="t" if i % 2 else None) for i, text in enumerate(TEXTS)]
+    return [Prompt.ask(f"p{i}", text, task="t" if i % 2 else None) for i, text in enumerate(TEXTS)]
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_greedy_answers_equal_the_naive_loop(target, prompts, tmp_path):
         answer, finish = plain_greedy(target, record["prompt_token_ids"], 6)
         assert record["prompt_token_ids"] == _ids(target, prompt)
         assert (record["response_token_ids"], record["finish_reason"]) == (answer, finish)
-        assert record["messages"][0] == {"role": "user", "content": prompt.turns[0]}
+        assert record["messages"][0] == {"role": "user", "content": prompt.first[0]["content"]}
         text = target.tokenizer.decode(answer[:-1] if finish == "stop" else answer, skip_special_tokens=True)
         assert record["messages"][1] == {"role": "assistant", "content": text}
         assert record.get("task") == prompt.task
@@ -86,7 +87,7 @@ def test_records_train_verbatim(target, prompts, tmp_path):
 
 
 def test_several_turns_are_answered_one_after_another(target, tmp_path):
-    prompts = [Prompt("two", ("Hi", "Bye"), system="Be brief"), Prompt("one", ("Hello",))]
+    prompts = [Prompt.ask("two", "Hi", "Bye", system="Be brief"), Prompt.ask("one", "Hello")]
     records = {
         r["id"]: r for r in read(distill(target, prompts, DistillConfig(max_new_tokens=4), tmp_path / "o.jsonl"))
     }
@@ -215,13 +216,13 @@ def test_other_settings_or_prompts_are_refused(target, other_target, prompts, tm
         distill(target, prompts, DistillConfig(**{**vars(SAMPLED), "max_new_tokens": 7}), path)
     with pytest.raises(DataError, match="sampling.weights"):
         distill(other_target, prompts, SAMPLED, path)
-    changed = [Prompt(p.id, ("fine",)) for p in prompts]
+    changed = [Prompt.ask(p.id, "fine") for p in prompts]
     with pytest.raises(DataError, match="found another prompt under the id 'p"):
         distill(target, changed, SAMPLED, path)
 
 
 def test_bad_prompts_are_reported_and_the_rest_answered(target, prompts, tmp_path):
-    long = Prompt("long", (" ".join(["one"] * 200),))
+    long = Prompt.ask("long", " ".join(["one"] * 200))
     lines = []
     path = distill(
         target,
@@ -239,7 +240,7 @@ def test_bad_prompts_are_reported_and_the_rest_answered(target, prompts, tmp_pat
 
 
 def test_later_turn_that_does_not_fit_keeps_the_earlier_ones(target, tmp_path):
-    prompt = Prompt("grows", ("Hi", " ".join(["one"] * 200)))
+    prompt = Prompt.ask("grows", "Hi", " ".join(["one"] * 200))
     path = distill(target, [prompt], DistillConfig(max_new_tokens=4), tmp_path / "o.jsonl")
     (record,) = read(path)
     assert [m["role"] for m in record["messages"]] == ["user", "assistant"] and len(record["response_token_ids"]) == 4
@@ -248,7 +249,7 @@ def test_later_turn_that_does_not_fit_keeps_the_earlier_ones(target, tmp_path):
 
 
 def test_what_was_left_out_stays_listed_when_answers_are_added(target, tmp_path):
-    prompts = [Prompt(f"p{i}", ("Hi", "Hello there " * 40)) for i in range(4)]
+    prompts = [Prompt.ask(f"p{i}", "Hi", "Hello there " * 40) for i in range(4)]
     config = DistillConfig(max_new_tokens=4, batch_size=2, max_prompt_tokens=60)
     path = tmp_path / "out.jsonl"
     distill(target, prompts, dataclasses.replace(config, max_seconds=1e-6), path)

@@ -81,10 +81,10 @@ def test_prompts_take_all_user_turns_and_no_answers(write_jsonl):
     ])  # fmt: skip
     a, b, _, d = read_prompts([SourceConfig(path=str(path))])
     assert len(read_prompts([SourceConfig(path=str(path))], limit=2)) == 2
-    assert (a.id, a.turns, a.system) == ("a", ("Hi", "Bye"), "S")
-    assert (b.turns, b.task, b.prompt_token_ids) == (("1", "2"), "c", None)
+    assert (a.id, a.first, a.later) == ("a", ({"role": "system", "content": "S"}, HI), (({**HI, "content": "Bye"},),))
+    assert (b.answers, b.task, b.prompt_token_ids) == (2, "c", None)
     assert d.prompt_token_ids == (7,)
-    assert a.messages(["ok"]) == [
+    assert a.messages([{"role": "assistant", "content": "ok"}]) == [
         {"role": "system", "content": "S"}, HI, {"role": "assistant", "content": "ok"},
         {"role": "user", "content": "Bye"},
     ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,28 +33,20 @@ REQUIRED = {
 }
 
 
-class WordTokenizer:
+def word_tokenizer(special: Sequence[str] = ()) -> Any:
     """One token per word "w<number>"; roles are tokens 1 (user) and 2 (assistant), 3 ends a message."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    chat_template = "words"
-    eos_token_id = None
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        ids = []
-        for message in messages:
-            ids += [1 if message["role"] == "user" else 2, *self.encode(message["content"]), 3]
-        return [*ids, 2]
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-    def encode(self, text: str) -> list[int]:
-        return [int(word[1:]) for word in text.split()]
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return " ".join(f"w{token}" for token in ids)
+    core = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.add_special_tokens([AddedToken(word, normalized=False) for word in special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ ('w1 ' if m.role == 'user' else 'w2 ') + m.content + ' w3 ' }}{% endfor %}"
+        "{% if add_generation_prompt %}w2{% endif %}"
+    )
+    return tokenizer
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
@@ -149,7 +142,7 @@ def test_synthetic_acceptance(
 
 
 def test_turns_feed_the_next_turn(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "tokenizer", WordTokenizer())
+    monkeypatch.setattr(target, "tokenizer", word_tokenizer())
     records = [
         {"question_id": 81, "category": "writing", "turns": ["w5 w6", "w7"]},
         {"question_id": 82, "category": "writing", "turns": ["w8"]},
@@ -220,9 +213,11 @@ def test_prompt_formats(tmp_path: Path) -> None:
         {"turns": ["x", "y", "z"]},
     ]
     prompts = load_prompts(write(tmp_path / "p.jsonl", records), max_turns=2)
-    assert [prompt.turns for prompt in prompts] == [["q"], ["q1"], ["p"], [], ["x", "y"]]
-    assert prompts[0].messages == chat[:1]
-    assert prompts[3].prompt_token_ids == [1, 2]
+    asked = [[m["content"] for group in (p.first, *p.later) for m in group] for p in prompts]
+    assert asked == [["s", "q"], ["q1"], ["p"], ["s", "q"], ["x", "y"]] and [p.answers for p in prompts] == [1] * 4 + [
+        2
+    ]
+    assert prompts[3].prompt_token_ids == (1, 2) and prompts[0].prompt_token_ids is None
     assert [prompt.task for prompt in prompts] == ["other", "t", "other", "other", "other"]  # "all" is the total
     assert [prompt.id for prompt in prompts] == ["1", "2", "3", "4", "5"]
     assert len(load_prompts(tmp_path / "p.jsonl", limit=2)) == 2
@@ -234,15 +229,18 @@ def test_prompt_formats(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", r"bad.jsonl:2: not valid JSON"),
-        ("[1]", r"bad.jsonl:2: found list, expected a JSON object"),
-        ('{"text": "x"}', r"bad.jsonl:2: found fields \['text'\], expected one of .*, prompt, question"),
-        ('{"messages": [{"role": "tool", "content": "x"}]}', r"bad.jsonl:2: .*role 'tool'"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', r"bad.jsonl:2: no user message"),
+        ("[1]", r"bad.jsonl:2: found a list, expected a JSON object"),
+        ('{"text": "x"}', r"bad.jsonl:2: found fields 'text', expected one of .*, prompt, question"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', r"bad.jsonl:2: .*role: found 'robot'"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', r"bad.jsonl:2: found no user message"),
         ('{"turns": []}', r"bad.jsonl:2: turns"),
-        ('{"turns": "x"}', r"bad.jsonl:2: turns: found 'x', expected a non-empty list of strings"),
-        ('{"prompt": [1]}', r"bad.jsonl:2: prompt: found \[1\], expected a non-empty list"),
+        ('{"turns": "x"}', r"bad.jsonl:2: turns: found text, expected a list with"),
+        ('{"prompt": [1]}', r"bad.jsonl:2: prompt\[0\]: found int 1, expected text"),
         ('{"prompt_token_ids": ["a"]}', r"bad.jsonl:2: prompt_token_ids"),
-        ('{"prompt_token_ids": [1, -1]}', r"bad.jsonl:2: prompt_token_ids: expected a list of integers, 0 or more"),
+        (
+            '{"prompt_token_ids": [1, -1]}',
+            r"bad.jsonl:2: prompt_token_ids: found int -1 in it, expected a list of token ids",
+        ),
         ('{"prompt_token_ids": [true]}', r"bad.jsonl:2: prompt_token_ids"),
     ],
 )
@@ -353,7 +351,7 @@ def test_answers_end_where_the_positions_do(
 def test_turns_without_room_are_left_out(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target.model.config, "max_position_embeddings", 9)
     talks = [{"turns": ["w1 w2", "w3 w4", "w5"]}, {"turns": ["w1"]}]
-    monkeypatch.setattr(target, "tokenizer", WordTokenizer())
+    monkeypatch.setattr(target, "tokenizer", word_tokenizer())
     report = evaluate(target, None, config_of(write(tmp_path / "x.jsonl", talks), max_new_tokens=4))
     left_out = [note for note in report.notes if "later turns were left out" in note]
     assert left_out == ["2 later turns were left out: the target has 9 positions, which their conversations fill"]

@@ -123,7 +123,7 @@ def test_target_list(headstart: Callable, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_eval_passes_template_variables(
     headstart: Callable, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headstart.eval import benchmark
+    from headstart.data.chat import ChatFormat
 
     template = tmp_path / "shout.jinja"
     template.write_text(
@@ -133,14 +133,14 @@ def test_eval_passes_template_variables(
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "One"}\n')
     asked: list[str] = []
-    real = benchmark.render
+    real = ChatFormat.prompt_ids
 
-    def render(messages, tokenizer, template_kwargs=None):
-        ids = real(messages, tokenizer, template_kwargs)
-        asked.append(tokenizer.decode(ids))
+    def prompt_ids(self, messages, tools=()):
+        ids = real(self, messages, tools)
+        asked.append(self.tokenizer.decode(ids))
         return ids
 
-    monkeypatch.setattr(benchmark, "render", render)
+    monkeypatch.setattr(ChatFormat, "prompt_ids", prompt_ids)
     options = ("--target", tiny_target, "--data", prompts, f"target.chat_template={template}", "eval.max_new_tokens=2")
     for more in ((), ("eval.template_kwargs={shout: true}",)):
         assert headstart("eval", *options, "eval.drafter=none", *more).code == 0

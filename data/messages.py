@@ -1,0 +1,214 @@
+"""One message of a record in chat-template form, and the tools beside it: what is given reaches the template."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from headstart.heads.errors import DataError, HeadstartError
+from headstart.heads.files import parse_json
+
+Where = str
+ROLES = ("system", "developer", "user", "assistant", "tool")
+#: other names of roles, in ShareGPT's `from` and, where no template uses the name otherwise, in `role`
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "bot": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
+    "developer": "developer", "tool": "tool", "function": "tool",
+}  # fmt: skip
+ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool"}
+#: names of the text that a model thinks before it answers
+REASONING = ("reasoning_content", "reasoning", "thinking")
+READ = {"role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id", *REASONING}
+#: objects and lists inside one another; a tool's schema has about ten
+MAX_DEPTH = 64
+
+
+def read_message(message: Any, where: Where) -> dict[str, Any]:
+    """A message in OpenAI's form (`role`, `content`) or ShareGPT's (`from`, `value`).
+
+    Returns: `role`, `content` (text; parts are joined) and, where given, `reasoning_content`, `tool_calls` with their
+        `arguments` as an object where they are one, `name` and `tool_call_id`.
+    Raises: DataError naming the field, what was found and what is expected.
+    """
+    if not isinstance(message, dict):
+        raise DataError(f"{where}: found {kind(message)}, expected an object with role and content, or from and value")
+    role = _role(message, where)
+    given = {key: message[key] for key in READ if message.get(key) not in (None, [], {})}
+    reasoning = _reasoning(given, where)
+    calls = _tool_calls(given, where)
+    key = "content" if "content" in given or "value" not in given else "value"
+    content = given.get(key)
+    if content is None and (calls or reasoning is not None):
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{where}.{key}") for part in content)
+    elif content is None and message.get(key) == []:
+        content = ""
+    made: dict[str, Any] = {"role": role, "content": read_text(content, f"{where}.{key}")}
+    if reasoning is not None:
+        made["reasoning_content"] = reasoning
+    if calls:
+        made["tool_calls"] = calls
+    return made | {key: read_text(given[key], f"{where}.{key}") for key in ("name", "tool_call_id") if key in given}
+
+
+def unread_fields(message: dict[str, Any]) -> list[str]:
+    """Fields of a message that hold something and that `read_message` does not take."""
+    return [str(key) for key, value in message.items() if key not in READ and value not in (None, "", [], {})]
+
+
+def read_tools(record: dict[str, Any], where: Where) -> tuple[dict[str, Any], ...]:
+    """The record's `tools`, or its `functions` (OpenAI's older form), in OpenAI's form; either may be JSON text.
+
+    Raises: DataError naming field and entry.
+    """
+    found = {key: record[key] for key in ("tools", "functions") if record.get(key) not in (None, "", [], {})}
+    if len(found) == 2:
+        raise DataError(f"{where}: found both tools and functions, expected one of them: remove one")
+    made: list[dict[str, Any]] = []
+    for key, value in found.items():
+        if isinstance(value, str):
+            value = parse_json(value, f"{where}: {key}")
+        if not isinstance(value, list):
+            raise DataError(f"{where}: {key}: found {kind(value)}, expected a list of tools (JSON schemas)")
+        for index, tool in enumerate(value):
+            here = f"{where}: {key}[{index}]"
+            if not isinstance(tool, dict) or not tool:
+                raise DataError(f"{here}: found {kind(tool)}, expected an object with a function's name and parameters")
+            bare = "function" not in tool and "name" in tool and tool.get("type", "function") == "function"
+            if bare:
+                tool = {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            made.append(plain(tool, here))
+    return tuple(made)
+
+
+def _role(message: dict[str, Any], where: Where) -> str:
+    if "role" in message or "from" not in message:
+        role = message.get("role")
+        role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
+        if role not in ROLES:
+            raise DataError(f"{where}.role: found {quote(role)}, expected one of {', '.join(ROLES)}")
+        return str(role)
+    said = message.get("from")
+    found = SHAREGPT_ROLES.get(said.lower()) if isinstance(said, str) else None
+    if found is None:
+        raise DataError(f"{where}.from: found {quote(said)}, expected one of {', '.join(SHAREGPT_ROLES)}")
+    return found
+
+
+def _reasoning(given: dict[str, Any], where: Where) -> str | None:
+    texts = {key: read_text(given[key], f"{where}.{key}") for key in REASONING if key in given}
+    if len(set(texts.values())) > 1:
+        raise DataError(f"{where}: found different texts in {' and '.join(texts)}, expected one: remove the others")
+    return next(iter(texts.values()), None)
+
+
+def _part(part: Any, where: Where) -> str:
+    if isinstance(part, str):
+        return read_text(part, where)
+    if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
+        return read_text(part.get("text"), f"{where}: text of a part")
+    found = f" ({quote(part['type'])})" if isinstance(part, dict) and "type" in part else ""
+    raise DataError(f"{where}: found a part that is not text{found}, expected text only: remove the record")
+
+
+def _tool_calls(given: dict[str, Any], where: Where) -> list[dict[str, Any]]:
+    calls = given.get("tool_calls")
+    key = "tool_calls"
+    if calls is None and "function_call" in given:
+        calls, key = [given["function_call"]], "function_call"
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise DataError(f"{where}.{key}: found {kind(calls)}, expected a list of calls")
+    return [_tool_call(call, f"{where}.{key}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: Where) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: found {kind(call)}, expected an object with function.name and function.arguments")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _object(arguments)
+    elif not isinstance(arguments, dict):
+        raise DataError(f"{where}: arguments: found {kind(arguments)}, expected an object, or one as JSON text")
+    beside = {k: v for k, v in call.items() if k in ("id", "index") and v is not None}
+    return plain({**beside, "type": "function", "function": {**function, "arguments": arguments}}, where)
+
+
+def _object(text: str) -> Any:
+    """The object that `text` is as JSON; else the text as it is: a model may have written anything there."""
+    try:
+        value = parse_json(text, "") if text.strip() else {}
+    except HeadstartError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def wire_message(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as an OpenAI-compatible server takes it: `arguments` of tool calls as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _arguments_text(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _arguments_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def plain(value: Any, where: Where) -> Any:
+    """`value`, when it is JSON that can be rendered and written: bounded depth, text that UTF-8 can hold.
+
+    Raises: DataError naming `where`.
+    """
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise DataError(f"{where}: nested more than {MAX_DEPTH} deep, expected a flat object")
+        inside: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inside += [read_text(key, f"{where}: a key") for key in item]
+                inside += item.values()
+            elif isinstance(item, list):
+                inside += item
+            elif isinstance(item, str):
+                read_text(item, where)
+            elif item is not None and not isinstance(item, bool | int | float):
+                raise DataError(f"{where}: found {kind(item)}, expected plain JSON values")
+        level = inside
+    return value
+
+
+def read_text(value: Any, where: Where) -> str:
+    """`value`, when it is text that UTF-8 can hold. Raises DataError naming `where`."""
+    if not isinstance(value, str):
+        raise DataError(f"{where}: found {kind(value)}, expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{where}: found half of a surrogate pair, expected valid Unicode text: repair or remove it"
+        ) from None
+    return value
+
+
+def kind(value: Any) -> str:
+    """What was found, in words, for a message."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "nothing"}
+    if isinstance(value, list) and not value:
+        return "an empty list"
+    return names.get(type(value)) or f"{type(value).__name__} {quote(value)}"
+
+
+def quote(value: Any, most: int = 60) -> str:
+    """A value for a message, cut where it is long; what holds other values, however deep, is named by its kind."""
+    if isinstance(value, dict | list):
+        return kind(value)
+    text = ascii(value[: most + 1]) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"

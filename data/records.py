@@ -1,0 +1,274 @@
+"""One record → one `Conversation`: the only parser, for training, distillation, evaluation and a served evaluation.
+
+Layouts: `messages` (OpenAI), `conversations` (ShareGPT), `turns` (Spec-Bench), `prompt` as a list (MT-bench), `prompt`
+with `response` or `completion`, a question alone (`prompt`, `question`, `problem`, `instruction` with `input`;
+HumanEval's `prompt` with `entry_point`), and token ids alone (`prompt_token_ids`). Beside any of them: `system`,
+`tools` (or OpenAI's older `functions`) and `chat_template_kwargs`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.data.messages import (
+    Where,
+    kind,
+    plain,
+    quote,
+    read_message,
+    read_text,
+    read_tools,
+    unread_fields,
+)
+from headstart.heads.errors import DataError
+
+#: finish reasons of serving engines, by whether the answer has its end-of-turn token
+FINISH = {
+    "stop": "stop", "eos": "stop", "tool_calls": "stop", "function_call": "stop", "length": "length",
+    "content_filter": "length",
+}  # fmt: skip
+#: the fields that say what layout a record has, and how messages name them; the first that is there counts
+LAYOUTS = {
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "turns": "turns",
+    "prompt_response": "response",
+    "prompt": "prompt",
+    "question": "question",
+    "problem": "problem",
+    "instruction": "instruction",
+}
+IDS = ("id", "question_id", "conversation_id", "task_id", "prompt_id", "unique_id")
+#: what HumanEval's function heads are asked with
+COMPLETE = "Complete the following Python function. Return the whole function.\n\n```python\n{}\n```"
+#: token ids are kept as int32
+MOST_ID = 2**31 - 1
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenTurn:
+    """One generated answer as token ids: the exact prompt it was generated from, and what was generated.
+
+    `response_ids` ends with the stop token when `finish_reason` is "stop".
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    finish_reason: str = "stop"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One record.
+
+    Attributes:
+        id: the record's `id`, `question_id`, `conversation_id`, …, else `STEM:LINE`; a repeat gets `~2`, `~3`, ….
+        messages: dicts in chat-template form: `role`, `content` (text) and, where given, `reasoning_content`,
+            `tool_calls` (OpenAI's form, `arguments` as an object where they are one), `name`, `tool_call_id`.
+        finish_reason: of the last answer: "stop" or "length".
+        turns: token ids of the answers, where the record carries them (they win over the text); else empty.
+        task: the record's `task` or `category`, or None.
+        where: `FILE:LINE`, for messages.
+        meta: every other field of the record.
+        tools: what the template is told the model may call, in OpenAI's form.
+        template_kwargs: the record's own variables for the template (`chat_template_kwargs`).
+        prompt_token_ids: ids of a prompt without an answer, where the record carries them, else None.
+        asks: "each" when every user message is a question of its own (`turns`), "last" when messages belong together.
+        unread: names of message fields that are not read, such as `weight`: they reach no template.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    finish_reason: str = "stop"
+    turns: tuple[TokenTurn, ...] = ()
+    task: str | None = None
+    where: Where = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    prompt_token_ids: tuple[int, ...] | None = None
+    asks: str = "last"
+    unread: tuple[str, ...] = ()
+
+
+def unread_note(counts: Mapping[str, int]) -> str | None:
+    """What to tell about the `unread` fields of conversations (or prompts), counted by name."""
+    if not counts:
+        return None
+    named = ", ".join(f"{quote(name)} ({count})" for name, count in sorted(counts.items())[:10])
+    return f"fields of messages that are not read, by conversations: {named}"
+
+
+def parse_record(
+    record: Any, where: Where, fallback_id: str, layout: str = "auto", task_field: str = "auto"
+) -> Conversation:
+    """One record of any layout.
+
+    Args:
+        layout: a key of LAYOUTS; auto = by the fields that are there.
+        task_field: the field that names the task; auto = `task`, else `category`.
+    Raises: DataError naming `where`, the field, what was found and what is expected.
+    """
+    if not isinstance(record, dict):
+        expected = ", ".join([*LAYOUTS.values(), "prompt_token_ids"])
+        raise DataError(f"{where}: found {kind(record)}, expected a JSON object with one of {expected}")
+    layout = _layout(record, where) if layout == "auto" else layout
+    raw, used, asks = _messages(record, layout, where)
+    messages = _with_system([read_message(m, place) for m, place in raw], record, where)
+    finish = _finish(record.get("finish_reason"), where)
+    turns = _token_turns(record, where)
+    ids = None
+    if not turns and record.get("prompt_token_ids") not in (None, []):
+        ids = _ids(record["prompt_token_ids"], f"{where}: prompt_token_ids")
+    name = next((record[key] for key in IDS if record.get(key) is not None), fallback_id)
+    task = record.get(task_field) if task_field != "auto" else _first(record, ("task", "category"))
+    taken = {
+        *used, "id", "conversation_id", "task", "finish_reason", "prompt_token_ids", "response_token_ids",
+        "earlier_turns", "system", "tools", "functions", "chat_template_kwargs",
+    }  # fmt: skip
+    return Conversation(
+        id=_label(name, f"{where}: id"),
+        messages=tuple(messages),
+        finish_reason=finish,
+        turns=turns,
+        task=None if task is None else _label(task, f"{where}: task"),
+        where=where,
+        meta={k: v for k, v in record.items() if k not in taken},
+        tools=read_tools(record, where),
+        template_kwargs=_template_kwargs(record, where),
+        prompt_token_ids=ids,
+        asks=asks,
+        unread=tuple(sorted({name for m, _ in raw for name in unread_fields(m)})),
+    )
+
+
+def _layout(record: dict[str, Any], where: Where) -> str:
+    there = [name for name, key in LAYOUTS.items() if record.get(key) is not None]
+    if isinstance(record.get("prompt"), str) and record.get("completion") is not None:
+        there.append("prompt_response")
+    # an answer counts beside its prompt only; a prompt that is a list holds questions
+    answered = "prompt_response" in there and isinstance(record.get("prompt"), str)
+    found = next((name for name in LAYOUTS if name in there and (name != "prompt_response" or answered)), "")
+    if found or record.get("prompt_token_ids") is not None:
+        return found or "token_ids"
+    names = ", ".join(quote(name) for name in list(record)[:20]) or "(none)"
+    raise DataError(
+        f"{where}: found fields {names}, expected one of messages, conversations, turns, prompt + response, prompt, "
+        "question, problem, instruction, prompt_token_ids: rename the field"
+    )
+
+
+def _messages(
+    record: dict[str, Any], layout: str, where: Where
+) -> tuple[list[tuple[Any, Where]], tuple[str, ...], str]:
+    """Raw messages with their places, the fields they were read from, and `Conversation.asks`."""
+    if layout == "token_ids":
+        return [], (), "last"
+    if layout in ("messages", "sharegpt"):
+        key = LAYOUTS[layout]
+        return [(m, f"{where}: {key}[{i}]") for i, m in enumerate(_list(record, key, where))], (key,), "last"
+    # MT-bench's dataset keeps its turns under the name prompt
+    if layout == "turns" or (layout == "prompt" and isinstance(record.get("prompt"), list)):
+        places = [(turn, f"{where}: {layout}[{i}]") for i, turn in enumerate(_list(record, layout, where))]
+        return [({"role": "user", "content": read_text(t, place)}, place) for t, place in places], (layout,), "each"
+    if layout != "prompt_response":
+        return [({"role": "user", "content": _question(record, layout, where)}, where)], (layout,), "last"
+    prompt = {"role": "user", "content": read_text(record.get("prompt"), f"{where}: prompt")}
+    key = "response" if record.get("response") is not None else "completion"
+    beside = {k: record[k] for k in ("reasoning_content", "tool_calls") if record.get(k) is not None}
+    text = record.get(key)
+    answer = {"role": "assistant", "content": read_text(text, f"{where}: {key}"), **beside}
+    return [(prompt, where), (answer, where)], ("prompt", key, *beside), "last"
+
+
+def _question(record: dict[str, Any], key: str, where: Where) -> str:
+    text = read_text(record.get(key), f"{where}: {key}")
+    if key == "prompt" and "entry_point" in record:
+        return COMPLETE.format(text.strip("\n"))
+    if key == "instruction" and record.get("input"):
+        return f"{text}\n\n{read_text(record['input'], f'{where}: input')}"
+    return text
+
+
+def _with_system(messages: list[Message], record: dict[str, Any], where: Where) -> list[Message]:
+    """The messages behind the `system` that stands beside them. Raises DataError where they begin with another one."""
+    system = record.get("system")
+    if not messages or system in (None, "", []):
+        return messages
+    text = read_message({"role": "system", "content": system}, f"{where}: system")["content"]
+    if messages[0]["role"] in ("system", "developer"):
+        if messages[0]["content"] != text:
+            raise DataError(
+                f"{where}: system: found {quote(text)} beside a first message {quote(messages[0]['content'])} of role "
+                f"{messages[0]['role']}, expected one system prompt: remove one of them"
+            )
+        return messages
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _template_kwargs(record: dict[str, Any], where: Where) -> dict[str, Any]:
+    found = record.get("chat_template_kwargs")
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise DataError(f"{where}: chat_template_kwargs: found {kind(found)}, expected an object of template variables")
+    taken = sorted({"messages", "tools", "add_generation_prompt"} & set(found))
+    if taken:
+        raise DataError(f"{where}: chat_template_kwargs: found {taken[0]!r}, which the record gives itself: remove it")
+    return plain(found, f"{where}: chat_template_kwargs")
+
+
+def _token_turns(record: dict[str, Any], where: Where) -> tuple[TokenTurn, ...]:
+    """Answers as token ids, oldest first; empty when the record has no `response_token_ids`."""
+    if record.get("response_token_ids") is None:
+        return ()
+    earlier = record.get("earlier_turns") or []
+    if not isinstance(earlier, list):
+        raise DataError(f"{where}: earlier_turns: found {kind(earlier)}, expected a list of objects")
+    turns = []
+    for index, turn in enumerate([*earlier, record]):
+        here = f"{where}: earlier_turns[{index}]" if index < len(earlier) else where
+        if not isinstance(turn, dict):
+            raise DataError(
+                f"{here}: found {kind(turn)}, expected an object with prompt_token_ids and response_token_ids"
+            )
+        ids = [_ids(turn.get(key), f"{here}: {key}") for key in ("prompt_token_ids", "response_token_ids")]
+        turns.append(TokenTurn(ids[0], ids[1], _finish(turn.get("finish_reason"), here)))
+    return tuple(turns)
+
+
+def _finish(value: Any, where: Where) -> str:
+    if value is None or value == "":
+        return "stop"
+    if not isinstance(value, str) or value not in FINISH:
+        raise DataError(f"{where}: finish_reason: found {quote(value)}, expected one of {', '.join(FINISH)}")
+    return FINISH[value]
+
+
+def _ids(value: Any, where: Where) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise DataError(f"{where}: found {kind(value)}, expected a list of token ids (integers ≥ 0)")
+    wrong = next((x for x in value if type(x) is not int or not 0 <= x <= MOST_ID), None)
+    if wrong is not None or None in value:
+        raise DataError(f"{where}: found {kind(wrong)} in it, expected a list of token ids (integers ≥ 0)")
+    return tuple(value)
+
+
+def _list(record: dict[str, Any], key: str, where: Where) -> list[Any]:
+    value = record.get(key)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: {key}: found {kind(value)}, expected a list with at least one entry")
+    return value
+
+
+def _first(record: dict[str, Any], keys: Sequence[str]) -> Any:
+    return next((record[key] for key in keys if record.get(key) not in (None, "")), None)
+
+
+def _label(value: Any, where: Where) -> str:
+    """An id or a task as text. Raises DataError for text that UTF-8 cannot hold."""
+    return read_text(value, where) if isinstance(value, str) else json.dumps(plain(value, where))[:200]

@@ -29,6 +29,9 @@ class AutoregressiveConfig(HeadConfig):
     row_fraction: float = 1.0
     #: no depth runs a smaller part
     row_fraction_min: float = 0.2
+    #: activation of the draft layer's MLP, as transformers names it; null: silu, the one that engines compute, or that
+    #: of the head which training goes on from (`start_from`)
+    hidden_act: str | None = None
 
 
 class AutoregressiveHead(Head):
@@ -59,6 +62,11 @@ class AutoregressiveHead(Head):
     @property
     def keep_K(self) -> tuple[float, ...] | None:
         return self._keep_K
+
+    @property
+    def hidden_act(self) -> str:
+        """Activation of the draft layer's MLP."""
+        return self.config.hidden_act or self.dims.hidden_act
 
     @property
     def num_heads(self) -> int:

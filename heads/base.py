@@ -6,6 +6,7 @@ H head hidden, V target vocabulary, U draft vocabulary, K draft depths, k featur
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.numerics import wide
 from headstart.heads.positions import Anchors, find_anchors
+from headstart.heads.rope import drafted_rope, positions_with_one_rope
 from headstart.heads.subsample import draw_rows
 from headstart.heads.transfer import to_device
 
@@ -35,7 +37,14 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class HeadDims:
-    """The target's dimensions that a head is built from (no weights)."""
+    """The target's dimensions that a head is built from (no weights).
+
+    Attributes:
+        hidden_act: activation of a draft layer's MLP where the head's config names none. It is not the target's:
+            engines compute silu in a draft layer whatever the target computes.
+        rope_parameters: what a draft layer takes over of the target's rope (rope.drafted_rope), in the form of
+            transformers v5: rope_type, rope_theta, factor, partial_rotary_factor, …
+    """
 
     hidden_size: int
     vocab_size: int
@@ -47,7 +56,6 @@ class HeadDims:
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     max_position_embeddings: int = 4096
-    #: transformers-v5 `rope_parameters` of the target (rope_type, rope_theta, factor, partial_rotary_factor, …)
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     tie_word_embeddings: bool = False
     model_type: str = "llama"
@@ -61,39 +69,56 @@ class HeadDims:
         Raises: TargetError for an architecture that is no decoder with a gated MLP and rotary positions.
         """
         config = config.get_text_config()
-        needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        if missing := [name for name in needed if not isinstance(getattr(config, name, None), int)]:
+
+        def given(name: str) -> Any:
+            """A field; where every layer has its own (Gemma 4), the first layer's."""
+            try:
+                value = getattr(config, name, None)
+            except Exception:  # transformers 5.24 has an error of its own for this, which older ones lack
+                value = getattr(config.per_layer_config[0], name, None)
+            return value[0] if name in needed and isinstance(value, list) and len(set(value)) == 1 else value
+
+        needed = (
+            "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+            "max_position_embeddings",
+        )  # fmt: skip
+        sizes = {name: given(name) for name in needed}
+        if odd := {name: value for name, value in sizes.items() if type(value) is not int}:
+            missing = [name for name, value in odd.items() if value is None]
+            said = f"has no {', '.join(missing)}" if missing else f"says {odd}, no whole numbers"
             raise TargetError(
-                f"target of type {config.model_type}: its config has no {', '.join(missing)}; draft layers are built "
-                "from those: expected a decoder such as Llama, Qwen, Mistral, Gemma or gpt-oss"
+                f"target of type {config.model_type}: its config {said}; draft layers are built from those: expected "
+                "a decoder such as Llama, Qwen, Mistral, Gemma or gpt-oss"
             )
-        rope = dict(getattr(config, "rope_parameters", None) or {})
-        if rope and "rope_type" not in rope and all(isinstance(v, dict) for v in rope.values()):
+        rope = given("rope_parameters") or {}
+        if rope and all(isinstance(v, dict) or v is None for v in rope.values()):
             # one rope per attention kind (Gemma 3): a draft layer attends globally
-            rope = dict(rope.get("full_attention") or next(iter(rope.values())))
-        rope.setdefault("rope_type", "default")
-        rope.setdefault("rope_theta", float(getattr(config, "rope_theta", None) or 10000.0))
-        partial = getattr(config, "partial_rotary_factor", None)
-        if partial is not None:
-            rope.setdefault("partial_rotary_factor", partial)
-        heads = config.num_attention_heads
+            rope = rope.get("full_attention") or next(filter(None, rope.values()), {})
+        rope = dict(rope)
+        rope.setdefault("rope_theta", float(given("rope_theta") or 10000.0))
+        rope.setdefault("partial_rotary_factor", given("partial_rotary_factor"))
+        heads, kv_heads, head_dim = sizes["num_attention_heads"], given("num_key_value_heads"), given("head_dim")
         return cls(
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            num_layers=config.num_hidden_layers,
+            hidden_size=sizes["hidden_size"],
+            vocab_size=sizes["vocab_size"],
+            num_layers=sizes["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            intermediate_size=config.intermediate_size,
-            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-            hidden_act=getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None) or "silu",
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=rope,
-            tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+            num_kv_heads=kv_heads if type(kv_heads) is int and kv_heads else heads,
+            head_dim=head_dim if type(head_dim) is int and head_dim else sizes["hidden_size"] // heads,
+            intermediate_size=sizes["intermediate_size"],
+            rms_norm_eps=given("rms_norm_eps") or 1e-6,
+            max_position_embeddings=sizes["max_position_embeddings"],
+            rope_parameters=drafted_rope(rope),
+            tie_word_embeddings=bool(given("tie_word_embeddings")),
             model_type=config.model_type,
-            bos_token_id=getattr(config, "bos_token_id", None),
-            eos_token_id=getattr(config, "eos_token_id", None),
+            bos_token_id=given("bos_token_id"),
+            eos_token_id=given("eos_token_id"),
         )
+
+    @property
+    def positions(self) -> int:
+        """Tokens that a context may hold, its answer included: all of them turned by the same frequencies."""
+        return min(self.max_position_embeddings, positions_with_one_rope(self.rope_parameters) or sys.maxsize)
 
 
 @dataclass(frozen=True)

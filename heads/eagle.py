@@ -62,7 +62,7 @@ class EagleHead(AutoregressiveHead):
         hidden = dims.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
         self.layers = nn.ModuleList(
-            [DraftLayer(hidden, hidden, config.intermediate_size or dims.intermediate_size, dims)]
+            [DraftLayer(hidden, hidden, config.intermediate_size or dims.intermediate_size, dims, self.hidden_act)]
         )
 
     @property

@@ -44,8 +44,8 @@ def default_feature_layers(num_layers: int) -> list[int]:
 class Eagle3Layer(DraftLayer):
     """The decoder layer: attention reads cat(input_layernorm(emb), hidden_norm(g)), 2H wide."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dims: HeadDims):
-        super().__init__(2 * hidden_size, hidden_size, intermediate_size, dims)
+    def __init__(self, hidden_size: int, intermediate_size: int, dims: HeadDims, activation: str):
+        super().__init__(2 * hidden_size, hidden_size, intermediate_size, dims, activation)
         self.input_layernorm = RMSNorm(hidden_size, dims.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden_size, dims.rms_norm_eps)
 
@@ -67,7 +67,8 @@ class Eagle3Head(AutoregressiveHead):
                 f"head.draft_vocab_size: found {size}, expected at most the target's vocabulary of {dims.vocab_size}"
             )
         self.fc = nn.Linear(3 * dims.hidden_size, hidden, bias=False)
-        self.midlayer = Eagle3Layer(hidden, config.intermediate_size or dims.intermediate_size, dims)
+        width = config.intermediate_size or dims.intermediate_size
+        self.midlayer = Eagle3Layer(hidden, width, dims, self.hidden_act)
         self.norm = RMSNorm(hidden, dims.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, size, bias=False)
         self.embed_tokens = nn.Embedding(dims.vocab_size, hidden) if hidden != dims.hidden_size else None

@@ -18,7 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.heads.base import HeadDims
 from headstart.heads.elementwise import rotate, swiglu
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.rope import checked_rope
 
 #: (q [B, h, N, d], k [B, g, N, d], v [B, g, N, d]) → context [B, h, N, d]; k and q are already rotated
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,16 +41,20 @@ class RMSNorm(nn.Module):
 def rope_frequencies(dims: HeadDims) -> tuple[Tensor, float]:
     """Inverse frequencies (float32 [rotary/2], CPU) and the factor on cos/sin, exactly as the target computes them.
 
-    Raises: ConfigError for a rope type transformers does not know.
+    LongRoPE: its short ones (rope.positions_with_one_rope).
+    Raises: ConfigError for a rope that a draft layer does not know.
     """
-    rope = dims.rope_parameters
-    kind = rope.get("rope_type", "default")
+    try:
+        rope = checked_rope(dims.rope_parameters, f"the target ({dims.model_type})")
+    except FormatError as error:
+        raise ConfigError(
+            f"{error}. A draft layer cannot turn by it, nor can engines: take a head without one (head.type=medusa)"
+        ) from error
+    kind = rope["rope_type"]
     if kind == "default":
         width = int(dims.head_dim * rope.get("partial_rotary_factor", 1.0))
         exponent = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
         return 1.0 / (rope["rope_theta"] ** exponent), 1.0
-    if kind not in ROPE_INIT_FUNCTIONS:
-        raise ConfigError(f"rope_type: found {kind!r}, expected default or one of {sorted(ROPE_INIT_FUNCTIONS)}")
     config = LlamaConfig(
         hidden_size=dims.num_heads * dims.head_dim,
         num_attention_heads=dims.num_heads,
@@ -103,10 +108,12 @@ class Projections(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated MLP: down(act(gate(x)) · up(x))."""
+    """Gated MLP: down(act(gate(x)) · up(x)). Raises: ConfigError for an activation transformers does not know."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str):
         super().__init__()
+        if activation not in ACT2FN:
+            raise ConfigError(f"head.hidden_act: found {activation!r}, expected one of {', '.join(sorted(ACT2FN))}")
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
@@ -126,10 +133,10 @@ class DraftLayer(nn.Module):
 
     recompute = False
 
-    def __init__(self, in_size: int, hidden_size: int, intermediate_size: int, dims: HeadDims):
+    def __init__(self, in_size: int, hidden_size: int, intermediate_size: int, dims: HeadDims, activation: str):
         super().__init__()
         self.self_attn = Projections(in_size, hidden_size, dims)
-        self.mlp = MLP(hidden_size, intermediate_size, dims.hidden_act)
+        self.mlp = MLP(hidden_size, intermediate_size, activation)
         self.post_attention_layernorm = RMSNorm(hidden_size, dims.rms_norm_eps)
 
     def finish(self, context: Tensor, residual: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ import torch
 
 from headstart.heads.base import HeadDims
 from headstart.heads.errors import FormatError
-from headstart.heads.formats.geometry import integer, rope_parameters, same_rope
+from headstart.heads.formats.geometry import integer, rope_parameters
 from headstart.heads.formats.raw import RawCheckpoint
 from headstart.heads.formats.read_eagle import LLAMA_DEFAULTS, is_eagle3, unnest
 from headstart.heads.formats.read_medusa import MEDUSA_KEYS, is_medusa
 from headstart.heads.formats.readers import is_dflash
+from headstart.heads.rope import positions_with_one_rope, same_rope
 
 
 class Verdict(StrEnum):
@@ -257,17 +258,18 @@ def rope_problems(config: dict[str, Any], where: str, target: HeadDims | None) -
 
 
 def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]:
-    """What changes a draft layer's output but neither its shapes nor any engine's mind, where it is not the target's.
+    """What changes a draft layer's output but neither its shapes nor any engine's mind.
 
-    A head may have been trained so; a config edited by hand looks the same.
+    Sizes that are not the target's: a head may have been trained so; a config edited by hand looks the same. LongRoPE,
+    by whose long factors an engine turns where it is launched with a longer context.
     """
+    notes = one_rope_note(config)
     if target is None:
-        return []
+        return notes
     heads = config.get("num_attention_heads") or LLAMA_DEFAULTS["num_attention_heads"]
     hidden = config.get("hidden_size") or LLAMA_DEFAULTS["hidden_size"]
     size = config.get("head_dim") or hidden // max(heads, 1)
     epsilon = config.get("rms_norm_eps") or LLAMA_DEFAULTS["rms_norm_eps"]
-    notes = []
     if hidden == target.hidden_size and (heads, size) != (target.num_heads, target.head_dim):
         notes.append(
             f"{heads} attention heads of {size} where the target has {target.num_heads} of {target.head_dim}: right "
@@ -279,6 +281,20 @@ def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]
             "trained so"
         )
     return notes
+
+
+def one_rope_note(config: dict[str, Any]) -> list[str]:
+    """That a head with LongRoPE is served within its original length only."""
+    try:
+        limit = positions_with_one_rope(rope_parameters(config, "config.json"))
+    except FormatError:
+        return []
+    if limit is None:
+        return []
+    return [
+        f"LongRoPE: launch the engine with a context of at most {limit} tokens (vLLM: --max-model-len {limit}); with a "
+        "longer one it turns every position, of the target too, by the long factors, which this head never saw"
+    ]
 
 
 def guarded(found: EngineVerdict, check: Callable[[], None]) -> EngineVerdict:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers.activations import ACT2FN
 
 from headstart.heads.base import HeadDims
 from headstart.heads.errors import FormatError
+from headstart.heads.rope import LISTS, checked_rope, number, same_rope
 
 #: (lowest, highest) value of each size; beyond them a config is damaged or hostile
 LIMITS = {
@@ -60,31 +60,6 @@ PLAIN = {
     "layer_types": (None, ["full_attention"]),
 }
 
-ROPE_NUMBERS = (
-    "rope_theta",
-    "factor",
-    "partial_rotary_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
-ROPE_LISTS = ("short_factor", "long_factor")
-ROPE_FLAGS = ("truncate",)
-#: rope types and the fields each cannot do without
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
 
 def integer(config: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
     """A bounded integer field. Raises FormatError when it is missing (no default), no integer, or out of bounds."""
@@ -94,15 +69,6 @@ def integer(config: dict[str, Any], name: str, where: str, default: int | None =
     if type(value) is not int or not low <= value <= high:
         raise FormatError(f"{where}: {name} is {value!r}, expected an integer from {low} to {high}")
     return value
-
-
-def number(config: dict[str, Any], name: str, where: str, default: float | None = None) -> float:
-    """A finite positive number. Raises FormatError otherwise."""
-    value = config.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise FormatError(f"{where}: {name} is {value!r}, expected a positive number")
-    return float(value)
 
 
 def flag(config: dict[str, Any], name: str, where: str, default: bool) -> bool:
@@ -161,7 +127,7 @@ def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
                 "rope_theta: "
                 "older engines read the latter. Write both alike."
             )
-        if legacy != modern:
+        if not same_rope(legacy, modern):
             raise FormatError(
                 f"{where}: rope_parameters {modern} and rope_theta/rope_scaling {legacy} disagree: engines of "
                 "different age "
@@ -171,36 +137,11 @@ def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _rope(found: dict[str, Any], config: dict[str, Any], where: str) -> dict[str, Any]:
-    rope = {key: value for key, value in found.items() if value is not None}
-    kinds = {rope.pop(key) for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
-    kinds.discard("default") if len(kinds) > 1 else None
-    kind = kinds.pop() if len(kinds) == 1 else ("default" if not kinds else None)
-    if kind not in ROPE_TYPES:
-        raise FormatError(
-            f"{where}: rope type {found.get('rope_type', found.get('type'))!r}; known: {', '.join(ROPE_TYPES)}"
-        )
-    if "partial_rotary_factor" not in rope and config.get("partial_rotary_factor") is not None:
-        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
-    result: dict[str, Any] = {"rope_type": kind}
-    rope.setdefault("rope_theta", 10000.0)
-    for key, value in rope.items():
-        if key in ROPE_NUMBERS:
-            value = number(rope, key, f"{where}: rope")
-            result[key] = int(value) if key == "original_max_position_embeddings" else value
-        elif key in ROPE_LISTS and isinstance(value, list) and len(value) <= 4096:
-            result[key] = [number({key: item}, key, f"{where}: rope") for item in value]
-        elif key in ROPE_FLAGS and isinstance(value, bool):
-            result[key] = value
-        else:
-            raise FormatError(
-                f"{where}: rope field {key} = {value!r} is not known; known: {', '.join(ROPE_NUMBERS + ROPE_LISTS)}"
-            )
-    missing = [key for key in ROPE_TYPES[kind] if key not in result]
-    if missing:
-        raise FormatError(f"{where}: rope type {kind} needs {', '.join(missing)}")
-    if result.get("partial_rotary_factor", 1.0) > 1:
-        raise FormatError(f"{where}: partial_rotary_factor is {result['partial_rotary_factor']}, expected at most 1")
-    return result
+    given = {key: value for key, value in found.items() if value is not None}
+    beside = {"partial_rotary_factor": config.get("partial_rotary_factor")}
+    if "longrope" in (given.get("rope_type"), given.get("type")):  # Phi-3's configs say it outside
+        beside["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
+    return checked_rope({**beside, **given}, where)
 
 
 def llama_dims(config: dict[str, Any], where: str, target_layers: int) -> HeadDims:
@@ -225,7 +166,7 @@ def llama_dims(config: dict[str, Any], where: str, target_layers: int) -> HeadDi
     head_dim = integer(config, "head_dim", where, default=hidden // heads)
     rope = rope_parameters(config, where)
     rotary = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-    for name in ROPE_LISTS:
+    for name in LISTS:
         if name in rope and len(rope[name]) != rotary:
             raise FormatError(
                 f"{where}: rope {name} has {len(rope[name])} entries, expected {rotary} (half the rotary width)"
@@ -259,8 +200,12 @@ def _tokens(value: Any, where: str) -> int | list[int] | None:
     return value
 
 
-def dims_from_json(value: Any, where: str) -> HeadDims:
-    """`HeadDims` as our sidecar stores them, every field checked."""
+def dims_from_json(value: Any, where: str, rope: bool = True) -> HeadDims:
+    """`HeadDims` as our sidecar stores them, every field checked.
+
+    Args:
+        rope: whether the head turns by its rope. Others (Medusa) are trained for targets whose rope no draft layer has.
+    """
     known = {f.name for f in fields(HeadDims)}
     if not isinstance(value, dict) or set(value) - known or "hidden_size" not in value:
         odd = sorted(set(value) - known) if isinstance(value, dict) else type(value).__name__
@@ -272,6 +217,12 @@ def dims_from_json(value: Any, where: str) -> HeadDims:
         "num_key_value_heads": value.get("num_kv_heads"),
     }
     spelled.pop("num_heads", None)
+    try:
+        rope_parameters(spelled, where)
+    except FormatError:
+        if rope:
+            raise
+        spelled["rope_parameters"] = None
     base = llama_dims(spelled, where, integer(spelled, "num_hidden_layers", where))
     extra = {
         "tie_word_embeddings": flag(value, "tie_word_embeddings", where, False),
@@ -284,13 +235,3 @@ def legacy_rope(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """`(rope_theta, rope_scaling)` as engines before transformers v5 read them."""
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
     return float(rope["rope_theta"]), None if scaling["rope_type"] == "default" else scaling
-
-
-def same_rope(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether two v5 rope dictionaries turn alike (absent fields that default to nothing are equal)."""
-    neutral = {"partial_rotary_factor": 1.0, "rope_type": "default"}
-
-    def clean(rope: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in rope.items() if value is not None and neutral.get(key) != value}
-
-    return clean(left) == clean(right)

@@ -9,11 +9,12 @@ import torch
 
 from headstart.heads.base import Head, HeadConfig, HeadDims, build_head
 from headstart.heads.errors import ConfigError, FormatError
-from headstart.heads.formats.geometry import dims_from_json, same_rope
+from headstart.heads.formats.geometry import dims_from_json
 from headstart.heads.formats.plan import Plan
 from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint
 from headstart.heads.formats.readers import plan_foreign
 from headstart.heads.formats.sidecar import SIDECAR, family_config, verify_seal
+from headstart.heads.rope import same_rope
 
 
 def load_head(directory: Path, dims: HeadDims | None = None) -> Head:
@@ -42,7 +43,7 @@ def _plan_ours(raw: RawCheckpoint, target: HeadDims | None) -> tuple[Plan, HeadC
     verify_seal(raw, where, side)
     family = side.get("type")
     config = family_config(family, side.get("config"), where)
-    dims = dims_from_json(side.get("dims"), where)
+    dims = dims_from_json(side.get("dims"), where, rope=family != "medusa")
     if target is not None:
         for name in ("hidden_size", "vocab_size", "num_layers"):
             found, expected = getattr(dims, name), getattr(target, name)
@@ -72,7 +73,8 @@ def _compare_with_sidecar(plan: Plan, config: HeadConfig, dims: HeadDims, where:
         expected["intermediate_size"] = expected["intermediate_size"] or dims.intermediate_size
         names = ("num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings")
         found |= {name: getattr(plan.dims, name) for name in names}
-        expected |= {name: getattr(dims, name) for name in names}
+        expected = {**{name: getattr(dims, name) for name in names}, "hidden_act": None, **expected}
+        expected["hidden_act"] = expected["hidden_act"] or dims.hidden_act
         if not same_rope(plan.dims.rope_parameters, dims.rope_parameters):
             raise FormatError(
                 f"{where}: rope {dims.rope_parameters} and config.json's {plan.dims.rope_parameters} differ"

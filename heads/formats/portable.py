@@ -151,7 +151,7 @@ def portable_config(head: Head) -> dict[str, Any]:
         "num_attention_heads": dims.num_heads,
         "num_key_value_heads": dims.num_kv_heads,
         "head_dim": dims.head_dim,
-        "hidden_act": dims.hidden_act,
+        "hidden_act": head.hidden_act,  # type: ignore[attr-defined]
         "rms_norm_eps": dims.rms_norm_eps,
         "max_position_embeddings": dims.max_position_embeddings,
         "rope_parameters": rope,

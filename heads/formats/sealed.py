@@ -41,7 +41,7 @@ def read_sealed(raw: RawCheckpoint) -> Sealed | None:
     where = str(raw.directory / SIDECAR)
     try:
         verify_sidecar(where, side)
-        dims = dims_from_json(side.get("dims"), where)
+        dims = dims_from_json(side.get("dims"), where, rope=side.get("type") != "medusa")
         head = skeleton(family_config(side.get("type"), side.get("config"), where), dims, where)
         config = {} if side.get("layout") == "compact" else portable_config(head)
     except (FormatError, ConfigError):

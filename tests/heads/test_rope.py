@@ -60,6 +60,20 @@ def test_cos_and_sin_are_the_targets(kind: str):
     torch.testing.assert_close(sin, theirs_sin, rtol=0, atol=1e-6)
 
 
+def test_longrope_is_the_targets_within_its_original_length():
+    """Beyond it the target turns all positions of a forward by its long factors: HeadDims.positions ends there."""
+    factors = {"short_factor": [1.0 + 0.1 * n for n in range(8)], "long_factor": [4.0 + n for n in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256, **factors}
+    config = llama_config(rope)
+    dims, position = HeadDims.from_hf_config(config), torch.tensor([[0, 1, 7, 100, 255]])
+    assert dims.positions == 256
+    cos, _ = Rope(dims)(position)
+    theirs, _ = LlamaRotaryEmbedding(config)(torch.zeros(1, 5, 32), position)
+    torch.testing.assert_close(cos, theirs, rtol=0, atol=1e-6)
+    beyond, _ = LlamaRotaryEmbedding(config)(torch.zeros(1, 6, 32), torch.tensor([[0, 1, 7, 100, 255, 256]]))
+    assert (beyond[:, :5] - cos).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
 def test_rotation_is_the_formula(kind: str):
     dims = HeadDims.from_hf_config(llama_config(ROPES[kind], head_dim=8))

@@ -185,7 +185,7 @@ def test_dims_are_read_from_the_model():
         16,
     )
     gemma3 = Target.from_model(model_for("gemma3")).dims
-    assert gemma3.rope_parameters["rope_theta"] == 1_000_000.0 and gemma3.hidden_act == "gelu_pytorch_tanh"
+    assert gemma3.rope_parameters["rope_theta"] == 1_000_000.0 and gemma3.hidden_act == "silu"
 
 
 def test_architectures_that_no_draft_layer_can_follow_are_refused():

@@ -1,0 +1,126 @@
+"""Rotary positions of a draft layer: the kinds and fields that it computes, and what it takes over of its target's.
+
+A draft layer is a plain Llama layer. It takes the target's base and scaling, which every engine reads from the head's
+config.json, and leaves out what only the target's own layers do (NOT_DRAFTED). A field that is in none of these tables
+is refused when a head is built, so before anything is trained: an engine might turn by it, and a head might not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from headstart.heads.errors import FormatError
+
+NUMBERS = (
+    "rope_theta",
+    "factor",
+    "partial_rotary_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+LISTS = ("short_factor", "long_factor")
+FLAGS = ("truncate",)
+#: rope types and the fields each cannot do without
+TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+#: fields of a target's rope that a draft layer does without, and why that is right
+NOT_DRAFTED = {
+    "type": "the older name of rope_type",
+    "max_position_embeddings": "a copy of the config's own",
+    "mrope_section": "text has the same position on all axes, which turns as one axis does",
+    "mrope_interleaved": "text has the same position on all axes, which turns as one axis does",
+    "llama_4_scaling_beta": "it scales the target's own queries, by 1 up to its original length",
+}
+#: what a field says that leaves it out
+NEUTRAL = {"partial_rotary_factor": 1.0, "rope_type": "default"}
+
+
+def number(config: dict[str, Any], name: str, where: str, default: float | None = None) -> float:
+    """A finite positive number. Raises FormatError otherwise."""
+    value = config.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise FormatError(f"{where}: {name} is {value!r}, expected a positive number")
+    return float(value)
+
+
+def drafted_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """What a draft layer takes over of a target's `rope_parameters` (transformers v5, one kind of attention).
+
+    Unknown fields stay: `checked_rope` refuses them where a layer is built from them.
+    """
+    left_out = {*NOT_DRAFTED, *(key for key, value in NEUTRAL.items() if rope.get(key) == value)}
+    kept = {key: value for key, value in rope.items() if value is not None and key not in left_out}
+    kept.setdefault("rope_type", rope.get("type") or "default")
+    kept.setdefault("rope_theta", 10000.0)
+    if kept["rope_type"] == "proportional" and kept.get("factor", 1.0) == 1.0:
+        # Gemma 4 turns a part of the pairs, at the frequencies of all: a draft layer turns all of them at those
+        return {"rope_type": "default", "rope_theta": kept["rope_theta"]}
+    return kept
+
+
+def checked_rope(found: dict[str, Any], where: str) -> dict[str, Any]:
+    """A rope with known fields only, numbers as float, `rope_type` and `rope_theta` always there.
+
+    Raises: FormatError naming the type, the field or the value that is not known.
+    """
+    rope = {key: value for key, value in found.items() if value is not None}
+    kinds = {rope.pop(key) for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
+    kinds.discard("default") if len(kinds) > 1 else None
+    kind = kinds.pop() if len(kinds) == 1 else ("default" if not kinds else None)
+    if kind not in TYPES:
+        raise FormatError(
+            f"{where}: rope type {found.get('rope_type', found.get('type'))!r}; known: {', '.join(TYPES)}"
+        )
+    result: dict[str, Any] = {"rope_type": kind}
+    rope.setdefault("rope_theta", 10000.0)
+    for key, value in rope.items():
+        if key in NUMBERS:
+            value = number(rope, key, f"{where}: rope")
+            if key not in NEUTRAL or value != NEUTRAL[key]:
+                result[key] = int(value) if key == "original_max_position_embeddings" else value
+        elif key in LISTS and isinstance(value, list) and len(value) <= 4096:
+            result[key] = [number({key: item}, key, f"{where}: rope") for item in value]
+        elif key in FLAGS and isinstance(value, bool):
+            result[key] = value
+        else:
+            known = ", ".join(NUMBERS + LISTS)
+            raise FormatError(f"{where}: rope field {key} = {value!r} is not known; known: {known}")
+    missing = [key for key in TYPES[kind] if key not in result]
+    if missing:
+        raise FormatError(f"{where}: rope type {kind} needs {', '.join(missing)}")
+    if result.get("partial_rotary_factor", 1.0) > 1:
+        raise FormatError(f"{where}: partial_rotary_factor is {result['partial_rotary_factor']}, expected at most 1")
+    return result
+
+
+def same_rope(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two v5 rope dictionaries turn alike (absent fields that default to nothing are equal)."""
+
+    def clean(rope: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in rope.items() if value is not None and NEUTRAL.get(key) != value}
+
+    return clean(left) == clean(right)
+
+
+def positions_with_one_rope(rope: dict[str, Any]) -> int | None:
+    """Length up to which every position turns by the same frequencies; None: at any length.
+
+    LongRoPE has two sets of them. Beyond the original length transformers takes the long ones, for all positions of a
+    forward; vLLM takes those when it is launched with a longer context. Keys in the cache stay as they were turned. So
+    a head is trained, measured and served within the original length, where everybody takes the short ones.
+    """
+    return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else None

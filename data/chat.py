@@ -1,9 +1,8 @@
 """Chat template → text → tokens, and where each assistant turn begins and ends, exact to the token.
 
-How a turn is found. For the assistant message i, `render(messages[: i + 1])` is the text and its answer starts where
-`render(messages[:i], add_generation_prompt=True)` ends (or where the template's `{% generation %}` tag begins): the
-very prompt a serving engine would answer. In tokens, the answer starts after the ids of that prompt, and it ends with
-the first stop token, which is supervised; what the template writes after it (ChatML's newline) is not.
+`data.rendering` gives the text, `data.turns` the characters of every answer in it. In tokens, an answer starts after
+the ids of its prompt, and it ends with the first stop token, which is supervised; what the template writes after it
+(ChatML's newline) is not.
 
 Several turns share one sample when each turn's text is the beginning of the next one's. Templates that rewrite history
 (Qwen3 drops `<think>` blocks of earlier turns) break that: such a turn becomes a sample of its own, so that every
@@ -13,27 +12,21 @@ answer is trained in exactly the context in which it is generated.
 from __future__ import annotations
 
 import os
-import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.data.answers import parse_answer
+from headstart.data.pieces import require_pieces
+from headstart.data.rendering import PROBE, Message, RefusedError, Renderer, UnmaskableError
+from headstart.data.turns import Turn, find_turns, turn_at
 from headstart.heads.errors import TemplateError
 
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."})
+__all__ = ["ChatFormat", "Encoded", "RefusedError", "UnmaskableError"]
 
-
-class RefusedError(TemplateError):
-    """The template does not take this conversation; others may be fine. `reason` is the message without its details."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(reason + detail)
-        self.reason = reason
-
-
-class UnmaskableError(RefusedError):
-    """Rendered, but which tokens are the assistant's cannot be told; when the probe fails so, no conversation can."""
+#: words before a cut from which on its text is tokenised anew: a tokenizer looks ahead by one
+WORDS_BEFORE = 4
 
 
 @dataclass(frozen=True)
@@ -46,20 +39,19 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """An assistant turn in the text that ends with it: character spans `start … end` and the message's content."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    content: str
-
-
-@dataclass(frozen=True)
 class _Cut:
-    """A tokenised text: ids, their characters, the first token of every answer, and where its tokenisation began."""
+    """A tokenised text.
+
+    Attributes:
+        ids, offsets: of the tokens, with their characters.
+        words: number of the word (what the tokenizer splits a text into before it looks for tokens) of each token.
+        starts: the first token of every answer.
+        origins: for every answer, the character and token from which on it was tokenised on its own.
+    """
 
     ids: list[int]
     offsets: list[tuple[int, int]]
+    words: list[int | None]
     starts: list[int]
     origins: list[tuple[int, int]]
 
@@ -67,9 +59,21 @@ class _Cut:
         """Index of the first token from `first` on that begins at `character` or later."""
         return next((i for i in range(first, len(self.ids)) if self.offsets[i][0] >= character), len(self.ids))
 
+    def anchor(self, character: int, origin: int = 0) -> int:
+        """A token some words before `character`, not before `origin`, that begins a word."""
+        token = min(bisect_left(self.offsets, (character, 0), origin), len(self.ids) - 1)
+        seen = 0
+        while token > origin and seen < WORDS_BEFORE:
+            token -= 1
+            seen += self.words[token] is None or self.words[token] != self.words[token - 1]
+        return max(token, origin)
+
 
 class ChatFormat:
     """A tokenizer's chat template, ready to encode conversations.
+
+    Messages are dicts of role, content (text) and, where there are any, reasoning_content, tool_calls (OpenAI's form,
+    arguments as an object), name, tool_call_id.
 
     Args:
         tokenizer: a fast transformers tokenizer.
@@ -82,41 +86,36 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.stop_token_ids = frozenset(stop_token_ids)
         self.template_kwargs = dict(template_kwargs or {})
-        self.template = chat_template(tokenizer)
         if not getattr(tokenizer, "is_fast", False):
             raise TemplateError(
                 f"tokenizer {type(tokenizer).__name__}: found a slow tokenizer, expected a fast one (it knows the "
                 "characters of each token): load it with a tokenizer.json"
             )
-        self.tagged = GENERATION_TAG.search(self.template) is not None
+        self.renderer = Renderer(tokenizer, self.template_kwargs)
         self._probed = False
 
+    @property
+    def notes(self) -> list[str]:
+        """What the data report says about the template."""
+        return self.renderer.notes()
+
     def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        add_generation_prompt: bool = False,
-        tools: Sequence[dict[str, Any]] = (),
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
         """The template's text. Raises RefusedError with the template's own reason."""
-        return self._render(messages, add_generation_prompt, tools)[0]
+        return self.renderer.render(messages, add_generation_prompt, tools)[0]
 
-    def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Token ids of the prompt that a serving engine would answer (generation prompt included)."""
         return self._ids(self.render(messages, add_generation_prompt=True, tools=tools))
 
-    def answer_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The assistant message that a generated answer (without its stop token) stands for in a history.
-
-        Raises: RefusedError when it holds special tokens: without them the text would not be what was generated.
-        """
-        text = self._decode(list(token_ids))
-        if text != self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False):
-            raise RefusedError("an answer holds special tokens and the tokenizer says no rules to parse them by")
-        return {"role": "assistant", "content": text}
+    def answer_message(self, token_ids: Sequence[int]) -> Message:
+        """The assistant message that a generated answer (without its stop token) stands for; see `parse_answer`."""
+        return parse_answer(self.renderer, self.tokenizer, token_ids)
 
     def encode(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Message],
         finish_reason: str = "stop",
         turns: str = "all",
         tools: Sequence[dict[str, Any]] = (),
@@ -124,54 +123,30 @@ class ChatFormat:
         """Samples of one conversation, most often one; in the order of their last turn.
 
         Args:
-            messages: dicts with role and content.
             finish_reason: "length" leaves out the end-of-turn token of the last answer and all that follows it.
             turns: "all" | "last" assistant turns are supervised.
             tools: JSON schemas of the functions that the model may call.
-        Raises: TemplateError when the conversation cannot be rendered or masked.
+        Raises: TemplateError when the conversation cannot be rendered or masked, or the template leaves out a part.
         """
         self._probe()
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        groups: list[list[_Turn]] = []
-        for index in reversed(answers if turns == "all" else answers[-1:]):
-            turn = self._turn(messages, index, tools)
-            text = turn.text[: turn.spans[-1][1]] if turn.spans else ""
-            if groups and groups[-1][-1].text.startswith(text):
-                groups[-1].insert(0, turn)
+        found = find_turns(self.renderer, messages, answers if turns == "all" else answers[-1:], tools)
+        groups: list[list[Turn]] = []
+        for turn in reversed(found):
+            if groups and _goes_on(turn, groups[-1][0]):
+                groups[-1].append(turn)
             else:
                 groups.append([turn])
+        groups = [group[::-1] for group in reversed(groups)]
+        for group in groups:
+            require_pieces(messages, group, tools)
         last = len(groups) - 1
-        ordered = [list(group) for group in reversed(groups)]
-        return [self._encode_group(group, finish_reason if n == last else "stop") for n, group in enumerate(ordered)]
+        return [
+            self._encode_group(group, messages, finish_reason if n == last else "stop")
+            for n, group in enumerate(groups)
+        ]
 
-    def _turn(self, messages: Sequence[dict[str, Any]], index: int, tools: Sequence[dict[str, Any]] = ()) -> _Turn:
-        """Where assistant message `index` stands in the text that ends with it."""
-        text, tags = self._render(messages[: index + 1], tools=tools)
-        prompt = self.render(messages[:index], add_generation_prompt=True, tools=tools)
-        content = messages[index]["content"].strip()
-        if not self.tagged:
-            if not text.startswith(prompt):
-                raise UnmaskableError(
-                    "chat template: the prompt before an answer is not the beginning of the text with the answer",
-                    f" (message {index}), so its tokens cannot be told apart: the prompt ends {prompt[-60:]!r}, the "
-                    f"text there is {text[max(len(prompt) - 60, 0) : len(prompt) + 20]!r}. Set data.template_kwargs "
-                    "(such as {enable_thinking: false}), give target.chat_template=FILE.jinja with {% generation %} "
-                    "tags, or train on distilled answers (they carry token ids)",
-                )
-            return _Turn(text, ((len(prompt), len(text)),), content)
-        base = self.render(messages[:index], tools=tools)
-        header = prompt[len(base) :] if prompt.startswith(base) else ""
-        fresh = len(os.path.commonprefix([base, text]))
-        spans = []
-        for start, end in tags:
-            if start < fresh:
-                continue
-            if header and text[start:end].startswith(header):  # a tag around the whole message: the header is prompt
-                start += len(header)
-            spans.append((start, end))
-        return _Turn(text, tuple(spans), content)
-
-    def _encode_group(self, turns: list[_Turn], finish_reason: str) -> Encoded:
+    def _encode_group(self, turns: list[Turn], messages: Sequence[Message], finish_reason: str) -> Encoded:
         text = turns[-1].text
         spans = [(turn, start, end) for turn in turns for start, end in turn.spans]
         cut = self._split(text, [start for _, start, _ in spans])
@@ -180,10 +155,11 @@ class ChatFormat:
         for number, (turn, start, end) in enumerate(spans):
             first, final = cut.starts[number], number + 1 == len(spans)
             # a tag may leave out the end-of-turn token that stands right behind it
-            limit = cut.after(end, first) + self.tagged
+            limit = cut.after(end, first) + self.renderer.tagged
             stop = next((i for i in range(first, min(limit, len(cut.ids))) if cut.ids[i] in self.stop_token_ids), None)
             if stop is None:
-                past = self._content_end(text, cut, number, turn.content, start, end)
+                content = (messages[turn.index].get("content") or "").strip()
+                past = self._content_end(text, cut, number, content, start, end)
             else:
                 past = stop + 1
                 if final and finish_reason == "length":
@@ -202,10 +178,7 @@ class ChatFormat:
                 f" (stop tokens: {sorted(self.stop_token_ids)}), so its end is unknown: give "
                 " target.chat_template=FILE.jinja with {% generation %} tags",
             )
-        origin, token = cut.origins[number]
-        kept = self._ids(text[origin : place + len(content)])
-        pairs = enumerate(zip(kept, cut.ids[token:], strict=False))
-        return token + next((i for i, (mine, whole) in pairs if mine != whole), len(kept))
+        return self._shared(text, cut, place + len(content), cut.origins[number])[0]
 
     def _split(self, text: str, cuts: list[int]) -> _Cut:
         """Tokens of `text`, with the token index of every character position in `cuts` (ascending).
@@ -213,56 +186,58 @@ class ChatFormat:
         A prompt's ids must be the first ids of the whole, as in serving. Where a token would reach over the cut (an
         answer that begins with a newline after a prompt that ends with one) the two sides are tokenised apart.
         """
-        ids, offsets = self._ids_offsets(text)
-        heads = [self._ids(text[:cut]) for cut in cuts]
-        if all(ids[: len(head)] == head for head in heads):
-            return _Cut(ids, offsets, [len(head) for head in heads], [(0, 0)] * len(cuts))
-        pieces: list[int] = []
-        spans: list[tuple[int, int]] = []
-        starts = []
+        whole = _Cut(*self._tokens(text), [], [])
+        for cut in cuts:
+            start, all_shared = self._shared(text, whole, cut)
+            if not all_shared:
+                break
+            whole.starts.append(start)
+            whole.origins.append((0, 0))
+        else:
+            return whole
+        pieces = _Cut([], [], [], [], [])
         for begin, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            piece, where = self._ids_offsets(text[begin:stop])
-            pieces += piece
-            spans += [(a + begin, b + begin) for a, b in where]
-            starts.append(len(pieces))
-        if self._decode(pieces) != self._decode(ids):
+            ids, offsets, words = self._tokens(text[begin:stop])
+            pieces.ids.extend(ids)
+            pieces.offsets.extend((a + begin, b + begin) for a, b in offsets)
+            pieces.words.extend(words)
+            pieces.starts.append(len(pieces.ids))
+        if self._decode(pieces.ids) != self._decode(whole.ids):
             raise RefusedError(
                 "a token reaches over the start of an answer and the tokenizer cannot encode the sides apart"
             )
-        return _Cut(pieces, spans, starts[:-1], list(zip(cuts, starts[:-1], strict=True)))
+        starts = pieces.starts[:-1]
+        return _Cut(pieces.ids, pieces.offsets, pieces.words, starts, list(zip(cuts, starts, strict=True)))
+
+    def _shared(self, text: str, cut: _Cut, position: int, origin: tuple[int, int] = (0, 0)) -> tuple[int, bool]:
+        """How many tokens `text[:position]` and `text` begin with alike, and whether these are all of the former's.
+
+        Only the last words before `position` are tokenised again: what stands before a word does not change its tokens.
+        Where even the first token differs (a tokenizer that does not begin anew at a word), the whole beginning is.
+
+        Args: origin: a character, and its token, from which on the text was tokenised on its own.
+        """
+        begun, first = origin
+        token = cut.anchor(position, first)
+        # some tokenizers leave the space before a word out of its offsets
+        tries = [(cut.offsets[token - 1][1], token)] if token > first else []
+        for begin, token in [*tries, (begun, first)]:
+            mine = self._ids(text[begin:position])
+            alike = len(os.path.commonprefix([mine, cut.ids[token : token + len(mine)]]))
+            if alike:
+                break
+        return token + alike, alike == len(mine)
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _ids_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def _tokens(self, text: str) -> tuple[list[int], list[tuple[int, int]], list[int | None]]:
+        """Ids, characters and words of the tokens of a text."""
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoding["input_ids"], encoding["offset_mapping"]
+        return encoding["input_ids"], encoding["offset_mapping"], encoding.word_ids(0)
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-    def _render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        add_generation_prompt: bool = False,
-        tools: Sequence[dict[str, Any]] = (),
-    ) -> tuple[str, list[tuple[int, int]]]:
-        from jinja2.exceptions import TemplateError as JinjaError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            result: Any = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(tools) or None,
-                chat_template=self.template,
-                return_assistant_tokens_mask=self.tagged,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.tokenizer.special_tokens_map, **self.template_kwargs},
-            )
-        except (JinjaError, TypeError, KeyError, AttributeError) as error:
-            raise RefusedError(f"the chat template refuses it: {error}") from error
-        rendered, tags = result
-        return rendered[0], [(start, end) for start, end in tags[0]] if self.tagged else []
 
     def _probe(self) -> None:
         """Fail at the first conversation when the template can mask none (TemplateError), not once per record."""
@@ -270,8 +245,8 @@ class ChatFormat:
             return
         self._probed = True
         try:
-            turn = self._turn(PROBE, 1)
-            self._encode_group([turn], "stop")
+            turn = turn_at(self.renderer, PROBE, 1)
+            self._encode_group([turn], PROBE, "stop")
         except UnmaskableError as error:
             raise TemplateError(str(error)) from error
         except RefusedError:
@@ -283,13 +258,6 @@ class ChatFormat:
             )
 
 
-def chat_template(tokenizer: Any) -> str:
-    """The tokenizer's chat template. Raises TemplateError with the remedy when there is none."""
-    try:
-        return tokenizer.get_chat_template()
-    except (ValueError, AttributeError) as error:
-        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        raise TemplateError(
-            f"tokenizer {name}: found no chat template, expected one (base models have none): "
-            "use the instruct model, or give a Jinja file with target.chat_template=FILE.jinja"
-        ) from error
+def _goes_on(turn: Turn, following: Turn) -> bool:
+    """Whether the text up to the end of a turn's answer is the beginning of the following one's."""
+    return turn.text is following.text or following.text.startswith(turn.trained)

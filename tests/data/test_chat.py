@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from chat_templates import TEMPLATES
 
 from headstart.data.chat import ChatFormat, RefusedError
 from headstart.heads.errors import TemplateError
@@ -176,10 +177,9 @@ def test_template_that_cannot_be_masked_is_refused_at_once(make_chat):
     ) as info:
         make_chat("thinking_prompt").encode(TWO_TURNS)
     assert not isinstance(info.value, RefusedError)
-    chat = make_chat("tagged")
-    chat.template = chat.template.replace("'assistant' %}{% generation", "'nobody' %}{% generation")
+    nothing = TEMPLATES["tagged"].replace("'assistant' %}{% generation", "'nobody' %}{% generation")
     with pytest.raises(TemplateError, match="tags mark nothing"):
-        chat.encode(TWO_TURNS)
+        make_chat("tagged", template=nothing).encode(TWO_TURNS)
 
 
 def test_slow_tokenizer_is_refused(tokenizer):

@@ -212,7 +212,7 @@ def test_conversation_the_template_refuses_is_dropped_and_told(make_chat):
 
 def test_conversation_that_cannot_be_masked_is_dropped_when_others_can(make_chat):
     chat = make_chat("chatml")
-    chat.tokenizer.chat_template = chat.template.replace(
+    chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace(
         "+ message['content'] +", "+ (message['content'] if message['content'] != 'odd' else loop.length | string) +"
     )
     odd = ({"role": "user", "content": "odd"}, {"role": "assistant", "content": "Bye bye"})

@@ -1,0 +1,78 @@
+"""A generated answer as the assistant message that a client would put into the history."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from headstart.data.pieces import require_pieces, thoughts_stand
+from headstart.data.rendering import PROBE, Message, RefusedError, Renderer
+from headstart.data.turns import Turn
+
+#: thoughts before an answer; where the prompt opens them, the answer only ends them
+THOUGHTS = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)
+
+
+def parse_answer(renderer: Renderer, tokenizer: Any, token_ids: Sequence[int]) -> Message:
+    """The assistant message (content, and reasoning_content or tool_calls) that a generated answer stands for.
+
+    A tokenizer that has rules for it (transformers' response templates) parses it. Otherwise the answer's text is the
+    content. Where the template drops the thoughts of an earlier answer, `<think>…</think>` becomes reasoning_content,
+    which it drops as well. Either way the template must write the content back into a history.
+
+    Args: token_ids: without the stop token.
+    Raises: RefusedError when there is no such message: special tokens in a text (the channels of gpt-oss) cannot be
+        left out, because what was generated as several parts would become one text.
+    """
+    ids = [int(token) for token in token_ids]
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    message: Message = {"role": "assistant", "content": text}
+    if getattr(tokenizer, "response_template", None) is not None:
+        message = _by_rules(renderer, tokenizer, text)
+    elif (thoughts := THOUGHTS.fullmatch(text)) and not _kept(renderer, text):
+        reasoning, content = (part.strip() for part in thoughts.groups())
+        message = {"role": "assistant", "content": content, "reasoning_content": reasoning}
+    special = {token for token in tokenizer.all_special_tokens if token} - {"<think>", "</think>"}
+    for part in (message["content"], message.get("reasoning_content") or ""):
+        if found := sorted(token for token in special if token in part):
+            raise RefusedError(
+                "an answer holds special tokens that cannot be put into a history",
+                f" ({', '.join(found[:3])}), and the tokenizer has no rules to parse them (response_template)",
+            )
+    _require_written(renderer, message)
+    return message
+
+
+def _by_rules(renderer: Renderer, tokenizer: Any, text: str) -> Message:
+    """The message by the tokenizer's own rules. Raises: RefusedError when they find none."""
+    prompt = renderer.render(PROBE[:1], add_generation_prompt=True)[0]
+    try:
+        found = tokenizer.parse_response(text, prefix=prompt)
+    except Exception as error:  # rules are data of the model's repository: whatever they raise, nothing is parsed
+        found = f"{type(error).__name__}: {error}"
+    if not isinstance(found, dict) or not isinstance(found.get("content") or "", str):
+        raise RefusedError("the tokenizer's rules (response_template) cannot parse an answer", f": {found!r}"[:200])
+    reasoning = next((found[k] for k in ("reasoning_content", "thinking", "reasoning") if found.get(k)), None)
+    message: Message = {"role": "assistant", "content": found.get("content") or ""}
+    if reasoning is not None:
+        message["reasoning_content"] = str(reasoning)
+    if found.get("tool_calls"):
+        message["tool_calls"] = found["tool_calls"]
+    return message
+
+
+def _history(renderer: Renderer, message: Message) -> str:
+    return renderer.render([PROBE[0], message, PROBE[0]])[0]
+
+
+def _kept(renderer: Renderer, text: str) -> bool:
+    """Whether a history keeps the thoughts of an answer given as one text."""
+    return thoughts_stand(text, _history(renderer, {"role": "assistant", "content": text}))
+
+
+def _require_written(renderer: Renderer, message: Message) -> None:
+    """Raises: RefusedError when the template leaves a part of the message out of a history."""
+    text = _history(renderer, message)
+    turn = Turn(3, text, len(text), len(text), len(text), ())
+    require_pieces([PROBE[0], message, PROBE[0], {"role": "assistant"}], [turn])

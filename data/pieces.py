@@ -1,0 +1,155 @@
+"""Whether everything that a record holds has reached the rendered text, and what has not.
+
+A template may leave out what it does not know (tools, a system message, reasoning, tool calls) without a word; the head
+would then train on another conversation than the record's. What a template may do: trim and fold white space, escape,
+write JSON with other spaces or as tags, move the system message and the tools, and drop the thoughts of earlier turns.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from headstart.data.rendering import Message, RefusedError, call_arguments
+from headstart.data.turns import Turn
+
+SPACE = re.compile(r"\s+")
+THOUGHT = re.compile(r"</?think>")
+#: what a message of a role is called in a reason
+NAMES = {"system": "the system message", "developer": "the developer message", "user": "a user message",
+         "tool": "a tool's result"}  # fmt: skip
+
+
+def require_pieces(messages: Sequence[Message], turns: Sequence[Turn], tools: Sequence[dict[str, Any]] = ()) -> None:
+    """Every piece of the messages up to the last of `turns`, which share its text, must be found in that text.
+
+    The messages before a turn are looked for between the turn before and its prompt's end, those of the turn behind it.
+    Raises: RefusedError naming the first piece that the template leaves out.
+    """
+    last = turns[-1]
+    whole = _Text(last.text[: last.end])
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not whole.holds(str(function.get("name", ""))):
+            raise _left_out("the tools", str(function.get("name", "")))
+    place, message = 0, 0
+    for turn in turns:
+        before = _Text(last.text[place : turn.begin])
+        for earlier in messages[message : turn.index]:
+            _require_history(earlier, before, whole)
+        _require_answer(messages[turn.index], _Text(last.text[turn.begin : turn.end]))
+        place, message = turn.end, turn.index + 1
+
+
+def thoughts_stand(content: str, text: str) -> bool:
+    """Whether the thoughts and the answer of a content stand in a text, one after another."""
+    found = _Text(text)
+    return all(found.find(piece) for piece in THOUGHT.split(content))
+
+
+def _require_history(message: Message, before: _Text, whole: _Text) -> None:
+    role, content = message["role"], message.get("content") or ""
+    if role in ("system", "developer"):  # some templates put it into the first or last question
+        if not whole.holds(content):
+            raise _left_out(NAMES[role], content)
+    elif role != "assistant":
+        if not before.find(content):
+            raise _left_out(NAMES.get(role, f"a message of role {role}"), content)
+    else:
+        said = content.split("</think>")[-1]  # the thoughts of an earlier answer may go
+        if not before.find(said):
+            raise _left_out("an earlier answer", said)
+        _require_calls(message, before, "an earlier answer")
+
+
+def _require_answer(message: Message, text: _Text) -> None:
+    reasoning, content = message.get("reasoning_content") or "", message.get("content") or ""
+    if not text.find(reasoning):
+        raise _left_out("the reasoning of an answer", reasoning)
+    pieces = THOUGHT.split(content)
+    for piece in pieces:
+        if not text.find(piece):
+            raise _left_out("an answer" if piece is pieces[-1] else "the thoughts of an answer", piece)
+    _require_calls(message, text, "an answer")
+
+
+def _require_calls(message: Message, text: _Text, of: str) -> None:
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        name, arguments = str(function.get("name", "")), call_arguments(function)
+        missing = None if text.holds(name) else name
+        if missing is None and not _holds_value(text, arguments):
+            # not as JSON: names and values one by one
+            pairs = list(arguments.items()) if isinstance(arguments, dict) else [("", arguments)]
+            missing = next((str(k) for k, v in pairs if not (text.holds(str(k)) and _holds_value(text, v))), None)
+        if missing is not None:
+            raise _left_out(f"the tool calls of {of}", missing)
+
+
+def _holds_value(text: _Text, value: Any) -> bool:
+    """Whether a value stands in the text: as text or as JSON, in its order or sorted."""
+    dumps = [json.dumps(value, ensure_ascii=ascii, sort_keys=ordered) for ascii in (False, True)
+             for ordered in (False, True)]  # fmt: skip
+    return any(text.holds(form) for form in {str(value), *dumps})
+
+
+def _left_out(what: str, piece: str) -> RefusedError:
+    shown = SPACE.sub(" ", piece.strip())[:60]
+    return RefusedError(f"the chat template leaves out {what}", f" ({shown!r})")
+
+
+class _Text:
+    """A part of the rendering in which pieces are looked for, each after the one before."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.place = 0
+
+    def find(self, piece: str) -> bool:
+        """Whether `piece` stands behind what was found before; moves there."""
+        piece = piece.strip()
+        at = self.text.find(piece, self.place)
+        if at >= 0:
+            self.place = at + len(piece)
+            return True
+        start = bisect_left(self.places, self.place)
+        for form in _forms(piece):
+            at = self.folded.find(SPACE.sub("", form), start)
+            if at >= 0:
+                self.place = self.places[at + len(SPACE.sub("", form)) - 1] + 1
+                return True
+        return False
+
+    def holds(self, piece: str) -> bool:
+        """Whether `piece` stands anywhere."""
+        piece = piece.strip()
+        return piece in self.text or any(SPACE.sub("", form) in self.folded for form in _forms(piece))
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Where the characters stand that are no white space."""
+        return [at for at, character in enumerate(self.text) if not character.isspace()]
+
+    @cached_property
+    def folded(self) -> str:
+        """The text without white space."""
+        return "".join(self.text[at] for at in self.places)
+
+
+def _forms(piece: str) -> Iterator[str]:
+    """A piece as templates may write it: as it is, in JSON, in HTML, or (JSON itself) with other spaces."""
+    yield piece
+    yield json.dumps(piece, ensure_ascii=False)[1:-1]
+    yield json.dumps(piece)[1:-1]
+    yield html.escape(piece, quote=True)
+    yield html.escape(piece, quote=False)
+    if piece[:1] in "{[":
+        try:
+            yield json.dumps(json.loads(piece), ensure_ascii=False)
+        except ValueError:
+            pass

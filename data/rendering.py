@@ -1,0 +1,190 @@
+"""Messages → text by the tokenizer's chat template, in the form in which the template takes them.
+
+Templates differ in what they want: a content as text or as a list of parts, the arguments of a tool call as an object
+or as JSON text, the empty content beside a tool call as "" or as nothing. A wrong form is not refused: the content
+vanishes, or arrives encoded twice. So the form is found out by rendering a small conversation in each (`find_form`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headstart.heads.errors import TemplateError
+from headstart.heads.template_date import fix_date, fixed_date
+
+Message = dict[str, Any]
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."})
+
+
+class RefusedError(TemplateError):
+    """The template does not take this conversation; others may be fine. `reason` is the message without its details."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason + detail)
+        self.reason = reason
+
+
+class UnmaskableError(RefusedError):
+    """Rendered, but which tokens are the assistant's cannot be told; when the probe fails so, no conversation can."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a template takes messages.
+
+    Attributes:
+        parts: contents as lists of text parts.
+        text_arguments: the arguments of a tool call as JSON text.
+        no_content: the empty content beside tool calls as nothing.
+    """
+
+    parts: bool = False
+    text_arguments: bool = False
+    no_content: bool = False
+
+    def apply(self, message: Message) -> Message:
+        """The message as the template wants it."""
+        shaped = dict(message)
+        if message.get("reasoning_content") is not None:
+            # the names that templates read it under
+            shaped |= {name: message["reasoning_content"] for name in ("thinking", "reasoning")}
+        if message.get("tool_calls"):
+            shaped["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+            if self.no_content and not message.get("content"):
+                shaped["content"] = None
+        if self.parts and isinstance(shaped.get("content"), str):
+            shaped["content"] = [{"type": "text", "text": shaped["content"]}]
+        return shaped
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": self._call(call["function"])}
+        arguments = call_arguments(call)
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False) if self.text_arguments else arguments}
+
+
+def call_arguments(call: dict[str, Any]) -> Any:
+    """Arguments of a tool call (its `function` object) as an object; text that is no JSON stays text."""
+    arguments = call.get("arguments")
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+    except ValueError:
+        return arguments
+
+
+class Renderer:
+    """A tokenizer's chat template with the variables it is given.
+
+    Raises: TemplateError when the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None):
+        self.template = fix_date(chat_template(tokenizer))
+        #: models with several templates have one for conversations with tools
+        self.tool_template = fix_date(chat_template(tokenizer, [{"type": "function"}]))
+        self.tagged = GENERATION_TAG.search(self.template) is not None
+        self.variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self.form = Form()
+        self.form = find_form(self)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the character spans of the template's `{% generation %}` tags.
+
+        Raises: RefusedError with the template's own reason.
+        """
+        from jinja2.exceptions import TemplateError as JinjaError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.tool_template if tools else self.template
+        tagged = self.tagged and GENERATION_TAG.search(template) is not None
+        try:
+            result: Any = render_jinja_template(
+                conversations=[[self.form.apply(message) for message in messages]],
+                tools=list(tools) or None,
+                chat_template=template,
+                return_assistant_tokens_mask=tagged,
+                add_generation_prompt=add_generation_prompt,
+                **self.variables,
+            )
+        except (JinjaError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError) as error:
+            raise RefusedError(f"the chat template refuses it: {error}") from error
+        rendered, tags = result
+        return rendered[0], [(start, end) for start, end in tags[0]] if tagged else []
+
+    def notes(self) -> list[str]:
+        """What a reader of the data report should know about how this template is used."""
+        lines = []
+        if date := fixed_date(self.template) or fixed_date(self.tool_template):
+            lines.append(f"the chat template shows the date, which is fixed at {date} (target.template_date)")
+        if self.form.parts:
+            lines.append("contents are given as lists of text parts (the chat template drops plain text)")
+        if self.form.text_arguments:
+            lines.append("arguments of tool calls are given as JSON text (the chat template takes no object)")
+        return lines
+
+
+def chat_template(tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> str:
+    """The tokenizer's chat template (for `tools`, where it has one of its own for them).
+
+    Raises: TemplateError with the remedy when there is none.
+    """
+    try:
+        return tokenizer.get_chat_template(tools=tools) if tools else tokenizer.get_chat_template()
+    except (ValueError, AttributeError) as error:
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise TemplateError(
+            f"tokenizer {name}: found no chat template, expected one (base models have none): "
+            "use the instruct model, or give a Jinja file with target.chat_template=FILE.jinja"
+        ) from error
+
+
+def find_form(renderer: Renderer) -> Form:
+    """The first form in which everything of a small conversation arrives; the plain one where none does."""
+    form = next((form for form in (Form(), Form(parts=True)) if _takes_text(renderer, form)), Form())
+    choices = [
+        replace(form, text_arguments=text, no_content=nothing) for nothing in (False, True) for text in (False, True)
+    ]
+    return next((choice for choice in choices if _takes_calls(renderer, choice)), form)
+
+
+def _takes_text(renderer: Renderer, form: Form) -> bool:
+    probe = [{"role": "user", "content": "Probe one?"}, {"role": "assistant", "content": "Probe two."}]
+    text = _try(renderer, form, probe)
+    return "Probe one?" in text and "Probe two." in text
+
+
+def _takes_calls(renderer: Renderer, form: Form) -> bool:
+    """Whether a call's arguments arrive once, neither as a Python literal nor encoded twice."""
+    arguments = {"probe_key": "probe value", "probe_flag": True}
+    function = {"name": "probe_name", "arguments": arguments}
+    call = {"id": "probe1234", "type": "function", "function": function}  # some templates want nine characters
+    tool = {"type": "function", "function": {"name": "probe_name", "description": "", "parameters": {
+        "type": "object", "properties": {}}}}  # fmt: skip
+    probe = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    after = [{"role": "tool", "name": "probe_name", "tool_call_id": "probe1234", "content": "1"}, PROBE[1]]
+    for messages in (probe, [*probe, *after]):
+        text = _try(renderer, form, messages, [tool])
+        once = text.count("probe_key") == text.count("probe value") == 1
+        if once and "probe_name" in text and "'probe_key'" not in text and '\\"probe_key' not in text:
+            return True
+    return False
+
+
+def _try(renderer: Renderer, form: Form, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+    kept, renderer.form = renderer.form, form
+    try:
+        return renderer.render(messages, tools=tools)[0]
+    except RefusedError:
+        return ""
+    finally:
+        renderer.form = kept

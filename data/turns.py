@@ -1,0 +1,173 @@
+"""Where each assistant turn begins and ends in the rendered text.
+
+For the assistant message i, `render(messages[: i + 1])` is the text and its answer starts where
+`render(messages[:i], add_generation_prompt=True)` ends (or where the template's `{% generation %}` tag begins): the
+very prompt a serving engine would answer. `turn_at` does just that; for n turns it renders n²/2 messages.
+
+`stable_turns` renders a long conversation once. Each exchange is rendered alone behind a fixed context, and the whole
+must be these pieces one after another, to the character; real prefixes at halving lengths must be beginnings of the
+whole. Where a template writes anything that depends on what came before (a message's number) or comes after (thoughts
+that are dropped once the user asks again), the pieces do not fit, and every turn is found by `turn_at`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.data.rendering import PROBE, Message, RefusedError, Renderer, UnmaskableError
+
+#: conversations of up to so many answers are rendered prefix by prefix
+FEW_ANSWERS = 8
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An assistant turn in a text.
+
+    Attributes:
+        index: of the message.
+        text: a rendering that begins with everything up to the end of the message.
+        base: characters of the rendering of the messages before it, without a generation prompt.
+        begin: where the message's own text begins: behind its prompt; with tags, where it leaves the history.
+        end: where the rendering that ends with this message ends.
+        spans: character spans that are the assistant's, most often one.
+    """
+
+    index: int
+    text: str
+    base: int
+    begin: int
+    end: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def trained(self) -> str:
+        """The text up to the last supervised character."""
+        return self.text[: self.spans[-1][1]] if self.spans else ""
+
+    def moved(self, by: int, text: str, index: int) -> Turn:
+        """The turn in a text where the same characters stand `by` later."""
+        spans = tuple((start + by, end + by) for start, end in self.spans)
+        return Turn(index, text, self.base + by, self.begin + by, self.end + by, spans)
+
+
+def find_turns(
+    renderer: Renderer, messages: Sequence[Message], answers: Sequence[int], tools: Sequence[dict[str, Any]] = ()
+) -> list[Turn]:
+    """The turns of the assistant messages `answers` (ascending), each in a text that ends with it or goes on.
+
+    Raises: RefusedError when the template refuses a prefix; UnmaskableError when an answer does not follow its prompt.
+    """
+    if len(answers) > FEW_ANSWERS:
+        turns = stable_turns(renderer, messages, answers, tools)
+        if turns is not None:
+            return turns
+    return [turn_at(renderer, messages, index, tools) for index in answers]
+
+
+def turn_at(renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]] = ()) -> Turn:
+    """Assistant message `index` in the text that ends with it."""
+    text, tags = renderer.render(messages[: index + 1], tools=tools)
+    prompt = renderer.render(messages[:index], add_generation_prompt=True, tools=tools)[0]
+    if not renderer.tagged:
+        if not text.startswith(prompt):
+            raise UnmaskableError(
+                "chat template: the prompt before an answer is not the beginning of the text with the answer",
+                f" (message {index}), so its tokens cannot be told apart: the prompt ends {prompt[-60:]!r}, the "
+                f"text there is {text[max(len(prompt) - 60, 0) : len(prompt) + 20]!r}. Set data.template_kwargs "
+                "(such as {enable_thinking: false}), give target.chat_template=FILE.jinja with {% generation %} "
+                "tags, or train on distilled answers (they carry token ids)",
+            )
+        return Turn(index, text, len(prompt), len(prompt), len(text), ((len(prompt), len(text)),))
+    base = renderer.render(messages[:index], tools=tools)[0]
+    header = prompt[len(base) :] if prompt.startswith(base) else ""
+    fresh = len(os.path.commonprefix([base, text]))
+    spans = []
+    for start, end in tags:
+        if start < fresh:
+            continue
+        if header and text[start:end].startswith(header):  # a tag around the whole message: the header is prompt
+            start += len(header)
+        spans.append((start, end))
+    return Turn(index, text, len(base), fresh, len(text), tuple(spans))
+
+
+class _Unstable(Exception):
+    """The text of a conversation is not made of its exchanges one after another."""
+
+
+def stable_turns(
+    renderer: Renderer, messages: Sequence[Message], answers: Sequence[int], tools: Sequence[dict[str, Any]] = ()
+) -> list[Turn] | None:
+    """`turn_at` for every answer, in one text, at a cost that grows with its length; None where it may differ."""
+    try:
+        last = turn_at(renderer, messages, answers[-1], tools)
+        return _Chain(renderer, messages, tools, last).turns(answers)
+    except (_Unstable, RefusedError):
+        return None
+
+
+class _Chain:
+    """Exchanges, each rendered alone behind a context, fitted into the whole text one after another."""
+
+    def __init__(self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[dict[str, Any]], last: Turn):
+        self.renderer, self.messages, self.tools, self.last = renderer, messages, tools, last
+        self.contexts: dict[int, str] = {}
+
+    def turns(self, answers: Sequence[int]) -> list[Turn]:
+        last = self.last
+        real = {last.index: last}
+        count = len(answers) // 2
+        while count:  # real prefixes of a half, a quarter, …; the first answer is the last of them
+            index = answers[count - 1]
+            real[index] = turn_at(self.renderer, self.messages, index, self.tools)
+            count //= 2
+        for turn in real.values():
+            if not last.text.startswith(turn.text):
+                raise _Unstable
+        found = [real[answers[0]].moved(0, last.text, answers[0])]
+        for index in answers[1:]:
+            turn = self._next(found[-1], index)
+            if index in real and turn != real[index].moved(0, last.text, index):
+                raise _Unstable
+            found.append(turn)
+        return found
+
+    def _next(self, previous: Turn, index: int) -> Turn:
+        """The turn of answer `index`, found from the one before it."""
+        between = self.messages[previous.index + 1 : index]
+        if any(message["role"] == "user" for message in between):
+            # a new question: the context ends with an answer
+            return self._fit(PROBE, [*between, self.messages[index]], previous.end, index)
+        # tool results, or one more answer: they belong to the answer before, which follows a question
+        start = self._fit_base(previous)
+        return self._fit(PROBE[:1], [self.messages[previous.index], *between, self.messages[index]], start, index)
+
+    def _fit_base(self, turn: Turn) -> int:
+        """Where the messages before `turn` end without a generation prompt."""
+        if self.renderer.tagged:
+            return turn.base
+        context = self._context(PROBE[:1])
+        alone, _ = self.renderer.render([*PROBE[:1], self.messages[turn.index]], tools=self.tools)
+        start = turn.end - (len(alone) - len(context))
+        if not alone.startswith(context) or start < 0:
+            raise _Unstable
+        return start
+
+    def _fit(self, context: Sequence[Message], window: Sequence[Message], start: int, index: int) -> Turn:
+        """The last message of `window` as a turn of the whole text, where `window` must stand at `start`."""
+        text = self._context(context)
+        alone = turn_at(self.renderer, [*context, *window], len(context) + len(window) - 1, self.tools)
+        if not alone.text.startswith(text) or not self.last.text.startswith(alone.text[len(text) :], start):
+            raise _Unstable
+        if self.renderer.tagged and alone.begin != alone.base:
+            raise _Unstable
+        return alone.moved(start - len(text), self.last.text, index)
+
+    def _context(self, context: Sequence[Message]) -> str:
+        if len(context) not in self.contexts:
+            self.contexts[len(context)] = self.renderer.render(context, tools=self.tools)[0]
+        return self.contexts[len(context)]

@@ -1,0 +1,54 @@
+"""The date that a chat template shows: one for a whole run, so that what is rendered today renders alike tomorrow."""
+
+from __future__ import annotations
+
+import re
+from datetime import date, datetime, time
+from typing import Any
+
+from headstart.heads.errors import ConfigError
+
+#: directives of strftime that templates ask for
+DIRECTIVES = "aAbBdmyYjeHIMSp"
+MARK = re.compile(r"\A\{# date (\d{4}-\d\d-\d\d) #\}")
+
+
+def parse_date(text: str) -> date:
+    """Raises: ConfigError when `text` is no date like 2026-01-31."""
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"target.template_date: found {text!r}, expected a date like 2026-01-31, or null for that of the run"
+        ) from error
+
+
+def fix_date(template: str, text: str | None = None) -> str:
+    """The template with its `strftime_now` answered for one day (`text`, null: today) at noon; others as they are."""
+    if "strftime_now" not in template or MARK.match(template):
+        return template
+    noon = datetime.combine(parse_date(text) if text else date.today(), time(12))
+    filters = ""
+    for letter in DIRECTIVES:
+        value = noon.strftime(f"%{letter}")
+        filters += f"|replace('%-{letter}', '{value.lstrip('0 ') or '0'}')|replace('%{letter}', '{value}')"
+    # a macro hides the function of the same name; a line of its own leaves the template's first line where it was
+    macro = f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}"
+    return f"{{# date {noon:%Y-%m-%d} #}}{macro}\n{template}"
+
+
+def fixed_date(template: str) -> str | None:
+    """The date that `fix_date` gave the template, like 2026-01-31; None where it shows none."""
+    found = MARK.match(template)
+    return found.group(1) if found else None
+
+
+def fix_dates(tokenizer: Any, text: str | None = None) -> None:
+    """`fix_date` for every chat template of the tokenizer, in place."""
+    if text is not None:
+        parse_date(text)
+    templates = getattr(tokenizer, "chat_template", None)
+    if isinstance(templates, dict):
+        tokenizer.chat_template = {name: fix_date(template, text) for name, template in templates.items()}
+    elif isinstance(templates, str):
+        tokenizer.chat_template = fix_date(templates, text)

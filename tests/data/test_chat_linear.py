@@ -1,0 +1,145 @@
+"""The fast way of finding turns against the definition, and what it costs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from chat_templates import ENDS, TEMPLATES, word_tokenizer
+from reference.chat import encode_slowly
+
+from headstart.data import turns
+from headstart.data.chat import ChatFormat, RefusedError
+from headstart.data.turns import stable_turns, turn_at
+
+FAMILIES = ("chatml", "llama3", "qwen3", "gemma", "mistral", "tagged", "tagged_wide", "plain", "parts", "trimming",
+            "numbered", "late_system", "forgetful", "tools")  # fmt: skip
+STABLE = ("chatml", "llama3", "gemma", "mistral", "tagged", "tagged_wide", "plain", "parts", "trimming", "tools")
+#: answers may begin and end with white space, hold empty lines, and repeat one another
+TEXTS = (
+    "Hi",
+    "Hello there.",
+    "Bye",
+    "\nfast",
+    "One two\n\nthree.",
+    " think fast ",
+    "now\n",
+    "Be brief: be kind!",
+    "1 2 3",
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def byte_tokenizer(template: str, special: list[str], eos, bos, trim: bool, metaspace: bool = False):
+    """A small BPE tokenizer, of bytes (GPT-2's, whose offsets may leave out spaces) or of words with ▁ (Llama-2's)."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    if metaspace:
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        core.decoder = decoders.Replace("▁", " ")
+        alphabet = sorted(set("".join(TEXTS) + "useraitnmodlyktf:▁\n"))
+    else:
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.post_processor = processors.ByteLevel(trim_offsets=trim)
+        core.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=list(alphabet), special_tokens=["<unk>"])
+    core.train_from_iterator([*TEXTS, "user assistant model"] * 3, trainer)
+    core.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    names = {k: v for k, v in (("eos_token", eos), ("bos_token", bos)) if v is not None}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", **names)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def make(family: str, kind: str) -> ChatFormat:
+    from chat_templates import SPECIAL
+
+    eos, bos, stops = ENDS[family]
+    if kind == "words":
+        tokenizer = word_tokenizer(TEMPLATES[family], eos, None, bos)
+    else:
+        tokenizer = byte_tokenizer(TEMPLATES[family], list(SPECIAL), eos, bos, kind == "trimmed", kind == "metaspace")
+    return ChatFormat(tokenizer, tokenizer.convert_tokens_to_ids(list(stops)))
+
+
+def conversation(rng: random.Random, family: str, count: int) -> list[dict]:
+    """`count` questions and answers; with tool calls, thoughts and a system message where the family has them."""
+    messages = []
+    if family in ("chatml", "late_system", "tools", "parts") and rng.random() < 0.5:
+        messages.append({"role": "system", "content": "Be kind"})
+    for _ in range(count):
+        messages.append({"role": "user", "content": rng.choice(TEXTS)})
+        for number in range(rng.choice((0, 0, 1, 3)) if family == "tools" else 0):
+            call = {"type": "function", "function": {"name": "weather", "arguments": {"day": str(number)}}}
+            messages.append({"role": "assistant", "content": rng.choice(("", "Hi")), "tool_calls": [call]})
+            messages += [{"role": "tool", "content": rng.choice(TEXTS)} for _ in range(rng.choice((1, 1, 2)))]
+        answer = {"role": "assistant", "content": rng.choice(TEXTS)}
+        if family == "qwen3" and rng.random() < 0.3:
+            answer["reasoning_content"] = "Be brief"
+        messages.append(answer)
+    return messages
+
+
+def outcome(encode, *arguments):
+    """What is encoded, or why it is refused."""
+    try:
+        return encode(*arguments)
+    except RefusedError as error:
+        return next(words for words in ("apart", "leaves out") if words in str(error))
+
+
+@pytest.mark.parametrize("kind", ["words", "bytes", "trimmed", "metaspace"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fast_equals_the_definition(monkeypatch, family, kind):
+    chat, rng, fast = make(family, kind), random.Random(f"{family} {kind}"), 0
+    for count in [*range(1, 8), 12]:
+        messages = conversation(rng, family, count)
+        tools = [WEATHER] if family == "tools" and rng.random() < 0.7 else []
+        finish = rng.choice(("stop", "length"))
+        for few in (0, 8):
+            monkeypatch.setattr(turns, "FEW_ANSWERS", few)
+            for which in ("all", "last"):
+                made = outcome(chat.encode, messages, finish, which, tools)
+                expected = outcome(encode_slowly, chat, messages, finish, which, tools)
+                assert made == expected or (family == "forgetful" and made == "leaves out"), (few, messages)
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        found = stable_turns(chat.renderer, messages, answers, tools)
+        fast += found is not None
+        for turn in found or ():
+            exact = turn_at(chat.renderer, messages, turn.index, tools)
+            assert turn.text.startswith(exact.text) and (turn.end, turn.spans) == (exact.end, exact.spans)
+    if family in STABLE:
+        assert fast == 8, "an ordinary template needs no second look"
+
+
+@pytest.mark.parametrize("family", STABLE)
+def test_cost_grows_with_the_length(monkeypatch, family):
+    chat = make(family, "bytes")
+    counted = {"rendered": 0, "tokenised": 0}
+    render, ids, tokens = chat.renderer.render, chat._ids, chat._tokens
+
+    def counting(name, work, size):
+        def wrapped(*arguments, **kwargs):
+            result = work(*arguments, **kwargs)
+            counted[name] += size(arguments, result)
+            return result
+
+        return wrapped
+
+    monkeypatch.setattr(chat.renderer, "render", counting("rendered", render, lambda _, result: len(result[0])))
+    monkeypatch.setattr(chat, "_ids", counting("tokenised", ids, lambda arguments, _: len(arguments[0])))
+    monkeypatch.setattr(chat, "_tokens", counting("tokenised", tokens, lambda arguments, _: len(arguments[0])))
+    costs = []
+    for count in (50, 100, 200):
+        messages = conversation(random.Random(1), family, count)
+        (encoded,) = chat.encode(messages)
+        assert max(encoded.turn_ids) + 1 == sum(m["role"] == "assistant" for m in messages)
+        size = len(chat.tokenizer.decode(encoded.token_ids))
+        costs.append({name: value / size for name, value in counted.items()})
+        counted.update(dict.fromkeys(counted, 0))
+    for name in ("rendered", "tokenised"):
+        assert costs[-1][name] < 1.3 * costs[0][name], f"{name} characters per character of the text: {costs}"
+        assert costs[-1][name] < 25, costs

@@ -1,0 +1,88 @@
+"""Masks of a conversation by the definition: every prefix is rendered and tokenised from its beginning, O(n²).
+
+An answer starts where the prompt before it ends; the ids of that prompt must be the first ids of the whole.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from headstart.data.chat import ChatFormat, Encoded, RefusedError
+
+
+def encode_slowly(
+    chat: ChatFormat, messages: list[dict[str, Any]], finish_reason: str = "stop", turns: str = "all", tools=()
+) -> list[Encoded]:
+    """`ChatFormat.encode` for conversations that the template takes and of which it leaves nothing out."""
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    groups: list[list[tuple]] = []
+    for index in reversed(answers if turns == "all" else answers[-1:]):
+        text, spans = _turn(chat, messages, index, tools)
+        content = (messages[index].get("content") or "").strip()
+        if groups and groups[-1][-1][0].startswith(text[: spans[-1][1]] if spans else ""):
+            groups[-1].insert(0, (text, spans, content))
+        else:
+            groups.append([(text, spans, content)])
+    groups.reverse()
+    return [_encode(chat, group, finish_reason if group is groups[-1] else "stop") for group in groups]
+
+
+def _turn(chat: ChatFormat, messages: list[dict[str, Any]], index: int, tools):
+    text, tags = chat.renderer.render(messages[: index + 1], tools=tools)
+    prompt = chat.render(messages[:index], add_generation_prompt=True, tools=tools)
+    if not chat.renderer.tagged:
+        assert text.startswith(prompt)
+        return text, [(len(prompt), len(text))]
+    base = chat.render(messages[:index], tools=tools)
+    header = prompt[len(base) :] if prompt.startswith(base) else ""
+    fresh = len(os.path.commonprefix([base, text]))
+    return text, [
+        (start + len(header) if header and text[start:end].startswith(header) else start, end)
+        for start, end in tags
+        if start >= fresh
+    ]
+
+
+def _encode(chat: ChatFormat, group: list[tuple], finish_reason: str) -> Encoded:
+    text = group[-1][0]
+    spans = [(start, end, content) for _, turn_spans, content in group for start, end in turn_spans]
+    ids, offsets, starts, origins = _split(chat, text, [start for start, _, _ in spans])
+    turn_ids, stop_at = [-1] * len(ids), len(ids)
+    for number, (start, end, content) in enumerate(spans):
+        first, final = starts[number], number + 1 == len(spans)
+        limit = next((i for i in range(first, len(ids)) if offsets[i][0] >= end), len(ids)) + chat.renderer.tagged
+        stops = [i for i in range(first, min(limit, len(ids))) if ids[i] in chat.stop_token_ids]
+        if stops:
+            past = stops[0] if final and finish_reason == "length" else stops[0] + 1
+        else:
+            origin, token = origins[number]
+            kept = _ids(chat, text[origin : text.index(content, start, end) + len(content)])
+            past = token + len(os.path.commonprefix([kept, ids[token:]]))
+        turn_ids[first:past] = [number] * (past - first)
+        if final and finish_reason == "length":
+            stop_at = past
+    return Encoded(ids[:stop_at], turn_ids[:stop_at], finish_reason)
+
+
+def _split(chat: ChatFormat, text: str, cuts: list[int]):
+    ids, offsets = _ids(chat, text), _offsets(chat, text)
+    heads = [_ids(chat, text[:cut]) for cut in cuts]
+    if all(ids[: len(head)] == head for head in heads):
+        return ids, offsets, [len(head) for head in heads], [(0, 0)] * len(cuts)
+    pieces, spans, starts = [], [], []
+    for begin, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        pieces += _ids(chat, text[begin:stop])
+        spans += [(a + begin, b + begin) for a, b in _offsets(chat, text[begin:stop])]
+        starts.append(len(pieces))
+    if chat._decode(pieces) != chat._decode(ids):
+        raise RefusedError("cannot be encoded apart")
+    return pieces, spans, starts[:-1], list(zip(cuts, starts[:-1], strict=True))
+
+
+def _ids(chat: ChatFormat, text: str) -> list[int]:
+    return chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _offsets(chat: ChatFormat, text: str) -> list[tuple[int, int]]:
+    return chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

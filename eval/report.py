@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, JustifyMethod, Renderab
 from rich.table import Table
 from rich.text import Text
 
-from headstart.heads.errors import DataError
+from headstart.heads.errors import DataError, HeadstartError
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats.flags import TITLES, flag_of
 from headstart.heads.formats.plots import draw_plots
@@ -126,14 +127,24 @@ class Report:
         path = Path(directory) / "report.json"
         return cls.from_json(read_json(path), str(path))
 
-    def write(self, directory: Path | str) -> Path:
-        """Write report.json, report.md and its plots (atomically); returns the path of report.json."""
+    def save(self, directory: Path | str) -> Path:
+        """Write report.json (atomically), from which everything else is made; returns its path."""
         directory = Path(directory)
         write_json(directory / "report.json", self.to_json())
-        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "report.md").unlink(missing_ok=True)  # of another measurement
+        return directory / "report.json"
+
+    def render(self, directory: Path | str) -> None:
+        """Write report.md and its plots beside report.json (atomically)."""
+        directory = Path(directory)
         images = "".join(f"\n![{Path(name).stem}]({name})\n" for name in draw_plots(self.to_json(), directory))
         write_text(directory / "report.md", render_markdown(self) + images)
-        return directory / "report.json"
+
+    def write(self, directory: Path | str, say: Callable[[str], None] = print) -> Path:
+        """`save`, then `render`, whose failure is told and costs nothing; returns the path of report.json."""
+        path = self.save(directory)
+        render_saved(path, say)
+        return path
 
     @property
     def flag(self) -> str | None:
@@ -158,6 +169,20 @@ class Report:
             self.latency,
             self.speedup_ci95,
         )
+
+
+def render_saved(path: Path, say: Callable[[str], None]) -> bool:
+    """Render a saved report.json; False where that failed, which `say` is told with the remedy."""
+    try:
+        Report.read(path.parent).render(path.parent)
+    except Exception as error:  # noqa: BLE001 - whatever a renderer meets, the measurement is saved
+        cause = str(error) if isinstance(error, HeadstartError) else f"{type(error).__name__}: {error}"
+        say(
+            f"WARNING: {path} holds the measurement, but report.md and its plots could not be written ({cause}). "
+            f"`headstart report {shlex.quote(str(path.parent))}` makes them again"
+        )
+        return False
+    return True
 
 
 def _known(cls: type, value: Any, where: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -110,12 +111,19 @@ def _row(cells: tuple[str, ...]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def write_tuning(tuning: Tuning, directory: Path, more: dict[str, Any] | None = None) -> Path:
-    """Write tune.json, tune.md and its plot; returns the path of tune.json."""
-    write_json(directory / "tune.json", {**tuning.to_json(), **(more or {})})
-    atomic_write(directory / PLOT, partial(_plot, tuning))
-    write_text(directory / "tune.md", f"{tuning_markdown(tuning)}\n![speed-up by batch]({PLOT})\n")
-    return directory / "tune.json"
+def write_tuning(
+    tuning: Tuning, directory: Path, more: dict[str, Any] | None = None, say: Callable[[str], None] = print
+) -> Path:
+    """Write tune.json, then tune.md and its plot, whose failure is told to `say`; returns the path of tune.json."""
+    place = directory / "tune.json"
+    write_json(place, {**tuning.to_json(), **(more or {})})
+    try:
+        atomic_write(directory / PLOT, partial(_plot, tuning))
+        write_text(directory / "tune.md", f"{tuning_markdown(tuning)}\n![speed-up by batch]({PLOT})\n")
+    except Exception as error:  # noqa: BLE001 - whatever drawing meets, what was found is saved
+        cause = f"{type(error).__name__}: {error}"
+        say(f"WARNING: {place} holds what was found, but tune.md could not be written ({cause})")
+    return place
 
 
 def _plot(tuning: Tuning, place: Path) -> None:

@@ -122,10 +122,13 @@ def _error_number(error: Exception) -> int | None:
 
 
 @contextmanager
-def explain_disk(path: Path) -> Iterator[None]:
-    """Turn "no space left" into a DiskFullError; no permission, too large a file or a wrong kind into a StorageError.
+def explain_disk(path: Path, another: str = "run_dir=…") -> Iterator[None]:
+    """Turn "no space left" into a DiskFullError; no permission, too large a file, a name or kind that cannot be into a
+    StorageError.
 
     All name the path and the remedy, whichever exception a library made of the failed system call.
+
+    Args: another: the options that name another place, for the messages.
     """
     try:
         yield
@@ -134,17 +137,22 @@ def explain_disk(path: Path) -> Iterator[None]:
         if number in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFullError(
                 f"{path}: the disk is full; nothing already written was lost. Free space, or point the run "
-                "elsewhere with run_dir=…, then run the same command again: it continues."
+                f"elsewhere with {another}, then run the same command again: it continues."
             ) from error
         # waiting for room does not mend a limit on the size of one file, so that is not a full disk
         if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG):
             raise StorageError(
-                f"{path}: cannot be written ({os.strerror(number)}). Choose another place with run_dir=…"
+                f"{path}: cannot be written ({os.strerror(number)}). Choose another place with {another}"
+            ) from error
+        if number in (errno.ENAMETOOLONG, errno.ELOOP):
+            shown = str(path) if len(str(path)) < 200 else f"{str(path)[:80]}… ({len(str(path))} characters)"
+            raise StorageError(
+                f"{shown}: cannot be a path here ({os.strerror(number)}). Choose another place with {another}"
             ) from error
         if number in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
             raise StorageError(
                 f"{path}: a file stands where a directory is expected, or the other way round ({error}). Move it away, "
-                "or choose another place with run_dir=…"
+                f"or choose another place with {another}"
             ) from error
         raise
 
@@ -182,15 +190,18 @@ def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write UTF-8; what UTF-8 cannot hold (half a surrogate pair) is escaped, as it is not worth a lost result."""
+
     def write(place: Path) -> None:
-        place.write_text(text, encoding="utf-8")
+        place.write_text(text, encoding="utf-8", errors="backslashreplace")
 
     atomic_write(path, write)
 
 
 def json_text(value: Any) -> str:
-    """What `write_json` writes."""
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    """What `write_json` writes. JSON's own escapes stand for what UTF-8 cannot hold."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,20 +25,21 @@ from headstart.data.memory import MemoryFeatures
 from headstart.data.packing import plan_packs
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.samples import Sample, supervise_everything, token_counts
-from headstart.data.sources import read_prompts
+from headstart.data.sources import load_conversations, read_prompts
+from headstart.eval.report import render_saved
 from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
 from headstart.heads import vocab
-from headstart.heads.base import Head, build_head
+from headstart.heads.base import Head, HeadDims, build_head
 from headstart.heads.errors import ConfigError, DataError, FormatError, Terminated
 from headstart.heads.files import read_json, write_json, write_text
-from headstart.heads.formats import save_head
+from headstart.heads.formats import check_export, save_head
 from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.formats.sidecar import notes
 from headstart.heads.provenance import provenance
 from headstart.heads.target import Target
 from headstart.recipes.load import to_dict, to_yaml
 from headstart.recipes.schema import Recipe
-from headstart.steps import Steps
+from headstart.steps import Begin, Steps, no_begin
 from headstart.talk import Talk
 from headstart.train.resume import TRAINED
 
@@ -69,12 +71,20 @@ class Run:
     Args:
         target: a loaded target; None loads recipe.target when a step first needs it.
         device: overrides recipe.target.device (each rank of a distributed launch has its own).
+        ahead: the steps that the command is for; `check` asks what they would refuse.
     """
 
-    def __init__(self, recipe: Recipe, talk: Talk, target: Target | None = None, device: str | None = None):
-        self.recipe, self.talk = recipe, talk
+    def __init__(
+        self,
+        recipe: Recipe,
+        talk: Talk,
+        target: Target | None = None,
+        device: str | None = None,
+        ahead: Sequence[str] = (),
+    ):
+        self.recipe, self.talk, self.ahead = recipe, talk, ahead
         self.dir = Path(recipe.run_dir)
-        self.steps = Steps(self.dir, talk.say)
+        self.steps = Steps(self.dir, talk.say, self.check)
         self._target, self._device = target, device
         self._prepared: PreparedData | None = None
 
@@ -145,6 +155,36 @@ class Run:
             inputs["start_from"] = identity.of_head(find_head(self.recipe.start_from, "start_from"))
         return inputs
 
+    # -- what would be refused -------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Ask everything that the steps ahead would refuse, before the first that is not done. Loads no weights.
+
+        Raises: HeadstartError of the kind, and with the words, that the step itself would raise.
+        """
+        recipe, data = self.recipe, self.recipe.data
+        if "eval" in self.ahead:
+            self.check_eval_data()
+        if "export" in self.ahead:
+            check_export(recipe.export, recipe.head.type)
+        if "train" not in self.ahead:
+            return
+        if recipe.start_from is not None:
+            find_head(recipe.start_from, "start_from")
+        if data.distill.prompts and not self.distilled_path.is_file():
+            # read again when it is their turn: a bad line must not come to light after hours of answering
+            for _ in load_conversations([*data.sources, *data.held_out]):
+                pass
+        self._skeleton()
+
+    def check_eval_data(self) -> None:
+        """Raise DataError or ConfigError where `eval.data` is given and cannot be read."""
+        from headstart.eval.prompts import load_prompts
+
+        config = self.recipe.eval
+        if config.data is not None:
+            load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def distill(self) -> dict[str, Any] | None:
@@ -170,7 +210,7 @@ class Run:
         if self.recipe.target.parallel == "fsdp2":
             raise ConfigError(f"target.parallel: found fsdp2, but {what}, which one process does: {remedy}")
 
-    def _distill(self) -> dict[str, Any]:
+    def _distill(self, begin: Begin) -> dict[str, Any]:
         from headstart.eval.generation import EngineGenerator
 
         self._alone(
@@ -182,7 +222,8 @@ class Run:
         # captured cycles need a GPU, and one that holds the whole target
         if self.target.device.type == "cuda" and self.recipe.target.parallel != "device_map":
             generator = EngineGenerator(self.target, data.distill)
-        counted = 0, 0
+        target, counted = self.target, (0, 0)
+        self._begin(begin)
         with self.talk.progress("distill", "answers") as advance:
 
             def progress(done: int, total: int, message: str) -> None:
@@ -191,7 +232,7 @@ class Run:
                 advance(done, total, message)
 
             path = distill(
-                self.target,
+                target,
                 prompts,
                 data.distill,
                 self.distilled_path,
@@ -258,9 +299,10 @@ class Run:
         inputs = {"data": self.data_inputs, "feature_layers": layers}
         self.steps.run("features", inputs, [store / "train"], self._features, caches=[store])
 
-    def _features(self) -> dict[str, Any]:
+    def _features(self, begin: Begin) -> dict[str, Any]:
         data, config = self.prepare(), self.recipe.data
         spec, store = self._skeleton().spec, self.dir / "features"
+        self._begin(begin)
         for name, samples in (("train", self.trained_samples(data)), ("held_out", data.held_out)):
             if not samples:
                 continue
@@ -272,12 +314,23 @@ class Run:
         size = sum(path.stat().st_size for path in store.rglob("*.safetensors"))
         return {"path": str(store), "layer_ids": list(spec.layer_ids), "bytes": size}
 
+    def _begin(self, begin: Begin) -> None:
+        """From here on the run directory is this recipe's."""
+        begin()
+        self.save_recipe()
+
     def _skeleton(self) -> Head:
-        """The head without memory: for what it reads and what it is made of."""
-        # loads the target, which must not happen on the meta device (a resumed run gets here first)
-        dims = self.target.dims
+        """The head without memory or the target's weights: for what it reads and what it is made of."""
+        dims = self.dims
         with torch.device("meta"):
             return build_head(self.recipe.head, dims)
+
+    @cached_property
+    def dims(self) -> HeadDims:
+        """Of the target, without its weights."""
+        from headstart.light import light_target
+
+        return (self._target or light_target(self.recipe.target)).dims
 
     def train(self) -> dict[str, Any]:
         """Train the head and save it in the portable format. Ends early, resumably, at the first Ctrl-C."""
@@ -304,24 +357,30 @@ class Run:
             "train",
             self.train_inputs,
             outputs,
-            lambda: self.train_head(accelerator, watch),
+            lambda begin: self.train_head(accelerator, watch, lambda: self._begin(begin)),
             leftovers=[self.dir / name for name in TRAINED],
             lasting=lasting,
             again="" if self.recipe.train.resume else "as asked (train.resume=false)",
+            worth=lambda: self.head_dir.is_dir() or any((self.dir / "checkpoints").glob("step-*")),
         )
 
-    def train_head(self, accelerator: Any, watch: Any = None) -> dict[str, Any]:
-        """Train on the ranks of `accelerator` (None: this process alone) under their `watch`; rank 0 writes."""
+    def train_head(self, accelerator: Any, watch: Any = None, begin: Begin = no_begin) -> dict[str, Any]:
+        """Train on the ranks of `accelerator` (None: this process alone) under their `watch`; rank 0 writes.
+
+        Args: begin: called when everything is ready to train on.
+        """
         from headstart.train.loop import train
 
         recipe, target, data = self.recipe, self.target, self.prepare()
         main = accelerator is None or accelerator.is_main_process
-        if main:
-            self.save_data_report(data)
         head = self.fresh_head(data)
         samples = self.trained_samples(data)
         source = self._source(samples, "train", head)
         origin = {**provenance(target.device), "recipe": to_dict(recipe), "target": target.fingerprint()}
+        validator = self._validator(data, head, accelerator)
+        begin()
+        if main:
+            self.save_data_report(data)
         result = train(
             head,
             source,
@@ -329,7 +388,7 @@ class Run:
             source.lengths,
             recipe.train,
             self.dir,
-            self._validator(data, head, accelerator),
+            validator,
             provenance=origin,
             pack_tokens=recipe.data.pack_tokens,
             supervised=[sample.supervised for sample in samples],
@@ -423,11 +482,17 @@ class Run:
             "data": describe_data(data),
             "shorter_chains": self.recipe.shorter_chains,
         }
-        outputs = [self.dir / "report.json", self.dir / "report.md"]
-        return self.steps.run("eval", inputs, outputs, lambda: self._eval(data))
+        # what is drawn and written from report.json can be made again and does not count
+        report, rendered = self.dir / "report.json", self.dir / "report.md"
+        result = self.steps.run("eval", inputs, [report], lambda begin: self._eval(data, begin), leftovers=[rendered])
+        if not rendered.is_file():
+            render_saved(report, self.talk.say)
+        return result
 
-    def _eval(self, data: Any) -> dict[str, Any]:
+    def _eval(self, data: Any, begin: Begin) -> dict[str, Any]:
         from headstart.measure import UNTRAINED, measure
+
+        self.check_eval_data()
 
         if self.head_dir.is_dir():
             head, info = bound_head(self.head_dir, self.target), {"path": str(self.head_dir)}
@@ -435,7 +500,8 @@ class Run:
             head, info = untrained_head(self.recipe.head, self.target), UNTRAINED
         config = replace(self.recipe.eval, data=data)
         report = measure(self.target, head, config, self.talk, to_dict(self.recipe), info, self.recipe.shorter_chains)
-        path = report.write(self.dir)
+        begin()
+        path = report.save(self.dir)
         return {"report": str(path), **summary(report.to_json())}
 
     def export(self) -> dict[str, Any]:
@@ -443,11 +509,13 @@ class Run:
         if not self.head_dir.is_dir():
             raise FormatError(f"{self.head_dir}: no trained head there; run `headstart train` first")
         config = self.recipe.export
+        check_export(config)
         settings = identity.without(dataclasses.asdict(config), *PUBLISHING)
         inputs = {"head": identity.of_saved_head(self.head_dir), "export": settings}
         if tuned := notes(self.head_dir).get("tuned"):
             inputs["tuned"] = tuned
-        result = self.steps.run("export", inputs, [self.dir / "export"], self._export)
+        # an export that a check refuses is made again in a minute: the one before it is worth more
+        result = self.steps.run("export", inputs, [self.dir / "export"], self._export, worth=lambda: False)
         return result if config.push_to_hub is None else {**result, **self.publish()}
 
     def publish(self) -> dict[str, Any]:
@@ -461,16 +529,18 @@ class Run:
             "hub": {name: getattr(self.recipe.export, name) for name in PUBLISHING},
         }
 
-        def push() -> dict[str, Any]:
+        def push(begin: Begin) -> dict[str, Any]:
+            begin()
             measured = read_json(report) if report.is_file() else None
             return {"url": push_export(place, self.recipe.export, measured)}
 
         return self.steps.run("publish", inputs, [], push)
 
-    def _export(self) -> dict[str, Any]:
+    def _export(self, begin: Begin) -> dict[str, Any]:
         from headstart.heads.formats import export_head
         from headstart.serving_check import compare_features, probe_sequences, require_parity
 
+        check_export(self.recipe.export, read_json(self.head_dir / "headstart.json").get("type"))
         head = bound_head(self.head_dir, self.target, torch.float32)
         origin = {**read_json(self.head_dir / "headstart.json").get("provenance", {}), **provenance(self.target.device)}
         origin |= {"recipe": to_dict(self.recipe), "target": self.target.fingerprint()}
@@ -482,6 +552,7 @@ class Run:
         self.talk.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
         origin |= {"serving_parity": parity.to_json(), "tuned": notes(self.head_dir).get("tuned")}
         place = self.dir / "export"
+        begin()
         return exported(export_head(head, place, self.recipe.export, origin), self.talk)
 
 

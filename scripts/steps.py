@@ -5,6 +5,9 @@
 A step whose marker says done for equal inputs is skipped. A step that was started with equal inputs continues, and so
 does one whose changed inputs do not spoil what it has made so far. Where they do, or the step was done and nothing can
 be added to it, what it had made moves to `runs/NAME/previous/` (caches are deleted) and the step starts afresh.
+
+A step checks everything first and calls `begin` before it writes: only then does the run directory change. One that
+fails later without having made anything of worth puts back what was there.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from headstart.heads.errors import DataError, StorageError
-from headstart.heads.files import explain_disk, read_json, set_aside, write_json
+from headstart.heads.files import delete, explain_disk, read_json, set_aside, write_json
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[str]:
@@ -43,15 +46,24 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "…"
 
 
+#: what a step calls once everything that can refuse has been asked, before it writes
+Begin = Callable[[], None]
+
+
+def no_begin() -> None:
+    """For work that is no step of a run."""
+
+
 class Steps:
     """The markers of one run directory.
 
     Args:
         say: receives one line per step that is skipped, continued or done again.
+        check: called once, before the first step that is not done: raises where a step that is ahead cannot work.
     """
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None]):
-        self.run_dir, self.say = Path(run_dir), say
+    def __init__(self, run_dir: Path, say: Callable[[str], None], check: Callable[[], None] | None = None):
+        self.run_dir, self.say, self._check = Path(run_dir), say, check
 
     def marker(self, step: str) -> dict[str, Any]:
         """The step's marker, {} when there is none. Raises StorageError when it cannot be read."""
@@ -85,53 +97,70 @@ class Steps:
         step: str,
         inputs: dict[str, Any],
         outputs: Sequence[Path],
-        work: Callable[[], dict[str, Any]],
+        work: Callable[[Begin], dict[str, Any]],
         leftovers: Sequence[Path] = (),
         caches: Sequence[Path] = (),
         lasting: Callable[[dict[str, Any]], Any] = lambda inputs: inputs,
         extends: bool = False,
         again: str = "",
+        worth: Callable[[], bool] | None = None,
     ) -> dict[str, Any]:
         """Do the step unless it is done; returns its result (JSON values).
 
         Args:
             inputs: JSON values that the outputs depend on.
             outputs: files or directories that the step makes.
+            work: does the step. It calls its argument once, after everything that can refuse and before it writes.
             leftovers: more of what it makes on the way (checkpoints), set aside with the outputs when inputs change.
             caches: what it can make again, deleted when inputs change.
             lasting: the part of the inputs that may not change while the step is under way.
             extends: whether a step that is done goes on likewise, from its outputs.
             again: why the step is to start afresh whatever it has made; empty when it is not.
+            worth: of a step that failed, whether what it has made is worth more than what was set aside for it; None:
+                where it has made anything.
         """
         inputs = _plain(inputs)
         found = self.marker(step)
         if not again and self.is_done(step, inputs, outputs):
             self.say(f"{step}: finished before ({found.get('seconds', 0):.0f} s), skipped")
             return found["result"]
+        if self._check is not None:
+            check, self._check = self._check, None
+            check()
         old = found.get("inputs")
         differences = list(changed(old, inputs)) if found else []
         listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
         started = found.get("status") == "started"
         kept = (started or extends) and isinstance(old, dict) and not any(changed(lasting(old), lasting(inputs)))
-        aside: Path | None = None
-        if again or (differences and not kept):
+        afresh = bool(again) or (bool(differences) and not kept)
+        if afresh:
             self.say(f"{step}: done again, {again or f'its inputs changed ({listed})'}")
-            aside = self._set_aside(step, [*outputs, *leftovers], caches)
         elif started or differences:
             self.say(f"{step}: continues" + (f" with other settings ({listed})" if differences else ""))
         elif found:
             self.say(f"{step}: done again, {next(path for path in outputs if not path.exists())} is gone")
         else:
             self.say(f"{step}: starts")
-        began = time.monotonic()
-        write_json(self._path(step), {"step": step, "status": "started", "inputs": inputs})
+        clock, made = time.monotonic(), [*outputs, *leftovers]
+        aside: Path | None = None
+        begun = False
+
+        def begin() -> None:
+            nonlocal aside, begun
+            if afresh:
+                aside = self._set_aside(step, made, caches)
+            write_json(self._path(step), {"step": step, "status": "started", "inputs": inputs})
+            begun = True
+
         try:
-            result = _plain(work())
+            result = _plain(work(begin))
         except BaseException:
-            if aside is not None:
-                self._put_back(step, aside, [*outputs, *leftovers], found)
+            if aside is not None and not (worth() if worth else any(path.exists() for path in made)):
+                self._put_back(step, aside, made, found)
             raise
-        seconds = round(time.monotonic() - began, 1)
+        if not begun:
+            raise RuntimeError(f"{step}: returned without having begun")
+        seconds = round(time.monotonic() - clock, 1)
         write_json(
             self._path(step), {"step": step, "status": "done", "inputs": inputs, "result": result, "seconds": seconds}
         )
@@ -151,34 +180,46 @@ class Steps:
         return place
 
     def _put_back(self, step: str, place: Path, made: Sequence[Path], marker: dict[str, Any]) -> None:
-        """Undo `_set_aside` for a step that failed before it made anything: a mistake must not cost what was there."""
-        if any(path.exists() for path in made):
-            return
+        """Undo `_set_aside` for a step that failed before it made anything of worth: a mistake costs nothing."""
         with explain_disk(self.run_dir):
             for path in made:
+                delete(path)
                 if (place / path.name).exists():
                     shutil.move(place / path.name, path)
             write_json(self._path(step), marker)
             shutil.rmtree(place)
-        self.say(f"{step}: it failed before it made anything; what was there is back in its place")
+        self.say(f"{step}: it failed before it made anything of worth; what was there is back in its place")
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep a second command out of the run directory. Raises StorageError when one is at work there."""
-        with explain_disk(self.run_dir):
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.run_dir / ".lock")
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                raise StorageError(
-                    f"{self.run_dir}: another headstart command is working there; wait for it, or choose another "
-                    "place with name=… or run_dir=…"
-                ) from None
-        try:
+        with locked(self.run_dir, "name=… or run_dir=…"):
             yield
-        finally:
-            lock.release()
+
+
+@contextmanager
+def locked(directory: Path, another: str, wait: bool = False) -> Iterator[None]:
+    """Keep a second command out of a directory that this one writes to; it is made where it is missing.
+
+    Args:
+        another: the options that name another place, for the message.
+        wait: wait for the other command to end, instead of raising.
+    Raises: StorageError when one is at work there, or the directory cannot be made.
+    """
+    with explain_disk(directory, another):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(directory / ".lock")
+        try:
+            lock.acquire(timeout=-1 if wait else 0)
+        except Timeout:
+            raise StorageError(
+                f"{directory}: another headstart command is working there; wait for it, or choose another place with "
+                f"{another}"
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _plain(value: Any) -> Any:

@@ -55,21 +55,25 @@ class Talk:
         """One message on stderr."""
         self._console.print(plain(message), style=style, soft_wrap=True)
 
-    def result(self, value: Any, shown: RenderableType | None = None) -> None:
-        """The command's answer: `value` as JSON, or `shown` for a person."""
+    def result(self, value: Any, shown: RenderableType | Callable[[], RenderableType] | None = None) -> None:
+        """The command's answer: `value` as JSON, or `shown` for a person (made here where it is a function)."""
         if self.silent:
             return
         if self.as_json:
-            from headstart.heads.escape import in_json
-
-            print(in_json(json.dumps(value, ensure_ascii=False, default=str)), file=self._out, flush=True)
+            print(_json_line(value, self._out.encoding), file=self._out, flush=True)
         elif shown is not None:
+            # what the terminal cannot show is escaped: the work is done, and an error here would hide that
+            encoding = self._out.encoding or "utf-8"
+            made = shown() if callable(shown) else shown
             terminal = self._out.isatty()
             console = Console(file=self._out, highlight=False, markup=False, width=None if terminal else 140)
-            if isinstance(shown, str):
-                console.print(plain(shown), soft_wrap=True)
-            else:
-                console.print(Harmless(shown))
+            with console.capture() as kept:
+                if isinstance(made, str):
+                    console.print(plain(made), soft_wrap=True)
+                else:
+                    console.print(Harmless(made))
+            self._out.write(kept.get().encode(encoding, "backslashreplace").decode(encoding))
+            self._out.flush()
 
     @contextmanager
     def stdout_guard(self) -> Iterator[None]:
@@ -104,6 +108,18 @@ class Talk:
             before = done
 
         return advance
+
+
+def _json_line(value: Any, encoding: str | None) -> str:
+    """JSON in what the stream can hold; JSON's own escapes stand for the rest."""
+    from headstart.heads.escape import in_json
+
+    text = in_json(json.dumps(value, ensure_ascii=False, default=str))
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value, default=str)
+    return text
 
 
 @contextmanager

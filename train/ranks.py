@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None, early: Early | None = None, lau
             if early is not None:
                 early.over()
             talk = Talk(silent=not accelerator.is_main_process)
-            train_ranks(Run(recipe, talk, device=str(accelerator.device)), accelerator, watch)
+            run = Run(recipe, talk, device=str(accelerator.device), ahead=("train",))
+            train_ranks(run, accelerator, watch)
         accelerator.end_training()
     except HeadstartError as error:
         print(f"{rank}error: {plain(str(error))}", file=sys.stderr)
@@ -73,7 +74,6 @@ def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
     """The pipeline's train step on every rank of this launch; rank 0 prepares, marks and writes."""
 
     def prepare() -> bool:
-        run.save_recipe()
         run.distill()
         done = run.is_trained()
         if not done:
@@ -86,8 +86,11 @@ def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
     require_shared(run.dir)
     with run.steps.lock() if main else nullcontext():
         if on_main(prepare):
+            if main:
+                run.save_recipe()
             return
         if main:
             run.train_once(accelerator, watch)
+            run.save_recipe()
         else:
             run.train_head(accelerator, watch)

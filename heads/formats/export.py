@@ -26,6 +26,26 @@ SERVES = {
 PORTABLE_ENGINES = {"medusa": ("vllm",), "eagle": ("vllm",), "eagle3": ("vllm", "sglang", "tensorrt_llm")}
 
 
+def check_export(config: ExportConfig, family: str | None = None) -> None:
+    """Refuse settings with which no export can be written, before anything is loaded.
+
+    Args: family: of the head, where it is known.
+    Raises: ConfigError for an unknown engine, one that does not serve the family, an unknown dtype or size.
+    """
+    unknown = [name for name in config.engines if name not in ENGINES]
+    if unknown or not config.engines:
+        raise ConfigError(f"export.engines: found {list(config.engines)}, expected some of {list(ENGINES)}")
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"export.dtype: found {config.dtype!r}, expected one of {sorted(DTYPES)}")
+    for name in config.engines if family is not None else []:
+        if family not in SERVES[name][1]:
+            able = [other for other, (_, families) in SERVES.items() if family in families]
+            raise ConfigError(
+                f"export.engines: {SERVES[name][0]} does not serve {family} heads; expected some of {able}"
+            )
+    shard_bytes(config.max_shard_size)
+
+
 def export_head(
     head: Head, directory: Path, config: ExportConfig, provenance: dict[str, Any]
 ) -> dict[str, CheckReport]:
@@ -38,17 +58,7 @@ def export_head(
         FormatError when a validator finds that an engine it was written for would not load it rightly and
         `config.force` is off.
     """
-    unknown = [name for name in config.engines if name not in ENGINES]
-    if unknown or not config.engines:
-        raise ConfigError(f"export.engines: found {list(config.engines)}, expected some of {list(ENGINES)}")
-    if config.dtype not in DTYPES:
-        raise ConfigError(f"export.dtype: found {config.dtype!r}, expected one of {sorted(DTYPES)}")
-    for name in config.engines:
-        if head.family not in SERVES[name][1]:
-            able = [other for other, (_, families) in SERVES.items() if head.family in families]
-            raise ConfigError(
-                f"export.engines: {SERVES[name][0]} does not serve {head.family} heads; expected some of {able}"
-            )
+    check_export(config, head.family)
     limit = shard_bytes(config.max_shard_size)
     reports = {}
     for index, name in enumerate(config.engines):

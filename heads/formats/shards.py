@@ -24,7 +24,7 @@ def shard_bytes(size: str | int | None) -> int | None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     value = float(match[1]) * UNITS[match[2].upper()] if match and match[2].upper() in UNITS else 0
-    if value < 1:
+    if not 1 <= value < 1 << 63:
         raise ConfigError(
             f"export.max_shard_size: found {size!r}, expected a size such as 14MB, 5GB or 512MiB, or null"
         )

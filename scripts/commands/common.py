@@ -21,6 +21,20 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON value on stdout.")]
 
 
+def split_recipe(arguments: list[str] | None) -> tuple[str | None, list[str]]:
+    """(RECIPE or None, overrides) of the words of a command line on which the recipe may be left out."""
+    words = list(arguments or [])
+    return (words.pop(0) if words and "=" not in words[0] else None), words
+
+
+def folder_name(head: str) -> str:
+    """What stands for a head, given as a directory or as user/name[@revision], in the names of folders."""
+    from pathlib import Path
+
+    place = Path(head)
+    return (place.resolve().name if place.is_dir() else head.rstrip("/").split("/")[-1]) or "head"
+
+
 @contextmanager
 def speaking(as_json: bool, alone: str | None = None) -> Iterator[Talk]:
     """A Talk for the body of a command; mistakes become one clean message and the right exit code.

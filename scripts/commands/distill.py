@@ -14,10 +14,10 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
 
         run = Run(load_recipe(recipe, overrides or []), talk)
         with run.steps.lock():
-            run.save_recipe()
             result = run.distill()
-        if result is None:
-            raise ConfigError(
-                f"{recipe}: data.distill.prompts is empty: set data.distill.prompts=[{{path: prompts.jsonl}}]"
-            )
+            if result is None:
+                raise ConfigError(
+                    f"{recipe}: data.distill.prompts is empty: set data.distill.prompts=[{{path: prompts.jsonl}}]"
+                )
+            run.save_recipe()
         talk.result(result, f"{result['answers']} answers to {result['prompts']} prompts in {result['path']}")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, speaking
+from headstart.commands.common import Json, folder_name, speaking, split_recipe
 from headstart.talk import Talk
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def command(
         from headstart.eval.report import Report, render_tables
         from headstart.heads.errors import ConfigError
 
-        words = list(arguments or [])
-        recipe = words.pop(0) if words and "=" not in words[0] else None
+        recipe, words = split_recipe(arguments)
         if engine is not None or url is not None:
             directory = _of_server(recipe, words, (engine, url, model or target), head, data, out, talk)
         elif model is not None:
@@ -75,7 +75,8 @@ def command(
         else:
             directory = _of_head(recipe, words, head, target, data, out, talk)
         report = Report.read(directory)
-        talk.result({**report.to_json(), "report": str(directory / "report.json")}, render_tables(report))
+        value = {**report.to_json(), "report": str(directory / "report.json")}
+        talk.result(value, lambda: render_tables(report))
         if not json:
             talk.result(None, f"report: {directory / 'report.md'} (and report.json)")
 
@@ -87,7 +88,7 @@ def _of_recipe(recipe: str, overrides: list[str], data: list[str] | None, talk: 
     loaded = load_recipe(recipe, overrides)
     if data:
         loaded.eval.data = one_or_all(data)
-    run = Run(loaded, talk)
+    run = Run(loaded, talk, ahead=("eval",))
     with run.steps.lock():
         run.eval()
     return run.dir
@@ -103,30 +104,28 @@ def _of_head(
     talk: Talk,
 ) -> Path:
     from headstart.found_heads import bound_head, find_head, untrained_head
-    from headstart.heads.errors import ConfigError
     from headstart.heads.target import Target
     from headstart.measure import UNTRAINED, measure
     from headstart.recipes.load import load_evaluation, load_recipe
+    from headstart.steps import locked
 
     settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
-    if settings.eval.data is None:
-        raise ConfigError("eval.data is not set: give --data FILE.jsonl")
-    named = label_of(settings.eval.data)
+    named = label_of(settings.eval)
     place_of_head = find_head(head) if head is not None else None
-    talk.say(f"loading target {settings.target.name} …")
-    loaded = Target.load(settings.target)
-    drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
-    chosen = recipe is not None or any(word.startswith(("eval.tree", "eval.drafter")) for word in overrides)
-    if place_of_head is not None and not chosen:
-        use_tuned(place_of_head, loaded, settings.eval, talk)
-    info: dict[str, Any] | None = {"path": head} if head is not None else None
-    if drafted is None and settings.eval.drafter == "auto" and settings.eval.synthetic_acceptance is not None:
-        config = load_recipe(recipe, overrides).head if recipe is not None else None
-        drafted, info = untrained_head(config, loaded), UNTRAINED
-    report = measure(loaded, drafted, settings.eval, talk, head_info=info)
-    label = head.rstrip("/").split("/")[-1] if head is not None else settings.eval.drafter
+    label = folder_name(head) if head is not None else settings.eval.drafter
     place = Path(out) if out else Path("runs") / "eval" / f"{label}-{named}"
-    report.write(place)
+    with locked(place, "--out"):
+        talk.say(f"loading target {settings.target.name} …")
+        loaded = Target.load(settings.target)
+        drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
+        chosen = recipe is not None or any(word.startswith(("eval.tree", "eval.drafter")) for word in overrides)
+        if place_of_head is not None and not chosen:
+            use_tuned(place_of_head, loaded, settings.eval, talk)
+        info: dict[str, Any] | None = {"path": head} if head is not None else None
+        if drafted is None and settings.eval.drafter == "auto" and settings.eval.synthetic_acceptance is not None:
+            config = load_recipe(recipe, overrides).head if recipe is not None else None
+            drafted, info = untrained_head(config, loaded), UNTRAINED
+        measure(loaded, drafted, settings.eval, talk, head_info=info).write(place, talk.say)
     return place
 
 
@@ -142,6 +141,7 @@ def _of_server(
     from headstart.eval.served import evaluate_server
     from headstart.heads.errors import ConfigError
     from headstart.recipes.load import load_evaluation
+    from headstart.steps import locked
 
     engine, url, model = server
     if engine is None or url is None:
@@ -150,19 +150,26 @@ def _of_server(
     named = {"target.name": model or "served"} if recipe is None else {}
     settings = load_evaluation(recipe, overrides, {**named, "eval.data": one_or_all(data)})
     info = {"path": head} if head is not None else None
-    with talk.progress("eval", "prompts") as advance:
-        report = evaluate_server(
-            engine,
-            url,
-            settings.eval,
-            model,
-            os.environ.get("OPENAI_API_KEY"),
-            info,
-            lambda done, total, _task: advance(done, total, ""),
-        )
-    label = f"{engine}-{report.target['name'].rstrip('/').split('/')[-1]}"
-    place = Path(out) if out else Path("runs") / "eval" / f"{label}-{label_of(settings.eval.data)}"
-    report.write(place)
+    data_name, place = label_of(settings.eval), Path(out) if out else None
+    # without --out the place follows from the model that the server names
+    with locked(place, "--out") if place is not None else nullcontext():
+        with talk.progress("eval", "prompts") as advance:
+            report = evaluate_server(
+                engine,
+                url,
+                settings.eval,
+                model,
+                os.environ.get("OPENAI_API_KEY"),
+                info,
+                lambda done, total, _task: advance(done, total, ""),
+            )
+        if place is not None:
+            report.write(place, talk.say)
+            return place
+    label = f"{engine}-{report.target['name'].rstrip('/').split('/')[-1]}"[:150]
+    place = Path("runs") / "eval" / f"{label}-{data_name}"
+    with locked(place, "--out", wait=True):
+        report.write(place, talk.say)
     return place
 
 
@@ -201,12 +208,15 @@ def use_tuned(head: Path, target: Target, config: EvalConfig, talk: Talk) -> Non
     talk.say(f"tree tuned for this card and {where}: {label} (eval.tree.… overrides it)")
 
 
-def label_of(data: Any) -> str:
-    """Folder name for `eval.data`. Raises ConfigError when a file of it is missing, before anything is loaded."""
-    from headstart.eval.prompts import data_label
-    from headstart.heads.errors import ConfigError, DataError
+def label_of(config: EvalConfig) -> str:
+    """Folder name for the prompts, which are read here once: what is wrong with them is told before anything is loaded.
 
-    try:
-        return data_label(data)
-    except DataError as error:
-        raise ConfigError(f"eval.data: {error}") from error
+    Raises: ConfigError where none are named, DataError where they cannot be read.
+    """
+    from headstart.eval.prompts import data_label, load_prompts
+    from headstart.heads.errors import ConfigError
+
+    if config.data is None:
+        raise ConfigError("eval.data is not set: give --data FILE.jsonl")
+    load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+    return data_label(config.data)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, speaking
+from headstart.commands.common import Json, folder_name, speaking, split_recipe
 from headstart.talk import Talk
 
 
@@ -64,8 +64,7 @@ def command(
         if check is not None:
             _check(check, target, talk)
             return
-        words = list(arguments or [])
-        recipe = words.pop(0) if words and "=" not in words[0] else None
+        recipe, words = split_recipe(arguments)
         words += [f"export.push_to_hub={push}"] if push else []
         words += ["export.force=true"] if force else []
         if head is not None:
@@ -89,7 +88,7 @@ def _of_recipe(recipe: str, overrides: list[str], talk: Talk) -> dict[str, Any]:
     from headstart.pipeline import Run
     from headstart.recipes.load import load_recipe
 
-    run = Run(load_recipe(recipe, overrides), talk)
+    run = Run(load_recipe(recipe, overrides), talk, ahead=("export",))
     with run.steps.lock():
         return run.export()
 
@@ -99,19 +98,22 @@ def _of_head(
 ) -> dict[str, Any]:
     from headstart.found_heads import export_found, find_head
     from headstart.heads.errors import ConfigError
-    from headstart.heads.formats import push_export
+    from headstart.heads.formats import check_export, push_export
+    from headstart.heads.formats.sidecar import notes
     from headstart.heads.target import Target
     from headstart.recipes.load import load_exporting
+    from headstart.steps import locked
 
     if recipe is None and target is None:
         raise ConfigError("export --head: give the head's target as well: --target T")
     settings = load_exporting(recipe, overrides, {"target.name": target})
-    find_head(head)
-    talk.say(f"loading target {settings.target.name} …")
-    place = Path(out) if out else Path("runs") / "export" / head.rstrip("/").split("/")[-1]
-    result = export_found(head, Target.load(settings.target), settings.export, place, talk)
-    if settings.export.push_to_hub is not None:
-        result["url"] = push_export(place, settings.export)
+    check_export(settings.export, notes(find_head(head)).get("type"))
+    place = Path(out) if out else Path("runs") / "export" / folder_name(head)
+    with locked(place, "--out"):
+        talk.say(f"loading target {settings.target.name} …")
+        result = export_found(head, Target.load(settings.target), settings.export, place, talk)
+        if settings.export.push_to_hub is not None:
+            result["url"] = push_export(place, settings.export)
     return result
 
 

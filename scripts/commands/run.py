@@ -12,16 +12,16 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
         from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe
 
-        run = Run(load_recipe(recipe, overrides or []), talk)
+        run = Run(load_recipe(recipe, overrides or []), talk, ahead=("train", "eval", "export"))
         run.require_eval_data()
         with run.steps.lock():
-            run.save_recipe()
             run.distill()
             trained = run.train()
             measured = run.eval()
             exported = run.export()
+            run.save_recipe()
         value = {"run_dir": str(run.dir), "train": trained, "eval": measured, "export": exported}
-        talk.result(value, render_tables(Report.read(run.dir)))
+        talk.result(value, lambda: render_tables(Report.read(run.dir)))
         if not json:
             talk.result(None, f"report: {run.dir / 'report.md'} (and report.json)")
             for engine, path in exported["exports"].items():

@@ -62,11 +62,11 @@ def command(
             raise ConfigError(f"{', '.join(given)}: found without --plan, whose options they are. {REMEDY}")
         from headstart.pipeline import Run
 
-        run = Run(settings, talk)
+        run = Run(settings, talk, ahead=("train",))
         with run.steps.lock():
-            run.save_recipe()
             run.distill()
             result = run.train()
+            run.save_recipe()
         talk.result(
             result, f"trained {result['step']} steps in {result['seconds']:.0f} s; the head is in {result['head']}"
         )

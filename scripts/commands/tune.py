@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, speaking
+from headstart.commands.common import Json, folder_name, speaking, split_recipe
 from headstart.commands.evaluate import label_of, one_or_all
 from headstart.talk import Talk
 
@@ -43,8 +43,7 @@ def command(
     with speaking(json, "tune") as talk:
         from headstart.heads.errors import ConfigError
 
-        words = list(arguments or [])
-        recipe = words.pop(0) if words and "=" not in words[0] else None
+        recipe, words = split_recipe(arguments)
         if recipe is None and target is None:
             raise ConfigError(
                 "tune: give a RECIPE, or --target T --data FILE.jsonl with --head DIR; see headstart tune --help"
@@ -65,34 +64,33 @@ def _tune(
     from headstart.eval.tune import tune
     from headstart.eval.tune_report import tuning_table, tuning_text, write_tuning
     from headstart.found_heads import bound_head, find_head
-    from headstart.heads.errors import ConfigError
     from headstart.heads.target import Target
     from headstart.pipeline import Run
     from headstart.recipes.load import load_evaluation, load_recipe
+    from headstart.steps import locked
 
     settings = load_evaluation(recipe, words, {"target.name": target, "eval.data": one_or_all(data)})
     if recipe is not None and head is None and settings.eval.drafter == "auto":
         run = Run(load_recipe(recipe, words), talk)
         head, out = str(run.head_dir), out or str(run.dir / "tune")
         settings.eval.data = settings.eval.data or str(run.held_out_path)
-    if settings.eval.data is None:
-        raise ConfigError("eval.data is not set: give --data FILE.jsonl")
-    named = label_of(settings.eval.data)
+    named = label_of(settings.eval)
     place = find_head(head) if head is not None else None
-    talk.say(f"loading target {settings.target.name} …")
-    loaded = Target.load(settings.target)
-    drafting = bound_head(place, loaded) if place is not None else None
-    with talk.progress("tune", "steps") as advance:
-        found = tune(loaded, drafting, settings.eval, settings.tune, advance)
-    label = head.rstrip("/").split("/")[-1] if head is not None else settings.eval.drafter
+    label = folder_name(head) if head is not None else settings.eval.drafter
     folder = Path(out) if out else Path("runs") / "tune" / f"{label}-{named}"
-    path = write_tuning(found, folder, {"head": head})
-    talk.result({**found.to_json(), "head": head, "report": str(path)}, tuning_table(found))
+    with locked(folder, "--out"):
+        talk.say(f"loading target {settings.target.name} …")
+        loaded = Target.load(settings.target)
+        drafting = bound_head(place, loaded) if place is not None else None
+        with talk.progress("tune", "steps") as advance:
+            found = tune(loaded, drafting, settings.eval, settings.tune, advance)
+        path = write_tuning(found, folder, {"head": head}, talk.say)
+        if write and place is not None:
+            _keep(place, found.entry(), talk)
+    talk.result({**found.to_json(), "head": head, "report": str(path)}, lambda: tuning_table(found))
     if not talk.as_json:
-        talk.result(None, tuning_text(found))
+        talk.result(None, lambda: tuning_text(found))
         talk.result(None, f"report: {folder / 'tune.md'} (and tune.json)")
-    if write and place is not None:
-        _keep(place, found.entry(), talk)
 
 
 def _keep(place: Path, entry: dict[str, Any], talk: Talk) -> None:

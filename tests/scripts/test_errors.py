@@ -137,15 +137,14 @@ def test_an_export_that_cannot_be_leaves_the_one_that_is_there(
     check(wrong, 2, "TGI does not serve eagle3")
     forgot = headstart("export", recipe, "export.engines=[sglang]")
     check(forgot, 1, "prompts (data.distill.prompts) were not answered", str(tmp_path / "run/recipe.yaml"))
-    for result in (wrong, forgot):
-        assert "what was there is back in its place" in result.err
+    assert "loading target" not in wrong.err and not list(tmp_path.glob("run/previous/*"))
     assert sorted(path.name for path in (tmp_path / "run/export").iterdir()) == before
     assert "export: finished before" in headstart("export", recipe, *made).err
 
 
 def test_eval_needs_a_recipe_or_a_target(headstart: Callable, tiny_target: Path, tmp_path: Path) -> None:
     check(headstart("eval"), 2, "give a RECIPE, or --target T --data FILE.jsonl")
-    check(headstart("eval", "--target", tiny_target, "--data", "gone.jsonl"), 2, "gone.jsonl: no such file")
+    check(headstart("eval", "--target", tiny_target, "--data", "gone.jsonl"), 1, "gone.jsonl: no such file")
     data = tmp_path / "p.jsonl"
     data.write_text('{"prompt": "a"}\n')
     options = ("--target", tiny_target, "--data", data)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from headstart.heads.errors import StorageError
-from headstart.steps import Steps, changed
+from headstart.steps import Begin, Steps, changed, locked
 
 
 class Work:
@@ -17,7 +18,8 @@ class Work:
     def __init__(self, output: Path, fail: bool = False):
         self.output, self.fail, self.runs = output, fail, 0
 
-    def __call__(self) -> dict:
+    def __call__(self, begin: Begin) -> dict:
+        begin()
         self.runs += 1
         if self.fail:
             raise RuntimeError("killed")
@@ -117,24 +119,73 @@ def test_a_mistake_does_not_cost_what_was_there(tmp_path: Path, stop: type[BaseE
     steps, work = Steps(tmp_path, said.append), Work(tmp_path / "export")
     steps.run("export", {"engines": ["vllm"]}, [work.output], work)
 
-    def mistaken() -> dict:
+    def mistaken(begin: Begin) -> dict:
         raise stop
 
-    with pytest.raises(stop):
-        steps.run("export", {"engines": ["tgi"]}, [work.output], mistaken)
-    assert said[-1] == "export: it failed before it made anything; what was there is back in its place"
-    assert (work.output / "made.txt").read_text() == "1" and list((tmp_path / "previous").iterdir()) == []
+    def unlucky(begin: Begin) -> dict:
+        begin()
+        assert not work.output.exists()
+        raise stop
+
+    marker = (tmp_path / "steps/export.json").read_text()
+    for refused in (mistaken, unlucky):
+        with pytest.raises(stop):
+            steps.run("export", {"engines": ["tgi"]}, [work.output], refused)
+        assert (work.output / "made.txt").read_text() == "1" and list(tmp_path.glob("previous/*")) == []
+        assert json.loads((tmp_path / "steps/export.json").read_text()) == json.loads(marker)
+        assert ("what was there is back in its place" in said[-1]) == (refused is unlucky)
     steps.run("export", {"engines": ["vllm"]}, [work.output], work)
     assert "finished before" in said[-1]
 
-    def torn() -> dict:
-        work()
+    def torn(begin: Begin) -> dict:
+        work(begin)
         raise stop
 
     with pytest.raises(stop):
+        steps.run("export", {"engines": ["tgi"]}, [work.output], torn, worth=lambda: False)
+    assert (work.output / "made.txt").read_text() == "1" and list(tmp_path.glob("previous/*")) == []
+    with pytest.raises(stop):
         steps.run("export", {"engines": ["tgi"]}, [work.output], torn)
-    assert (work.output / "made.txt").read_text() == "2"
+    assert (work.output / "made.txt").read_text() == "3"
     assert (tmp_path / "previous/1-export/export/made.txt").read_text() == "1"
+
+
+def test_what_is_ahead_is_asked_once_before_the_first_step_that_is_not_done(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def steps(refuses: bool) -> Steps:
+        def check() -> None:
+            asked.append("asked")
+            if refuses:
+                raise StorageError("no")
+
+        return Steps(tmp_path, lambda message: None, check)
+
+    work = Work(tmp_path / "head")
+    with pytest.raises(StorageError):
+        steps(True).run("train", {"a": 1}, [work.output], work)
+    assert work.runs == 0 and list(tmp_path.iterdir()) == []
+    one = steps(False)
+    one.run("train", {"a": 1}, [work.output], work)
+    one.run("eval", {"a": 1}, [tmp_path / "report"], work)
+    assert len(asked) == 2 and work.runs == 2
+    steps(True).run("train", {"a": 1}, [work.output], work)  # nothing to do, nothing to ask
+    assert len(asked) == 2
+
+
+def test_two_commands_do_not_write_to_one_place(tmp_path: Path) -> None:
+    with locked(tmp_path / "a", "--out"):
+        with pytest.raises(StorageError, match=r"a: another headstart command is working there; .* with --out"):
+            with locked(tmp_path / "a", "--out"):
+                pass
+        with locked(tmp_path / "b", "--out"):
+            pass
+    with locked(tmp_path / "a", "--out"):
+        pass
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file/below", tmp_path / ("x" * 300)):
+        with pytest.raises(StorageError, match="--out"), locked(place, "--out"):
+            pass
 
 
 def test_a_step_that_was_done_goes_on_where_that_only_adds_to_it(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from headstart.eval.report import (
 from headstart.heads.errors import DataError
 from headstart.heads.files import atomic_write, write_text
 from headstart.heads.formats.flags import MEANINGS
+from headstart.heads.formats.plots import drawn
 
 BATCHES = "batches.png"
 COLUMNS = (
@@ -199,7 +200,7 @@ def _plot(curves: dict[str, list[tuple[int, float]]], place: Path) -> None:
     figure: Any = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        axes.plot(*zip(*points, strict=True), marker="o", label=drawn(name, 200))
     axes.axhline(1.0, color="grey", linewidth=0.8)
     batches = sorted({batch for points in curves.values() for batch, _ in points})
     axes.set_xscale("log", base=2)

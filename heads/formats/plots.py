@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headstart.heads.escape import line
 from headstart.heads.files import atomic_write
 from headstart.heads.formats.flags import TITLES, flag_of
 
@@ -13,6 +14,8 @@ ACCEPTANCE, TASKS, CYCLE = "acceptance.png", "tasks.png", "cycle.png"
 BATCHES, CONTEXTS = "speedup_by_batch.png", "speedup_by_context.png"
 #: tasks drawn at most: the ones with most prompts
 SHOWN = 12
+#: characters of a name in a plot
+LABEL = 40
 
 
 def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
@@ -46,8 +49,17 @@ def save_figure(figure: Any, place: Path) -> None:
     figure.savefig(place, format="png", metadata={"Software": None})
 
 
+def drawn(text: str, most: int = LABEL) -> str:
+    """A name as matplotlib shows it: one line of at most `most` characters in which nothing begins a formula."""
+    shown = line(text)
+    shown = shown if len(shown) <= most else shown[: most - 1] + "…"
+    # a label that begins with an underscore is left out of legends
+    return (" " if shown.startswith("_") else "") + shown.replace("$", r"\$")
+
+
 def _sections(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    tasks = sorted((report.get("tasks") or {}).items(), key=lambda item: (-item[1]["prompts"], item[0]))[:SHOWN]
+    found = ((drawn(name), row) for name, row in (report.get("tasks") or {}).items())
+    tasks = sorted(found, key=lambda item: (-item[1]["prompts"], item[0]))[:SHOWN]
     return [("all", report), *sorted(tasks)] if len(tasks) > 1 else [("all", report)]
 
 

@@ -144,6 +144,9 @@ def _plan(
         if not ids:
             skipped[prompt.id] = "the prompt has no tokens"
             continue
+        if max(ids) >= target.dims.vocab_size:
+            skipped[prompt.id] = f"token id {max(ids)}, the target has {target.dims.vocab_size}: another tokenizer's"
+            continue
         for sample in range(config.samples_per_prompt):
             name = prompt.id if config.samples_per_prompt == 1 else f"{prompt.id}/sample{sample}"
             key = hashlib.sha256(f"{seed}/{prompt.id}/{sample}".encode()).digest()[:8]

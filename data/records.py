@@ -122,6 +122,8 @@ def parse_record(
     finish = _finish(record.get("finish_reason"), where)
     turns = _token_turns(record, where)
     ids = None
+    if layout == "token_ids" and record["prompt_token_ids"] == []:
+        raise DataError(f"{where}: prompt_token_ids: found an empty list, expected token ids")
     if not turns and record.get("prompt_token_ids") not in (None, []):
         ids = _ids(record["prompt_token_ids"], f"{where}: prompt_token_ids")
     name = next((record[key] for key in IDS if record.get(key) is not None), fallback_id)

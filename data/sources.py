@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from headstart.heads.files import explain_read, is_file, open_regular, parse_jso
 
 __all__ = [
     "Conversation", "Prompt", "TokenTurn", "load_conversations", "read_jsonl", "read_prompts",
-    "read_records", "workload_path",
+    "read_records", "source_path", "workload_path",
 ]  # fmt: skip
 #: bytes of one line, and of a .json file, which is read whole
 MAX_LINE, MAX_JSON = 1 << 27, 1 << 32
@@ -69,14 +70,20 @@ def workload_path(name: str) -> Path:
     return path
 
 
+def source_path(name: str) -> Path:
+    """The file that a source's `path` names: `workload:NAME`, or a path, of which `~` is the home directory."""
+    if name.startswith("workload:"):
+        return workload_path(name.removeprefix("workload:"))
+    return Path(os.path.expanduser(name))
+
+
 def read_records(source: SourceConfig) -> Iterator[tuple[str, str, Any]]:
     """`(where, fallback id, record)` of one source. Raises DataError naming file and line, or dataset and cause."""
     if source.dataset is not None:
         for index, record in enumerate(load_rows(source)):
             yield f"{source.dataset}[{source.split}]:{index}", f"{source.dataset}:{index}", record
         return
-    name = str(source.path)
-    path = workload_path(name.removeprefix("workload:")) if name.startswith("workload:") else Path(name)
+    path = source_path(str(source.path))
     stem = path.name.split(".")[0]
     if path.suffix == ".json":
         listed = enumerate(_json_list(path), 1)

@@ -308,6 +308,8 @@ def first_contexts(prompts: list[Prompt], target: Target, config: EvalConfig) ->
             context = chats.prompt_ids(prompt)
         except RefusedError as error:
             raise DataError(f"prompt {prompt.id} ({prompt.where}): {error}: change it, or leave it out") from error
+        if not context:
+            raise DataError(f"prompt {prompt.id} ({prompt.where}): has no tokens: change it, or leave it out")
         if prompt.prompt_token_ids is not None and max(context) >= target.dims.vocab_size:
             raise DataError(
                 f"prompt {prompt.id}: prompt_token_ids: found {max(context)}, the target has {target.dims.vocab_size} "

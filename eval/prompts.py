@@ -18,7 +18,7 @@ from headstart.data.config import SourceConfig
 from headstart.data.hub import load_rows
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import parse_record
-from headstart.data.sources import read_records, workload_path
+from headstart.data.sources import read_records, source_path
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.files import explain_read, is_file, require_regular, sha256_file
 
@@ -82,8 +82,7 @@ def _source(item: Any, where: str) -> EvalSource:
     if not isinstance(item, str | Path):
         raise ConfigError(f"{where}: found {item!r}, expected a JSONL file, a dataset user/name, or a mapping")
     text = str(item)
-    workload = text.startswith("workload:")
-    path = workload_path(text.partition(":")[2]) if workload else Path(os.path.expanduser(text))
+    path = source_path(text)
     if is_file(path):
         return EvalSource(path.name.split(".")[0], path=path)
     named = text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith(SUFFIXES)

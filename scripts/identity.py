@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.config import SourceConfig
-from headstart.data.sources import workload_path
-from headstart.heads.errors import DataError
-from headstart.heads.files import json_text, read_json, sha256_file
+from headstart.data.sources import source_path
+from headstart.heads.files import explain_read, json_text, read_json, sha256_file
 from headstart.heads.formats.sidecar import SIDECAR, seal
 from headstart.heads.target import TargetConfig
 
 
 def of_file(path: Path) -> str:
-    """sha256 of a file (short). Raises DataError when it is missing."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    return sha256_file(path)[:16]
+    """sha256 of a file (short). Raises DataError when it is missing, no regular file, or cannot be read."""
+    with explain_read(path):
+        return sha256_file(path)[:16]
 
 
 def of_saved_head(directory: Path) -> str:
@@ -37,9 +35,7 @@ def of_source(source: SourceConfig) -> dict[str, Any]:
     """A data source with the content of its file."""
     values = {name: value for name, value in dataclasses.asdict(source).items() if value is not None}
     if source.path is not None:
-        kind, _, name = source.path.partition(":")
-        path = workload_path(name) if kind == "workload" else Path(source.path).expanduser()
-        values["sha256"] = of_file(path)
+        values["sha256"] = of_file(source_path(source.path))
     return values
 
 

@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from headstart.data.pieces import require_pieces, thoughts_stand
+from headstart.data.pieces import require_prompt, thoughts_stand
 from headstart.data.rendering import PROBE, Message, RefusedError, Renderer
-from headstart.data.turns import Turn
 
 #: thoughts before an answer; where the prompt opens them, the answer only ends them
 THOUGHTS = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)
@@ -73,6 +72,4 @@ def _kept(renderer: Renderer, text: str) -> bool:
 
 def _require_written(renderer: Renderer, message: Message) -> None:
     """Raises: RefusedError when the template leaves a part of the message out of a history."""
-    text = _history(renderer, message)
-    turn = Turn(3, text, len(text), len(text), len(text), ())
-    require_pieces([PROBE[0], message, PROBE[0], {"role": "assistant"}], [turn])
+    require_prompt([PROBE[0], message, PROBE[0]], _history(renderer, message))

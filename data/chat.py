@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.answers import parse_answer
-from headstart.data.pieces import require_pieces
+from headstart.data.pieces import require_pieces, require_prompt
 from headstart.data.rendering import PROBE, Message, RefusedError, Renderer, UnmaskableError
 from headstart.data.turns import Turn, find_turns, turn_at
 from headstart.heads.errors import TemplateError
@@ -106,8 +106,13 @@ class ChatFormat:
         return self.renderer.render(messages, add_generation_prompt, tools)[0]
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """Token ids of the prompt that a serving engine would answer (generation prompt included)."""
-        return self._ids(self.render(messages, add_generation_prompt=True, tools=tools))
+        """Token ids of the prompt that a serving engine would answer (generation prompt included).
+
+        Raises: RefusedError when the template refuses the messages or leaves a part of them out.
+        """
+        text = self.render(messages, add_generation_prompt=True, tools=tools)
+        require_prompt(messages, text, tools)
+        return self._ids(text)
 
     def answer_message(self, token_ids: Sequence[int]) -> Message:
         """The assistant message that a generated answer (without its stop token) stands for; see `parse_answer`."""

@@ -33,10 +33,7 @@ def require_pieces(messages: Sequence[Message], turns: Sequence[Turn], tools: Se
     """
     last = turns[-1]
     whole = _Text(last.text[: last.end])
-    for tool in tools:
-        function = tool.get("function", tool)
-        if not whole.holds(str(function.get("name", ""))):
-            raise _left_out("the tools", str(function.get("name", "")))
+    _require_tools(tools, whole)
     place, message = 0, 0
     for turn in turns:
         before = _Text(last.text[place : turn.begin])
@@ -44,6 +41,26 @@ def require_pieces(messages: Sequence[Message], turns: Sequence[Turn], tools: Se
             _require_history(earlier, before, whole)
         _require_answer(messages[turn.index], _Text(last.text[turn.begin : turn.end]))
         place, message = turn.end, turn.index + 1
+
+
+def require_prompt(messages: Sequence[Message], text: str, tools: Sequence[dict[str, Any]] = ()) -> None:
+    """Every piece of the messages, which are the history before an answer, must be found in the text.
+
+    Raises: RefusedError naming the first piece that the template leaves out.
+    """
+    whole = _Text(text)
+    _require_tools(tools, whole)
+    for message in messages:
+        _require_history(message, whole, whole)
+
+
+def _require_tools(tools: Sequence[dict[str, Any]], whole: _Text) -> None:
+    for tool in tools:
+        function = tool.get("function", tool)
+        for piece in (function.get("name"), function.get("description")):
+            line = piece.strip().split("\n")[0] if isinstance(piece, str) else ""  # some write them as comments
+            if not whole.holds(line):
+                raise _left_out("the tools", line)
 
 
 def thoughts_stand(content: str, text: str) -> bool:

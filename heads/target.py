@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import sha256_text
+from headstart.heads.template_date import fix_dates, shown_date
 
 #: values of target.parallel
 TARGET_KINDS = ("none", "fsdp2", "device_map")
@@ -40,6 +41,8 @@ class TargetConfig:
     compile: bool = False
     #: Jinja file that replaces the tokenizer's chat template
     chat_template: str | None = None
+    #: the day that a chat template which writes the date shows, like 2026-01-31; null: that on which the run began
+    template_date: str | None = None
     #: run code that the model repository ships: only if you trust it
     trust_remote_code: bool = False
     #: none (whole on every rank) | fsdp2 (sharded over the ranks of a node, never whole anywhere) | device_map (one
@@ -96,7 +99,7 @@ def locate(config: TargetConfig) -> tuple[str, dict[str, Any], str | None]:
 
 
 def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> Any:
-    """The tokenizer, with the recipe's chat template. Raises ConfigError when the template file is missing."""
+    """The tokenizer, with the recipe's chat template, which shows one day. Raises ConfigError for a missing file."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(place, **shared)
@@ -105,6 +108,7 @@ def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> 
         if not template.is_file():
             raise ConfigError(f"target.chat_template: {template} does not exist; expected a Jinja file")
         tokenizer.chat_template = template.read_text(encoding="utf-8")
+    fix_dates(tokenizer, config.template_date)
     return tokenizer
 
 
@@ -400,6 +404,7 @@ class Target:
             "dtype": str(self.dtype).removeprefix("torch."),
             "tokenizer_hash": tokenizer_hash,
             "template_hash": template_hash,
+            "template_date": shown_date(self.tokenizer),
             "vocab_size": self.dims.vocab_size,
             "hidden_size": self.dims.hidden_size,
             "num_layers": self.dims.num_layers,

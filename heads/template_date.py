@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import date, datetime, time
+from datetime import UTC, date, datetime, time
 from typing import Any
 
 from headstart.heads.errors import ConfigError
@@ -24,10 +24,10 @@ def parse_date(text: str) -> date:
 
 
 def fix_date(template: str, text: str | None = None) -> str:
-    """The template with its `strftime_now` answered for one day (`text`, null: today) at noon; others as they are."""
+    """The template with its `strftime_now` answered for one day (`text`, null: today, UTC) at noon; others as they are."""
     if "strftime_now" not in template or MARK.match(template):
         return template
-    noon = datetime.combine(parse_date(text) if text else date.today(), time(12))
+    noon = datetime.combine(parse_date(text) if text else datetime.now(UTC).date(), time(12))
     filters = ""
     for letter in DIRECTIVES:
         value = noon.strftime(f"%{letter}")
@@ -41,6 +41,13 @@ def fixed_date(template: str) -> str | None:
     """The date that `fix_date` gave the template, like 2026-01-31; None where it shows none."""
     found = MARK.match(template)
     return found.group(1) if found else None
+
+
+def shown_date(tokenizer: Any) -> str | None:
+    """The date that the tokenizer's chat templates show since `fix_dates`; None where they show none."""
+    templates = getattr(tokenizer, "chat_template", None)
+    every = templates.values() if isinstance(templates, dict) else [templates]
+    return next((found for template in every if isinstance(template, str) and (found := fixed_date(template))), None)
 
 
 def fix_dates(tokenizer: Any, text: str | None = None) -> None:

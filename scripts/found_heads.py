@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,14 @@ def find_head(head: str, said: str = "--head") -> Path:
     if refusal is not None and "HF_HUB_OFFLINE" not in refusal:
         raise ConfigError(f"{said} {head}: no such directory, and {refusal}; give a local directory")
     return fetch_head(head)
+
+
+def trained_date(directory: Path | None) -> str | None:
+    """The day that the chat template showed when the head was trained, where its sidecar says one."""
+    found: Any = notes(directory) if directory is not None else None
+    for name in ("provenance", "target", "template_date"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, str) and re.fullmatch(r"\d{4}-[01]\d-[0-3]\d", found) else None
 
 
 def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None) -> Head:

@@ -48,6 +48,8 @@ def of_target(config: TargetConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"name": config.name, "revision": config.revision, "dtype": config.dtype}
     if config.chat_template is not None:
         values["chat_template"] = of_file(Path(config.chat_template))
+    if config.template_date is not None:
+        values["template_date"] = config.template_date
     directory = Path(config.name).expanduser()
     if directory.is_dir():
         files = sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".json", ".jinja", ".bin"))

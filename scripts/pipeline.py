@@ -36,7 +36,8 @@ from headstart.heads.formats import check_export, save_head
 from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.formats.sidecar import notes
 from headstart.heads.provenance import provenance
-from headstart.heads.target import Target
+from headstart.heads.target import Target, TargetConfig
+from headstart.heads.template_date import shown_date
 from headstart.recipes.load import to_dict, to_yaml
 from headstart.recipes.schema import Recipe
 from headstart.steps import Begin, Steps, no_begin
@@ -58,11 +59,24 @@ WATCHING = (
 )
 #: tokens of each of two samples whose features are compared between training and serving before an export
 PARITY_TOKENS = 96
+#: file of a run that holds the day on which it began
+TEMPLATE_DATE = "data/template_date"
 #: settings of the export node that say where it is uploaded
 PUBLISHING = ("push_to_hub", "private", "commit_message")
 #: settings of the data node that change how features are stored, not what they are
 STORING = ("shard_tokens",)
 EVAL_DATA = "Set eval.data=FILE.jsonl, data.held_out or data.held_out_fraction"
+
+
+def dated_target(recipe: Recipe) -> TargetConfig:
+    """The recipe's target with the day that a chat template shows: the one asked for, else that of the run's begin.
+
+    A run that goes on, or is evaluated, on another day renders as it did; before it begins, the day is today.
+    """
+    place = Path(recipe.run_dir) / TEMPLATE_DATE
+    if recipe.target.template_date is not None or not place.is_file():
+        return recipe.target
+    return replace(recipe.target, template_date=place.read_text(encoding="utf-8").strip())
 
 
 class Run:
@@ -91,9 +105,12 @@ class Run:
     @property
     def target(self) -> Target:
         if self._target is None:
-            config = self.recipe.target
+            config = dated_target(self.recipe)
             self.talk.say(f"loading target {config.name} …")
             self._target = Target.load(replace(config, device=self._device) if self._device else config)
+            shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
+            if shown is not None and not self.talk.silent and not place.is_file():
+                write_text(place, f"{shown}\n")  # the day on which this run began, for every command after this one
         return self._target
 
     @property

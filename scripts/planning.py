@@ -18,7 +18,7 @@ from headstart.heads.base import build_head
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.target import DTYPES
 from headstart.light import light_target
-from headstart.pipeline import Run
+from headstart.pipeline import Run, dated_target
 from headstart.recipes.schema import Recipe
 from headstart.talk import Talk
 from headstart.train.flops import matmul_flops
@@ -116,7 +116,7 @@ def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
     cards, one_process = launch.gpus, recipe.target.parallel == "device_map"
     node_ranks = 1 if one_process else cards
     check_layout(recipe.train.parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
-    target = light_target(recipe.target)
+    target = light_target(dated_target(recipe))
     half = recipe.target.dtype in ("auto", "bfloat16", "float16")
     target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
     target.embed_VD = target.model.get_input_embeddings().weight

@@ -103,7 +103,7 @@ def _of_head(
     out: str | None,
     talk: Talk,
 ) -> Path:
-    from headstart.found_heads import bound_head, find_head, untrained_head
+    from headstart.found_heads import bound_head, find_head, trained_date, untrained_head
     from headstart.heads.target import Target
     from headstart.measure import UNTRAINED, measure
     from headstart.recipes.load import load_evaluation, load_recipe
@@ -112,6 +112,7 @@ def _of_head(
     settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
     named = label_of(settings.eval)
     place_of_head = find_head(head) if head is not None else None
+    settings.target.template_date = settings.target.template_date or trained_date(place_of_head)
     label = folder_name(head) if head is not None else settings.eval.drafter
     place = Path(out) if out else Path("runs") / "eval" / f"{label}-{named}"
     with locked(place, "--out"):

@@ -23,11 +23,11 @@ def command(
 
         from headstart.data.inspection import render_sample, render_tokens, summarise
         from headstart.light import light_target
-        from headstart.pipeline import Run
+        from headstart.pipeline import Run, dated_target
         from headstart.recipes.load import load_recipe
 
         settings = load_recipe(recipe, overrides or [])
-        run = Run(settings, talk, light_target(settings.target))
+        run = Run(settings, talk, light_target(dated_target(settings)))
         if settings.data.distill.prompts and not run.distilled_path.is_file():
             from headstart.heads.errors import DataError
 

@@ -63,7 +63,7 @@ def _tune(
 ) -> None:
     from headstart.eval.tune import tune
     from headstart.eval.tune_report import tuning_table, tuning_text, write_tuning
-    from headstart.found_heads import bound_head, find_head
+    from headstart.found_heads import bound_head, find_head, trained_date
     from headstart.heads.target import Target
     from headstart.pipeline import Run
     from headstart.recipes.load import load_evaluation, load_recipe
@@ -76,6 +76,7 @@ def _tune(
         settings.eval.data = settings.eval.data or str(run.held_out_path)
     named = label_of(settings.eval)
     place = find_head(head) if head is not None else None
+    settings.target.template_date = settings.target.template_date or trained_date(place)
     label = folder_name(head) if head is not None else settings.eval.drafter
     folder = Path(out) if out else Path("runs") / "tune" / f"{label}-{named}"
     with locked(folder, "--out"):

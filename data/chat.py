@@ -19,7 +19,7 @@ from typing import Any
 
 from headstart.data.answers import parse_answer
 from headstart.data.pieces import require_pieces, require_prompt
-from headstart.data.rendering import PROBE, Message, RefusedError, Renderer, UnmaskableError
+from headstart.data.rendering import PROBE, Message, RefusedError, Renderer, UnmaskableError, chat_template
 from headstart.data.turns import Turn, find_turns, turn_at
 from headstart.heads.errors import TemplateError
 
@@ -86,6 +86,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.stop_token_ids = frozenset(stop_token_ids)
         self.template_kwargs = dict(template_kwargs or {})
+        chat_template(tokenizer)  # a target without one is told so first
         if not getattr(tokenizer, "is_fast", False):
             raise TemplateError(
                 f"tokenizer {type(tokenizer).__name__}: found a slow tokenizer, expected a fast one (it knows the "

@@ -24,7 +24,7 @@ def parse_date(text: str) -> date:
 
 
 def fix_date(template: str, text: str | None = None) -> str:
-    """The template with its `strftime_now` answered for one day (`text`, null: today, UTC) at noon; others as they are."""
+    """The template with `strftime_now` answered for noon of one day (`text`, null: today, UTC); others as they are."""
     if "strftime_now" not in template or MARK.match(template):
         return template
     noon = datetime.combine(parse_date(text) if text else datetime.now(UTC).date(), time(12))

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.data.samples import Sample, check_vocabulary
+from headstart.data.samples import Sample, answers_of, check_vocabulary
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import DataError, StorageError, TargetError
 from headstart.heads.files import read_json, require_disk, sha256_file, write_json, write_safetensors
@@ -85,7 +85,10 @@ class OnlineFeatures:
 
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         chosen = [self.samples[i] for i in pack]
-        batch = FeatureBatch.pack([s.tensors() for s in chosen], self.max_depth, sample_ids=tuple(s.id for s in chosen))
+        batch = FeatureBatch.pack(
+            [s.tensors() for s in chosen], self.max_depth, sample_ids=tuple(s.id for s in chosen),
+            answers=answers_of(chosen),
+        )  # fmt: skip
         return self.target.extract(batch, self.spec)
 
 
@@ -321,7 +324,7 @@ class StoredFeatures:
         device: where batches go.
         spec: layers the head reads; they must be among the store's. None = all of the store's.
         fingerprint: Target.fingerprint() to check the store against, or None.
-        samples: samples the store must hold, or None.
+        samples: samples the store must hold, or None: all that is supervised then counts as answers.
         verify: hash every shard before use (slow: reads the whole store).
     Raises: TargetError, DataError or StorageError naming the field, what was found and what was expected.
     """
@@ -345,6 +348,7 @@ class StoredFeatures:
             check_fingerprint(manifest.fingerprint, fingerprint, self.directory)
         if samples is not None:
             check_samples(manifest.samples, [[s.id, len(s), s.digest()] for s in samples], self.directory)
+        self._samples = samples
         self.spec = spec or FeatureSpec(tuple(manifest.layer_ids))
         missing = [k for k in self.spec.layer_ids if k not in manifest.layer_ids]
         if missing:
@@ -367,7 +371,9 @@ class StoredFeatures:
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         rows = [self._read(i) for i in pack]
         documents = [(part["tokens_R"].long(), part["turn_R"].long()) for part in rows]
-        batch = FeatureBatch.pack(documents, self.max_depth, sample_ids=tuple(self.sample_ids[i] for i in pack))
+        answers = None if self._samples is None else answers_of([self._samples[i] for i in pack])
+        ids = tuple(self.sample_ids[i] for i in pack)
+        batch = FeatureBatch.pack(documents, self.max_depth, sample_ids=ids, answers=answers)
         argmax_R = torch.cat([part["argmax_R"] for part in rows]).long()
         streams_RkD = None
         if self._columns:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.features import Progress, argmax_rows, store_bytes
-from headstart.data.samples import Sample
+from headstart.data.samples import Sample, answers_of
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.target import Target
@@ -49,6 +49,7 @@ class MemoryFeatures:
         self._streams_RkD: Tensor | None = None
         if spec.layer_ids:
             self._streams_RkD = self._hidden_RD.new_empty(rows, len(spec.layer_ids), width)
+        self._samples = samples
         self._documents = [sample.tensors() for sample in samples]
         self._argmax_R = torch.empty(rows, dtype=torch.int32, device=self.device)
         first = 0
@@ -71,7 +72,8 @@ class MemoryFeatures:
 
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         ids = tuple(self.sample_ids[i] for i in pack)
-        batch = FeatureBatch.pack([self._documents[i] for i in pack], self.max_depth, sample_ids=ids)
+        answers = answers_of([self._samples[i] for i in pack])
+        batch = FeatureBatch.pack([self._documents[i] for i in pack], self.max_depth, sample_ids=ids, answers=answers)
         first_R = torch.tensor([self._starts[i] for i in pack])[batch.doc_R]
         row_R = first_R + batch.position_R
         batch, row_R = batch.to(self.device, non_blocking=True), to_device(row_R, self.device, non_blocking=True)

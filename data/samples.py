@@ -24,6 +24,7 @@ class Sample:
         token_ids: int32 [T].
         turn_ids: int32 [T], assistant turn of the token, -1 = unsupervised; unique per assistant turn of the sample.
         finish_reason: "stop", or "length" when the last answer has no end (cut by its generator or by `max_length`).
+        answer_ids: int32 [T], assistant turn of the token where more than the answers is supervised; None = turn_ids.
         meta: `conversation` (id), `task` (or None) and whatever else the record carried.
     """
 
@@ -32,6 +33,7 @@ class Sample:
     turn_ids: np.ndarray
     finish_reason: str = "stop"
     meta: dict[str, Any] = field(default_factory=dict)
+    answer_ids: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -52,8 +54,16 @@ class Sample:
 
 
 def supervise_everything(sample: Sample) -> Sample:
-    """The sample with all its tokens in one supervised turn (`data.supervise=all`)."""
-    return replace(sample, turn_ids=np.zeros_like(sample.turn_ids))
+    """The sample with all its tokens in one supervised turn (`data.supervise=all`); it still knows its answers."""
+    return replace(sample, turn_ids=np.zeros_like(sample.turn_ids), answer_ids=sample.turn_ids)
+
+
+def answers_of(samples: Sequence[Sample]) -> list[Tensor] | None:
+    """`answers` of FeatureBatch.pack, None where each sample's supervised turns are its answers."""
+    if all(sample.answer_ids is None for sample in samples):
+        return None
+    found = [sample.turn_ids if sample.answer_ids is None else sample.answer_ids for sample in samples]
+    return [torch.from_numpy(ids.astype(np.int64)) for ids in found]
 
 
 def token_counts(samples: Sequence[Sample], vocab_size: int) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headstart.eval.decode import Cycle
 from headstart.eval.metrics import Acceptance, acceptance
+from headstart.heads.acceptance import find_cycles
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
@@ -67,16 +68,17 @@ def teacher_forced_cycles(
 
 def walk(answer: list[int], drafts_AK: list[list[int]]) -> list[Cycle]:
     """Cycles of the decode loop over a known answer; `drafts_AK[a]` is what is drafted after root `answer[a]`."""
-    cycles, at, last = [], 0, len(answer) - 1
-    while at < last:
-        drafts = drafts_AK[at]
-        hits = 0
-        while hits < len(drafts) and at + hits + 1 <= last and drafts[hits] == answer[at + hits + 1]:
-            hits += 1
-        kept = min(hits + 1, last - at)
-        cycles.append(Cycle(len(drafts), min(hits, kept), kept))
-        at += kept
-    return cycles
+    last = len(answer) - 1
+    hits = [0] * len(answer)
+    for at, drafts in enumerate(drafts_AK[:last]):
+        while hits[at] < min(len(drafts), last - at) and drafts[hits[at]] == answer[at + hits[at] + 1]:
+            hits[at] += 1
+    place = torch.arange(len(answer))
+    kept, starts = find_cycles(torch.tensor(hits, dtype=torch.int64), last - place, place == 0)
+    return [
+        Cycle(len(drafts_AK[at]), min(hits[at], int(kept[at])), int(kept[at]))
+        for at in torch.nonzero(starts)[:, 0].tolist()
+    ]
 
 
 def draft_everywhere(

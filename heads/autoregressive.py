@@ -60,6 +60,10 @@ class AutoregressiveHead(Head):
         raise NotImplementedError
 
     @property
+    def longest_chain(self) -> int | None:
+        return None
+
+    @property
     def keep_K(self) -> tuple[float, ...] | None:
         return self._keep_K
 

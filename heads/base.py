@@ -141,6 +141,7 @@ class FeatureBatch:
     Attributes:
         tokens_R: int64 [R].
         turn_R: int64 [R], assistant turn of the token within its document, -1 = unsupervised.
+        answer_R: int64 [R], the same for the answers alone, where more than them is supervised; None = turn_R.
         doc_R: int64 [R], document index within the pack, -1 = padding.
         position_R: int64 [R], rope position, restarting at 0 in every document.
         doc_lengths: rows of each document, in order.
@@ -165,6 +166,7 @@ class FeatureBatch:
     hidden_RD: Tensor | None = None
     streams_RkD: Tensor | None = None
     teacher_argmax_A: Tensor | None = None
+    answer_R: Tensor | None = None
 
     @classmethod
     def pack(
@@ -173,8 +175,13 @@ class FeatureBatch:
         max_depth: int,
         pad_to: int = 0,
         sample_ids: tuple[str, ...] = (),
+        answers: list[Tensor] | None = None,
     ) -> FeatureBatch:
-        """Lay `(tokens_T, turn_T)` documents end to end and find the anchors (CPU)."""
+        """Lay `(tokens_T, turn_T)` documents end to end and find the anchors (CPU).
+
+        Args:
+            answers: assistant turn of every token of each document [T], where `turn_T` tells otherwise (`answer_R`).
+        """
         lengths = tuple(int(tokens.shape[0]) for tokens, _ in documents)
         rows = max(sum(lengths), pad_to)
         padding = rows - sum(lengths)
@@ -190,9 +197,11 @@ class FeatureBatch:
         anchors = find_anchors(turn_R, doc_R, max_depth)
         stretches = lengths if sum(lengths) == rows else (*lengths, rows - sum(lengths))
         edges_E = torch.tensor([0, *accumulate(stretches)], dtype=torch.int32)
+        answer_R = None if answers is None else torch.cat([*answers, torch.full((padding,), -1)])
         return cls(
-            tokens_R, turn_R, doc_R, position_R, lengths, edges_E, max(stretches, default=0), anchors, sample_ids
-        )
+            tokens_R, turn_R, doc_R, position_R, lengths, edges_E, max(stretches, default=0), anchors, sample_ids,
+            answer_R=answer_R,
+        )  # fmt: skip
 
     def padded(self, rows: int, anchors: int, documents: int) -> FeatureBatch:
         """The same batch in fixed shapes (for captured graphs): R = `rows`, A = `anchors`, E = `documents` + 2.
@@ -229,6 +238,7 @@ class FeatureBatch:
             hidden_RD=grow(self.hidden_RD, rows, 0),
             streams_RkD=grow(self.streams_RkD, rows, 0),
             teacher_argmax_A=grow(self.teacher_argmax_A, anchors, 0),
+            answer_R=grow(self.answer_R, rows, -1),
         )
 
     def subsampled(self, keep_K: Sequence[float], seed: int) -> FeatureBatch:
@@ -294,17 +304,18 @@ class HeadLoss:
     Attributes:
         loss_K: float32 [K], S_d, differentiable.
         count_K: float32 [K], positions that carry a loss at depth d (N_d's share; no subsampling).
-        correct_K: float32 [K], teacher-forced hits: head argmax == target argmax. This and the next two are weighted
-            by importance where rows are subsampled.
+        correct_K: float32 [K], teacher-forced hits: head argmax == target argmax. This and the next are weighted by
+            importance where rows are subsampled.
         total_K: float32 [K], positions the accuracy is over (out-of-vocabulary ones count as misses).
-        prefix_K: float32 [K], rows where every depth 1 … d was a hit (simulated acceptance).
+        run_A: int64 [A], depths 1 … run that were hits one after the other: what a chain from that row gets accepted
+            (acceptance.walk).
     """
 
     loss_K: Tensor
     count_K: Tensor
     correct_K: Tensor
     total_K: Tensor
-    prefix_K: Tensor
+    run_A: Tensor
 
     @classmethod
     def of(
@@ -323,11 +334,11 @@ class HeadLoss:
             rows: float, what a row counts for in the other sums (Anchors.weights).
             count_K: None = the sums of `weight`.
         """
-        prefix = hit[0]
-        prefixes = []
-        for hits in hit:
-            prefix = prefix[: hits.shape[0]] & hits
-            prefixes.append(prefix)
+        run = hit[0]
+        run_A = run.to(torch.int64)
+        for hits in hit[1:]:
+            run = run[: hits.shape[0]] & hits
+            run_A[: run.shape[0]] += run
 
         def total(x: list[Tensor]) -> Tensor:
             return torch.stack([r.sum(dtype=loss_K.dtype) for r in x])
@@ -335,9 +346,7 @@ class HeadLoss:
         def weighted(x: list[Tensor]) -> Tensor:
             return total([flag * row for flag, row in zip(x, rows, strict=True)])
 
-        return cls(
-            loss_K, total(weight) if count_K is None else count_K, weighted(hit), total(rows), weighted(prefixes)
-        )
+        return cls(loss_K, total(weight) if count_K is None else count_K, weighted(hit), total(rows), run_A)
 
 
 class Head(nn.Module, ABC):
@@ -353,6 +362,11 @@ class Head(nn.Module, ABC):
     def depth(self) -> int:
         """K, the depths that are trained."""
         return self.config.depth
+
+    @property
+    def longest_chain(self) -> int | None:
+        """Most tokens a chain of its drafts can have, None = any number."""
+        return self.depth
 
     @property
     def spec(self) -> FeatureSpec:

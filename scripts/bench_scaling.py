@@ -184,7 +184,7 @@ def make_samples(vocab: int, packs: int, tokens: int, length: int) -> list[Sampl
 
 def better_every_time(head: nn.Module, step: int, final: bool) -> dict[str, float]:
     """A validation that takes no time and whose head is always the best so far, so that it is written every time."""
-    return {"valid/sim_tau": float(step)}
+    return {"valid/walked_tau": float(step)}
 
 
 def run_case(

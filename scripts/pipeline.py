@@ -392,7 +392,7 @@ class Run:
         main = accelerator is None or accelerator.is_main_process
         head = self.fresh_head(data)
         samples = self.trained_samples(data)
-        source = self._source(samples, "train", head)
+        source = self._source(samples, "train", head, head.depth)
         origin = {**provenance(target.device), "recipe": to_dict(recipe), "target": target.fingerprint()}
         validator = self._validator(data, head, accelerator)
         begin()
@@ -412,6 +412,7 @@ class Run:
             accelerator=accelerator,
             watch=watch,
             progress=not self.talk.silent,
+            chain=self.chain(head),
         )
         if result.stopped == "signal":
             raise KeyboardInterrupt if result.interrupted else Terminated
@@ -439,7 +440,7 @@ class Run:
             count_V = token_counts(data.train, target.dims.vocab_size)
             draft_ids_U = vocab.choose_draft_vocab(count_V, size, target.stop_token_ids)
             covered = vocab.coverage(count_V, draft_ids_U)
-            share = f"{size} of {target.dims.vocab_size} tokens cover {covered:.1%} of the supervised ones"
+            share = f"{size} of {target.dims.vocab_size} tokens, {covered:.1%} of those that the data's answers hold"
             self.talk.say(f"draft vocabulary: {share}")
         head = head.to(target.device)
         head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
@@ -447,14 +448,22 @@ class Run:
         head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
         return head
 
-    def _source(self, samples: list[Sample], name: str, head: Head) -> OnlineFeatures | StoredFeatures | MemoryFeatures:
+    def chain(self, head: Head) -> int:
+        """Drafts of the chain that training measures: the evaluation's depth, unless `train.tau_depth` says another."""
+        depth = self.recipe.train.tau_depth or self.recipe.eval.tree.depth
+        return depth if head.longest_chain is None else min(depth, head.longest_chain)
+
+    def _source(
+        self, samples: list[Sample], name: str, head: Head, depth: int
+    ) -> OnlineFeatures | StoredFeatures | MemoryFeatures:
+        """Args: depth: of the anchors."""
         if self.recipe.data.features == "memory":
             with self.talk.progress(f"features ({name})", "tokens") as advance:
-                return MemoryFeatures(self.target, samples, head.spec, head.depth, progress=advance)
+                return MemoryFeatures(self.target, samples, head.spec, depth, progress=advance)
         if self.recipe.data.features != "stored":
-            return OnlineFeatures(self.target, samples, head.spec, head.depth)
+            return OnlineFeatures(self.target, samples, head.spec, depth)
         device, fingerprint = self.target.device, self.target.fingerprint()
-        return StoredFeatures(self.dir / "features" / name, head.depth, device, head.spec, fingerprint, samples)
+        return StoredFeatures(self.dir / "features" / name, depth, device, head.spec, fingerprint, samples)
 
     def _validator(self, data: PreparedData, head: Head, accelerator: Any) -> Any:
         from headstart.eval.benchmark import tau_probe
@@ -464,18 +473,18 @@ class Run:
         if not data.held_out:
             return None
         config, target = self.recipe.train, self.target
-        source = self._source(data.held_out, "held_out", head)
+        chain = self.chain(head)
+        source = self._source(data.held_out, "held_out", head, max(head.depth, chain))
         packs = plan_packs(source.lengths, self.recipe.data.pack_tokens, 0, 0)
         prompts = [first_prompt(sample) for sample in data.held_out[: config.tau_prompts]]
-        depth = config.tau_depth or head.depth
 
         def probe(trained: Head) -> float:
-            return tau_probe(target, trained, prompts, config.tau_tokens, depth)
+            return tau_probe(target, trained, prompts, config.tau_tokens, chain)
 
         rank, size = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
         autocast = autocast_dtype(config.mixed_precision, target.device)
         measure = probe if prompts and not target.lockstep else None  # one rank alone cannot run a sharded target
-        return Validator(source, packs, target.teacher, measure, config.tau_every, autocast, rank, size)
+        return Validator(source, packs, target.teacher, measure, config.tau_every, autocast, rank, size, chain)
 
     def eval(self) -> dict[str, Any]:
         """Measure the trained head; writes report.json and report.md."""

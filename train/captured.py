@@ -74,8 +74,7 @@ class CapturedBackward:
     """`backward(batch, scale_K)` adds the gradient of Σ_d scale_d · S_d to `.grad` and returns the loss sums.
 
     Args:
-        module: maps (FeatureBatch, scale_K) to (loss_K, count_K, correct_K, total_K, prefix_K); its parameters
-            need gradients.
+        module: maps (FeatureBatch, scale_K) to LossModule's sums; its parameters need gradients.
         example: any batch with features, on the GPU, that fits `shape`.
         shape: what every later batch is padded to.
         pool: memory pool of another capture that never runs at the same time, or None.

@@ -80,7 +80,7 @@ class TrainConfig:
     disk_wait: float = 1800.0
     #: continue from the newest intact checkpoint of the run directory
     resume: bool = True
-    #: weights the run ends with: last | best (by real τ where it is measured, else by simulated acceptance length)
+    #: weights the run ends with: last | best (by real τ where it is measured, else by walked τ, validate.shares)
     select: str = "last"
 
     #: none | tensorboard | wandb; metrics.jsonl is always written
@@ -96,7 +96,7 @@ class TrainConfig:
     tau_prompts: int = 8
     #: new tokens per prompt
     tau_tokens: int = 64
-    #: drafted chain length, None = the head's depth
+    #: drafts of the chain of real and of walked τ, None = eval.tree.depth
     tau_depth: int | None = None
 
     def check(self, where: str = "train") -> None:

@@ -53,6 +53,10 @@ from headstart.train.watch import Watch
 RIDERS = 4
 #: steps in a row that `train.nonfinite=skip` leaves out before the run ends
 MOST_SKIPPED = 10
+#: supervised rows after which a run in which none of them trained ends: it would learn nothing
+UNTRAINED_ROWS = 4096
+#: values that the best head is chosen by, the first that is measured
+CHOSEN_BY = ("valid/tau", "valid/walked_tau")
 #: (head, step, final) → values; see validate.Validator
 Validate = Callable[[Head, int, bool], dict[str, float]]
 
@@ -106,6 +110,7 @@ def train(
     watch: Watch | None = None,
     progress: bool = True,
     final_checkpoint: bool = True,
+    chain: int | None = None,
 ) -> TrainResult:
     """Train `head` in place until a budget is spent, resuming from `run_dir/checkpoints` where there are any.
 
@@ -120,6 +125,8 @@ def train(
         supervised: supervised tokens of every training sample: packs then hold equally many of them, so that ranks
             finish together; None = balance tokens alone.
         watch: of the ranks, which then does not end this one while it writes a checkpoint.
+        chain: drafts of the chain whose acceptance is walked: the evaluation's, or the head's depth where that is less
+            (None).
         final_checkpoint: False leaves nothing behind at the end (measurements); the result then names no checkpoint.
     Raises:
         ConfigError: bad configuration or launch. DataError: nothing to train on. StorageError: disk full, or every
@@ -128,7 +135,7 @@ def train(
     config.check()
     accelerator = accelerator or make_accelerator(teacher.weight_VD.device)
     stream = PackStream(lengths, pack_tokens, config.seed, plan, supervised)
-    trainer = _Trainer(head, source, teacher, stream, config, Path(run_dir), validate, accelerator)
+    trainer = _Trainer(head, source, teacher, stream, config, Path(run_dir), validate, accelerator, chain)
     trainer.final_checkpoint = final_checkpoint
     if watch is not None:
         watch.outlast = trainer.saver.outlast
@@ -148,6 +155,7 @@ class _Trainer:
         run_dir: Path,
         validate: Validate | None,
         accelerator: Accelerator,
+        chain: int | None,
     ):
         self.config, self.run_dir, self.validate, self.accelerator = config, run_dir, validate, accelerator
         self.rank, self.size, self.device = accelerator.process_index, accelerator.num_processes, accelerator.device
@@ -163,7 +171,7 @@ class _Trainer:
         self.waited = 0.0
         if config.activation_checkpointing:
             recompute_activations(self.head)
-        module = LossModule(head, teacher, autocast_dtype(config.mixed_precision, self.device))
+        module = LossModule(head, teacher, autocast_dtype(config.mixed_precision, self.device), chain)
         captured = captures(config, accelerator)
         self.captured = CapturedPacks(module, head.depth) if captured else None
         kind = resolve_kind(config, accelerator)
@@ -276,6 +284,8 @@ class _Trainer:
             return self.store.paths()[0]
         if self.meters.steps:
             self._record()
+        if reason != "signal":
+            self._require_trained()
         if not self.final_checkpoint and reason != "signal":
             self._write_all()
             self._settle()
@@ -462,17 +472,32 @@ class _Trainer:
 
     def _record(self) -> None:
         """Write the averages since the last record: the place where the host waits for the device."""
-        values, supervised = self.meters.read()
+        values, supervised, trained = self.meters.read()
         state = self.state
         state.supervised += supervised
-        if state.supervised == 0 and not state.skipped and state.packs >= self.stream.count(1):
-            raise TrainingError(
-                "no position is supervised in the whole training set; `headstart inspect` shows the masks"
-            )
+        state.trained = None if state.trained is None else state.trained + trained
+        if state.packs >= self.stream.count(1) or state.supervised >= UNTRAINED_ROWS:
+            self._require_trained()
         epoch = self.stream.locate(max(state.packs - 1, 0)).epoch
         if self.captured is not None:
             values["captures"], values["capture_s"] = self.captured.captures, self.captured.seconds
         self._log({**values, "epoch": epoch, "seconds": self._elapsed(), "supervised_tokens": state.supervised})
+
+    def _require_trained(self) -> None:
+        """Refuse to go on where no row has trained so far."""
+        state = self.state
+        if state.skipped or state.trained or state.trained is None or not state.packs:
+            return
+        if state.supervised == 0:
+            raise TrainingError(
+                f"no position is supervised in the first {state.packs} packs; `headstart inspect` shows the masks"
+            )
+        raise TrainingError(
+            f"none of {state.supervised} supervised rows trains: what the target would say there is not in the draft "
+            f"vocabulary, which holds the tokens that the data says most. Raise head.draft_vocab_size (found "
+            f"{getattr(self.head, 'draft_vocab_size', None)}; 0 = all of the target's tokens), or let the target "
+            "answer the prompts itself (data.distill.prompts)"
+        )
 
     def _log(self, values: dict[str, float]) -> None:
         done = self._elapsed() if self.budget.seconds else float(self.state.step)
@@ -488,9 +513,11 @@ class _Trainer:
         values = from_main(values)  # rank 0 alone measures τ
         self.state.metrics, self.state.unvalidated = values, False
         self._log(values)
-        measured = [name for name in ("valid/tau", "valid/sim_tau") if name in values]
-        name = self.state.best["name"] if self.state.best else next(iter(measured), "")
-        if name in values and (self.state.best is None or values[name] > self.state.best["value"]):
+        best = self.state.best
+        if best is not None and best["name"] not in CHOSEN_BY:  # an older version's, which nothing measures any more
+            best = None
+        name = best["name"] if best else next((name for name in CHOSEN_BY if name in values), "")
+        if name in values and (best is None or values[name] > best["value"]):
             self.state.best = {"name": name, "value": values[name], "step": self.state.step}
             self._save_best(dict(self.state.best))
         if not final and self.saved_step == self.state.step:

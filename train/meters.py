@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.train.distributed import sum_over_ranks
 from headstart.train.step import WindowSums
-from headstart.train.validate import acceptance
+from headstart.train.validate import shares
 
 
 class Meters:
@@ -31,7 +31,7 @@ class Meters:
         self._reset()
 
     def _reset(self) -> None:
-        self._sums = torch.zeros(1 + 3 * self._depth, device=self._device)
+        self._sums = torch.zeros(2 + 3 * self._depth + 2, device=self._device)
         self._norm: Tensor | None = None
         self.steps = self._rows = 0
         self._waited = self._flops = 0.0
@@ -45,7 +45,8 @@ class Meters:
         self._since += seconds
 
     def add(self, sums: WindowSums, norm: Tensor) -> None:
-        self._sums += torch.cat([sums.loss[None], sums.correct_K, sums.total_K, sums.prefix_K])
+        one = torch.stack([sums.loss, sums.trained])
+        self._sums += torch.cat([one, sums.count_K, sums.correct_K, sums.total_K, sums.walked_2])
         self._norm = norm
         self.steps += 1
 
@@ -66,20 +67,25 @@ class Meters:
         """Whether the device has done all that was queued before the last mark (always so on a CPU)."""
         return self._queued is None or self._queued.query()
 
-    def read(self) -> tuple[dict[str, float], int]:
-        """(values of the record, positions supervised at depth 1), over all ranks; the sums start again.
+    def read(self) -> tuple[dict[str, float], int, int]:
+        """(values of the record, positions supervised at depth 1, positions of all depths with a loss), over all ranks.
 
-        Memory is this rank's peak so far, of the process and of its card.
+        The sums start again. The loss is the mean of the steps that had a row with one. Memory is this rank's peak so
+        far, of the process and of its card.
         """
         share = self._flops / self._peak  # seconds that the arithmetic alone would take
         extra = torch.tensor([share, 1.0], device=self._device)
         sums = sum_over_ranks(torch.cat([self._sums, extra])).cpu()
-        correct_K, total_K, prefix_K = sums[1:-2].view(3, self._depth)
+        # each rank has its part of the losses, and all have every step
+        loss, trained = float(sums[0]), float(sums[1] / sums[-1])
+        count_K, correct_K, total_K = sums[2:-4].view(3, self._depth)
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
-        values = {}
+        values: dict[str, float] = {}
         if self._norm is not None:  # not all steps were skipped
-            values = {"train/loss": float(sums[0]) / self.steps, **acceptance(correct_K, total_K, prefix_K, "train")}
+            if trained:
+                values["train/loss"] = loss / trained
+            values |= shares(count_K, correct_K, total_K, sums[-4:-2], "train")
             values["grad_norm"] = float(self._norm)
         values |= {
             "lr": self.rate,
@@ -92,4 +98,4 @@ class Meters:
             values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         self._since = now
         self._reset()
-        return values, int(total_K[0])
+        return values, int(total_K[0]), int(count_K.sum())

@@ -39,6 +39,7 @@ class RunState:
     Attributes:
         step: optimiser steps made. packs: packs consumed, the data position.
         elapsed: wall-clock seconds of the loop. tokens, supervised: rows and depth-1 positions trained on.
+        trained: positions of any depth that carried a loss; None = an older version did not count them.
         metrics: last validation. best: {"name", "value", "step"}.
         finished: [step, reason] once final validation and checkpoint are done.
         unvalidated: whether the validation due at this step is not in metrics and best yet.
@@ -50,6 +51,7 @@ class RunState:
     elapsed: float = 0.0
     tokens: int = 0
     supervised: int = 0
+    trained: int | None = 0
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, Any] | None = None
     finished: list[Any] | None = None
@@ -108,7 +110,8 @@ def restore(trainer: _Trainer) -> int:
     _check_same_run(trainer, state, str(path))
     trainer.parallel.load_head(checkpoint.head)
     trainer.parallel.load_optimizer(checkpoint.optimizer)
-    trainer.state = RunState(**{f.name: state[f.name] for f in fields(RunState) if f.name in state})
+    kept = {f.name: state[f.name] for f in fields(RunState) if f.name in state}
+    trainer.state = RunState(**{"trained": None, **kept})
     if trainer.config.nonfinite != "skip":
         trainer.state.skipped = 0  # nobody counts any more
     rng = unpack_rng(checkpoint, trainer.rank)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from headstart.heads.acceptance import walk
 from headstart.heads.base import FeatureBatch, Head, HeadLoss, Teacher
 from headstart.heads.numerics import wide
 from headstart.train.captured import CapturedPacks
@@ -21,19 +22,22 @@ from headstart.train.stream import Pack, seed_pack
 class LossModule(nn.Module):
     """The head's loss as a forward pass, so that DDP and friends see it; autocast happens in here.
 
+    Args:
+        chain: drafts of the chain whose acceptance is walked; None = as many as the batch's anchors have depths.
+
     `forward(None)` is the part of a rank that has no pack left in this window: a zero loss that still reaches every
     parameter, because the other ranks wait for this one's gradients.
     """
 
-    def __init__(self, head: Head, teacher: Teacher, autocast: torch.dtype | None):
+    def __init__(self, head: Head, teacher: Teacher, autocast: torch.dtype | None, chain: int | None = None):
         super().__init__()
         self.head, self._autocast = head, autocast
-        self._teacher = teacher
+        self._teacher, self._chain = teacher, chain
 
     def forward(
         self, batch: FeatureBatch | None, scale_K: Tensor | None = None, touch: bool = False
     ) -> tuple[Tensor, ...]:
-        """(loss_K, count_K, correct_K, total_K, prefix_K), float32.
+        """(loss_K, count_K, correct_K, total_K, walked_2), float32; see HeadLoss and acceptance.walk.
 
         Args:
             scale_K: see Head.loss.
@@ -42,12 +46,13 @@ class LossModule(nn.Module):
         """
         if batch is None:
             device = next(self.head.parameters()).device
-            parts = tuple(torch.zeros(self.head.depth, device=device) for _ in range(5))
+            parts = (*(torch.zeros(self.head.depth, device=device) for _ in range(4)), torch.zeros(2, device=device))
         else:
             with self.autocast():
                 loss: HeadLoss = self.head.loss(batch, self._teacher, scale_K)
-            parts = (loss.loss_K, loss.count_K, loss.correct_K, loss.total_K, loss.prefix_K)
-            parts = tuple(wide(part) for part in parts)
+            parts = tuple(wide(part) for part in (loss.loss_K, loss.count_K, loss.correct_K, loss.total_K))
+            chain = len(batch.anchors.count_K) if self._chain is None else self._chain
+            parts = (*parts, walk(loss.run_A, batch, chain))
         if touch or (torch.is_grad_enabled() and not parts[0].requires_grad):  # the latter: a pack without anchors
             nothing = sum(p.reshape(-1)[:0].sum() for p in self.head.parameters() if p.requires_grad)
             parts = (parts[0] + nothing, *parts[1:])
@@ -64,14 +69,18 @@ class WindowSums:
 
     Attributes:
         loss: float32 scalar, this rank's part of L.
-        correct_K, total_K, prefix_K: float32 [K], sums of HeadLoss over the rank's packs.
+        count_K, correct_K, total_K: float32 [K], sums of HeadLoss over the rank's packs.
+        walked_2: float32 [2], tokens and cycles of acceptance.walk.
+        trained: float32 scalar, 1 where any rank had a row that carries a loss.
         bad_P: float32 [P], 1 where a pack of this rank has a non-finite loss; other ranks' packs stay 0.
     """
 
     loss: Tensor
+    count_K: Tensor
     correct_K: Tensor
     total_K: Tensor
-    prefix_K: Tensor
+    walked_2: Tensor
+    trained: Tensor
     bad_P: Tensor
 
 
@@ -116,7 +125,9 @@ def accumulate_window(
     """
     scale_K = weights_K / counts_K.clamp(min=1.0)
     zero_K = torch.zeros_like(counts_K)
-    sums = WindowSums(counts_K.new_zeros(()), zero_K, zero_K, zero_K, counts_K.new_zeros(accumulation))
+    trained = (counts_K.sum() > 0).float()
+    zero, zero_2, bad_P = counts_K.new_zeros(()), counts_K.new_zeros(2), counts_K.new_zeros(accumulation)
+    sums = WindowSums(zero, zero_K, zero_K, zero_K, zero_2, trained, bad_P)
     passes = len(batches)
     if captured is None:
         passes = max(passes, (1 if size > 1 else 0) if rounds is None else rounds)
@@ -125,17 +136,19 @@ def accumulate_window(
         last = number == passes - 1
         seed_pack(seed, pack)
         if captured is not None:
-            loss_K, _, correct_K, total_K, prefix_K = captured.backward(batch, scale_K)
+            loss_K, count_K, correct_K, total_K, walked_2 = captured.backward(batch, scale_K)
             loss = (loss_K * scale_K).sum()
         else:
             with nullcontext() if last else no_sync():
-                loss_K, _, correct_K, total_K, prefix_K = module(batch, scale_K, touch=size > 1 and (last or every))
+                found = module(batch, scale_K, touch=size > 1 and (last or every))
+                loss_K, count_K, correct_K, total_K, walked_2 = found
                 loss = (loss_K * scale_K).sum()
                 backward(loss * size)
         sums.loss = sums.loss + loss.detach()
+        sums.count_K = sums.count_K + count_K.detach()
         sums.correct_K = sums.correct_K + correct_K.detach()
         sums.total_K = sums.total_K + total_K.detach()
-        sums.prefix_K = sums.prefix_K + prefix_K.detach()
+        sums.walked_2 = sums.walked_2 + walked_2
         sums.bad_P[place] = (~torch.isfinite(loss.detach())).float()
     for number in range(len(batches), passes):
         with nullcontext() if number == passes - 1 else no_sync():

@@ -23,12 +23,14 @@ from headstart.heads.escape import plain
 from headstart.heads.files import explain_disk, unused, write_text
 from headstart.train.config import TrainConfig
 
-#: values of a record that the progress line shows, and their short names
+#: values of a record that the progress line shows, and their short names; a coverage of all rows goes without saying
 SHOWN = {
     "train/loss": "loss",
-    "train/sim_tau": "sim τ",
+    "train/coverage": "coverage",
+    "train/walked_tau": "walked τ",
     "valid/loss": "valid loss",
-    "valid/sim_tau": "valid sim τ",
+    "valid/coverage": "valid coverage",
+    "valid/walked_tau": "valid walked τ",
     "valid/tau": "τ",
     "lr": "lr",
     "tokens_per_s": "tokens/s",
@@ -249,7 +251,9 @@ class Reporter:
             self._bar.update(self._task, completed=min(done, self._total))
 
     def record(self, step: int, values: dict[str, float], done: float) -> None:
-        note = "  ".join(f"{short} {values[name]:.4g}" for name, short in SHOWN.items() if name in values)
+        told = {name: short for name, short in SHOWN.items() if name in values}
+        told = {name: short for name, short in told.items() if not (short.endswith("coverage") and values[name] == 1.0)}
+        note = "  ".join(f"{short} {values[name]:.4g}" for name, short in told.items())
         if self._bar is not None:
             self._bar.update(self._task, completed=min(done, self._total), note=note)
         elif self._show:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headstart.data.samples import Sample, supervise_everything
+from headstart.data.samples import Sample, answers_of, supervise_everything
 from headstart.heads.base import FeatureBatch
 
 
@@ -34,3 +34,12 @@ def test_the_answers_alone_train_less_of_the_same_tokens():
     everything = supervise_everything(answers)
     assert everything.supervised == 5 and answers.supervised == 2
     assert everything.token_ids is answers.token_ids and answers.turn_ids.tolist() == [-1, -1, 0, -1, 1]
+
+
+def test_the_answers_are_still_known():
+    answers = [sample([-1, -1, 0, -1, 1]), sample([-1, 0, 0])]
+    assert answers_of(answers) is None
+    documents = [supervise_everything(each) for each in answers]
+    batch = FeatureBatch.pack([each.tensors() for each in documents], 2, pad_to=10, answers=answers_of(documents))
+    assert batch.answer_R.tolist() == [-1, -1, 0, -1, 1, -1, 0, 0, -1, -1]
+    assert batch.turn_R.tolist() == [0] * 8 + [-1, -1]

@@ -12,7 +12,9 @@ from headstart.eval.decode import Answer, Cycle
 from headstart.eval.drafters import build_drafter
 from headstart.eval.metrics import acceptance, bootstrap_tau
 from headstart.eval.teacher_forced import draft_everywhere, teacher_forced_cycles, teacher_forced_tau, walk
+from headstart.heads.base import FeatureBatch
 from headstart.heads.target import Target
+from headstart.train.step import LossModule
 
 
 def items_of(answers: list[Answer]) -> list[tuple[list[int], list[int]]]:
@@ -37,6 +39,30 @@ def test_equals_the_decode_loop(
     assert found.tau > 1
 
 
+@pytest.mark.parametrize("family", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("depth", [1, 2, 6])
+def test_what_training_walks_is_the_decode_loop(
+    target: Target, plain: list[Answer], family: str, depth: int, request: pytest.FixtureRequest
+) -> None:
+    """Deeper than the head is trained, too: the validation's anchors are as deep as the evaluation's chain."""
+    head = request.getfixturevalue(family).head
+    if family == "medusa":
+        depth = min(depth, head.depth)
+    stops = [{plain[0].tokens[17]}, set(), {plain[2].tokens[11]}]
+    known = items_of(run(target, None, stops=stops))
+    documents = [
+        (torch.tensor([*prompt, *answer]), torch.tensor([-1] * len(prompt) + [0] * len(answer)))
+        for prompt, answer in known
+    ]
+    loop = run(target, build_drafter(head, EvalConfig(tree=TreeConfig(depth=depth))), stops=stops)
+    expected = acceptance(cycle for answer in loop for cycle in answer.cycles)
+    batch = target.extract(FeatureBatch.pack(documents, max(depth, head.depth), pad_to=120), head.spec)
+    with torch.no_grad():
+        tokens, cycles = LossModule(head, target.teacher, None, depth)(batch)[4].tolist()
+    assert (tokens, cycles) == (expected.tokens, expected.forwards)
+    assert depth == 1 or expected.tau > 1.2
+
+
 def test_probe_is_the_loop(target: Target, plain: list[Answer], eagle3: Trained) -> None:
     # the probe stops at the target's own stop tokens: this target has none
     assert target.stop_token_ids == ()
@@ -52,7 +78,8 @@ def test_serving_agrees_with_training(
     trained: Trained = request.getfixturevalue(family)
     head, items = trained.head, items_of(plain)
     with torch.no_grad():
-        prefix_K = head.loss(trained.batch, target.teacher).prefix_K.long().tolist()
+        run_A = head.loss(trained.batch, target.teacher).run_A
+        prefix_K = [int((run_A >= d).sum()) for d in range(1, head.depth + 1)]
     drafts = draft_everywhere(target, head, items, head.depth)
     hits = [0] * head.depth
     for (_, answer), rows in zip(items, drafts, strict=True):

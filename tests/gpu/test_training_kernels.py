@@ -251,6 +251,7 @@ def test_captured_step_equals_eager_step(family, fields):
         assert relative(sums[0], expected[0]) < 1e-2
         torch.testing.assert_close(sums[1], expected[1])
         torch.testing.assert_close(sums[3], expected[3])
+        assert sums[4][0] == expected[4][0]  # tokens walked over; cycles are as many as bfloat16's near-ties make them
         for parameter, gradient in zip(head.parameters(), gradients, strict=True):
             if gradient is not None:
                 assert relative(parameter.grad, 2 * gradient) < 2e-2

@@ -34,7 +34,7 @@ CONFIGS: dict[str, HeadConfig] = {
     "eagle3": Eagle3Config(depth=4, draft_vocab_size=DRAFT, feature_layers=[1, 3, 5], row_fraction=0.5),
 }
 PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
-SUMS = ("loss_K", "count_K", "correct_K", "total_K", "prefix_K")
+SUMS = ("loss_K", "count_K", "correct_K", "total_K")
 
 
 def build(name: str) -> tuple[Head, Ends, FeatureBatch]:

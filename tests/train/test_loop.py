@@ -141,7 +141,7 @@ def test_every_start_anew_keeps_what_the_one_before_had_made(tmp_path):
 @pytest.mark.parametrize("left", ["latest", "best"])
 def test_checkpoints_that_are_gone_are_not_a_fresh_start(tmp_path, left, capsys):
     """Deleted but for `latest`: an error, as if they were damaged. Without any trace but the metrics: all is kept."""
-    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": float(step)}, eval_every=3)
+    chosen = dict(validate=lambda head, step, final: {"valid/walked_tau": float(step)}, eval_every=3)
     run(tmp_path, steps=7, **chosen)
     before = (tmp_path / "metrics.jsonl").read_text()
     for path in (tmp_path / "checkpoints").glob("step-*"):
@@ -435,13 +435,13 @@ def test_best_validation_is_kept_and_selected(tmp_path):
     def validate(head, step, final):
         seen[step] = head.heads[0].weight.detach().clone()
         assert final == (step == 12)
-        return {"valid/sim_tau": scores[step]}
+        return {"valid/walked_tau": scores[step]}
 
     head, result = run(tmp_path, validate=validate, eval_every=3, select="best")
-    assert result.best == {"name": "valid/sim_tau", "value": 1.9, "step": 6}
+    assert result.best == {"name": "valid/walked_tau", "value": 1.9, "step": 6}
     assert torch.equal(head.heads[0].weight, seen[6])
-    assert result.metrics == {"valid/sim_tau": 1.4}
-    assert [r["step"] for r in records(tmp_path) if "valid/sim_tau" in r] == [3, 6, 9, 12]
+    assert result.metrics == {"valid/walked_tau": 1.4}
+    assert [r["step"] for r in records(tmp_path) if "valid/walked_tau" in r] == [3, 6, 9, 12]
     again, _ = run(tmp_path, validate=validate, eval_every=3, select="best")
     assert torch.equal(again.heads[0].weight, seen[6])
 
@@ -449,13 +449,13 @@ def test_best_validation_is_kept_and_selected(tmp_path):
 def test_best_so_far_survives_a_kill(tmp_path):
     """The best head of step 6 is written, then the run dies and repeats steps 5 and 6."""
     scores = {3: 1.2, 6: 1.9, 9: 1.5, 12: 1.4}
-    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": scores[step]}, eval_every=3, select="best")
+    chosen = dict(validate=lambda head, step, final: {"valid/walked_tau": scores[step]}, eval_every=3, select="best")
     whole, expected = run(tmp_path / "whole", **chosen)
     with pytest.raises((Killed, TrainingError)):
         run(tmp_path / "killed", KillingSource(make_documents(), after=15), **chosen)
     again, result = run(tmp_path / "killed", **chosen)
     assert result.resumed_from == 4
-    assert result.best == expected.best == {"name": "valid/sim_tau", "value": 1.9, "step": 6}
+    assert result.best == expected.best == {"name": "valid/walked_tau", "value": 1.9, "step": 6}
     assert_same_weights(whole, again)
 
 
@@ -468,7 +468,7 @@ def test_a_validation_that_fails_costs_no_trained_step_and_is_made_again(tmp_pat
     def validate(head, step, final):
         if failing and step == 8:
             raise Killed if again == "kill -9" else TrainingError("features of sample talk-9 failed")
-        return {"valid/sim_tau": scores[step]}
+        return {"valid/walked_tau": scores[step]}
 
     failing = False
     whole, expected = run(tmp_path / "whole", validate=validate, **chosen)
@@ -483,23 +483,23 @@ def test_a_validation_that_fails_costs_no_trained_step_and_is_made_again(tmp_pat
     assert result.resumed_from == 8 and result.best == expected.best and result.best["step"] == 8
     assert_same_weights(head, whole)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert [r["step"] for r in records(tmp_path / "run") if "valid/sim_tau" in r] == [4, 8, 12]
+    assert [r["step"] for r in records(tmp_path / "run") if "valid/walked_tau" in r] == [4, 8, 12]
     state = json.loads((tmp_path / "run/checkpoints/step-00000008/state.json").read_text())
     assert not state["unvalidated"] and state["best"]["step"] == 8 and len(state["rng"]) == 1
 
 
 def test_a_final_validation_that_ended_in_a_kill_is_recorded_once(tmp_path, monkeypatch):
     """Killed after its record and before the checkpoint that says so."""
-    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": float(step)}, eval_every=6)
+    chosen = dict(validate=lambda head, step, final: {"valid/walked_tau": float(step)}, eval_every=6)
     with monkeypatch.context() as patch:
         patch.setattr("headstart.train.loop._Trainer._restate", lambda trainer: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             run(tmp_path, save_every=5, **chosen)
-    assert [r["step"] for r in records(tmp_path) if "valid/sim_tau" in r] == [6, 12]
+    assert [r["step"] for r in records(tmp_path) if "valid/walked_tau" in r] == [6, 12]
     source = FakeSource(make_documents())
     _, result = run(tmp_path, source, save_every=5, **chosen)
     assert source.asked == [] and result.best["step"] == 12
-    assert [r["step"] for r in records(tmp_path) if "valid/sim_tau" in r] == [6, 12]
+    assert [r["step"] for r in records(tmp_path) if "valid/walked_tau" in r] == [6, 12]
 
 
 def test_the_best_head_is_the_one_on_the_disk_also_when_the_run_takes_another_turn(tmp_path, capsys):
@@ -510,19 +510,19 @@ def test_the_best_head_is_the_one_on_the_disk_also_when_the_run_takes_another_tu
 
     def validate(head, step, final):
         seen[step] = head.heads[0].weight.detach().clone()
-        return {"valid/sim_tau": scores[step]}
+        return {"valid/walked_tau": scores[step]}
 
     with pytest.raises((Killed, TrainingError)):
         run(tmp_path, KillingSource(make_documents(), after=15), validate=validate, **chosen)
     head, source = FakeHead(noise=0.1), FakeSource(make_documents())
     result = train(
         head, source, teacher(), source.lengths, config(lr=0.5, **chosen), tmp_path,
-        lambda h, s, f: {"valid/sim_tau": 1.0}, pack_tokens=20, progress=True,
+        lambda h, s, f: {"valid/walked_tau": 1.0}, pack_tokens=20, progress=True,
     )  # fmt: skip
-    assert result.resumed_from == 4 and result.best == {"name": "valid/sim_tau", "value": 1.9, "step": 6}
+    assert result.resumed_from == 4 and result.best == {"name": "valid/walked_tau", "value": 1.9, "step": 6}
     assert torch.equal(head.heads[0].weight, seen[6])
     said = " ".join(capsys.readouterr().err.split())
-    assert "NOTE: the best head so far is that of step 6 (valid/sim_tau 1.9)" in said
+    assert "NOTE: the best head so far is that of step 6 (valid/walked_tau 1.9)" in said
 
 
 def test_a_head_of_other_sizes_is_refused(tmp_path):
@@ -542,19 +542,19 @@ def test_a_head_of_other_sizes_is_refused(tmp_path):
 
 def test_a_validation_made_before_a_kill_is_recorded_once(tmp_path):
     """Killed between the record and the checkpoint's new state."""
-    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": float(step)}, eval_every=4)
+    chosen = dict(validate=lambda head, step, final: {"valid/walked_tau": float(step)}, eval_every=4)
     run(tmp_path, steps=6, **chosen)
     store = CheckpointStore(tmp_path / "checkpoints", 0)
     store._remove(store.paths()[0])
     store.restate(json.loads((store.paths()[0] / "state.json").read_text()) | {"unvalidated": True})
     run(tmp_path, **chosen)
-    assert [r["step"] for r in records(tmp_path) if "valid/sim_tau" in r] == [4, 8, 12]
+    assert [r["step"] for r in records(tmp_path) if "valid/walked_tau" in r] == [4, 8, 12]
 
 
 def test_a_damaged_best_head_is_told_at_once_and_the_next_validation_counts(tmp_path, capsys):
     scores = {3: 1.9, 6: 1.2, 9: 1.5, 12: 1.4}
-    chosen = dict(validate=lambda head, step, final: {"valid/sim_tau": scores[step]}, eval_every=3, select="best")
-    run(tmp_path, steps=7, **chosen | {"validate": lambda *_: {"valid/sim_tau": 1.9}})
+    chosen = dict(validate=lambda head, step, final: {"valid/walked_tau": scores[step]}, eval_every=3, select="best")
+    run(tmp_path, steps=7, **chosen | {"validate": lambda *_: {"valid/walked_tau": 1.9}})
     (tmp_path / "checkpoints/best/head.safetensors").write_bytes(b"half")
     head, source = FakeHead(noise=0.1), FakeSource(make_documents())
     result = train(
@@ -562,15 +562,15 @@ def test_a_damaged_best_head_is_told_at_once_and_the_next_validation_counts(tmp_
         tmp_path, chosen["validate"], pack_tokens=20, progress=True,
     )  # fmt: skip
     said = " ".join(capsys.readouterr().err.split())
-    assert "WARNING: the best head (step 3, valid/sim_tau 1.9) is damaged: head.safetensors has 4 bytes" in said
-    assert result.best == {"name": "valid/sim_tau", "value": 1.5, "step": 9}
+    assert "WARNING: the best head (step 3, valid/walked_tau 1.9) is damaged: head.safetensors has 4 bytes" in said
+    assert result.best == {"name": "valid/walked_tau", "value": 1.5, "step": 9}
 
 
 def test_a_best_head_damaged_at_the_end_leaves_the_last_weights_and_a_warning(tmp_path, capsys):
     def validate(head, step, final):
         if final:
             (tmp_path / "run/checkpoints/best/head.safetensors").write_bytes(b"half")
-        return {"valid/sim_tau": -float(step)}
+        return {"valid/walked_tau": -float(step)}
 
     last, _ = run(tmp_path / "last")
     head, source = FakeHead(noise=0.1), FakeSource(make_documents())
@@ -646,15 +646,15 @@ def test_trackers_receive_every_number_of_a_record(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    values = {"valid/loss": 1.0, "valid/sim_tau": 1.5, "valid/tau": 1.25}
+    values = {"valid/loss": 1.0, "valid/walked_tau": 1.5, "valid/tau": 1.25}
     run(tmp_path, validate=lambda head, step, final: values, steps=4, tracker="tensorboard")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     names = set(events.Tags()["scalars"])
     assert names == {name for record in records(tmp_path) for name in record} - {"step"}
     assert names >= {
-        "train/loss", "train/acc_1", "train/acc_2", "train/acc_3", "train/sim_tau", "lr", "grad_norm", "tokens_per_s",
-        "mfu", "data_wait", "host_memory_gib", *values,
+        "train/loss", "train/acc_1", "train/acc_2", "train/acc_3", "train/walked_tau", "train/coverage", "lr",
+        "grad_norm", "tokens_per_s", "mfu", "data_wait", "host_memory_gib", *values,
     }  # fmt: skip
     assert all(record["host_memory_gib"] > 0.01 for record in records(tmp_path) if "train/loss" in record)
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
@@ -725,7 +725,7 @@ def test_a_full_disk_pauses_the_run_and_nothing_is_lost(tmp_path, monkeypatch):
         clock[0] += 1000.0
 
     def validate(head, step, final):
-        return {"valid/sim_tau": float(step)}
+        return {"valid/walked_tau": float(step)}
 
     undisturbed, _ = run(tmp_path / "undisturbed", validate=validate, eval_every=6)
     now = time.perf_counter

@@ -58,7 +58,7 @@ def shards_are_whole(head: FakeHead, step: int, final: bool) -> dict[str, float]
     """A validation that uses the head as a module of its own, as τ probes do, on one rank only."""
     if torch.distributed.get_rank() == 0:
         assert head.heads[0](torch.ones(1, 8)).shape == (1, 13)
-    return {"valid/sim_tau": float(step)}
+    return {"valid/walked_tau": float(step)}
 
 
 class Signalled(FakeSource):

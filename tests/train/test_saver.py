@@ -163,7 +163,7 @@ def test_best_heads_that_come_faster_than_the_disk_hold_no_step_up(tmp_path, mon
         times[step] = time.perf_counter()
         if step == 8:
             first.set()
-        return {"valid/sim_tau": float(step)}
+        return {"valid/walked_tau": float(step)}
 
     monkeypatch.setattr(CheckpointStore, "save_best", slow)
     monkeypatch.setattr(HostCopies, "take", reusing)

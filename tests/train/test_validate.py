@@ -2,19 +2,24 @@ import pytest
 import torch
 from train_fakes import DIMS, FakeHead, FakeSource, make_documents, teacher
 
-from headstart.train.validate import Validator, acceptance
+from headstart.train.validate import Validator, shares
 
 
-def test_simulated_acceptance_by_hand():
-    values = acceptance(
-        torch.tensor([6.0, 3.0, 0.0]), torch.tensor([10.0, 5.0, 0.0]), torch.tensor([6.0, 2.0, 0.0]), "v"
-    )
-    assert values == {
+def test_shares_by_hand():
+    sums = torch.tensor([[8.0, 4.0, 0.0], [6.0, 2.0, 0.0], [10.0, 5.0, 0.0]])
+    assert shares(*sums, torch.tensor([30.0, 12.0]), "v") == {
         "v/acc_1": pytest.approx(0.6),
-        "v/acc_2": pytest.approx(0.6),
-        "v/acc_3": 0.0,
-        "v/sim_tau": pytest.approx(2.0),
+        "v/acc_2": pytest.approx(0.4),
+        "v/coverage": pytest.approx(0.8),
+        "v/walked_tau": pytest.approx(2.5),
     }
+
+
+def test_nothing_is_not_zero():
+    assert shares(*torch.zeros(3, 2), torch.zeros(2), "v") == {}
+    # no answer of two tokens: neither loss nor accuracy
+    source = FakeSource([(torch.arange(6), torch.tensor([-1, -1, -1, -1, -1, 0]))])
+    assert Validator(source, [[0]], teacher())(FakeHead(), 1) == {}
 
 
 def test_numbers_do_not_depend_on_packs_and_equal_a_naive_count():
@@ -36,13 +41,13 @@ def test_numbers_do_not_depend_on_packs_and_equal_a_naive_count():
     )
 
 
-def test_a_head_that_is_always_right_has_full_acceptance():
+def test_a_head_that_is_always_right_is_cut_by_the_answer_s_end_alone():
     tokens = torch.full((9,), 3)
     head, source = FakeHead(), FakeSource([(tokens, torch.zeros(9, dtype=torch.int64))])
     for linear in head.heads:
         torch.nn.init.zeros_(linear.weight)
         linear.bias.data = torch.nn.functional.one_hot(torch.tensor(3), DIMS.vocab_size).float()
-    assert Validator(source, [[0]], teacher())(head, 1)["valid/sim_tau"] == 4.0
+    assert Validator(source, [[0]], teacher())(head, 1)["valid/walked_tau"] == 3.5  # 4 + 3 of 7 tokens
 
 
 def test_probe_runs_when_due_on_rank_0():

@@ -46,24 +46,18 @@ class FakeHead(Head):
         hidden_RD = batch.hidden_RD
         if self.noise and self.training:
             hidden_RD = hidden_RD + self.noise * torch.rand_like(hidden_RD)
-        losses, hits, prefix = [], [], []
-        so_far = None
+        losses, hits, weights = [], [], batch.anchors.weights()
         for d, head in enumerate(self.heads, start=1):
             row = batch.anchors.row_A[: batch.anchors.count_K[d - 1]]
             if not len(row):  # as real heads may: this depth's parameters get no gradient
                 losses.append(torch.zeros(()))
-                hits.append(torch.zeros(()))
-                prefix.append(torch.zeros(()))
+                hits.append(torch.zeros(0, dtype=torch.bool))
                 continue
             logits = head(hidden_RD[row])
             label = batch.tokens_R[row + 1 + d]
             losses.append(nn.functional.cross_entropy(logits.double(), label, reduction="sum").to(logits.dtype))
-            hit = logits.argmax(-1) == label
-            so_far = hit if so_far is None else so_far[: len(hit)] & hit
-            hits.append(hit.sum().float())
-            prefix.append(so_far.sum().float())
-        counts = self.depth_counts(batch)
-        return HeadLoss(torch.stack(losses), counts, torch.stack(hits), counts, torch.stack(prefix))
+            hits.append(logits.argmax(-1) == label)
+        return HeadLoss.of(torch.stack(losses), weights, hits, weights)
 
 
 def make_documents(count: int = 12, seed: int = 1) -> list[tuple[Tensor, Tensor]]:

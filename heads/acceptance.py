@@ -1,0 +1,84 @@
+"""Acceptance walked over known answers: the cycles of a greedy chain, without decoding.
+
+A cycle begins at a row, keeps the run of right drafts and the target's own token, and the next one begins there. A mean
+over all rows is another number: it counts rows in the middle of accepted runs, where no cycle begins.
+
+Worked example: one answer of 6 tokens a … f after the prompt's last token, chains of 2
+
+    row              .   a   b   c   d   e   f
+    root             a   b   c   d   e   f
+    left             5   4   3   2   1   0       answer tokens after the root
+    right drafts     2   0   0   1   0           of the chain that starts at the row
+    kept             3   1   1   2   1   0       min(right drafts + 1, left)
+    a cycle begins   x           x               5 tokens in 2 cycles: τ = 2.5
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.heads.base import FeatureBatch
+
+
+def find_cycles(hits_R: Tensor, left_R: Tensor, first_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The cycles of the decode loop: tokens that one starting at a row commits, int64 [R]; where one starts, bool [R].
+
+    No operation waits for the device, and their number depends on R alone: captured steps run this.
+
+    Args:
+        hits_R: int64 [R], right drafts in a row of the chain that starts at each row.
+        left_R: int64 [R], answer tokens after each row's root, 0 where no chain starts.
+        first_R: bool [R], rows whose root is an answer's first token. Row t + left_R[t] exists for each.
+    """
+    rows = hits_R.shape[0]
+    kept_R = torch.minimum(hits_R + 1, left_R)
+    next_R = torch.arange(rows, device=hits_R.device) + kept_R
+    seen_R = first_R.to(torch.int32)
+    # rows reached in fewer than 2^n jumps, and where 2^n jumps lead
+    for _ in range(rows.bit_length()):
+        seen_R = (torch.zeros_like(seen_R).index_add_(0, next_R, seen_R) + seen_R > 0).to(torch.int32)
+        next_R = next_R[next_R]
+    return kept_R, (seen_R > 0) & (left_R > 0)
+
+
+def answer_rows(answer_R: Tensor, doc_R: Tensor) -> tuple[Tensor, Tensor]:
+    """(left_R, first_R) of `find_cycles` for a pack.
+
+    Args:
+        answer_R: int64 [R], assistant turn of token x_t (unique within its document), -1 = no answer's.
+        doc_R: int64 [R], document of the row, -1 = padding.
+    """
+    rows, device = answer_R.shape[0], answer_R.device
+    row_R = torch.arange(rows, device=device)
+    ahead_R = (row_R + 1).clamp(max=rows - 1)
+    # whether the next row is of the same document, and its token of the same answer
+    inside_R = (doc_R[ahead_R] == doc_R) & (doc_R >= 0) & (row_R < rows - 1)
+    same_R = inside_R & (answer_R >= 0) & (answer_R[ahead_R] == answer_R)
+    # the last row of the answer that each row's token is in
+    end_R = torch.where(same_R, rows, row_R).flip(0).cummin(0).values.flip(0)
+    rooted_R = inside_R & (answer_R[ahead_R] >= 0)
+    left_R = torch.where(rooted_R, end_R[ahead_R] - ahead_R, 0)
+    begins_R = torch.ones_like(inside_R)
+    begins_R[1:] = ~inside_R[:-1]
+    # an answer without a prompt has no row before its first token: it is walked from its second one on
+    return left_R, rooted_R & (~same_R | begins_R)
+
+
+def walk(run_A: Tensor, batch: FeatureBatch, depth: int) -> Tensor:
+    """(tokens, cycles) of a greedy chain of `depth` over the answers of a pack, float32 [2].
+
+    Equal to the decode loop's where the answers are the target's own greedy ones. Zeros where rows are subsampled: a
+    cycle may begin at any row, so all of them must have run at every depth.
+
+    Args:
+        run_A: see HeadLoss.
+        depth: drafts of the chain; no more than the anchors' depths count.
+    """
+    anchors = batch.anchors
+    if anchors.weight_AK is not None:
+        return torch.zeros(2, device=batch.tokens_R.device)
+    hits_R = torch.zeros_like(batch.tokens_R).index_copy_(0, anchors.row_A, run_A.clamp(max=depth))
+    answer_R = batch.turn_R if batch.answer_R is None else batch.answer_R
+    kept_R, starts_R = find_cycles(hits_R, *answer_rows(answer_R, batch.doc_R))
+    return torch.stack([(kept_R * starts_R).sum(), starts_R.sum()]).float()

@@ -12,8 +12,9 @@ from headstart.data.chat import Encoded, RefusedError
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prompts import Chats
 from headstart.data.records import Conversation, TokenTurn, unread_note
-from headstart.data.samples import Sample, require_supervised, split_held_out
+from headstart.data.samples import Sample, require_supervised
 from headstart.data.sources import load_conversations
+from headstart.data.split import Split, given_held_out, prompt_key, split_held_out
 from headstart.heads.errors import DataError
 
 
@@ -136,7 +137,8 @@ def _sample(
     report.tokens += len(tokens)
     report.supervised_tokens += supervised
     report.open_ended += finish == "length"
-    return Sample(name, tokens, turns, finish, {"conversation": conversation.id, "task": conversation.task})
+    meta = {"conversation": conversation.id, "task": conversation.task, "prompt_key": prompt_key(conversation)}
+    return Sample(name, tokens, turns, finish, meta)
 
 
 def encode_token_turns(turns: Sequence[TokenTurn], stop_token_ids: Sequence[int], which: str = "all") -> list[Encoded]:
@@ -167,12 +169,23 @@ def encode_token_turns(turns: Sequence[TokenTurn], stop_token_ids: Sequence[int]
 
 @dataclass
 class PreparedData:
-    """Samples to train on and to validate on, and what became of the conversations of each."""
+    """Samples to train on and to validate on, and what became of the conversations of each.
 
-    train: list[Sample]
-    held_out: list[Sample]
+    Attributes:
+        held_out_report: None where the held-out conversations are a part of the others.
+    """
+
+    split: Split
     report: TokenizeReport
     held_out_report: TokenizeReport | None = None
+
+    @property
+    def train(self) -> list[Sample]:
+        return self.split.train
+
+    @property
+    def held_out(self) -> list[Sample]:
+        return self.split.held_out
 
 
 def prepare(
@@ -192,9 +205,16 @@ def prepare(
     if not samples:
         raise DataError("data: no conversation can be trained on\n" + "\n".join(report.lines()))
     require_supervised(samples)
+    held_report: TokenizeReport | None = None
     if config.held_out:
         held, held_report = tokenize(load_conversations(config.held_out), tokenizer, config, stop_token_ids)
-        return PreparedData(samples, held, report, held_report)
-    train, held = split_held_out(samples, config.held_out_fraction, seed)
-    require_supervised(train)
-    return PreparedData(train, held, report)
+        split = given_held_out(samples, held)
+    else:
+        split = split_held_out(samples, config.held_out_fraction, seed)
+    if not split.train:
+        raise DataError(
+            f"data: all {len(samples)} samples to train on repeat held-out text ({', '.join(split.copies[:3])}): "
+            "give other conversations to train on, or to hold out (data.held_out)"
+        )
+    require_supervised(split.train)
+    return PreparedData(split, report, held_report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.errors import ConfigError, DataError
+from headstart.heads.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Sample:
         turn_ids: int32 [T], assistant turn of the token, -1 = unsupervised; unique per assistant turn of the sample.
         finish_reason: "stop", or "length" when the last answer has no end (cut by its generator or by `max_length`).
         answer_ids: int32 [T], assistant turn of the token where more than the answers is supervised; None = turn_ids.
-        meta: `conversation` (id), `task` (or None) and whatever else the record carried.
+        meta: `conversation` (id), `task` (or None), `prompt_key` (split.py).
     """
 
     id: str
@@ -108,25 +107,3 @@ def require_supervised(samples: Sequence[Sample], depth: int = 1) -> None:
 def _longest_turn(sample: Sample) -> int:
     turns = sample.turn_ids[sample.turn_ids >= 0]
     return int(np.unique(turns, return_counts=True)[1].max()) if len(turns) else 0
-
-
-def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) -> tuple[list[Sample], list[Sample]]:
-    """`(train, held_out)`: whole conversations, chosen by a hash of (seed, conversation), so that more data moves none.
-
-    Where a positive fraction of few conversations is none, the one that comes first by its hash is held out.
-    Raises: ConfigError when a positive fraction leaves the training side empty.
-    """
-    shares = []
-    for sample in samples:
-        name = f"{seed}/{sample.meta.get('conversation', sample.id)}"
-        shares.append(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64)
-    least = min(shares, default=0.0)
-    if 0.0 < fraction <= least < max(shares):
-        fraction = math.nextafter(least, 1.0)
-    held = [sample for sample, share in zip(samples, shares, strict=True) if share < fraction]
-    train = [sample for sample, share in zip(samples, shares, strict=True) if share >= fraction]
-    if samples and not train:
-        raise ConfigError(
-            f"data.held_out_fraction: {fraction} of {len(samples)} samples leaves none to train on: lower it"
-        )
-    return train, held

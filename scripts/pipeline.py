@@ -26,6 +26,7 @@ from headstart.data.packing import plan_packs
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import load_conversations, read_prompts
+from headstart.data.split import SPLIT_RULE
 from headstart.eval.report import render_saved
 from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
 from headstart.heads import vocab
@@ -151,6 +152,7 @@ class Run:
             "sources": identity.of_sources(data.sources),
             "held_out": identity.of_sources(data.held_out),
             "distilled": self._distilled() if data.distill.prompts else None,
+            "split": SPLIT_RULE,
             "settings": values,
             "seed": self.recipe.seed,
         }
@@ -281,6 +283,8 @@ class Run:
             if self.recipe.data.supervise == "all":
                 self.talk.say("data: data.supervise=all trains on every token of these, prompts too")
             self.talk.say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
+            for line in data.split.lines():
+                self.talk.say(f"data: {line}")
         return self._prepared
 
     def of_sources_alone(self) -> Run:
@@ -297,10 +301,11 @@ class Run:
     def save_data_report(self, data: PreparedData) -> None:
         held = data.held_out_report
         report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
+        report["split"] = data.split.as_dict()
         write_json(self.dir / "data" / "report.json", report)
         records = [
             {"id": sample.id, "task": sample.meta.get("task") or "held_out", "prompt_token_ids": first_prompt(sample)}
-            for sample in data.held_out
+            for sample in held_out_prompts(data)
         ]
         write_text(self.held_out_path, "".join(json.dumps(record) + "\n" for record in records))
 
@@ -476,7 +481,7 @@ class Run:
         chain = self.chain(head)
         source = self._source(data.held_out, "held_out", head, max(head.depth, chain))
         packs = plan_packs(source.lengths, self.recipe.data.pack_tokens, 0, 0)
-        prompts = [first_prompt(sample) for sample in data.held_out[: config.tau_prompts]]
+        prompts = [first_prompt(sample) for sample in held_out_prompts(data)[: config.tau_prompts]]
 
         def probe(trained: Head) -> float:
             return tau_probe(target, trained, prompts, config.tau_tokens, chain)
@@ -596,6 +601,14 @@ def first_prompt(sample: Sample) -> list[int]:
     """Token ids up to the first supervised token: what the target was asked."""
     first = int((sample.turn_ids >= 0).argmax())
     return sample.token_ids[:first].tolist()
+
+
+def held_out_prompts(data: PreparedData) -> list[Sample]:
+    """Held-out samples of different prompts, the first of each: more answers to one prompt are decoded once."""
+    found: dict[tuple[int, ...], Sample] = {}
+    for sample in data.held_out:
+        found.setdefault(tuple(first_prompt(sample)), sample)
+    return list(found.values())
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:

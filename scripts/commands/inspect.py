@@ -49,6 +49,7 @@ def command(
         report = {
             "train": data.report.as_dict(),
             "held_out": data.held_out_report.as_dict() if data.held_out_report else None,
+            "split": data.split.as_dict(),
         }
         value = {"counts": counts, "held_out_samples": len(data.held_out), "report": report, "samples": shown}
         text = Text()

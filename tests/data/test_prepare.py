@@ -11,7 +11,7 @@ import torch
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.inspection import render_sample, render_tokens, summarise
 from headstart.data.prepare import encode_token_turns, prepare, tokenize
-from headstart.data.samples import Sample, require_supervised, split_held_out, token_counts
+from headstart.data.samples import Sample, require_supervised, token_counts
 from headstart.data.sources import Conversation, TokenTurn
 from headstart.heads.errors import ConfigError, DataError, TemplateError
 
@@ -36,7 +36,7 @@ def test_token_ids_are_used_verbatim(tokenizer):
     (sample,), _ = tokenize([conversation(turns=(turn,))], tokenizer, config(), [END])
     assert sample.token_ids.tolist() == [40, 41, 50, 51, END] and sample.turn_ids.tolist() == [-1, -1, 0, 0, 0]
     assert sample.token_ids.dtype == sample.turn_ids.dtype == np.int32
-    assert (sample.finish_reason, sample.meta) == ("stop", {"conversation": "c", "task": "chat"})
+    assert (sample.finish_reason, sample.meta["conversation"], sample.meta["task"]) == ("stop", "c", "chat")
 
 
 def test_token_ids_need_no_chat_template(tokenizer):
@@ -111,22 +111,6 @@ def test_all_unsupervised_is_refused():
     with pytest.raises(DataError, match="0 samples"):
         require_supervised([])
     require_supervised([nothing, Sample("c", tokens, np.array([-1, 0, 0, -1], np.int32))])
-
-
-def test_held_out_split_keeps_conversations_together_and_stable():
-    one = np.zeros(1, np.int32)
-    samples = [Sample(f"{i}/turn{j}", one, one, meta={"conversation": str(i)}) for i in range(200) for j in range(2)]
-    train, held = split_held_out(samples, 0.1, seed=3)
-    assert 20 < len(held) < 70 and len(train) + len(held) == 400
-    assert {s.meta["conversation"] for s in train}.isdisjoint({s.meta["conversation"] for s in held})
-    more_train, more_held = split_held_out(samples + [Sample("new", one, one)], 0.1, seed=3)
-    assert [s.id for s in held] == [s.id for s in more_held if s.id != "new"]
-    with pytest.raises(ConfigError, match="held_out_fraction"):
-        split_held_out(samples[:1], 0.9999999)
-    few_train, few_held = split_held_out(samples[:8], 1e-6, seed=3)  # of four conversations, one
-    assert [len(few_train), len(few_held)] == [6, 2] and len({s.meta["conversation"] for s in few_held}) == 1
-    assert split_held_out(samples[:2], 1e-6) == (samples[:2], [])  # one conversation, which trains
-    assert split_held_out(samples[:8], 0.0) == (samples[:8], [])
 
 
 def test_inspection_marks_supervised_text(tokenizer):

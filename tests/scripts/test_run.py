@@ -104,6 +104,14 @@ def test_changed_inputs_redo_what_depends_on_them_and_keep_the_old_head(
     assert all((kept[name] == old[name]).all() for name in old)
     new = load_file(tmp_path / "run/head/model.safetensors")
     assert any((new[name] != old[name]).any() for name in old)
+    # a version that split otherwise held out what this one would train on
+    marker = tmp_path / "run/steps/train.json"
+    found = json.loads(marker.read_text())
+    del found["inputs"]["data"]["split"]
+    marker.write_text(json.dumps(found))
+    again = headstart("train", recipe, "train.lr=2e-3")
+    assert again.code == 0, again.err
+    assert 'train: done again, its inputs changed (data.split: null → "first prompt, without copies")' in again.err
 
 
 def test_stored_features_train_the_same_head(headstart: Callable, recipe: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -215,7 +216,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 def _address(url: str) -> tuple[str, str]:
     """(base address without `/v1`, host). Raises: ConfigError naming --url, without a user name or a password."""
     expected = "expected an address such as http://localhost:8000"
-    named = shown(_without_userinfo(url), 200)
+    named = shown(re.split("[?#]", _without_userinfo(url))[0], 200)
     try:
         read = httpx2.URL(url)
     except (httpx2.InvalidURL, ValueError):  # its message may hold part of a password

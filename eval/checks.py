@@ -44,5 +44,5 @@ def optional(value: Any, kind: type[T], name: str) -> T | None:
     """`value` where it is of `kind`, or None. Raises: ServerError saying `name` and what was found."""
     if value is None or isinstance(value, kind):
         return value
-    expected = {dict: "an object", list: "a list", str: "text"}[kind]
-    raise ServerError(f"{name}: found {found(value)}, expected {expected}")
+    expected: dict[type, str] = {dict: "an object", list: "a list", str: "text"}
+    raise ServerError(f"{name}: found {found(value)}, expected {expected[kind]}")

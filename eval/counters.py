@@ -67,6 +67,9 @@ class Metrics:
 
     def __init__(self, samples: list[Sample], model: str, where: str = "/metrics"):
         self.samples = [s for s in samples if s.labels.get("model_name", model) == model]
+        named = {s.labels.get("model_name", model) for s in samples}
+        #: models that the page is about, where this one is not among them
+        self.others = [] if model in named else sorted(named)
         self.where = where
 
     def has(self, name: str) -> bool:
@@ -134,7 +137,7 @@ def cycles_from_counts(drafts: int, reached: Sequence[int], committed: int, last
     if beyond < 0:
         return cycles + [Cycle(0, 0, 1)] * -beyond
     whole = Cycle(depth, last + beyond - 1, last + beyond) if last is not None and beyond else None
-    if whole in cycles and last is not None:
+    if whole is not None and last is not None and whole in cycles:
         cycles.remove(whole)
         return [*cycles, Cycle(depth, min(whole.accepted, last), last)]
     for _ in range(beyond):

@@ -58,6 +58,11 @@ class Vllm:
         self.client, self.model, self.where = client, model, f"{client.url}/metrics"
         self.version = _version(client.maybe_json("/version"))
         metrics = self._metrics()
+        if not metrics.has(self.DRAFTS) and metrics.others:
+            raise ServerError(
+                f"{self.where}: counts for {shown(', '.join(metrics.others), 200)}, and not for {model!r}: name the "
+                "model with --model as the metrics do"
+            )
         if not metrics.has(self.DRAFTS):
             raise ServerError(
                 f"{client.url}: the server runs without speculation (no vllm:spec_decode_* counters): start it with "
@@ -89,15 +94,7 @@ class Vllm:
                 f"{self.where}: holds no vllm: metrics: start the server without --disable-log-stats, "
                 "or name another --engine"
             )
-        metrics = Metrics(samples, self.model, self.where)
-        counted = {s.labels.get("model_name", "") for s in samples if s.name.startswith(self.DRAFTS)}
-        if counted and not metrics.has(self.DRAFTS):
-            others = shown(", ".join(sorted(counted)), 200)
-            raise ServerError(
-                f"{self.where}: counts the drafts of {others}, and none of {self.model!r}: name the model with --model "
-                "as the metrics do"
-            )
-        return metrics
+        return Metrics(samples, self.model, self.where)
 
     def read(self) -> Reading:
         metrics, prefix = self._metrics(), "vllm:spec_decode_num_"

@@ -288,6 +288,6 @@ def _report(
         versions={**versions(), engine: probe.version},
         git_revision=git_revision(),
         notes=notes,
-        engine={"name": engine, "version": probe.version, "url": url, "model": model},
+        engine={"name": engine, "version": probe.version, "url": url, "model": model, "request": measured.asked},
         command=command_line(),
     )

@@ -7,13 +7,12 @@ import os
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from headstart.eval.api_client import Client
 from headstart.heads.errors import ServerError
 
 #: seconds until the server must answer
@@ -65,9 +64,9 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     give_up = time.monotonic() + START
     while True:
         try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            Client(url).text("/health")
             return
-        except (OSError, urllib.error.URLError):
+        except ServerError:
             status = process.poll()
             if status is not None or time.monotonic() > give_up:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])

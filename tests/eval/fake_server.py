@@ -24,6 +24,7 @@ class State:
         merge: send all tokens in one message, as a slow client sees them.
         histogram, verify_count, counter: what an SGLang of some version reports.
         strangers: requests of somebody else that are counted beside each of ours.
+        info, details: what replaces parts of an SGLang's server info, and of what it says about each answer.
     """
 
     engine: str = "vllm"
@@ -39,6 +40,8 @@ class State:
     strangers: int = 0
     models: tuple[str, ...] = ("tiny",)
     key: str | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     finished: int = 0
     drafts: int = 0
@@ -86,6 +89,7 @@ class State:
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": DEPTH + 1,
             "internal_states": [{"avg_spec_accept_length": self.mean_length}],
+            **self.info,
         }
 
 
@@ -147,6 +151,7 @@ class Handler(BaseHTTPRequestHandler):
                 details["spec_verify_ct"] = len(accepted)
             if state.histogram:
                 details["spec_correct_drafts_histogram"] = [accepted.count(d) for d in range(max(accepted) + 1)]
+            details |= state.details
             if details:
                 self.event({"choices": [], "sglext": {"spec_tokens_details": details}})
         self.event({"choices": [], "usage": {"completion_tokens": total}})
@@ -165,9 +170,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(**settings: Any) -> Iterator[tuple[str, State]]:
+def serving(handler: type[Handler] = Handler, **settings: Any) -> Iterator[tuple[str, State]]:
     """(address, state) of a running fake."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.state = State(**settings)  # type: ignore[attr-defined]
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:

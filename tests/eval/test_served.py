@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from fake_server import serving
 
 from headstart.eval import served
 from headstart.eval.config import EvalConfig
-from headstart.eval.counters import Metrics, cycles_from_counts, parse_metrics
+from headstart.eval.counters import Metrics, cycles_from_counts, parse_metrics, reached_of_histogram
 from headstart.eval.decode import Cycle
 from headstart.eval.metrics import acceptance
 from headstart.eval.report import Report, render_markdown
@@ -47,15 +48,17 @@ def test_tau_and_positions_from_the_servers_counters(engine: str, data: Path) ->
     assert report.tau_ci95 is not None and report.tokens_per_s is not None
     assert report.tree["label"] == "chain3"
     version = {"vllm": "0.32.0", "sglang": "0.5.23"}[engine]
-    assert report.engine == {"name": engine, "version": version, "url": url, "model": "tiny"}
+    named = {"name": engine, "version": version, "url": url, "model": "tiny"}
+    assert report.engine is not None and report.engine.items() >= named.items()
     paths = [path for path, _ in state.requests]
     assert paths == ["/v1/completions", "/v1/chat/completions"]
     assert all(body["temperature"] == 0 and body["model"] == "tiny" for _, body in state.requests)
     assert state.requests[0][1]["prompt"] == [1, 2, 3]
     everything = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": {"vllm": 0, "sglang": -1}[engine]}
     everything |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    everything |= {"min_tokens": 0, "ignore_eos": False, "max_tokens": 64}
-    assert all(body.items() >= everything.items() for _, body in state.requests)
+    everything |= {"min_tokens": 0, "ignore_eos": False}
+    assert all(body.items() >= (everything | {"max_tokens": 64}).items() for _, body in state.requests)
+    assert report.engine["request"].items() >= everything.items()
     assert state.requests[1][1]["messages"] == [{"role": "user", "content": "hi"}]
 
 
@@ -259,3 +262,17 @@ def test_metrics_text() -> None:
     assert [s.name for s in samples] == ["x_total", "x_total", "y"] and samples[0].labels["a"] == 'b\\"c'
     assert Metrics(samples, "m").total("x") == 3.0 and Metrics(samples, "n").total("x") == 4.0
     assert Metrics(samples, "m").mean("y") is None and not Metrics(samples, "m").has("z")
+
+
+def test_hostile_metrics_take_no_time() -> None:
+    for line in (
+        "a" * 10**6,
+        "x{" + "a" * 10**6 + "} 1",
+        "x{" + 'a="' * 10**5 + "} 1",
+        "x{" + "} " * 10**5,
+        "x" + " " * 10**6 + "y z",
+    ):
+        began = time.monotonic()
+        parse_metrics(line)
+        reached_of_histogram([1] * 10**5, 3)
+        assert time.monotonic() - began < 1

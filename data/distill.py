@@ -84,7 +84,8 @@ def distill(
     settings = _sampling(target, config, seed, template_kwargs)
     finished = resume(out, prompts, settings, progress)
     jobs, skipped = _plan(chats, target, prompts, config, seed)
-    if note := unread_note(Counter(name for prompt in prompts for name in prompt.unread)):
+    unread = unread_note(Counter(name for prompt in prompts for name in prompt.unread))
+    for note in [*chats.notes, *([unread] if unread else [])]:
         progress(0, len(jobs), note)
     for name, reason in skipped.items():
         progress(0, len(jobs), f"skipped {name}: {reason}")

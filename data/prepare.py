@@ -30,6 +30,7 @@ class TokenizeReport:
         open_ended: samples whose last answer has no end-of-turn token (finish_reason "length").
         split: conversations that became several samples because the template rewrites earlier turns.
         unread: field of messages that is not read → conversations that have it.
+        template: how the chat template is used, where that is not as it is.
     """
 
     conversations: int = 0
@@ -41,6 +42,7 @@ class TokenizeReport:
     open_ended: int = 0
     split: int = 0
     unread: dict[str, int] = field(default_factory=dict)
+    template: list[str] = field(default_factory=list)
 
     @property
     def dropped_count(self) -> int:
@@ -66,7 +68,7 @@ class TokenizeReport:
             lines.append(f"{self.split} became one sample per answer (the chat template rewrites earlier turns)")
         if note := unread_note(self.unread):
             lines.append(note)
-        return lines
+        return lines + self.template
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self)}
@@ -110,7 +112,7 @@ def tokenize(
             sample = _sample(name, item, conversation, config, report)
             if sample is not None:
                 samples.append(sample)
-    report.samples = len(samples)
+    report.samples, report.template = len(samples), chats.notes
     return samples, report
 
 

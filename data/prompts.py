@@ -129,6 +129,11 @@ class Chats:
         self.template_kwargs = dict(template_kwargs or {})
         self._made: dict[str, ChatFormat] = {}
 
+    @property
+    def notes(self) -> list[str]:
+        """What reports say about how the template is used."""
+        return list(dict.fromkeys(note for chat in self._made.values() for note in chat.notes))
+
     def of(self, record: Conversation | Prompt) -> ChatFormat:
         """The format for a record. Raises TemplateError when the tokenizer has no template."""
         key = json.dumps(record.template_kwargs, sort_keys=True)

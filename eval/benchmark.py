@@ -290,7 +290,7 @@ class _Talks:
             reason = f"the target has {self.positions} positions"
             notes.insert(0, f"{self.cut} answers end before eval.max_new_tokens={self.config.max_new_tokens}: {reason}")
         unread = unread_note(self.unread)
-        return [*notes, unread] if unread else notes
+        return [*notes, *self.chats.notes, *([unread] if unread else [])]
 
 
 def chats_of(target: Target, config: EvalConfig) -> Chats:

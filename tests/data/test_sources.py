@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 
 import pytest
 
+from headstart.data import sources
 from headstart.data.config import SourceConfig
 from headstart.data.sources import TokenTurn, load_conversations, read_prompts, workload_path
+from headstart.eval.prompts import load_prompts
+from headstart.heads import files
 from headstart.heads.errors import ConfigError, DataError
+from headstart.identity import of_sources
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello"}
@@ -154,6 +160,109 @@ def test_bad_files(tmp_path):
         load(tmp_path / "missing.jsonl")
     with pytest.raises(DataError, match="a directory"):
         load(tmp_path)
+
+
+DEEP = "[" * 100_000
+DIGITS = "9" * 5000
+
+
+def readers(path):
+    """Every way in which a file of records is read."""
+    sources = [SourceConfig(path=str(path))]
+    return (
+        lambda: list(load_conversations(sources)), lambda: read_prompts(sources), lambda: load_prompts(str(path)),
+        lambda: of_sources(sources),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "x", "meta": ' + DEEP + "}", "JSON nested too deeply, expected one object per line"),
+        ('{"prompt": "x", "question_id": ' + DIGITS + "}", r"not valid JSON \(Exceeds the limit \(4300 digits\)"),
+        ('{"prompt": "x", "task": "\\ud83d"}', "task: found half of a surrogate pair"),
+        ('{"prompt": "x", "id": "\\udc00"}', "id: found half of a surrogate pair"),
+        ('{"prompt": "x", "meta": [{"\\uD800": 1}]}', "meta: a key: found half of a surrogate pair"),
+    ],
+)
+def test_hostile_lines_are_named_alike(tmp_path, line, message):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "ok"}\n' + line + "\n")
+    (tmp_path / "data.json").write_text('[{"prompt": "ok"},\n' + line + "]\n")
+    for read in readers(tmp_path / "data.jsonl")[:3]:
+        with pytest.raises(DataError, match=f"data.jsonl:2: {message}"):
+            read()
+    for read in readers(tmp_path / "data.json")[:3]:
+        with pytest.raises(DataError, match=f"data.json: (record 2: )?{message.split(',')[0]}"):
+            read()
+
+
+def test_a_whole_surrogate_pair_is_text(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "\\ud83d\\ude00", "task": "\\u00fc"}\n')
+    (conversation,) = load(tmp_path / "data.jsonl")
+    assert (conversation.messages[0]["content"], conversation.task) == ("😀", "ü")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "it is a pipe, expected a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, expected a regular file"),
+        (lambda path: path.mkdir(), "it is a directory, expected a regular file"),
+        (lambda path: None, "no such file"),
+    ],
+    ids=["pipe", "device", "directory", "nothing"],
+)
+def test_only_regular_files_are_read(tmp_path, suffix, make, message):
+    path = tmp_path / f"data{suffix}"
+    make(path)
+    for read in readers(path):
+        with pytest.raises(DataError, match=f"data{suffix}: .*{message}|data{suffix}: {message}"):
+            read()
+
+
+@pytest.mark.parametrize("path", ["x" * 5000 + ".jsonl", "/".join(["x" * 200] * 60) + ".jsonl", "nu\0ll.jsonl"])
+def test_names_that_no_file_can_have(path):
+    for read in readers(path):
+        with pytest.raises(DataError, match="File name too long|no name that a file can have") as caught:
+            read()
+        assert len(str(caught.value)) < 500
+
+
+def test_a_file_that_may_not_be_read_is_no_unwritable_one(write_jsonl, monkeypatch):
+    path = write_jsonl([{"prompt": "x"}])
+
+    def refuse(*_arguments, **_options):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(files.os, "open", refuse)
+    for read in readers(path):
+        with pytest.raises(DataError, match=r"data.jsonl: cannot be read \(Permission denied\)"):
+            read()
+
+
+def test_lines_have_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_LINE", 100)
+    with gzip.open(tmp_path / "zeros.jsonl.gz", "wb") as file:
+        file.write(b'{"prompt": "x"}\n' + b"0" * 1_000_000)
+    with pytest.raises(DataError, match="zeros.jsonl.gz:2: found a line of more than 100 bytes"):
+        load(tmp_path / "zeros.jsonl.gz")
+    monkeypatch.setattr(sources, "MAX_JSON", 10)
+    (tmp_path / "long.json").write_text('[{"prompt": "x"}]')
+    with pytest.raises(DataError, match="long.json: holds more than 10 bytes"):
+        load(tmp_path / "long.json")
+
+
+def test_the_home_directory(tmp_path, monkeypatch, write_jsonl):
+    write_jsonl([{"prompt": "x"}])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for read in readers("~/data.jsonl"):
+        assert len(read()) == 1
+
+
+def test_repeats_get_an_id_that_is_free(write_jsonl):
+    path = write_jsonl([{"id": name, "prompt": "a"} for name in ("1", "1~2", "1", "1", "1~2")])
+    assert [c.id for c in load(path)] == ["1", "1~2", "1~3", "1~4", "1~2~2"]
 
 
 def test_source_that_names_nothing_or_two_things():

@@ -32,7 +32,9 @@ def parse_answer(renderer: Renderer, tokenizer: Any, token_ids: Sequence[int]) -
     elif (thoughts := THOUGHTS.fullmatch(text)) and not _kept(renderer, text):
         reasoning, content = (part.strip() for part in thoughts.groups())
         message = {"role": "assistant", "content": content, "reasoning_content": reasoning}
-    special = {token for token in tokenizer.all_special_tokens if token} - {"<think>", "</think>"}
+    # all_special_tokens lists those that have a name (eos, pad, …), not the channels of gpt-oss
+    flagged = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = {token for token in (*tokenizer.all_special_tokens, *flagged) if token} - {"<think>", "</think>"}
     for part in (message["content"], message.get("reasoning_content") or ""):
         if found := sorted(token for token in special if token in part):
             raise RefusedError(

@@ -248,6 +248,81 @@ def test_later_turn_that_does_not_fit_keeps_the_earlier_ones(target, tmp_path):
     assert distill(target, [prompt], DistillConfig(max_new_tokens=4), path) == path
 
 
+def scripted(*answers):
+    """A generator that gives these answers, one call after another."""
+    left = list(answers)
+    return lambda target, prompts, config, seeds: [left.pop(0) for _ in prompts]
+
+
+def test_an_answer_with_special_tokens_is_no_history(target, tmp_path):
+    """Left out, they would make one text of what was generated as two; so no later question is asked."""
+    tokenizer = target.tokenizer
+    stop, special, hello = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>", "Hello"])
+    prompt, plain = Prompt.ask("talk", "Hi", "Bye"), Prompt.ask("plain", "Hi there", "Bye")
+    out = tmp_path / "o.jsonl"
+    config = DistillConfig(max_new_tokens=4, batch_size=1)
+    generator = scripted([hello, special, hello, stop], [hello, stop], [hello, stop])
+    distill(target, [prompt, plain], config, out, generator=generator)
+    records = {record["id"]: record for record in read(out)}
+    assert [m["role"] for m in records["talk"]["messages"]] == ["user", "assistant"]
+    assert records["talk"]["response_token_ids"] == [hello, special, hello, stop]
+    skipped = json.loads((tmp_path / "o.jsonl.skipped.json").read_text())
+    assert list(skipped) == ["talk"] and "turn 2: an answer holds special tokens" in skipped["talk"]
+    assert [m["content"] for m in records["plain"]["messages"]] == ["Hi there", "Hello", "Bye", "Hello"]
+    assert distill(target, [prompt, plain], config, out, generator=scripted()) == out
+
+
+def test_a_later_question_that_the_template_refuses_ends_the_conversation(target, tmp_path):
+    target.tokenizer.chat_template = (
+        "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}{{ messages[0].content }}"
+    )
+    distill(target, [Prompt.ask("two", "Hi", "Bye")], DistillConfig(max_new_tokens=2), tmp_path / "o.jsonl")
+    (record,) = read(tmp_path / "o.jsonl")
+    assert len(record["messages"]) == 2 and "earlier_turns" not in record
+    assert "one message only" in json.loads((tmp_path / "o.jsonl.skipped.json").read_text())["two"]
+
+
+def test_tools_and_template_variables_stay_with_the_answer(target, tmp_path):
+    target.tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ mood }} "
+        "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    tools = ({"type": "function", "function": {"name": "think", "parameters": {}}},)
+    prompt = Prompt.ask("p", "Hi", tools=tools, template_kwargs={"mood": "kind"})
+    path = distill(target, [prompt], DistillConfig(max_new_tokens=2), tmp_path / "o.jsonl", template_kwargs={"mood": 1})
+    (record,) = read(path)
+    assert (record["tools"], record["chat_template_kwargs"]) == (list(tools), {"mood": "kind"})
+    ids = target.tokenizer("think kind Hi<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert record["prompt_token_ids"] == ids
+    for other in ({"tools": ()}, {"template_kwargs": {"mood": "sad"}}):
+        with pytest.raises(DataError, match="found another prompt under the id 'p'"):
+            distill(target, [dataclasses.replace(prompt, **other)], DistillConfig(max_new_tokens=2), path,
+                    template_kwargs={"mood": 1})  # fmt: skip
+
+
+def test_prompts_of_token_ids_need_no_template(target, tmp_path):
+    target.tokenizer.chat_template = None
+    wrong = Prompt("wrong", (), prompt_token_ids=(1, 10**6))
+    path = distill(target, [Prompt("p", (), prompt_token_ids=(5, 6, 7)), wrong], DistillConfig(max_new_tokens=3),
+                   tmp_path / "o.jsonl")  # fmt: skip
+    (record,) = read(path)
+    assert record["prompt_token_ids"] == [5, 6, 7]
+    assert record["response_token_ids"] == plain_greedy(target, [5, 6, 7], 3)[0]
+    assert "token id 1000000, the target has" in json.loads((tmp_path / "o.jsonl.skipped.json").read_text())["wrong"]
+    node = DataConfig(sources=[SourceConfig(path=str(path))], min_supervised=1)
+    (sample,), _ = tokenize(load_conversations(node.sources), target.tokenizer, node, target.stop_token_ids)
+    assert sample.token_ids.tolist() == [5, 6, 7, *record["response_token_ids"]]
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", '{"prompt": "x"}', '{"messages": 3}', '{"id": 1, "sampling": {}, "prompt": "x"}', "{", '"x"']
+)
+def test_a_file_that_no_distillation_wrote_is_refused(target, prompts, tmp_path, line):
+    (tmp_path / "o.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match="o.jsonl:1: "):
+        distill(target, prompts, DistillConfig(max_new_tokens=2), tmp_path / "o.jsonl")
+
+
 def test_what_was_left_out_stays_listed_when_answers_are_added(target, tmp_path):
     prompts = [Prompt.ask(f"p{i}", "Hi", "Hello there " * 40) for i in range(4)]
     config = DistillConfig(max_new_tokens=4, batch_size=2, max_prompt_tokens=60)

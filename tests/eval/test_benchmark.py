@@ -358,6 +358,28 @@ def test_turns_without_room_are_left_out(target: Target, tmp_path: Path, monkeyp
     assert report.tokens == 3 + 3
 
 
+def test_an_answer_with_special_tokens_ends_its_conversation(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "tokenizer", word_tokenizer([f"w{n}" for n in range(4, VOCAB)]))
+    talks = [{"turns": ["w1 w2", "w3"]}, {"turns": ["w1"]}]
+    report = evaluate(target, None, config_of(write(tmp_path / "x.jsonl", talks), max_new_tokens=4))
+    (left_out,) = [note for note in report.notes if "later turns were left out" in note]
+    assert left_out.startswith("1 later turns were left out: an answer holds special tokens")
+    assert report.tokens == 3 + 3
+
+
+def test_a_prompt_that_the_template_refuses_is_named(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}w1"
+    monkeypatch.setattr(target, "tokenizer", tokenizer)
+    data = write(tmp_path / "x.jsonl", [{"prompt": "w1"}, {"id": "odd", "prompt": "w1", "system": "w2"}])
+    with pytest.raises(DataError, match=r"prompt odd \(.*x.jsonl:2\): the chat template refuses it: no system"):
+        evaluate(target, None, config_of(data))
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_answers_of_one_token(target: Target, eagle3: Trained, tmp_path: Path, count: int) -> None:
     data = write(tmp_path / "x.jsonl", [{"prompt_token_ids": [5 + n]} for n in range(count)])

@@ -29,11 +29,11 @@ from headstart.heads.formats.plots import drawn
 BATCHES = "batches.png"
 COLUMNS = (
     "run", "target", "drafter", "tree", "temperature", "acceptance", "batch", "prompts", "τ", "95 %", "by position",
-    "plain tok/s", "spec. tok/s", "speed-up", "first token ms", "plain ms/token", "spec. ms/token", "identical",
+    "plain tok/s", "spec. tok/s", "speed-up (clock)", "first token ms", "plain ms/token", "spec. ms/token", "identical",
     "device",
 )  # fmt: skip
 #: below these a line is drawn in the terminal
-GROUPS = ("prompts", "by position", "speed-up", "spec. ms/token")
+GROUPS = ("prompts", "by position", "speed-up (clock)", "spec. ms/token")
 
 LATENCY_NOTE = "latencies: median / 95th percentile; first token = prefill"
 
@@ -152,7 +152,7 @@ def comparison_markdown(reports: dict[str, Report]) -> str:
         marked = [_marked(label, report) for label, report in reports.items()]
         for title, text in (
             ("τ by task", lambda section: number(section.tau)),
-            ("Speed-up by task", lambda section: number(section.speedup, 2, "×")),
+            ("Speed-up (clock) by task", lambda section: number(section.speedup, 2, "×")),
         ):
             rows = [
                 (task, *(text(r.tasks[task]) if task in r.tasks else "–" for r in reports.values())) for task in tasks
@@ -206,6 +206,6 @@ def _plot(curves: dict[str, list[tuple[int, float]]], place: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_xlabel("batch")
-    axes.set_ylabel("speed-up")
+    axes.set_ylabel("speed-up (clock)")
     axes.legend(fontsize=7)
     figure.savefig(place, format="png", metadata={"Software": None})

@@ -30,7 +30,9 @@ class Section:
         per_position_conditional: given that all earlier depths were accepted.
         baseline_tokens_per_s, tokens_per_s: decode phase only, plain and speculative, in the same loop.
         identity: {"sequences", "identical"} of speculative against plain, greedy runs with a baseline only.
+        speedup: by the clock, so what a batch loses as its rows end counts.
         speedup_ci95: of prompts resampled, at batch 1.
+        row_speedup: by the time that rows spent decoding, as where a server replaces ended rows at once.
         latency: of "baseline" and "speculative" (None where it did not run): `first_token_p50_ms`, `first_token_p95_ms`
             (prefill; a batch's prompts wait together), `token_p50_ms`, `token_p95_ms` (a cycle's time ÷ its tokens).
     """
@@ -48,6 +50,7 @@ class Section:
     identity: dict[str, int] | None = None
     latency: dict[str, dict[str, float | None] | None] | None = None
     speedup_ci95: list[float] | None = None
+    row_speedup: float | None = None
 
     def headline(self) -> dict[str, Any]:
         """The fields that a report repeats for all tasks together."""
@@ -93,6 +96,7 @@ class Report:
     synthetic: list[float] | None = None
     latency: dict[str, dict[str, float | None] | None] | None = None
     speedup_ci95: list[float] | None = None
+    row_speedup: float | None = None
     #: plain and speculative decoding over batch sizes ("batch") and context lengths ("context"), where asked for
     sweeps: dict[str, Any] | None = None
     #: milliseconds of a cycle's parts: draft_ms, verify_ms, rest_ms
@@ -168,6 +172,7 @@ class Report:
             {k: identity[k] for k in ("sequences", "identical")} if identity else None,
             self.latency,
             self.speedup_ci95,
+            self.row_speedup,
         )
 
 
@@ -205,8 +210,14 @@ COLUMNS = (
     "acceptance by position",
     "plain tok/s",
     "spec. tok/s",
-    "speed-up",
+    "speed-up (clock)",
     "identical",
+)
+#: beside it where rows end apart
+ROW_COLUMN = "speed-up (row time)"
+ROW_NOTE = (
+    "speed-up (clock): tokens of whole batches by the wall clock, the places of ended rows stay empty; "
+    "speed-up (row time): by the time that rows spent decoding, as where a server fills those places at once"
 )
 
 
@@ -227,7 +238,16 @@ def speedup_text(speedup: float | None, interval: list[float] | None) -> str:
     return number(speedup, 2, "×") + ("" if interval is None else f" ({interval_text(interval)})")
 
 
-def _cells(name: str, section: Section) -> tuple[str, ...]:
+def _by_row(report: Report) -> bool:
+    """Whether the report tells the speed-up by row time as well: alone in a batch, a row's time is the clock's."""
+    return report.batch_size > 1 and report.row_speedup is not None
+
+
+def _columns(report: Report) -> tuple[str, ...]:
+    return (*COLUMNS[:-1], *([ROW_COLUMN] if _by_row(report) else []), COLUMNS[-1])
+
+
+def _cells(name: str, section: Section, by_row: bool) -> tuple[str, ...]:
     identity = section.identity
     return (
         name,
@@ -238,6 +258,7 @@ def _cells(name: str, section: Section) -> tuple[str, ...]:
         number(section.baseline_tokens_per_s, 1),
         number(section.tokens_per_s, 1),
         speedup_text(section.speedup, section.speedup_ci95),
+        *([number(section.row_speedup, 2, "×")] if by_row else []),
         "–" if identity is None else f"{identity['identical']}/{identity['sequences']}",
     )
 
@@ -307,9 +328,11 @@ class Fitted:
 
 def render_table(report: Report) -> Fitted:
     """Terminal table: one row per task and one for everything."""
-    rows = [_cells(name, section) for name, section in _sections(report)]
+    rows = [_cells(name, section, _by_row(report)) for name, section in _sections(report)]
     # the last row is the total of the others
-    return Fitted(_title(report), COLUMNS, rows, "\n".join([TAU_NOTE, *report.notes]), (0, 4), (len(rows) - 2,))
+    return Fitted(
+        _title(report), _columns(report), rows, "\n".join([TAU_NOTE, *report.notes]), (0, 4), (len(rows) - 2,)
+    )
 
 
 def render_tables(report: Report) -> Group:
@@ -349,7 +372,7 @@ def latency_cells(latency: dict[str, dict[str, float | None] | None] | None) -> 
 
 
 SWEEP_COLUMNS = (
-    "rows", "prompts", "plain tok/s", "spec. tok/s", "speed-up", "per row", "τ", "plain per token", "spec. per token",
+    "rows", "prompts", "plain tok/s", "spec. tok/s", COLUMNS[-2], ROW_COLUMN, "τ", "plain per token", "spec. per token",
     "active",
 )  # fmt: skip
 
@@ -369,15 +392,11 @@ def _sweep_cells(name: str, point: dict[str, Any]) -> tuple[str, ...]:
 
 def remarks(report: Report) -> list[str]:
     """Sentences that go with the tables."""
-    lines = []
+    lines = [ROW_NOTE] if _by_row(report) or report.sweeps else []
     for sweep in (report.sweeps or {}).values():
         lines += [sweep[key] for key in ("says", "note") if sweep.get(key)]
     if report.sweeps:
-        lines.append(
-            "speed-up is by the clock, so batches thin out as their rows end (active: rows that a cycle decoded, plain "
-            "/ spec.); per row: by the time rows decode, as where ended rows are replaced; per token in ms, median / "
-            "95th percentile"
-        )
+        lines.append("active: rows that a cycle decoded, plain / spec.; per token in ms, median / 95th percentile")
     if report.cycle is not None:
         named = ("draft", "verify", "rest")
         spent = ", ".join(f"{name} {number(report.cycle[f'{name}_ms'], 2)}" for name in named)
@@ -391,8 +410,9 @@ def remarks(report: Report) -> list[str]:
 
 def render_markdown(report: Report) -> str:
     lines = [f"# {report.drafter} on {report.target['name']}", "", _title(report), ""]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(_cells(name, section)) + " |" for name, section in _sections(report)]
+    columns = _columns(report)
+    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cells(name, section, _by_row(report))) + " |" for name, section in _sections(report)]
     lines += ["", f"{TAU_NOTE}.", ""]
     lines += [f"Acceptance given all earlier positions: {rates_text(report.per_position_conditional)}.", ""]
     for title, columns, rows in _more_tables(report):

@@ -56,6 +56,7 @@ def section_of(tallies: list[Tally], config: EvalConfig, identity: bool) -> Sect
     plain = Timed.sum(tally.plain for tally in tallies)
     speculative = Timed.sum(tally.speculative for tally in tallies)
     rates = plain.tokens_per_s, speculative.tokens_per_s
+    row_rates = plain.row_tokens_per_s, speculative.row_tokens_per_s
     interval = bootstrap_tau(per_prompt, config.bootstrap, config.seed)
     paces = [pace for tally in tallies for pace in tally.paces.values()]
     speeds = bootstrap_speedup(paces, config.bootstrap, config.seed)
@@ -74,6 +75,7 @@ def section_of(tallies: list[Tally], config: EvalConfig, identity: bool) -> Sect
         if identity
         else None,
         speedup_ci95=None if speeds is None else list(speeds),
+        row_speedup=row_rates[1] / row_rates[0] if row_rates[0] and row_rates[1] else None,
         latency={"baseline": plain.latency(), "speculative": speculative.latency()},
     )
 

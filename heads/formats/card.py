@@ -99,7 +99,7 @@ def _results(report: dict[str, Any] | None) -> str:
     mark = f" ({flag})" if flag else ""
     lines = [
         f"| task | prompts | τ{mark} | acceptance by position{mark} | tokens/s plain | tokens/s drafted{mark} | "
-        f"speed-up{mark} |",
+        f"speed-up (clock){mark} |",
         "|" + "---|" * 7,
     ]
     for name, row in rows:

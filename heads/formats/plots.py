@@ -104,7 +104,7 @@ def _tasks(report: dict[str, Any]) -> Any | None:
     width = 0.38 if measured else 0.6
     axes.bar([x - width / 2 * measured for x in places], [row["tau"] for _, row in sections], width, label="τ")
     if measured:
-        axes.bar([x + width / 2 for x in places], [value or 0 for value in speedups], width, label="speed-up")
+        axes.bar([x + width / 2 for x in places], [value or 0 for value in speedups], width, label="speed-up (clock)")
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set_xticks(
         list(places), names, rotation=30 if len(names) > 3 else 0, ha="right" if len(names) > 3 else "center"
@@ -148,7 +148,7 @@ def _sweep(report: dict[str, Any], name: str) -> Any | None:
     figure, (above, below) = new_figure(6, 5.2, rows=2)
     above.plot(values, [point["speedup"] for point in points], marker="o", color="black")
     above.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    above.set(ylabel="speed-up", title=f"Speed-up by {name} (plain decoding = 1)")
+    above.set(ylabel="speed-up (clock)", title=f"Speed-up by {name} (plain decoding = 1)")
     above.set_ylim(bottom=0)
     for key, label in (("baseline_tokens_per_s", "plain"), ("speculative_tokens_per_s", "speculative")):
         below.plot(values, [point[key] for point in points], marker="o", label=label)

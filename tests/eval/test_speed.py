@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from headstart.eval.parts import cycle_parts
 from headstart.eval.report import Report, print_report, render_markdown, speedup_text
 from headstart.eval.sampling import Sampling
 from headstart.eval.sweep import fit, gain_ends, spread
+from headstart.eval.tally import Tally, section_of
 from headstart.heads.errors import ConfigError
 from headstart.heads.target import Target
+from headstart.pipeline import summary
 
 
 def decoded() -> Decoded:
@@ -49,6 +52,43 @@ def test_latency_by_hand() -> None:
     assert both.tokens_per_s == timed.tokens_per_s == pytest.approx(9 / 0.018)
     assert (both.latency()["token_p50_ms"], both.rows, both.cycles) == (found["token_p50_ms"], 10, 6)
     assert Timed().latency() is None
+
+
+def apart() -> tuple[Decoded, Decoded]:
+    """A batch of two rows, plain and drafted: one answer of 3 tokens after the first, one of 9; a cycle takes 10 ms.
+
+    By the clock 12 tokens take 9 cycles, then 5: 1.8 ×. Rows decode for 3 + 9 cycles, then for 1 + 5: 2 ×.
+    """
+    plain = [Answer([0] * (count + 1), [Cycle(0, 0, 1)] * count) for count in (3, 9)]
+    drafted = [Answer([0] * 4, [Cycle(2, 2, 3)]), Answer([0] * 10, [Cycle(2, 1, 2)] * 4 + [Cycle(2, 0, 1)])]
+    return Decoded(plain, 0.02, 0.09, [0.01] * 9), Decoded(drafted, 0.02, 0.05, [0.01] * 5)
+
+
+def test_both_speedups_where_rows_end_apart() -> None:
+    tally = Tally(cycles={0: [Cycle(2, 2, 3)], 1: [Cycle(2, 1, 2)]})
+    for timed, decoded in zip((tally.plain, tally.speculative), apart(), strict=True):
+        timed.add(decoded)
+    section = section_of([tally], EvalConfig(bootstrap=0), identity=False)
+    assert section.speedup == pytest.approx(9 / 5) and section.row_speedup == pytest.approx(12 / 6)
+
+
+def test_the_report_says_which_speedup_is_by_the_clock(target: Target, eagle3: Trained, prompts: str) -> None:
+    config = EvalConfig(data=prompts, max_new_tokens=6, warmup_tokens=0, bootstrap=0, tree=TreeConfig(depth=2))
+    report = evaluate(target, eagle3.head, replace(config, batch_size=3))
+    report.speedup, report.row_speedup = 1.8, 2.0
+    markdown = render_markdown(report)
+    lines = [line.split(" | ") for line in markdown.splitlines() if line.startswith(("| task", "| all"))]
+    header, row = lines[:2]  # latency follows
+    shown = dict(zip(header, row, strict=True))
+    assert (shown["speed-up (clock)"], shown["speed-up (row time)"]) == ("1.80×", "2.00×")
+    assert "by the wall clock, the places of ended rows stay empty" in markdown
+    assert summary(report.to_json())["speedup"] == 1.8  # the clock's is the one that stands alone
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(report, console)
+    assert "wall clock" in " ".join(console.export_text().split())
+    # alone in its batch a row's time is the clock's
+    alone = evaluate(target, eagle3.head, config)
+    assert "row time" not in render_markdown(alone) and "speed-up (clock)" in render_markdown(alone)
 
 
 def test_interval_of_the_speedup() -> None:

@@ -193,7 +193,7 @@ def test_the_card_marks_what_is_lossy(exported: Path) -> None:
     card = render_card("me/head", side, lossy, ["vllm"])
     head = (
         "| task | prompts | τ (LOSSY) | acceptance by position (LOSSY) | tokens/s plain | tokens/s drafted (LOSSY) | "
-        "speed-up (LOSSY) |"
+        "speed-up (clock) (LOSSY) |"
     )
     assert head in card and "| all | 12 | 1.834 | 0.510 0.320 | 20.00 | 30.00 | 1.50 |" in card
     assert "**LOSSY: typical acceptance, the output distribution is not the target's.**" in card.split(head)[0]

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
+#: characters of a message: what a damaged file says can be as long as the file
+LONGEST = 4000
+
+
+def clip(text: str) -> str:
+    """The beginning and the end of a text that is too long for a message."""
+    left = len(text) - LONGEST
+    return text if left <= 0 else f"{text[: LONGEST // 2]} … ({left} more characters) … {text[-LONGEST // 2 :]}"
+
 
 class HeadstartError(Exception):
     """Base of every error that a user can mend."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return clip(super().__str__())
+
     #: what `--json` adds to the message (JSON values)
     details: dict[str, Any] | None = None
 

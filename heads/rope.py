@@ -8,6 +8,7 @@ is refused when a head is built, so before anything is trained: an engine might 
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from headstart.heads.errors import FormatError
@@ -52,7 +53,7 @@ def number(config: dict[str, Any], name: str, where: str, default: float | None 
     """A finite positive number. Raises FormatError otherwise."""
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise FormatError(f"{where}: {name} is {value!r}, expected a positive number")
     return float(value)
 

@@ -12,7 +12,15 @@ from torch import Tensor
 from headstart.heads.base import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
-from headstart.heads.formats.findings import EngineVerdict, Verdict, geometry_notes, rope_problems, view
+from headstart.heads.formats.doubts import epsilon_doubts, weight_doubts
+from headstart.heads.formats.findings import (
+    EngineVerdict,
+    Verdict,
+    doubled_names,
+    geometry_notes,
+    rope_problems,
+    view,
+)
 from headstart.heads.formats.loading import check_shapes, plan_load
 from headstart.heads.formats.plan import Plan
 from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint
@@ -37,12 +45,14 @@ class CheckReport:
         family: medusa, eagle, eagle3, or None where it could not be told.
         layout: the layout as Headstart's reader names it, or None where it refuses.
         engines: `headstart` and every key of ENGINES → verdict.
+        doubts: what is odd about the files themselves, whoever loads them (doubts.py).
     """
 
     directory: str
     family: str | None
     layout: str | None
     engines: dict[str, EngineVerdict] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
 
     def loads(self, engine: str) -> bool:
         return self.engines[engine].verdict is Verdict.LOADS
@@ -59,11 +69,18 @@ class CheckReport:
 
     def to_json(self) -> dict[str, Any]:
         engines = {name: {**asdict(v), "verdict": v.verdict.value} for name, v in self.engines.items()}
-        return {"directory": self.directory, "family": self.family, "layout": self.layout, "engines": engines}
+        return {
+            "directory": self.directory,
+            "family": self.family,
+            "layout": self.layout,
+            "engines": engines,
+            "doubts": self.doubts,
+        }
 
     def render(self) -> str:
         """Plain text: one line per engine, its reasons below."""
         lines = [f"{self.directory}: {self.layout or self.family or 'unknown'}"]
+        lines += [f"  doubtful: {doubt}" for doubt in self.doubts]
         for found in self.engines.values():
             lines.append(f"  {found.engine:<14} {found.verdict.value}")
             lines += [f"      - {reason}" for reason in found.reasons]
@@ -88,10 +105,17 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
     if sealed is not None:
         for key in ENGINES:
             add_changes(engines[key], sealed, raw)
+    doubts, faults = weight_doubts(seen)
+    faults += [f"{name} is there twice, also as model.{name}: keep one of them" for name in doubled_names(raw)]
+    for fault in faults:
+        for key in ENGINES:
+            if not engines[key].refused:
+                engines[key].add(Verdict.WRONG, f"{fault} (no engine looks for that)")
     if len(raw.readers) > 1:
         for key in SHARDED.get(seen.family or "", ()):
             engines[key].add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
-    return CheckReport(str(path), seen.family, plan.layout if plan is not None else None, engines)
+    layout = plan.layout if plan is not None else None
+    return CheckReport(str(path), seen.family, layout, engines, [*doubts, *epsilon_doubts(raw.config)])
 
 
 def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, Plan | None]:

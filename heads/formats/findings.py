@@ -5,7 +5,6 @@ Unlike the readers, a validator never stops at the first fault: it says what an 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from headstart.heads.base import HeadDims
-from headstart.heads.errors import FormatError
+from headstart.heads.errors import FormatError, clip
 from headstart.heads.formats.geometry import integer, rope_parameters
 from headstart.heads.formats.raw import RawCheckpoint
 from headstart.heads.formats.read_eagle import LLAMA_DEFAULTS, is_eagle3, unnest
@@ -62,7 +61,7 @@ class EngineVerdict:
 
     def add(self, verdict: Verdict, reason: str) -> None:
         lists = {Verdict.LOADS: self.notes, Verdict.WRONG: self.wrong, Verdict.UNKNOWN: self.unknown}
-        lists.get(verdict, self.refused).append(reason)
+        lists.get(verdict, self.refused).append(clip(reason))
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,11 @@ class View:
     def nonzero(self, name: str) -> bool:
         """Whether the tensor is in the file and not all zero."""
         return name in self.names and bool(self.raw.read(self.names[name]).any())
+
+
+def doubled_names(raw: RawCheckpoint) -> list[str]:
+    """Tensors that a file holds with and without `model.`: which of the two counts depends on the engine's order."""
+    return sorted(name for name in raw.tensors if f"model.{name}" in raw.tensors)
 
 
 def view(raw: RawCheckpoint) -> View:
@@ -275,10 +279,17 @@ def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]
             f"{heads} attention heads of {size} where the target has {target.num_heads} of {target.head_dim}: right "
             "only if the head was trained so"
         )
-    if not isinstance(epsilon, int | float) or not math.isclose(epsilon, target.rms_norm_eps, rel_tol=1e-3):
+    known = target.rms_norm_eps
+    if not isinstance(epsilon, int | float) or not known * 0.999 <= epsilon <= known * 1.001:
         notes.append(
-            f"rms_norm_eps is {epsilon!r} where the target has {target.rms_norm_eps!r}: right only if the head was "
+            f"rms_norm_eps is {epsilon!r} where the target has {known!r}: right only if the head was "
             "trained so"
+        )
+    longest = config.get("max_position_embeddings")
+    if type(longest) is int and longest < target.max_position_embeddings:
+        notes.append(
+            f"max_position_embeddings is {longest}, the target's {target.max_position_embeddings}: engines that go by "
+            "it draft nothing for longer texts"
         )
     return notes
 
@@ -295,6 +306,35 @@ def one_rope_note(config: dict[str, Any]) -> list[str]:
         f"LongRoPE: launch the engine with a context of at most {limit} tokens (vLLM: --max-model-len {limit}); with a "
         "longer one it turns every position, of the target too, by the long factors, which this head never saw"
     ]
+
+
+#: config fields that transformers parses before an engine sees them, and what each has to be
+PARSED: dict[str, tuple[type, str]] = {
+    "eagle_config": (dict, "an object"),
+    "dflash_config": (dict, "an object"),
+    "architectures": (list, "a list of names"),
+    "max_position_embeddings": (int, "an integer"),
+    "hidden_act": (str, "the name of an activation"),
+}
+
+
+def parse_problems(config: dict[str, Any]) -> list[str]:
+    """Why transformers, which every engine asks first, makes no configuration out of a config.json."""
+    kind, problems = config.get("model_type"), []
+    if not (isinstance(kind, str) and kind) and "speculators_model_type" not in config:
+        problems.append(f"model_type is {kind!r}, expected the name of an architecture such as 'llama'")
+    for name, (wanted, words) in PARSED.items():
+        value = config.get(name)
+        if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
+            problems.append(f"{name} is {value!r}, expected {words}")
+    return problems
+
+
+def mask_token_problem(name: str, token: Any, vocab: int) -> str | None:
+    """What is wrong with the token that stands for places still to be drafted, or None."""
+    if type(token) is int and 0 <= token < vocab:
+        return None
+    return f"{name} is {token!r}, expected the token that stands for what is to be drafted: an id below {vocab}"
 
 
 def guarded(found: EngineVerdict, check: Callable[[], None]) -> EngineVerdict:

@@ -27,6 +27,7 @@ from headstart.heads.formats.findings import (
     guarded,
     llama_sizes,
     match_rows,
+    parse_problems,
     rope_problems,
 )
 
@@ -55,6 +56,8 @@ def _common(found: EngineVerdict, seen: View, target: HeadDims | None, architect
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or architecture not in architectures:
         found.add(REFUSES, f"architectures is {architectures!r}, expected [{architecture!r}]")
+    for problem in parse_problems(seen.raw.config):
+        found.add(REFUSES, problem)
     sizes = llama_sizes(config, "config.json")
     if config.get("hidden_act", "silu") != "silu":
         found.add(REFUSES, f"hidden_act is {config['hidden_act']!r}; its MLP knows silu")

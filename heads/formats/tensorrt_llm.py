@@ -25,6 +25,7 @@ from headstart.heads.formats.findings import (
     guarded,
     llama_sizes,
     match_rows,
+    parse_problems,
     rope_problems,
 )
 from headstart.heads.formats.geometry import integer
@@ -51,6 +52,8 @@ def _eagle3(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
     config = seen.config
     sizes = llama_sizes(config, "config.json")
     match_rows(found, seen, eagle3_rows(REFUSES), sizes)
+    for problem in parse_problems(seen.raw.config):
+        found.add(REFUSES, problem)
     nested = eagle_config_of(config)
     if config.get("norm_before_residual"):
         found.add(WRONG, "norm_before_residual is true: the residual is always the un-normed one")

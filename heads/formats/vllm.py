@@ -28,7 +28,9 @@ from headstart.heads.formats.findings import (
     geometry_notes,
     guarded,
     llama_sizes,
+    mask_token_problem,
     match_rows,
+    parse_problems,
     rope_problems,
 )
 from headstart.heads.formats.geometry import integer
@@ -61,6 +63,8 @@ def check(seen: View, target: HeadDims | None) -> EngineVerdict:
     if seen.family is None:
         found.add(REFUSES, "neither a Medusa, EAGLE or DFlash head nor a language model")
         return found
+    for problem in parse_problems(seen.raw.config):
+        found.add(REFUSES, problem)
     return guarded(found, lambda: checks[seen.family or ""](found, seen, target))
 
 
@@ -210,8 +214,10 @@ def _parallel(found: EngineVerdict, seen: View, config: dict[str, Any], sizes: d
     shape = seen.shape("mask_hidden")
     if not tokens and shape is None:
         return
-    if not tokens or type(tokens[0]) is not int:
+    if not tokens:
         found.add(REFUSES, "mask_hidden without ptd_token_id (or mask_token_id): parallel drafting needs both")
+    elif problem := mask_token_problem("ptd_token_id (or mask_token_id)", tokens[0], sizes["V"]):
+        found.add(REFUSES, problem)
     elif shape is None:
         found.add(REFUSES, f"mask_hidden [1, 1, {sizes['3D']}] is missing: parallel drafting needs it")
     elif math.prod(shape) != sizes["3D"]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from headstart.heads.base import HeadDims
 from headstart.heads.formats.findings import (
     EngineVerdict,
@@ -11,8 +13,10 @@ from headstart.heads.formats.findings import (
     Verdict,
     View,
     eagle_config_of,
+    geometry_notes,
     layer_rows,
     llama_sizes,
+    mask_token_problem,
     match_rows,
     rope_problems,
 )
@@ -20,6 +24,8 @@ from headstart.heads.formats.geometry import integer
 
 WRONG, REFUSES, LOADS = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
 ARCHITECTURE = "DFlashDraftModel"
+#: architectures whose modules are counted by num_hidden_layers alone, so that building one has a bound
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
 OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 
 
@@ -31,10 +37,11 @@ def check_dflash(found: EngineVerdict, seen: View, target: HeadDims | None) -> N
         found.add(REFUSES, f"architectures is {architectures!r}, expected [{ARCHITECTURE!r}]")
     nested = config.get("dflash_config")
     nested = nested if isinstance(nested, dict) else {}
-    if type(nested.get("mask_token_id", config.get("mask_token_id"))) is not int:
-        found.add(REFUSES, "dflash_config.mask_token_id is missing: the token that stands for what is to be drafted")
     ids = _layers(found, config, nested, target)
     sizes = llama_sizes(config, "config.json")
+    token = nested.get("mask_token_id", config.get("mask_token_id"))
+    if problem := mask_token_problem("dflash_config.mask_token_id", token, sizes["V"]):
+        found.add(REFUSES, problem)
     width = target.hidden_size if target is not None else sizes["D"]
     if sizes["D"] != width:
         found.add(REFUSES, f"reads hidden states of width {sizes['D']}, the target's are {width} wide")
@@ -57,6 +64,8 @@ def check_dflash(found: EngineVerdict, seen: View, target: HeadDims | None) -> N
         found.add(REFUSES, f"unexpected tensors {', '.join(odd[:6])}")
     for reason in rope_problems(config, "config.json", target):
         found.add(WRONG, reason)
+    for note in geometry_notes(config, target):
+        found.add(LOADS, note)
     wanted = [name for name in ("num_target_layers", "layer_types", "block_size") if config.get(name) is None]
     if wanted:
         found.add(LOADS, f"the reference implementation also wants {', '.join(wanted)} in config.json")
@@ -94,12 +103,50 @@ def _layers(found: EngineVerdict, config: dict[str, Any], nested: dict[str, Any]
 
 def check_draft_model(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
     """An ordinary causal language model that drafts: only its vocabulary has to be the target's."""
+    _compare_layers(found, seen)
     config = seen.config.get("text_config")
     config = config if isinstance(config, dict) else seen.config
     vocab = integer(config, "vocab_size", "config.json")
+    longest = config.get("max_position_embeddings")
+    if target is not None and type(longest) is int and longest < (limit := target.max_position_embeddings):
+        found.add(LOADS, f"it drafts for texts of up to {longest} tokens, the target's are up to {limit}")
     if target is None:
         found.add(LOADS, f"as a draft model, for targets whose vocab_size is {vocab}")
     elif vocab != target.vocab_size:
         found.add(REFUSES, f"vocab_size is {vocab}, the target's {target.vocab_size}: a draft model needs the same")
     else:
         found.add(LOADS, 'as a draft model: "method": "draft_model"; compare the tokenizers, which no engine does')
+
+
+def _compare_layers(found: EngineVerdict, seen: View) -> None:
+    """Names and shapes of a plain architecture's tensors; others are what an engine makes of config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which only this check needs
+
+    config, where = dict(seen.raw.config), "config.json"
+    kind = config.get("model_type")
+    if kind not in DENSE or config.get("quantization_config") is not None:
+        found.add(LOADS, f"its layers are not compared with config.json (model_type {kind!r})")
+        return
+    llama_sizes(config, where)  # bounded before a module is built
+    integer(config, "max_position_embeddings", where, default=2048)
+    try:
+        made = AutoConfig.for_model(**{**config, "dtype": None})
+        with torch.device("meta"):
+            shapes = {name: tuple(x.shape) for name, x in AutoModelForCausalLM.from_config(made).state_dict().items()}
+    except Exception as error:  # noqa: BLE001 - whatever transformers makes of a damaged config, engines meet it, too
+        found.add(REFUSES, f"no {kind} can be built from config.json ({type(error).__name__}: {error})")
+        return
+    held = {name: info.shape for name, info in seen.raw.tensors.items()}
+    if made.tie_word_embeddings or "lm_head.weight" not in held:
+        shapes.pop("lm_head.weight", None)
+        if not made.tie_word_embeddings:
+            found.add(REFUSES, "lm_head.weight is missing and tie_word_embeddings is false")
+    if missing := sorted(set(shapes) - set(held)):
+        found.add(REFUSES, f"tensors {', '.join(missing[:6])} are missing")
+    for name in sorted(set(shapes) & set(held)):
+        if shapes[name] != held[name]:
+            found.add(REFUSES, f"{name} is {list(held[name])}, config.json makes it {list(shapes[name])}")
+        elif not seen.raw.tensors[name].dtype.is_floating_point:
+            found.add(WRONG, f"{name} is {seen.raw.tensors[name].dtype}: it would be cast in silence")
+    if odd := sorted(set(held) - set(shapes) - {"lm_head.weight"}):
+        found.add(LOADS, f"{', '.join(odd[:6])} belong to no layer of a {kind}")

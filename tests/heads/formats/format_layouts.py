@@ -6,6 +6,7 @@ Sizes: D 32 (target), V 97, U 40, 4 query heads and 2 key/value heads of 8, MLP 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,74 @@ MEDUSA_CONFIG = {
 }
 
 
+SPECFORGE_CONFIG = {
+    **LLAMA,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": U,
+    "target_model_type": "llama",
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True},
+}
+YUHUILI_CONFIG = {key: value for key, value in EAGLE3_CONFIG.items() if "eagle_" not in key}
+SPECULATORS_CONFIG = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.3.0",
+    "transformer_layer_config": LLAMA,
+    "draft_vocab_size": U,
+    "norm_before_residual": False,
+    "target_hidden_size": D,
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "someone/target"}},
+}
+NESTED_EAGLE = {
+    "model_type": "eagle",
+    "model": {**LLAMA, "architectures": ["LlamaForCausalLM"]},
+}
+MEDUSA_V1_CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "someone/target"}
+SPECULATORS_EAGLE_CONFIG = {
+    "speculators_model_type": "eagle",
+    "architectures": ["EagleSpeculator"],
+    "transformer_layer_architecture": "LlamaDecoderLayer",
+    "transformer_layer_config": LLAMA,
+    "layernorms": False,
+    "fusion_bias": False,
+}
+DFLASH_CONFIG = {
+    **LLAMA,
+    "model_type": "qwen3",
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "block_size": 4,
+    "num_target_layers": 8,
+    "layer_types": ["full_attention"] * 2,
+    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 3, 5]},
+}
+
+
+def speculators_eagle(tensors: Tensors) -> Tensors:
+    """EAGLE-1 tensors under the names that speculators gives them."""
+    renamed = ((name.replace("fc.", "fusion_fc."), tensor) for name, tensor in tensors.items())
+    return {name.replace("layers.0.", "transformer."): tensor for name, tensor in renamed}
+
+
+def dflash_tensors() -> Tensors:
+    """DFlash as published: two Qwen3 layers, fc over three of the target's."""
+    tensors = {"fc.weight": random(D, 3 * D, seed=80)}
+    tensors |= {"hidden_norm.weight": torch.ones(D), "norm.weight": torch.ones(D)}
+    for prefix in ("layers.0.", "layers.1."):
+        tensors |= {**layer(prefix, D), f"{prefix}input_layernorm.weight": torch.ones(D)}
+        tensors |= {f"{prefix}self_attn.{name}.weight": torch.ones(8) for name in ("q_norm", "k_norm")}
+    return tensors
+
+
+def language_model() -> Tensors:
+    """An ordinary llama of one layer."""
+    tensors = {**layer("model.layers.0.", D), "model.layers.0.input_layernorm.weight": torch.ones(D)}
+    ends = {"model.embed_tokens.weight": random(V, D, seed=81), "lm_head.weight": random(V, D, seed=82)}
+    return {**tensors, **ends, "model.norm.weight": torch.ones(D)}
+
+
 def write(directory: Path, config: dict[str, Any], tensors: Tensors, weights: str = "model.safetensors") -> Path:
     """A head directory; `.bin` and `.pt` are written as published ones are: a pickled state dict."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -135,6 +204,20 @@ def write(directory: Path, config: dict[str, Any], tensors: Tensors, weights: st
     else:
         torch.save(tensors, directory / weights)
     return directory
+
+
+def trapped(directory: Path, trap: Any) -> Path:
+    """A directory made of (config, tensors), config changes (None removes a field), tensor changes, …"""
+    (config, tensors), changes, edit = trap[:3]
+    return write(directory, {k: v for k, v in {**config, **changes}.items() if v is not None}, edit(tensors()))
+
+
+def drop(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+#: no change
+same: Callable[[Tensors], Tensors] = dict
 
 
 def our_head(config: HeadConfig, dims: HeadDims = DIMS, bound: bool = True) -> Head:

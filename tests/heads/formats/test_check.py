@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from format_layouts import (
+    DFLASH_CONFIG,
     DIMS,
     EAGLE3_CONFIG,
     EAGLE_CONFIG,
@@ -21,11 +22,15 @@ from format_layouts import (
     Tensors,
     U,
     V,
+    dflash_tensors,
     draft_ids,
+    drop,
     eagle3_tensors,
     eagle_tensors,
-    layer,
+    language_model,
     medusa_tensors,
+    same,
+    trapped,
     vllm_medusa,
     write,
 )
@@ -40,10 +45,6 @@ TGI_CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or
 W, R, L = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
 
 
-def drop(*names: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
-
-
 def put(**shapes: tuple[int, ...]) -> Callable[[Tensors], Tensors]:
     return lambda t: {**t, **{n.replace("__", "."): torch.ones(*s) for n, s in shapes.items()}}
 
@@ -52,21 +53,8 @@ def gone(*keys: str) -> dict[str, None]:
     return dict.fromkeys(keys)
 
 
-same: Callable[[Tensors], Tensors] = dict
-
 #: a Medusa head whose heads share one matrix of U rows, and the target ids of those rows
 REDUCED = {"original_lm_head": True, "truncated_vocab_size": U}
-DFLASH_CONFIG = {
-    **LLAMA,
-    "model_type": "qwen3",
-    "architectures": ["DFlashDraftModel"],
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-    "block_size": 4,
-    "num_target_layers": 8,
-    "layer_types": ["full_attention"] * 2,
-    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 3, 5]},
-}
 
 
 def reduced(rows: int) -> Callable[[Tensors], Tensors]:
@@ -75,19 +63,6 @@ def reduced(rows: int) -> Callable[[Tensors], Tensors]:
         return {**kept, "lm_heads.0.weight": torch.ones(rows, D), "token_map": draft_ids()}
 
     return edit
-
-
-def dflash_tensors() -> Tensors:
-    tensors = {"fc.weight": torch.ones(D, 3 * D), "hidden_norm.weight": torch.ones(D), "norm.weight": torch.ones(D)}
-    for prefix in ("layers.0.", "layers.1."):
-        tensors |= {**layer(prefix, D), f"{prefix}input_layernorm.weight": torch.ones(D)}
-        tensors |= {f"{prefix}self_attn.{name}.weight": torch.ones(8) for name in ("q_norm", "k_norm")}
-    return tensors
-
-
-def language_model() -> Tensors:
-    tensors = {**layer("model.layers.0.", D), "model.layers.0.input_layernorm.weight": torch.ones(D)}
-    return {**tensors, "model.embed_tokens.weight": torch.ones(V, D), "model.norm.weight": torch.ones(D)}
 
 
 F = (DFLASH_CONFIG, dflash_tensors)
@@ -498,7 +473,7 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         F,
         {"dflash_config": {"target_layer_ids": [1, 3, 5]}},
         same,
-        {"vllm": (R, "mask_token_id is missing")},
+        {"vllm": (R, "mask_token_id is None")},
     ),
     "DFlash id that becomes L": (
         F,
@@ -531,12 +506,6 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
     "Medusa in SGLang": (M, {}, same, {"sglang": (R, "no Medusa"), "vllm": (L, "")}),
     "EAGLE in TGI": (E3, {}, same, {"tgi": (R, "Medusa heads only")}),
 }
-
-
-def trapped(directory: Path, trap: Any) -> Path:
-    (config, tensors), changes, edit, _ = trap
-    merged = {key: value for key, value in {**config, **changes}.items() if value is not None or key not in changes}
-    return write(directory, merged, edit(tensors()))
 
 
 @pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS.keys())

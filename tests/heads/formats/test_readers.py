@@ -17,6 +17,12 @@ from format_layouts import (
     LLAMA,
     LLAMA3,
     MEDUSA_CONFIG,
+    MEDUSA_V1_CONFIG,
+    NESTED_EAGLE,
+    SPECFORGE_CONFIG,
+    SPECULATORS_CONFIG,
+    SPECULATORS_EAGLE_CONFIG,
+    YUHUILI_CONFIG,
     D,
     Tensors,
     U,
@@ -27,6 +33,7 @@ from format_layouts import (
     medusa_tensors,
     random,
     same_state,
+    speculators_eagle,
     vllm_medusa,
     write,
 )
@@ -36,31 +43,6 @@ from headstart.heads.base import FeatureBatch, Head, Teacher, build_head
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import ExportConfig, check_embeddings, export_head, load_head, save_head
-
-SPECFORGE_CONFIG = {
-    **LLAMA,
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "draft_vocab_size": U,
-    "target_model_type": "llama",
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True},
-}
-YUHUILI_CONFIG = {key: value for key, value in EAGLE3_CONFIG.items() if "eagle_" not in key}
-SPECULATORS_CONFIG = {
-    "architectures": ["Eagle3Speculator"],
-    "speculators_model_type": "eagle3",
-    "speculators_version": "0.3.0",
-    "transformer_layer_config": LLAMA,
-    "draft_vocab_size": U,
-    "norm_before_residual": False,
-    "target_hidden_size": D,
-    "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-    "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "someone/target"}},
-}
-NESTED_EAGLE = {
-    "model_type": "eagle",
-    "model": {**LLAMA, "architectures": ["LlamaForCausalLM"]},
-}
-MEDUSA_V1_CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "someone/target"}
 
 
 def embedded(tensors: Tensors) -> Tensors:
@@ -188,19 +170,8 @@ def test_eagle1_with_a_bias_on_fc(tmp_path: Path, weights: str) -> None:
 
 def test_eagle1_speculators(tmp_path: Path) -> None:
     tensors = eagle_tensors()
-    renamed = {
-        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
-        for name, tensor in tensors.items()
-    }
-    config = {
-        "speculators_model_type": "eagle",
-        "architectures": ["EagleSpeculator"],
-        "transformer_layer_architecture": "LlamaDecoderLayer",
-        "transformer_layer_config": LLAMA,
-        "layernorms": False,
-        "fusion_bias": False,
-    }
-    state = load_head(write(tmp_path, config, renamed), DIMS).state_dict()
+    head = write(tmp_path, SPECULATORS_EAGLE_CONFIG, speculators_eagle(tensors))
+    state = load_head(head, DIMS).state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
 
 

@@ -1,0 +1,67 @@
+"""What is doubtful about a head that every engine loads: matrices without content, numbers no model has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from headstart.heads.errors import FormatError, clip
+from headstart.heads.formats.findings import View
+
+#: rms_norm_eps of models is 1e-8 … 1e-5; beyond these the norm either does nothing against zero or is no norm
+EPSILONS = (1e-12, 1e-2)
+ZERO = "every value is zero"
+#: what a zero matrix means where training starts from one
+FROM_ZERO = {
+    "blocks.": "every value is zero, as before training: this head repeats what the target's own lm_head says",
+    "up.": "every value is zero, as before training: this head has no output matrix of its own",
+}
+
+
+def weight_doubts(seen: View) -> tuple[list[str], list[str]]:
+    """(doubts, faults) of the weights, whatever the family; every tensor is read once.
+
+    Biases may be zero (SGLang's EAGLE-1 wants one). A matrix or a norm that is all zero, or a matrix whose rows are all
+    the same, was lost on the way or never trained. A fault is a value that is not finite.
+    """
+    doubts, faults = [], []
+    portable = {file: name for name, file in seen.names.items()}
+    for file, info in seen.raw.tensors.items():
+        if not info.dtype.is_floating_point or info.nbytes == 0:
+            continue
+        try:
+            tensor = seen.raw.read(file)
+        except FormatError as error:
+            faults.append(str(error))
+            continue
+        if file.endswith(".bias") or (word := _emptiness(tensor)) is None:
+            continue
+        if seen.family == "medusa" and word == ZERO:
+            name = portable.get(file, file)
+            word = next((meaning for start, meaning in FROM_ZERO.items() if name.startswith(start)), word)
+        doubts.append(f"{file} {list(info.shape)}: {word}")
+    return doubts, faults
+
+
+def _emptiness(tensor: Tensor) -> str | None:
+    if not bool(tensor.any()):
+        return ZERO
+    if tensor.dim() == 2 and len(tensor) > 1 and bool((tensor[1] == tensor[0]).all()):
+        return "every row is the same" if bool((tensor == tensor[:1]).all()) else None
+    return None
+
+
+def epsilon_doubts(config: dict[str, Any]) -> list[str]:
+    """`rms_norm_eps` of a config, or of the layer's config inside it, that no model has."""
+    found = []
+    low, high = EPSILONS
+    for name in ("", "model", "transformer_layer_config", "text_config"):
+        node = config.get(name) if name else config
+        value = node.get("rms_norm_eps") if isinstance(node, dict) else None
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < high:
+            place = f"{name}.rms_norm_eps" if name else "rms_norm_eps"
+            found.append(clip(f"config.json: {place} is {value!r}, which no model has (usual: 1e-6 or 1e-5)"))
+    return found

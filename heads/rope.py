@@ -7,7 +7,6 @@ is refused when a head is built, so before anything is trained: an engine might 
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 

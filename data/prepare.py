@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,7 +17,11 @@ from headstart.data.records import Conversation, TokenTurn, unread_note
 from headstart.data.samples import Sample, require_supervised
 from headstart.data.sources import load_conversations
 from headstart.data.split import Split, given_held_out, prompt_key, split_held_out
-from headstart.heads.errors import DataError
+from headstart.heads.errors import DataError, HeadstartError
+
+T = TypeVar("T")
+#: conversations that each rank encodes before the ranks exchange what they have
+BLOCK = 256
 
 
 @dataclass
@@ -78,33 +84,54 @@ def _some(names: Sequence[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
 
 
-def tokenize(
-    conversations: Iterable[Conversation], tokenizer: Any, config: DataConfig, stop_token_ids: Sequence[int]
-) -> tuple[list[Sample], TokenizeReport]:
-    """Samples of all conversations, in order. Token ids of a record win over its text.
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a launch, which share the tokenising.
 
-    Raises: TemplateError when the tokenizer has no chat template, or one that cannot be masked, and text needs it.
+    Attributes:
+        rank, size: this process, and how many there are.
+        gather: a value of each → the list of all, in their order; every process calls it as often as the others.
+    """
+
+    rank: int = 0
+    size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+
+ALONE = Ranks()
+#: tokens and turns, int32 [T], and the finish reason
+Tokens = tuple[np.ndarray, np.ndarray, str]
+
+
+def tokenize(
+    conversations: Iterable[Conversation],
+    tokenizer: Any,
+    config: DataConfig,
+    stop_token_ids: Sequence[int],
+    ranks: Ranks = ALONE,
+) -> tuple[list[Sample], TokenizeReport]:
+    """Samples of all conversations, in order, on every rank alike. Token ids of a record win over its text.
+
+    Raises: TemplateError when the tokenizer has no chat template, or one that cannot be masked, and text needs it;
+        DataError when the ranks do not read the same conversations.
     """
     samples: list[Sample] = []
     report = TokenizeReport()
     chats = Chats(tokenizer, stop_token_ids, dict(config.template_kwargs))
-    for conversation in conversations:
+
+    def encode(conversation: Conversation) -> list[Tokens] | str:
+        try:
+            encoded = _encode(conversation, chats, stop_token_ids, config.turns)
+        except RefusedError as error:
+            return error.reason
+        return [(np.asarray(e.token_ids, np.int32), np.asarray(e.turn_ids, np.int32), e.finish_reason) for e in encoded]
+
+    for conversation, encoded in share(conversations, encode, ranks):
         report.conversations += 1
         for field_name in conversation.unread:
             report.unread[field_name] = report.unread.get(field_name, 0) + 1
-        try:
-            if conversation.turns:
-                encoded = encode_token_turns(conversation.turns, stop_token_ids, config.turns)
-            else:
-                if not any(m["role"] == "assistant" for m in conversation.messages):
-                    report.drop("no assistant answer", conversation.id)
-                    continue
-                chat = chats.of(conversation)
-                encoded = chat.encode(
-                    conversation.messages, conversation.finish_reason, config.turns, conversation.tools
-                )
-        except RefusedError as error:
-            report.drop(error.reason, conversation.id)
+        if isinstance(encoded, str):
+            report.drop(encoded, conversation.id)
             continue
         report.split += len(encoded) > 1
         for number, item in enumerate(encoded):
@@ -112,17 +139,78 @@ def tokenize(
             sample = _sample(name, item, conversation, config, report)
             if sample is not None:
                 samples.append(sample)
-    report.samples, report.template = len(samples), chats.notes
+    report.samples = len(samples)
+    report.template = sorted({note for notes in ranks.gather(chats.notes) for note in notes})
     return samples, report
 
 
+def _encode(conversation: Conversation, chats: Chats, stop_token_ids: Sequence[int], turns: str) -> list[Encoded]:
+    """Raises: RefusedError when the conversation cannot be trained on."""
+    if conversation.turns:
+        return encode_token_turns(conversation.turns, stop_token_ids, turns)
+    if not any(message["role"] == "assistant" for message in conversation.messages):
+        raise RefusedError("no assistant answer")
+    chat = chats.of(conversation)
+    return chat.encode(conversation.messages, conversation.finish_reason, turns, conversation.tools)
+
+
+def share(
+    conversations: Iterable[Conversation], encode: Callable[[Conversation], T], ranks: Ranks
+) -> Iterator[tuple[Conversation, T]]:
+    """Every conversation with what `encode` makes of it, in order; each rank does a part of every block.
+
+    What fails on one rank is raised on all: the error that one process alone would have met first.
+    Raises: DataError when the ranks do not read the same conversations.
+    """
+    if ranks.size == 1:
+        yield from ((conversation, encode(conversation)) for conversation in conversations)
+        return
+    rows = iter(conversations)
+    while True:
+        block: list[Conversation] = []
+        made: list[T] = []
+        failed: tuple[int, int, Exception] | None = None  # conversation, rank, error
+        try:
+            block.extend(islice(rows, BLOCK * ranks.size))  # keeps those before one that cannot be read
+        except Exception as error:
+            failed = len(block), ranks.rank, error
+        for number in range(ranks.rank, len(block), ranks.size):
+            try:
+                made.append(encode(block[number]))
+            except Exception as error:
+                failed = number, ranks.rank, error
+                break
+        read = zlib.crc32(repr([(row.id, row.messages, row.turns) for row in block]).encode("utf-8", "replace"))
+        parts = ranks.gather((made, _portable(failed), len(block), read))
+        failures = [part[1] for part in parts if part[1] is not None]
+        if failures:
+            number, rank, shown = min(failures, key=lambda failure: failure[:2])
+            raise failed[2] if failed is not None and rank == ranks.rank else shown
+        if len({part[2:] for part in parts}) > 1:
+            raise DataError(
+                f"data.sources: found other conversations on some ranks than on others ({[p[2] for p in parts]} of a "
+                "block), expected the same files and datasets on every machine"
+            )
+        if not block:
+            return
+        for number, conversation in enumerate(block):
+            yield conversation, parts[number % ranks.size][0][number // ranks.size]
+
+
+def _portable(failed: tuple[int, int, Exception] | None) -> tuple[int, int, Exception] | None:
+    """A failure as other ranks raise it: errors of ours as they are."""
+    if failed is None or isinstance(failed[2], HeadstartError):
+        return failed
+    number, rank, error = failed
+    return number, rank, DataError(f"rank {rank} failed: {type(error).__name__}: {error}")
+
+
 def _sample(
-    name: str, item: Encoded, conversation: Conversation, config: DataConfig, report: TokenizeReport
+    name: str, item: Tokens, conversation: Conversation, config: DataConfig, report: TokenizeReport
 ) -> Sample | None:
-    tokens = np.asarray(item.token_ids, dtype=np.int32)
-    turns = np.asarray(item.turn_ids, dtype=np.int32)
-    finish = item.finish_reason
-    if len(tokens) > config.max_length:
+    tokens, turns, finish = item
+    whole = len(tokens)
+    if whole > config.max_length:
         if config.too_long == "drop":
             report.drop(f"longer than max_length={config.max_length} tokens", name)
             return None
@@ -131,10 +219,10 @@ def _sample(
         tokens, turns = tokens[: config.max_length], turns[: config.max_length]
     supervised = int((turns >= 0).sum())
     if supervised < config.min_supervised:
-        cut = " within max_length" if len(item.token_ids) > config.max_length else ""
+        cut = " within max_length" if whole > config.max_length else ""
         report.drop(f"fewer than min_supervised={config.min_supervised} supervised tokens{cut}", name)
         return None
-    if len(item.token_ids) > config.max_length:
+    if whole > config.max_length:
         report.truncated.append(name)
     report.tokens += len(tokens)
     report.supervised_tokens += supervised
@@ -196,20 +284,24 @@ def prepare(
     stop_token_ids: Sequence[int],
     distilled: Sequence[SourceConfig] = (),
     seed: int = 0,
+    ranks: Ranks = ALONE,
 ) -> PreparedData:
     """Everything between the recipe's `data` node and the packs.
 
     Args:
         distilled: files that distillation wrote for this run; read after `config.sources`.
+        ranks: processes that call this together and share the tokenising.
     Raises: DataError when nothing would train; TemplateError and ConfigError as `tokenize` and the sources do.
     """
-    samples, report = tokenize(load_conversations([*config.sources, *distilled]), tokenizer, config, stop_token_ids)
+    samples, report = tokenize(
+        load_conversations([*config.sources, *distilled]), tokenizer, config, stop_token_ids, ranks
+    )
     if not samples:
         raise DataError("data: no conversation can be trained on\n" + "\n".join(report.lines()))
     require_supervised(samples)
     held_report: TokenizeReport | None = None
     if config.held_out:
-        held, held_report = tokenize(load_conversations(config.held_out), tokenizer, config, stop_token_ids)
+        held, held_report = tokenize(load_conversations(config.held_out), tokenizer, config, stop_token_ids, ranks)
         split = given_held_out(samples, held)
     else:
         split = split_held_out(samples, config.held_out_fraction, seed)

@@ -23,7 +23,7 @@ from headstart.data.distill import distill
 from headstart.data.features import OnlineFeatures, StoredFeatures, build_store
 from headstart.data.memory import MemoryFeatures
 from headstart.data.packing import plan_packs
-from headstart.data.prepare import PreparedData, prepare
+from headstart.data.prepare import ALONE, PreparedData, Ranks, prepare
 from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import load_conversations, read_prompts
 from headstart.data.split import SPLIT_RULE
@@ -265,8 +265,11 @@ class Run:
         done, planned = counted
         return {"path": str(path), "prompts": len(prompts), "answers": answers, "left": planned - done}
 
-    def prepare(self) -> PreparedData:
-        """Tokenised training and held-out samples; the report goes to data/report.json and the prompts beside it."""
+    def prepare(self, ranks: Ranks = ALONE) -> PreparedData:
+        """Tokenised training and held-out samples; the report goes to data/report.json and the prompts beside it.
+
+        Args: ranks: processes that call this together, the first time, and share the tokenising.
+        """
         if self._prepared is None:
             distilled = [SourceConfig(path=str(self.distilled_path))] if self.recipe.data.distill.prompts else []
             if distilled and not self.distilled_path.is_file():
@@ -277,7 +280,7 @@ class Run:
                     "the same arguments first"
                 )
             tokenizer, stops = self.target.tokenizer, self.target.stop_token_ids
-            self._prepared = data = prepare(self.recipe.data, tokenizer, stops, distilled, self.recipe.seed)
+            self._prepared = data = prepare(self.recipe.data, tokenizer, stops, distilled, self.recipe.seed, ranks)
             for line in data.report.lines():
                 self.talk.say(f"data: {line}")
             if self.recipe.data.supervise == "all":

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headstart.data.prepare import Ranks
 from headstart.heads.errors import ConfigError, HeadstartError, StorageError, Terminated, TrainingError
 from headstart.heads.files import explain_disk
 
@@ -228,6 +229,11 @@ def gather_objects(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+def all_ranks() -> Ranks:
+    """The ranks of this launch, for work that they share."""
+    return Ranks(dist.get_rank(), dist.get_world_size(), gather_objects) if is_distributed() else Ranks()
 
 
 def from_main(value: Any) -> Any:

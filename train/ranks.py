@@ -22,7 +22,7 @@ from headstart.pipeline import Run
 from headstart.recipes.load import load_recipe
 from headstart.signals import terminable
 from headstart.talk import Talk
-from headstart.train.distributed import Early, on_main, require_shared
+from headstart.train.distributed import Early, all_ranks, on_main, require_shared
 from headstart.train.parallel import resolve_kind
 from headstart.train.setup import make_accelerator
 from headstart.train.watch import Watch
@@ -71,13 +71,13 @@ def main(arguments: Sequence[str] | None = None, early: Early | None = None, lau
 
 
 def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
-    """The pipeline's train step on every rank of this launch; rank 0 prepares, marks and writes."""
+    """The pipeline's train step on every rank of this launch; all tokenise, rank 0 does the rest, marks and writes."""
 
-    def prepare() -> bool:
+    def begin() -> bool:
         run.distill()
         done = run.is_trained()
         if not done:
-            run.features()
+            run.check()  # before the targets are loaded
         return done
 
     main, ranks = accelerator.is_main_process, accelerator.num_processes
@@ -85,10 +85,12 @@ def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
     run.check_layout(ranks, node_ranks, resolve_kind(run.recipe.train, accelerator))
     require_shared(run.dir)
     with run.steps.lock() if main else nullcontext():
-        if on_main(prepare):
+        if on_main(begin):
             if main:
                 run.save_recipe()
             return
+        run.prepare(all_ranks())
+        on_main(run.features)
         if main:
             run.train_once(accelerator, watch)
             run.save_recipe()

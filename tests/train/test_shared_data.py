@@ -1,0 +1,117 @@
+"""Tokenising on two CPU ranks: each does a part, all have what one process would have, and all fail alike."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from train_fakes import forked
+
+from headstart.data import prepare as preparing
+from headstart.data.chat import ChatFormat
+from headstart.data.config import DataConfig, SourceConfig
+from headstart.data.prepare import PreparedData, prepare
+from headstart.train.distributed import all_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
+from chat_templates import TEMPLATES, word_tokenizer  # noqa: E402
+
+#: refuses some conversations, and breaks at one
+TEMPLATE = "{% if messages[0].content == 'Bye' %}{{ raise_exception('no goodbyes') }}{% endif %}" + TEMPLATES["chatml"]
+COUNT = 23
+
+
+def write(path: Path, count: int = COUNT, broken: int | None = None) -> DataConfig:
+    lines = []
+    for number in range(count):
+        asked = ("Hi", "Hello", "Bye")[number % 3]
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": "One two three " * (number + 1)}]
+        lines.append(json.dumps({"messages": turns, "finish_reason": ("stop", "length")[number % 2]}))
+    if broken is not None:
+        lines[broken] = "{"
+    path.write_text("\n".join(lines))
+    return DataConfig(sources=[SourceConfig(path=str(path))], max_length=60)
+
+
+def outcome(config: DataConfig) -> dict:
+    """What a rank prepares, or the error that it raises, and how many conversations it encoded itself."""
+    tokenizer, encoded, encode = word_tokenizer(TEMPLATE, "<|im_end|>"), [], ChatFormat.encode
+
+    def counting(chat, messages, *arguments):
+        encoded.append(messages)
+        if "poison" in str(messages):
+            raise ZeroDivisionError("poisoned")
+        return encode(chat, messages, *arguments)
+
+    with mock.patch.object(preparing, "BLOCK", 4), mock.patch.object(ChatFormat, "encode", counting):
+        try:
+            made = prepare(config, tokenizer, [tokenizer.eos_token_id], ranks=all_ranks())
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}", "encoded": len(encoded)}
+    return {**shown(made), "encoded": len(encoded)}
+
+
+def shown(made: PreparedData) -> dict:
+    return {
+        "train": [(s.id, s.token_ids.tolist(), s.turn_ids.tolist(), s.finish_reason, s.meta) for s in made.train],
+        "held_out": [s.id for s in made.held_out],
+        "report": made.report.as_dict(),
+    }
+
+
+def on_two_ranks(place: Path, configs: list[DataConfig]) -> list[dict]:
+    """`outcome` of every rank, given a config of its own."""
+
+    def rank_of(rank: int):
+        def work() -> None:
+            store = dist.FileStore(str(place / "store"), 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+            torch.save(outcome(configs[rank]), place / f"rank{rank}.pt")
+            dist.barrier()
+
+        return work
+
+    processes = [forked(rank_of(rank), place / f"rank{rank}.err") for rank in (0, 1)]
+    for rank, process in enumerate(processes):
+        process.join(90)
+        assert process.exitcode == 0, (place / f"rank{rank}.err").read_text()
+    return [torch.load(place / f"rank{rank}.pt") for rank in (0, 1)]
+
+
+def test_two_ranks_share_the_work_and_hold_what_one_process_holds(tmp_path):
+    config = write(tmp_path / "data.jsonl")
+    alone = outcome(config)
+    assert alone["encoded"] == COUNT and alone["report"]["dropped"] and alone["report"]["truncated"]
+    ranks = on_two_ranks(tmp_path, [config, config])
+    assert [made.pop("encoded") for made in ranks] == [12, 11]
+    alone.pop("encoded")
+    assert ranks == [alone, alone]
+
+
+@pytest.mark.parametrize("fault", ["a broken line", "an error of ours", "an error of another kind"])
+def test_every_rank_raises_the_error_of_one_process(tmp_path, fault):
+    config = write(tmp_path / "data.jsonl", broken=13 if fault == "a broken line" else None)
+    path = tmp_path / "data.jsonl"
+    if fault == "an error of another kind":
+        path.write_text(path.read_text().replace("Hello", "poison", 1))
+    if fault == "an error of ours":
+        config.template_kwargs = {"messages": 1}  # what no template can be given
+    alone = outcome(config)["error"]
+    first, second = (made["error"] for made in on_two_ranks(tmp_path, [config, config]))
+    if fault == "an error of another kind":
+        assert alone == second == "ZeroDivisionError: poisoned"
+        assert first == "DataError: rank 1 failed: ZeroDivisionError: poisoned"
+    else:
+        assert alone == first == second
+
+
+def test_ranks_that_read_other_files_are_refused(tmp_path):
+    configs = [write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", COUNT - 1)]
+    for made in on_two_ranks(tmp_path, configs):
+        assert made["error"].startswith("DataError: data.sources: found other conversations on some ranks")

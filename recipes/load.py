@@ -1,28 +1,41 @@
 """A recipe from its files: inherit, merge, override, validate.
 
 Layers, later ones win: the schema's defaults ← the recipe that `inherit:` names (and what that inherits) ← the
-recipe ← `key=value` overrides. Mappings merge key by key, lists are replaced. A layer that changes `head.type`
-starts the head node afresh: the keys of another family mean nothing to it.
+recipe ← `key=value` overrides. Mappings merge key by key, lists are replaced (`key[0]=value` changes one entry). A
+layer that changes `head.type` starts the head node afresh: the keys of another family mean nothing to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from headstart.heads import HEADS
 from headstart.heads.errors import ConfigError
+from headstart.recipes.read import (
+    PARSING,
+    SHOWN,
+    Layer,
+    edited,
+    first_line,
+    nested,
+    read_layer,
+    read_overrides,
+    require_plain,
+    shown,
+)
 from headstart.recipes.schema import (
     DEFAULTS,
     Evaluation,
@@ -30,29 +43,14 @@ from headstart.recipes.schema import (
     Recipe,
     check_eval,
     check_export,
+    check_place,
     check_recipe,
     check_tune,
     recipe_class,
 )
 
-
-@dataclass(frozen=True)
-class Layer:
-    """One file or one list of overrides.
-
-    Attributes:
-        label: the file's path, or "override": how messages name it.
-        values: nested plain mapping.
-        lines: 1-based line of every dotted key (files only).
-    """
-
-    label: str
-    values: dict[str, Any]
-    lines: dict[str, int] = field(default_factory=dict)
-
-    def where(self, key: str) -> str:
-        """`file:line`, or the label alone for overrides."""
-        return f"{self.label}:{self.lines[key]}" if key in self.lines else self.label
+#: files that one recipe may be made of
+MAX_FILES = 64
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -71,17 +69,23 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: names the file and line (or the override), the key, what was found and what was expected.
     """
     path = find_recipe(recipe)
-    layers = [*read_chain(path), read_overrides(overrides)]
+    layers = [*read_chain(path), *read_overrides(overrides)]
     return build_recipe(layers, name=path.stem)
 
 
 def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
     """Path of a recipe given as a file (relative to `beside`, then to the working directory) or a shipped name."""
     text = str(recipe)
-    given = Path(text).expanduser()
-    for base in (beside, Path()):
-        if base is not None and (base / given).is_file():
-            return base / given
+    try:
+        given = Path(text).expanduser()
+        places = [base / given for base in (beside, Path()) if base is not None]
+        file = next((place for place in places if place.is_file()), None)
+        other = next((place for place in places if place.exists()), None)
+    except (OSError, ValueError, RuntimeError) as error:  # an over-long name, a null character, ~nobody
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{shown(text)}: no such recipe ({cause}): give a YAML file or a shipped recipe") from None
+    if file is not None:
+        return file
     shipped = shipped_recipes()
     name = given.name.removesuffix(".yaml")
     if name in shipped and given.parent.name in ("", "recipes"):
@@ -89,21 +93,32 @@ def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
     names = [n for n in shipped if not n.startswith("_")]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(f"{text}: no such recipe; {hint}Give a YAML file or a shipped recipe: {', '.join(names)}")
+    if other is not None:
+        hint = f"what is there is {'a directory' if other.is_dir() else 'no regular file'}. "
+    # quoted where it would be overlooked or disturb the line
+    quoted = text if text.isprintable() and 0 < len(text) <= SHOWN else shown(text)
+    raise ConfigError(f"{quoted}: no such recipe; {hint}Give a YAML file or a shipped recipe: {', '.join(names)}")
 
 
-def read_chain(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of a recipe file, the most basic first."""
+def read_chain(path: Path, seen: tuple[Path, ...] = (), read: list[Path] | None = None) -> list[Layer]:
+    """The layers of a recipe file, the most basic first.
+
+    Args: seen: the files on the way to this one; read: every file that was read, this call's added.
+    """
+    read = [] if read is None else read
     resolved = path.resolve()
     if resolved in seen:
         circle = " → ".join(p.name for p in (*seen[seen.index(resolved) :], resolved))
         raise ConfigError(f"{path}: inherit goes in a circle: {circle}")
+    read.append(resolved)
+    if len(read) > MAX_FILES:
+        raise ConfigError(f"{path}: inherit: found more than {MAX_FILES} files, expected fewer")
     layer = read_layer(path)
     inherit = layer.values.pop("inherit", None)
     parents = [inherit] if isinstance(inherit, str) else inherit or []
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise ConfigError(
-            f"{layer.where('inherit')}: inherit: found {inherit!r}, expected a recipe name or a list of them"
+            f"{layer.where('inherit')}: inherit: found {shown(inherit)}, expected a recipe name or a list of them"
         )
     chain: list[Layer] = []
     for parent in parents:
@@ -111,53 +126,8 @@ def read_chain(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
             parent_path = find_recipe(parent, beside=path.parent)
         except ConfigError as error:
             raise ConfigError(f"{layer.where('inherit')}: inherit: {error}") from None
-        chain += read_chain(parent_path, (*seen, resolved))
+        chain += read_chain(parent_path, (*seen, resolved), read)
     return [*chain, layer]
-
-
-def read_layer(path: Path) -> Layer:
-    try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if node is not None else {}
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_first_line(error)}") from error
-    if not isinstance(values, dict) or (node is not None and not isinstance(node, yaml.MappingNode)):
-        raise ConfigError(f"{path}: found {type(values).__name__} at the top, expected `key: value` lines")
-    return Layer(str(path), typing.cast(dict[str, Any], values), dict(_key_lines(node)))
-
-
-def _key_lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            name = f"{prefix}{key.value}"
-            yield name, key.start_mark.line + 1
-            yield from _key_lines(value, f"{name}.")
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            name = f"{prefix.removesuffix('.')}[{index}]"
-            yield name, value.start_mark.line + 1
-            yield from _key_lines(value, f"{name}.")
-
-
-def read_overrides(overrides: Sequence[str]) -> Layer:
-    for text in overrides:
-        key, equals, _ = text.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"override {text!r}: expected key=value, e.g. train.lr=1e-4")
-    try:
-        values = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=False)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"override {' '.join(overrides)!r}: {_first_line(error)}") from error
-    return Layer("override", typing.cast(dict[str, Any], values))
 
 
 def build_recipe(layers: Sequence[Layer], name: str | None = None) -> Recipe:
@@ -165,7 +135,7 @@ def build_recipe(layers: Sequence[Layer], name: str | None = None) -> Recipe:
     head_type, layers = _settle_head(layers)
     if head_type not in HEADS:
         where = _who_says_head_type(layers)
-        raise ConfigError(f"{where}: head.type: found {head_type!r}, expected one of {', '.join(sorted(HEADS))}")
+        raise ConfigError(f"{where}: head.type: found {shown(head_type)}, expected one of {', '.join(sorted(HEADS))}")
     schema = recipe_class(head_type)
     basics = {**DEFAULTS, "name": name} if name else DEFAULTS
     recipe = typing.cast(Recipe, merge([Layer("defaults", basics), *layers], schema))
@@ -185,7 +155,8 @@ def load_evaluation(
         loaded = _load_with(recipe, overrides, values)
         return Evaluation(loaded.seed, loaded.target, loaded.eval, loaded.tune)
     basics = Layer("defaults", {"eval": {"seed": DEFAULTS["eval"]["seed"]}})
-    settings = typing.cast(Evaluation, merge([basics, read_overrides(overrides), _options(values)], Evaluation))
+    settings = typing.cast(Evaluation, merge([basics, *read_overrides(overrides), _options(values)], Evaluation))
+    check_place("target.name", settings.target.name)
     check_eval(settings.eval)
     check_tune(settings.tune)
     return settings
@@ -198,14 +169,15 @@ def load_exporting(
     if recipe is not None:
         loaded = _load_with(recipe, overrides, values)
         return Exporting(loaded.target, loaded.export)
-    settings = typing.cast(Exporting, merge([read_overrides(overrides), _options(values)], Exporting))
+    settings = typing.cast(Exporting, merge([*read_overrides(overrides), _options(values)], Exporting))
+    check_place("target.name", settings.target.name)
     check_export(settings.export)
     return settings
 
 
 def _load_with(recipe: str | Path, overrides: Sequence[str], values: dict[str, Any] | None) -> Recipe:
     path = find_recipe(recipe)
-    return build_recipe([*read_chain(path), read_overrides(overrides), _options(values)], name=path.stem)
+    return build_recipe([*read_chain(path), *read_overrides(overrides), _options(values)], name=path.stem)
 
 
 def _options(values: dict[str, Any] | None) -> Layer:
@@ -214,6 +186,7 @@ def _options(values: dict[str, Any] | None) -> Layer:
         if value is not None:
             node, _, leaf = key.partition(".")
             given.values.setdefault(node, {})[leaf] = value
+            require_plain(given, value, key)
     return given
 
 
@@ -222,18 +195,47 @@ def merge(layers: Sequence[Layer], schema: type) -> Any:
     merged = OmegaConf.structured(schema)
     all_keys = sorted(_all_keys(schema))
     for layer in layers:
+        layer = _edited(layer, merged, schema, all_keys) if layer.edit is not None else layer
         _check_keys(layer, layer.values, schema, "", all_keys)
         try:
             merged = typing.cast(DictConfig, OmegaConf.merge(merged, layer.values))
-        except OmegaConfBaseException as error:
+        except PARSING as error:
             raise _wrong_type(layer, error, schema, layer.values) from error
     label = next((layer.label for layer in reversed(layers) if layer.lines), layers[-1].label)
-    if missing := sorted(OmegaConf.missing_keys(merged)):
-        raise ConfigError(f"{label}: {missing[0]} is not set: add it to the recipe, or give {missing[0]}=… as override")
     try:
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise ConfigError(
+                f"{label}: {missing[0]} is not set: add it to the recipe, or give {missing[0]}=… as override"
+            )
         return OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{label}: {getattr(error, 'full_key', None) or ''}: {_first_line(error)}") from error
+    except PARSING as error:
+        raise _unresolved(layers, label, error) from error
+
+
+def _unresolved(layers: Sequence[Layer], label: str, error: BaseException) -> ConfigError:
+    """What to say of a value that refers to something that is not there."""
+    key = str(getattr(error, "full_key", None) or "")
+    # run_dir is mostly made of the name
+    said = [layer for name in (key, "name" if key == "run_dir" else key) for layer in layers if layer.says(name)]
+    where = said[-1].where(key) if said else label
+    raised = re.fullmatch(r"\w+ raised while resolving interpolation: \"?(.*?)\"?", first_line(error))
+    cause = raised[1] if raised else first_line(error)
+    variable = "oc.env" in cause or "Environment variable" in cause
+    remedy = ": set it, or give a value for where it is not set, ${oc.env:NAME,value}" if variable else ""
+    return ConfigError(f"{where}: {f'{key}: ' if key else ''}{cause}{remedy}")
+
+
+def _edited(layer: Layer, merged: DictConfig, schema: type, all_keys: list[str]) -> Layer:
+    """The layer that gives the whole list in which `layer` changes an entry."""
+    edit = layer.edit
+    assert edit is not None
+    names = typing.cast(list[str], list(itertools.takewhile(lambda part: isinstance(part, str), edit.path)))
+    _check_keys(layer, nested(names, []), schema, "", all_keys)
+    found: Any = OmegaConf.to_container(merged, resolve=False)
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    path, value = edited(edit, found, layer.label)
+    return Layer(layer.label, nested(path, value))
 
 
 def _settle_head(layers: Sequence[Layer]) -> tuple[str, list[Layer]]:
@@ -295,13 +297,14 @@ def _check_keys(layer: Layer, values: Any, schema: type, prefix: str, all_keys: 
     if not isinstance(values, dict):
         name = prefix.removesuffix(".")
         raise ConfigError(
-            f"{layer.where(name)}: {name}: found {values!r}, expected a mapping of {', '.join(_hints(schema))}"
+            f"{layer.where(name)}: {name}: found {shown(values)}, expected a mapping of {', '.join(_hints(schema))}"
         )
     hints = _hints(schema)
     for key, value in values.items():
         full = f"{prefix}{key}"
         if key not in hints:
             raise ConfigError(_unknown(layer, full, str(key), list(hints), prefix, all_keys))
+        _check_kind(layer, full, value, hints[key])
         inner = _dataclass_of(hints[key])
         if inner is None:
             continue
@@ -310,10 +313,21 @@ def _check_keys(layer: Layer, values: Any, schema: type, prefix: str, all_keys: 
                 _check_keys(layer, item, inner, f"{full}[{index}].", all_keys)
                 try:
                     OmegaConf.merge(OmegaConf.structured(inner), item)
-                except OmegaConfBaseException as error:
+                except PARSING as error:
                     raise _wrong_type(layer, error, inner, item, f"{full}[{index}].") from error
         elif dataclasses.is_dataclass(hints[key]):
             _check_keys(layer, value, inner, f"{full}.", all_keys)
+
+
+def _check_kind(layer: Layer, full: str, value: Any, hint: Any) -> None:
+    """Raise ConfigError for a list where a mapping is expected, or the other way round."""
+    parts = [part for part in (typing.get_args(hint) or ()) if part is not type(None)]
+    kind = typing.get_origin(hint)
+    if kind in (types.UnionType, typing.Union) and len(parts) == 1:
+        kind = typing.get_origin(parts[0])
+    wrong = (kind is list and isinstance(value, dict)) or (kind is dict and isinstance(value, list))
+    if wrong or (dataclasses.is_dataclass(hint) and isinstance(value, list)):
+        raise ConfigError(f"{layer.where(full)}: {full}: found {shown(value)}, expected {describe(hint)}")
 
 
 def _unknown(layer: Layer, full: str, key: str, siblings: list[str], prefix: str, all_keys: list[str]) -> str:
@@ -327,9 +341,7 @@ def _unknown(layer: Layer, full: str, key: str, siblings: list[str], prefix: str
     return f"{layer.where(full)}: unknown key {full!r}{hint} Keys of {node}: {', '.join(siblings)}"
 
 
-def _wrong_type(
-    layer: Layer, error: OmegaConfBaseException, schema: type, values: Any, prefix: str = ""
-) -> ConfigError:
+def _wrong_type(layer: Layer, error: BaseException, schema: type, values: Any, prefix: str = "") -> ConfigError:
     key = str(getattr(error, "full_key", None) or "")
     found: Any = values
     hint: Any = schema
@@ -344,7 +356,7 @@ def _wrong_type(
             hint = _hints(inner).get(part, Any)
     expected = f", expected {describe(hint)}" if key else ""
     full = prefix + key
-    return ConfigError(f"{layer.where(full)}: {full}: found {found!r}{expected} ({_first_line(error)})")
+    return ConfigError(f"{layer.where(full)}: {full}: found {shown(found)}{expected} ({first_line(error)})")
 
 
 def describe(hint: Any) -> str:
@@ -367,7 +379,3 @@ def describe(hint: Any) -> str:
     if origin is dict or dataclasses.is_dataclass(hint):
         return "a mapping"
     return getattr(hint, "__name__", str(hint))
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import unicodedata
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,16 @@ from headstart.heads import HEADS
 from headstart.heads.base import HeadConfig
 from headstart.heads.errors import ConfigError
 from headstart.heads.formats.config import ExportConfig
+from headstart.heads.formats.export import check_export as check_engines
 from headstart.heads.formats.hub import check_published_name
+from headstart.heads.formats.sidecar import MAX_LAYERS
 from headstart.heads.repository import check_head_name
 from headstart.heads.target import TargetConfig
+from headstart.recipes.read import shown
 from headstart.train.config import TrainConfig
+
+#: bytes of a folder's name that file systems take, and characters of a path
+MAX_NAME, MAX_PATH = 255, 1024
 
 
 @dataclass
@@ -82,20 +89,51 @@ def recipe_class(head_type: str) -> type[Recipe]:
     )
 
 
-def check_export(config: ExportConfig) -> None:
-    """Raises: ConfigError for a name under which nothing can be published."""
+def check_export(config: ExportConfig, family: str | None = None) -> None:
+    """Raises: ConfigError for settings with which nothing is exported, or a name under which nothing is published.
+
+    Args: family: of the head, where it is known.
+    """
+    check_engines(config, family)
     if config.push_to_hub is not None:
         check_published_name(config.push_to_hub)
 
 
+def check_name(name: str) -> None:
+    """Raises: ConfigError for a run's name with which `runs/NAME` is no folder below `runs/`."""
+    for part in name.split("/"):
+        if part in ("", ".", "..") or not part.isprintable() or len(part.encode()) > MAX_NAME or len(name) > MAX_PATH:
+            raise ConfigError(
+                f"name: found {shown(name)}, expected the name of a folder below runs/: no '..', no '/' at its ends, "
+                f"no control characters, at most {MAX_NAME} bytes (run_dir=… names any other place)"
+            )
+
+
+def check_place(key: str, place: str | None) -> None:
+    """Raises: ConfigError for a path or a name that is empty, which would mean the working directory."""
+    if place is not None and (not place.strip() or any(unicodedata.category(letter) == "Cc" for letter in place)):
+        raise ConfigError(f"{key}: found {shown(place)}, expected a name or a path, without control characters")
+
+
 def check_recipe(recipe: Recipe) -> None:
     """What types cannot say. Raises ConfigError naming the first field that cannot work."""
+    check_name(recipe.name)
+    for key, place in (
+        ("run_dir", recipe.run_dir),
+        ("start_from", recipe.start_from),
+        ("target.name", recipe.target.name),
+        ("target.chat_template", recipe.target.chat_template),
+    ):
+        check_place(key, place)
     recipe.data.validate()
     recipe.train.check()
     check_eval(recipe.eval)
     check_tune(recipe.tune)
-    check_export(recipe.export)
+    check_export(recipe.export, recipe.head.type)
     if recipe.start_from is not None:
         check_head_name(recipe.start_from, "start_from")
-    if recipe.head.depth < 1:
-        raise ConfigError(f"head.depth: found {recipe.head.depth}, expected 1 or more")
+    # what a saved head is read back with
+    for field_name in ("depth", "num_layers"):
+        if not 1 <= getattr(recipe.head, field_name, 1) <= MAX_LAYERS:
+            found = getattr(recipe.head, field_name)
+            raise ConfigError(f"head.{field_name}: found {found}, expected 1 to {MAX_LAYERS}")

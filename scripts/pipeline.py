@@ -184,8 +184,6 @@ class Run:
         recipe, data = self.recipe, self.recipe.data
         if "eval" in self.ahead:
             self.check_eval_data()
-        if "export" in self.ahead:
-            check_export(recipe.export, recipe.head.type)
         if "train" not in self.ahead:
             return
         if recipe.start_from is not None:
@@ -543,7 +541,6 @@ class Run:
         if not self.head_dir.is_dir():
             raise FormatError(f"{self.head_dir}: no trained head there; run `headstart train` first")
         config = self.recipe.export
-        check_export(config)
         settings = identity.without(dataclasses.asdict(config), *PUBLISHING)
         inputs = {"head": identity.of_saved_head(self.head_dir), "export": settings}
         if tuned := notes(self.head_dir).get("tuned"):

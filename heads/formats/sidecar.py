@@ -20,6 +20,8 @@ SCHEMA = 1
 SIDECAR = "headstart.json"
 #: of a value in the head's settings
 MAX_ITEMS = 64
+#: depths, or blocks of one, that a head may have
+MAX_LAYERS = 64
 FACTS = {
     "medusa": {
         "feature": "last hidden state after the final norm",
@@ -148,6 +150,6 @@ def family_config(family: Any, values: Any, where: str) -> HeadConfig:
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise FormatError(f"{where}: config does not fit {family}: {str(error).splitlines()[0]}") from error
     for name in ("depth", "num_layers"):
-        if not 1 <= getattr(merged, name, 1) <= 64:
-            raise FormatError(f"{where}: config.{name} is {getattr(merged, name)}, expected 1 … 64")
+        if not 1 <= getattr(merged, name, 1) <= MAX_LAYERS:
+            raise FormatError(f"{where}: config.{name} is {getattr(merged, name)}, expected 1 … {MAX_LAYERS}")
     return cast(HeadConfig, merged)

@@ -28,7 +28,16 @@ from filelock import FileLock
 
 from headstart.heads.errors import StorageError, TargetError
 from headstart.heads.escape import plain
-from headstart.heads.files import explain_disk, read_json, require_disk, sha256_file, usual_permissions, write_json
+from headstart.heads.files import (
+    explain_disk,
+    read_json,
+    require_disk,
+    sha256_file,
+    shown,
+    usual_permissions,
+    write_json,
+)
+from headstart.heads.model_directory import check_model_directory
 from headstart.heads.repository import problem_of
 
 #: how long the Hub may take to say that it is there, seconds
@@ -99,19 +108,22 @@ def locate_target(name: str) -> tuple[str, str | None]:
     out of reach the second item says why: load with `local_files_only=True`, which takes the Hub client's own cache or
     fails at once.
 
-    Raises: TargetError when `name` is written as a path and is no directory; what fetch_target raises.
+    Raises: TargetError when `name` is written as a path and is no directory, or the directory holds what cannot be
+        read; what fetch_target raises.
     """
     if name in TARGETS:
         return str(fetch_target(name)), None
-    directory = Path(name).expanduser()
-    if directory.is_dir():
+    directory = Path(os.path.expanduser(name))
+    if os.path.isdir(directory):
+        check_model_directory(directory)
         return str(directory), None
     if name.startswith((".", "/", "~")):
-        raise TargetError(f"target.name: {name} is not a directory; expected a transformers checkpoint directory")
+        found = shown(name)
+        raise TargetError(f"target.name: {found} is not a directory; expected a transformers checkpoint directory")
     if (problem := problem_of(name)) is not None:
         raise TargetError(
-            f"target.name: found {name!r}, expected a registered name ({', '.join(sorted(TARGETS))}), a directory or a "
-            f"Hub id ({problem})"
+            f"target.name: found {shown(name)!r}, expected a registered name ({', '.join(sorted(TARGETS))}), a "
+            f"directory or a Hub id ({shown(problem)})"
         )
     return name, hub_refusal()
 

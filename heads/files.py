@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -145,9 +145,8 @@ def explain_disk(path: Path, another: str = "run_dir=…") -> Iterator[None]:
                 f"{path}: cannot be written ({os.strerror(number)}). Choose another place with {another}"
             ) from error
         if number in (errno.ENAMETOOLONG, errno.ELOOP):
-            shown = str(path) if len(str(path)) < 200 else f"{str(path)[:80]}… ({len(str(path))} characters)"
             raise StorageError(
-                f"{shown}: cannot be a path here ({os.strerror(number)}). Choose another place with {another}"
+                f"{shown(path)}: cannot be a path here ({os.strerror(number)}). Choose another place with {another}"
             ) from error
         if number in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
             raise StorageError(
@@ -231,6 +230,8 @@ def require_disk(path: Path, needed_bytes: int, what: str) -> None:
     Likewise when `path` cannot be a directory because a file stands in its way.
     """
     place = Path(path).absolute()
+    with explain_disk(path), suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(place)  # a name that is too long
     while not os.path.lexists(place):
         place = place.parent
     with explain_disk(path):

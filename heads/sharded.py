@@ -9,7 +9,6 @@ The ranks' forwards meet at every layer, so all ranks must make the same number 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import FeatureBatch, FeatureSpec, Teacher
 from headstart.heads.errors import ConfigError, TargetError
+from headstart.heads.files import read_json
 from headstart.heads.target import (
     Target,
     TargetConfig,
@@ -71,6 +71,14 @@ class Weights(Protocol):
         ...
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    found = read_json(index)
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise TargetError(f"{index}: found no weight_map from tensors to files, expected one: copy the model again")
+    return names
+
+
 class WeightFiles:
     """The safetensors files of a model directory, by tensor name."""
 
@@ -78,7 +86,7 @@ class WeightFiles:
         self.directory = directory
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            self.file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.file_of: dict[str, str] = _weight_map(index)
         elif (directory / "model.safetensors").is_file():
             with safe_open(directory / "model.safetensors", framework="pt") as file:
                 self.file_of = dict.fromkeys(file.keys(), "model.safetensors")

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, Teacher
-from headstart.heads.errors import ConfigError, TargetError
-from headstart.heads.files import sha256_text
+from headstart.heads.errors import ConfigError, DataError, TargetError
+from headstart.heads.files import explain_read, read_bounded, sha256_text
 from headstart.heads.template_date import fix_dates, shown_date
 
+#: the longest chat templates have some tens of KiB
+MAX_TEMPLATE_BYTES = 1 << 22
 #: values of target.parallel
 TARGET_KINDS = ("none", "fsdp2", "device_map")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -104,12 +106,18 @@ def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> 
 
     tokenizer = AutoTokenizer.from_pretrained(place, **shared)
     if config.chat_template is not None:
-        template = Path(config.chat_template)
-        if not template.is_file():
-            raise ConfigError(f"target.chat_template: {template} does not exist; expected a Jinja file")
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_template(Path(config.chat_template))
     fix_dates(tokenizer, config.template_date)
     return tokenizer
+
+
+def read_template(path: Path) -> str:
+    """A Jinja file. Raises ConfigError when it is missing, no regular file, or no text."""
+    try:
+        with explain_read(path):
+            return read_bounded(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except (DataError, UnicodeDecodeError) as error:
+        raise ConfigError(f"target.chat_template: {error}; expected a Jinja file") from error
 
 
 def sample_weight(name: str, weight: Tensor) -> bytes:

@@ -12,7 +12,6 @@ every file. Optimiser state is keyed by parameter name, so it does not depend on
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -144,7 +143,7 @@ def write_directory(path: Path, write: Callable[[Path], None], known: dict[str, 
 def damage(path: Path, names: Sequence[str] = FILES) -> str | None:
     """What is wrong with a directory that holds the files `names`, None when all have their size and hash."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(path / MANIFEST)
         if manifest["version"] != VERSION:
             return f"version {manifest['version']}, this program reads {VERSION}"
         files = manifest["files"]
@@ -160,7 +159,7 @@ def damage(path: Path, names: Sequence[str] = FILES) -> str | None:
                 return f"{name} has {file.stat().st_size} bytes, expected {facts['bytes']}"
             if sha256_file(file) != facts["sha256"]:
                 return f"{name} does not have the content that was written (sha256 differs)"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (DataError, OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     return None
 
@@ -224,7 +223,7 @@ class CheckpointStore:
         """Replace the JSON state of the checkpoint of state["step"]; its tensors and its generators' states stay."""
         path = self._path(state["step"])
         state = state | {"rng": read_json(path / "state.json")["rng"]}
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = read_json(path / MANIFEST)["files"]
         kept = {name: facts for name, facts in files.items() if name != "state.json"}
 
         def write(directory: Path) -> None:

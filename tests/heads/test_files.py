@@ -27,6 +27,7 @@ from headstart.heads.files import (
     read_json,
     require_disk,
     sha256_file,
+    write_json,
     write_safetensors,
 )
 
@@ -183,3 +184,10 @@ def test_files_get_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: i
         os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").iterdir()} == {0o666 & ~mask}
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) & 0o777 == 0o777 & ~mask
+
+
+def test_a_name_that_is_too_long_is_told_before_work_starts(tmp_path: Path) -> None:
+    for check in (lambda path: require_disk(path, 0, "the run"), lambda path: write_json(path, {})):
+        with pytest.raises(StorageError, match=r"\(5\d+ characters\): cannot be a path here") as caught:
+            check(tmp_path / ("x" * 5000))
+        assert len(str(caught.value)) < 500

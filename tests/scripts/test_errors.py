@@ -86,7 +86,7 @@ def test_wrong_template(
 
 
 def test_missing_template_file(headstart: Callable, recipe: Path) -> None:
-    check(headstart("inspect", recipe, *ONLY_FILES, "target.chat_template=gone.jinja"), 2, "gone.jinja does not exist")
+    check(headstart("inspect", recipe, *ONLY_FILES, "target.chat_template=gone.jinja"), 2, "gone.jinja: no such file")
 
 
 def test_missing_target_directory(headstart: Callable, recipe: Path) -> None:

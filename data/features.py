@@ -23,6 +23,7 @@ from headstart.data.samples import Sample, answers_of, check_vocabulary
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import DataError, StorageError, TargetError
 from headstart.heads.files import read_json, require_disk, sha256_file, write_json, write_safetensors
+from headstart.heads.locate import text_decoder
 from headstart.heads.provenance import provenance
 from headstart.heads.sharded import ShardedTarget
 from headstart.heads.target import DTYPES, Target
@@ -65,7 +66,7 @@ class OnlineFeatures:
     @property
     def target_parameters(self) -> int:
         """What every row passes through before it reaches the head."""
-        return sum(p.numel() for p in self.target.model.get_decoder().parameters()) - self.target.embed_VD.numel()
+        return sum(p.numel() for p in text_decoder(self.target.model).parameters()) - self.target.embed_VD.numel()
 
     @property
     def lockstep(self) -> bool:

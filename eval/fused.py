@@ -32,7 +32,7 @@ from headstart.eval.pointwise import (
     take_rows_kernel,
     wants_kernel,
 )
-from headstart.heads.target import decoder_layers, record_layer_inputs
+from headstart.heads.locate import decoder_layers, record_layer_inputs, text_decoder
 
 W = TypeVar("W")
 
@@ -352,7 +352,7 @@ class FusedModel:
         config = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
         self.view = shallow_copy(model)
-        decoder = self.view.get_decoder()
+        decoder = text_decoder(self.view)
         layers = decoder_layers(self.view)
         self.layers = [FusedLayer(layer, n, self._slot, windows[kinds[n]]) for n, layer in enumerate(layers)]
         for n, layer in enumerate(self.layers):

@@ -25,14 +25,15 @@ from torch import Tensor, nn
 from headstart.heads.base import FeatureBatch, FeatureSpec, Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import read_json
+from headstart.heads.locate import decoder_layers, text_decoder
 from headstart.heads.target import (
     Target,
     TargetConfig,
-    decoder_layers,
     length_groups,
     load_tokenizer,
     locate,
     sample_weight,
+    with_attention,
 )
 
 #: tensors of older checkpoints that are computed, not learned
@@ -254,16 +255,18 @@ def load_sharded(config: TargetConfig, device: torch.device, dtype: torch.dtype)
     settings = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     if getattr(settings, "quantization_config", None) is not None:
         raise TargetError(f"{config.name}: found quantised weights, expected plain ones to shard: {REMEDY}")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            settings,
-            dtype=dtype,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
+
+    def make(attention: str) -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+            )
+
+    model, notes = with_attention(make, config.attn_implementation)
     load_generation_config(model, directory)
     output_shard_VD = fill(model, WeightFiles(directory), device, group)
     target = ShardedTarget(model, tokenizer, config, revision, group, output_shard_VD)
+    target.notes = [*notes, *target.notes]
     if config.compile:
         target.compile()
     return target
@@ -305,7 +308,7 @@ def fill(model: nn.Module, files: Weights, device: torch.device, group: dist.Pro
 
     rank, size = 0, 1
     if group is not None:
-        decoder, layers = model.get_decoder(), decoder_layers(model)
+        decoder, layers = text_decoder(model), decoder_layers(model)
         mesh = DeviceMesh.from_group(group, device.type)
         inside = {id(p) for layer in layers for p in layer.parameters()}
         whole = {p for p in decoder.parameters() if id(p) not in inside}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, Teacher
-from headstart.heads.errors import ConfigError, DataError, TargetError
+from headstart.heads.errors import ConfigError, DataError, HeadstartError, TargetError
 from headstart.heads.files import explain_read, read_bounded, sha256_text
+from headstart.heads.locate import decoder_layers, final_norm, record_layer_inputs, text_decoder
+from headstart.heads.probe import measured_teacher, rule_without_weights
 from headstart.heads.template_date import fix_dates, shown_date
 
 #: the longest chat templates have some tens of KiB
@@ -71,21 +73,6 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The target's decoder layers, wherever the architecture keeps them.
-
-    Raises: TargetError when no module list has one entry per configured layer.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    for name, found in lists:
-        if name.rsplit(".", 1)[-1] in ("layers", "h", "blocks"):
-            return found
-    raise TargetError(
-        f"{type(model).__name__}: no list of {count} decoder layers found; this architecture cannot give features"
-    )
-
-
 def locate(config: TargetConfig) -> tuple[str, dict[str, Any], str | None]:
     """(directory or Hub id, keyword arguments of every `from_pretrained`, why the Hub is left out)."""
     from headstart.heads.fetch import locate_target
@@ -120,46 +107,49 @@ def read_template(path: Path) -> str:
         raise ConfigError(f"target.chat_template: {error}; expected a Jinja file") from error
 
 
+@contextmanager
+def loading(name: str, hub_refusal: str | None) -> Iterator[None]:
+    """What reading a target raises, in a library's code or its own, becomes a TargetError that names the remedy."""
+    from headstart.heads.fetch import TARGETS
+
+    try:
+        yield
+    except (HeadstartError, torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except ImportError as error:
+        raise TargetError(
+            f"target {name!r} cannot be loaded: {str(error).strip()}\nInstall the package it names, or do without: "
+            "target.attn_implementation=sdpa, a target whose weights are not quantised"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise TargetError(
+            f"target {name!r} cannot be loaded: {hub_refusal or error}\n"
+            f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
+        ) from error
+    except Exception as error:  # configs and code of a thousand architectures, theirs or the repository's
+        raise TargetError(
+            f"target {name!r} cannot be loaded: {type(error).__name__}: {error}. Its config or its code does not fit "
+            "this version of transformers: update transformers, or name another target or revision"
+        ) from error
+
+
+def with_attention(make: Callable[[str], Any], attention: str) -> tuple[Any, list[str]]:
+    """`make(attention)`, with eager attention where the model has no sdpa; and what there is to say about it."""
+    try:
+        return make(attention), []
+    except ValueError as error:
+        if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
+            raise
+    model = make("eager")
+    return model, [f"{type(model).__name__} has no sdpa attention: target.attn_implementation=eager is taken"]
+
+
 def sample_weight(name: str, weight: Tensor) -> bytes:
     """Name, shape and 4,096 values (as bfloat16) of a weight."""
     flat = weight.detach().flatten()
     index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 4096), dtype=torch.float64).long()
     values = flat[index.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
     return f"{name}{tuple(weight.shape)}".encode() + values
-
-
-@torch.no_grad()
-def final_norm(model: nn.Module) -> Tensor | None:
-    """The factor of the target's final RMSNorm [D] (Gemma's 1 + weight included), or None where there is no RMSNorm."""
-    norm = getattr(model.get_decoder(), "norm", None)
-    weight = getattr(norm, "weight", None)
-    if norm is None or weight is None or weight.is_meta or getattr(norm, "bias", None) is not None:
-        return None
-    factor = norm(torch.ones_like(weight))  # a vector of ones has RMS 1
-    return factor if bool((factor != 0).any()) and bool(torch.isfinite(factor).all()) else None
-
-
-@contextmanager
-def record_layer_inputs(model: nn.Module, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """While open, the inputs of decoder layers `layer_ids` (= HF `hidden_states[k]`) appear in the yielded dict.
-
-    Only these tensors are kept, where `output_hidden_states=True` would hold all layers.
-    """
-    captured: dict[int, Tensor] = {}
-    layers = decoder_layers(model)
-
-    def hook(layer_id: int):
-        def save(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            captured[layer_id] = args[0] if args else kwargs["hidden_states"]
-
-        return save
-
-    handles = [layers[k].register_forward_pre_hook(hook(k), with_kwargs=True) for k in layer_ids]
-    try:
-        yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def length_groups(lengths: tuple[int, ...], max_tokens: int, waste: float = 1.25) -> list[list[int]]:
@@ -190,16 +180,11 @@ def target_dims(name: str, revision: str | None = None) -> HeadDims:
     """
     from transformers import AutoConfig
 
-    from headstart.heads.fetch import TARGETS, locate_target
+    from headstart.heads.fetch import locate_target
 
     place, hub_refusal = locate_target(name)
-    try:
+    with loading(name, hub_refusal):
         config = AutoConfig.from_pretrained(place, revision=revision, local_files_only=hub_refusal is not None)
-    except (OSError, ValueError) as error:
-        raise TargetError(
-            f"target {name!r} has no config that can be read: {hub_refusal or error}\n"
-            f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
-        ) from error
     return HeadDims.from_hf_config(config)
 
 
@@ -223,15 +208,9 @@ class Target:
         self.model, self.tokenizer, self.config = model.eval().requires_grad_(False), tokenizer, config
         self.revision = revision
         self.dims = HeadDims.from_hf_config(model.config)
-        text = model.config.get_text_config()
         output = model.get_output_embeddings()
         if output is None:
             raise TargetError(f"{config.name}: the model has no output embedding; expected a causal language model")
-        scale = 1.0
-        if getattr(text, "logit_scale", None):
-            scale = float(text.logit_scale)
-        elif getattr(text, "logits_scaling", None):
-            scale = 1.0 / float(text.logits_scaling)
         bias, vocab = getattr(output, "bias", None), self.dims.vocab_size
         if output.weight.shape[0] < vocab:
             raise TargetError(
@@ -240,10 +219,13 @@ class Target:
         self.embed_VD: Tensor = model.get_input_embeddings().weight
         norm_D, place = final_norm(model), self.embed_VD.device
         # rows past the vocabulary are padding of the matrix, not tokens; a device map may end on another GPU
-        self.teacher = Teacher(
+        matrix = Teacher(
             output.weight[:vocab].to(place), None if bias is None else bias[:vocab].to(place),
-            getattr(text, "final_logit_softcapping", None), scale, None if norm_D is None else norm_D.to(place),
+            norm_D=None if norm_D is None else norm_D.to(place),
         )  # fmt: skip
+        self.teacher = self._measured(matrix)
+        #: what a user should know of it
+        self.notes: list[str] = self._rule_notes()
         self.stop_token_ids = self._stop_token_ids()
         self._weight_hash: str | None = None
 
@@ -255,30 +237,29 @@ class Target:
         """
         from transformers import AutoModelForCausalLM
 
-        from headstart.heads.fetch import TARGETS
-
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if config.parallel not in TARGET_KINDS:
             raise ConfigError(f"target.parallel: found {config.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
         place, shared, hub_refusal = locate(config)
-        try:
+        with loading(config.name, hub_refusal):
             if config.parallel == "fsdp2":
                 from headstart.heads.sharded import load_sharded
 
                 return load_sharded(config, device, dtype)
             tokenizer = load_tokenizer(config, place, shared)
             spread = {"device_map": "auto"} if config.parallel == "device_map" else {}
-            model = AutoModelForCausalLM.from_pretrained(
-                place, dtype=dtype, attn_implementation=config.attn_implementation, **spread, **shared
-            )
-        except (OSError, ValueError) as error:
-            raise TargetError(
-                f"target {config.name!r} cannot be loaded: {hub_refusal or error}\n"
-                f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
-            ) from error
+
+            def make(attention: str) -> Any:
+                return AutoModelForCausalLM.from_pretrained(
+                    place, dtype=dtype, attn_implementation=attention, **spread, **shared
+                )
+
+            model, notes = with_attention(make, config.attn_implementation)
+            model = model if spread else model.to(device)
         revision = getattr(model.config, "_commit_hash", None) or config.revision
-        target = cls(model if spread else model.to(device), tokenizer, config, revision)
+        target = cls(model, tokenizer, config, revision)
+        target.notes = [*notes, *target.notes]
         if config.compile:
             target.compile()
         return target
@@ -304,6 +285,20 @@ class Target:
     def dtype(self) -> torch.dtype:
         return self.embed_VD.dtype
 
+    def _measured(self, matrix: Teacher) -> Teacher:
+        """The teacher with the model's own factor and soft-cap. Raises: TargetError, see probe.measured_teacher."""
+        if not matrix.weight_VD.is_meta:
+            return measured_teacher(self.model, matrix, self.config.name)
+        rule = rule_without_weights(self.model)
+        return matrix if rule is None else replace(matrix, softcap=rule.softcap, scale=rule.scale)
+
+    def _rule_notes(self) -> list[str]:
+        scale, softcap = self.teacher.scale, self.teacher.softcap
+        rule = [] if scale == 1.0 else [f"{scale:.6g} times"]
+        if softcap is not None:
+            rule.append(f"soft-capped at {softcap:.6g},")
+        return [f"its logits are, as measured, {' '.join(rule)} the product of its output matrix"] if rule else []
+
     def _stop_token_ids(self) -> tuple[int, ...]:
         found: set[int] = set()
         generation = getattr(self.model, "generation_config", None)
@@ -322,7 +317,7 @@ class Target:
         No attention mask is needed: attention is causal, and what stands after a document cannot reach it.
         """
         with record_layer_inputs(self.model, layer_ids) as streams:
-            output = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False)
+            output = text_decoder(self.model)(input_ids=tokens_BT, use_cache=False)
         spread = {k: stream_BTD.to(tokens_BT.device) for k, stream_BTD in streams.items()}
         return output.last_hidden_state.to(tokens_BT.device), spread
 

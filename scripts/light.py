@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from headstart.heads.errors import TargetError
-from headstart.heads.target import Target, TargetConfig, load_tokenizer, locate
+from headstart.heads.target import Target, TargetConfig, load_tokenizer, loading, locate, with_attention
 
 
 def light_target(config: TargetConfig) -> Target:
@@ -16,16 +17,39 @@ def light_target(config: TargetConfig) -> Target:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     place, shared, hub_refusal = locate(config)
-    try:
+    with loading(config.name, hub_refusal):
         tokenizer = load_tokenizer(config, place, shared)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place, **shared))
-    except (OSError, ValueError) as error:
-        raise TargetError(f"target {config.name!r} cannot be read: {hub_refusal or error}") from error
+        settings = AutoConfig.from_pretrained(place, **shared)
+        check_quantisation(settings)
+
+        def make(attention: str) -> Any:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(
+                    settings, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+                )
+
+        model, notes = with_attention(make, config.attn_implementation)
     try:
         model.generation_config = GenerationConfig.from_pretrained(
             place, revision=config.revision, local_files_only=shared["local_files_only"]
         )
     except OSError:
         pass  # a model without one stops at its tokenizer's and config's end tokens
-    return Target.from_model(model, tokenizer, config)
+    target = Target.from_model(model, tokenizer, config)
+    target.notes = [*notes, *target.notes]
+    return target
+
+
+def check_quantisation(settings: Any) -> None:
+    """Raises: ImportError, as loading would, where quantised weights need a package that is not installed."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantised = getattr(settings, "quantization_config", None)
+    if quantised is None:
+        return
+    try:
+        AutoHfQuantizer.from_config(quantised, pre_quantized=True).validate_environment()
+    except ImportError:
+        raise
+    except Exception:  # another machine than the one that will load it: no GPU, another device map
+        return

@@ -112,6 +112,8 @@ class Run:
             shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
             if shown is not None and not self.talk.silent and not place.is_file():
                 write_text(place, f"{shown}\n")  # the day on which this run began, for every command after this one
+            for note in self._target.notes:
+                self.talk.say(f"target: {note}")
         return self._target
 
     @property

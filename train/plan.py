@@ -26,7 +26,8 @@ from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
 from headstart.heads.layers import DraftLayer
-from headstart.heads.target import Target, decoder_layers
+from headstart.heads.locate import decoder_layers, text_decoder
+from headstart.heads.target import Target
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
 from headstart.train.optim import Budget
@@ -220,7 +221,7 @@ def expected_rate(target: Target, head: Head, layout: Layout, card_flops: float)
     counts = [max(min(anchors, rows - 1) - depth, 0) for depth in range(1, head.depth + 1)]  # of one document
     live = 0
     if layout.features == "online":
-        live = sum(p.numel() for p in target.model.get_decoder().parameters()) - target.embed_VD.numel()
+        live = sum(p.numel() for p in text_decoder(target.model).parameters()) - target.embed_VD.numel()
     busy = layout.ranks * busy_share(layout.accumulation, layout.ranks)
     return busy * rows * UTILISATION * card_flops / step_flops(head, rows, counts, live)
 

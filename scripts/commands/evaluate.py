@@ -118,6 +118,8 @@ def _of_head(
     with locked(place, "--out"):
         talk.say(f"loading target {settings.target.name} …")
         loaded = Target.load(settings.target)
+        for note in loaded.notes:
+            talk.say(f"target: {note}")
         drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
         chosen = recipe is not None or any(word.startswith(("eval.tree", "eval.drafter")) for word in overrides)
         if place_of_head is not None and not chosen:

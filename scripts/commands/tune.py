@@ -82,6 +82,8 @@ def _tune(
     with locked(folder, "--out"):
         talk.say(f"loading target {settings.target.name} …")
         loaded = Target.load(settings.target)
+        for note in loaded.notes:
+            talk.say(f"target: {note}")
         drafting = bound_head(place, loaded) if place is not None else None
         with talk.progress("tune", "steps") as advance:
             found = tune(loaded, drafting, settings.eval, settings.tune, advance)

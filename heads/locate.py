@@ -1,0 +1,90 @@
+"""Where a transformers model keeps its text decoder, its layers and its final norm, whatever wraps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.errors import TargetError
+
+
+def text_decoder(model: Any) -> nn.Module:
+    """The module that turns token ids into `last_hidden_state`, inside any number of wrappers (Llama 4, Gemma 4).
+
+    Raises: TargetError when the model has none.
+    """
+    found = model
+    while True:
+        try:
+            inner = found.get_decoder()
+        except (AttributeError, NotImplementedError):
+            inner = found
+        if inner is found and _has_output(found):
+            # a language model that takes itself for its decoder (Llama 4): the part that holds its embeddings
+            table = found.get_input_embeddings()
+            inner = next((part for part in found.children() if part is not table and table in part.modules()), None)
+        if inner is None:
+            raise TargetError(f"{type(model).__name__}: no text decoder found; expected a causal language model")
+        if inner is found:
+            return found
+        found = inner
+
+
+def _has_output(module: Any) -> bool:
+    try:
+        return module.get_output_embeddings() is not None
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The target's decoder layers, wherever the architecture keeps them.
+
+    Raises: TargetError when no module list has one entry per configured layer.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [(n, m) for n, m in text_decoder(model).named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    for name, found in lists:
+        if name.rsplit(".", 1)[-1] in ("layers", "h", "blocks"):
+            return found
+    raise TargetError(
+        f"{type(model).__name__}: no list of {count} decoder layers found; this architecture cannot give features"
+    )
+
+
+@torch.no_grad()
+def final_norm(model: Any) -> Tensor | None:
+    """The factor of the target's final RMSNorm [D] (Gemma's 1 + weight included), or None where there is no RMSNorm."""
+    norm = getattr(text_decoder(model), "norm", None)
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None or weight.is_meta or getattr(norm, "bias", None) is not None:
+        return None
+    factor = norm(torch.ones_like(weight))  # a vector of ones has RMS 1
+    return factor if bool((factor != 0).any()) and bool(torch.isfinite(factor).all()) else None
+
+
+@contextmanager
+def record_layer_inputs(model: Any, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """While open, the inputs of decoder layers `layer_ids` (= HF `hidden_states[k]`) appear in the yielded dict.
+
+    Only these tensors are kept, where `output_hidden_states=True` would hold all layers.
+    """
+    captured: dict[int, Tensor] = {}
+    layers = decoder_layers(model)
+
+    def hook(layer_id: int):
+        def save(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+            captured[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+        return save
+
+    handles = [layers[k].register_forward_pre_hook(hook(k), with_kwargs=True) for k in layer_ids]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()

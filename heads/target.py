@@ -288,7 +288,7 @@ class Target:
     def _measured(self, matrix: Teacher) -> Teacher:
         """The teacher with the model's own factor and soft-cap. Raises: TargetError, see probe.measured_teacher."""
         if not matrix.weight_VD.is_meta:
-            return measured_teacher(self.model, matrix, self.config.name)
+            return measured_teacher(self.model, matrix, self.config.name, states=not self.lockstep)
         rule = rule_without_weights(self.model)
         return matrix if rule is None else replace(matrix, softcap=rule.softcap, scale=rule.scale)
 

@@ -96,7 +96,11 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
             widths of a foreign directory have nothing to be compared with.
     Raises: FormatError only when the directory itself, its config or its weight files cannot be opened.
     """
-    raw = open_checkpoint(Path(path))
+    return check_checkpoint(open_checkpoint(Path(path)), target_dims)
+
+
+def check_checkpoint(raw: RawCheckpoint, target_dims: HeadDims | None = None) -> CheckReport:
+    """As check_directory, of one that is open."""
     seen, sealed = view(raw), read_sealed(raw)
     ours, plan = _headstart(raw, target_dims)
     if target_dims is None and sealed is not None:
@@ -115,7 +119,7 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
         for key in SHARDED.get(seen.family or "", ()):
             engines[key].add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
     layout = plan.layout if plan is not None else None
-    return CheckReport(str(path), seen.family, layout, engines, [*doubts, *epsilon_doubts(raw.config)])
+    return CheckReport(str(raw.directory), seen.family, layout, engines, [*doubts, *epsilon_doubts(raw.config)])
 
 
 def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, Plan | None]:

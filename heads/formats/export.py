@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
-from headstart.heads.formats.check import CheckReport, check_directory
+from headstart.heads.formats.check import CheckReport, check_checkpoint, check_directory
 from headstart.heads.formats.config import ENGINES, ExportConfig
-from headstart.heads.formats.portable import DTYPES
+from headstart.heads.formats.geometry import dims_from_json
+from headstart.heads.formats.loading import compare_settings
+from headstart.heads.formats.portable import DTYPES, Contents, files_of, write_directory
+from headstart.heads.formats.raw import RawCheckpoint, TensorInfo
+from headstart.heads.formats.readers import plan_foreign
 from headstart.heads.formats.shards import shard_bytes
 
-WRITERS = {"vllm": vllm.write, "sglang": sglang.write, "tgi": tgi.write, "tensorrt_llm": tensorrt_llm.write}
+CONTENTS: dict[str, Callable[[Head, dict[str, Any]], Contents]] = {
+    "portable": vllm.contents,
+    "vllm": vllm.contents,
+    "sglang": sglang.contents,
+    "tgi": tgi.contents,
+    "tensorrt_llm": tensorrt_llm.contents,
+}
 #: engine → its name, and the families that it serves
 SERVES = {
     "portable": ("the portable directory", ("medusa", "eagle", "eagle3")),
@@ -63,10 +79,45 @@ def export_head(
     reports = {}
     for index, name in enumerate(config.engines):
         place = Path(directory) if index == 0 else Path(directory) / name
-        WRITERS["vllm" if name == "portable" else name](head, place, provenance, DTYPES[config.dtype], limit)
+        write_directory(head, place, CONTENTS[name](head, provenance), provenance, DTYPES[config.dtype], limit)
         reports[name] = check_directory(place, head.dims)
         _require_right(reports[name], name, head.family, config.force)
     return reports
+
+
+def check_ahead(head: Head, config: ExportConfig, provenance: dict[str, Any]) -> None:
+    """Refuse what `export_head` would refuse once the head is trained: its own checks, from names and shapes alone.
+
+    Args:
+        head: on the meta device, bound to its target's ends; nothing of its weights is read.
+        provenance: as for `save_head`; the target's name is enough.
+    Raises: as `export_head`; and as `load_head` would for what it wrote.
+    """
+    check_export(config, head.family)
+    dims_from_json(json.loads(json.dumps(asdict(head.dims))), "the target", rope=head.family != "medusa")
+    for name in config.engines:
+        held, place = CONTENTS[name](head, provenance), Path(f"the export for {name}")
+        files_of(place, held, DTYPES[config.dtype], shard_bytes(config.max_shard_size))
+        raw = ImaginedCheckpoint.of(held, place)
+        _require_right(check_checkpoint(raw, head.dims), name, head.family, config.force)
+        compare_settings(plan_foreign(raw, head.dims), held.settings or head.config, head.dims, str(place))
+
+
+@dataclass
+class ImaginedCheckpoint(RawCheckpoint):
+    """A directory that is not written yet: tensors that have no memory are ones, and nothing is read."""
+
+    held: dict[str, Tensor] = field(repr=False, default_factory=dict)
+
+    @classmethod
+    def of(cls, held: Contents, place: Path) -> ImaginedCheckpoint:
+        tensors = {name: TensorInfo(t.dtype, tuple(t.shape), held.weights) for name, t in held.tensors.items()}
+        unread: dict[str, Callable[[str], Tensor]] = {held.weights: held.tensors.__getitem__}
+        return cls(place, {**held.config, "dtype": "float32"}, None, tensors, unread, held.tensors)
+
+    def read(self, name: str) -> Tensor:
+        tensor = self.held[name]
+        return torch.ones((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
 
 
 def _require_right(report: CheckReport, name: str, family: str, force: bool) -> None:

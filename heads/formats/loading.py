@@ -57,11 +57,12 @@ def _plan_ours(raw: RawCheckpoint, target: HeadDims | None) -> tuple[Plan, HeadC
     plan = plan_foreign(raw, dims)
     if plan.family != family:
         raise FormatError(f"{where}: says {family} and the tensors are {plan.family}'s; copy the directory again")
-    _compare_with_sidecar(plan, config, dims, where)
+    compare_settings(plan, config, dims, where)
     return replace(plan, dims=dims, layout=f"Headstart {side.get('layout')}"), config
 
 
-def _compare_with_sidecar(plan: Plan, config: HeadConfig, dims: HeadDims, where: str) -> None:
+def compare_settings(plan: Plan, config: HeadConfig, dims: HeadDims, where: str) -> None:
+    """Raises: FormatError unless config.json and the tensors say what the head's settings and dimensions do."""
     found, expected = dict(plan.fields), asdict(config)
     if plan.family == "eagle3":
         head = skeleton(config, dims, where)

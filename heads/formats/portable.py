@@ -13,6 +13,7 @@ architecture that engines refuse; `export` adds the matrices that engines need.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,42 +48,70 @@ def save_head(
         max_shard_bytes: larger weights go into several files of at most this size, with an index; None: one file.
     Raises: FormatError when the directory holds other weights; StorageError when the disk cannot take the file.
     """
-    compact = head.family == "medusa" and head.config.lm_head != "own"  # type: ignore[attr-defined]
-    tensors = native_tensors(head) if compact else portable_tensors(head)
-    config = compact_config(head) if compact else portable_config(head)
-    layout = "compact" if compact else "portable"
-    write_directory(head, Path(directory), layout, config, tensors, provenance, dtype, max_shard_bytes=max_shard_bytes)
+    write_directory(head, Path(directory), contents(head), provenance, dtype, max_shard_bytes)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a directory holds besides headstart.json.
+
+    Attributes:
+        layout: its name in headstart.json.
+        config: config.json, without the dtype.
+        weights: name of the file of the tensors.
+        settings: the head config that the file stands for, where merging made it another than the head's own.
+    """
+
+    layout: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    weights: str = WEIGHTS
+    settings: HeadConfig | None = None
+
+    def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """The tensors, floating ones in `dtype`."""
+        if dtype is None:
+            return self.tensors
+        return {name: t.to(dtype) if t.dtype.is_floating_point else t for name, t in self.tensors.items()}
+
+
+def contents(head: Head) -> Contents:
+    """Of the portable directory (a compact one for Medusa heads without own output matrices)."""
+    if head.family == "medusa" and head.config.lm_head != "own":  # type: ignore[attr-defined]
+        return Contents("compact", compact_config(head), native_tensors(head))
+    return Contents("portable", portable_config(head), portable_tensors(head))
+
+
+def files_of(
+    directory: Path, held: Contents, dtype: torch.dtype | None, max_shard_bytes: int | None
+) -> dict[str, dict[str, Tensor]]:
+    """File name → tensors. Raises: FormatError where a file that must be one would be several."""
+    files = plan_files(directory, held.weights, held.cast(dtype), max_shard_bytes)
+    if len(files) > 1 and held.weights != WEIGHTS:
+        raise FormatError(
+            f"export.max_shard_size: {directory / held.weights} would be larger, and its readers open no second file "
+            "(TGI, TensorRT-LLM's Medusa converter). Raise the size, set it to null, or leave that engine out"
+        )
+    return files
 
 
 def write_directory(
     head: Head,
     directory: Path,
-    layout: str,
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
+    held: Contents,
     provenance: dict[str, Any],
     dtype: torch.dtype | None,
-    weights: str = WEIGHTS,
-    settings: HeadConfig | None = None,
     max_shard_bytes: int | None = None,
 ) -> None:
     """Weights, then config, then the sidecar that seals both: an interrupted write is recognised when read.
 
-    Args:
-        settings: the head config that the file stands for, where merging made it another than the head's own.
-        max_shard_bytes: as for `save_head`.
+    Args: as for `save_head`.
     """
-    if dtype is not None:
-        tensors = {name: t.to(dtype) if t.dtype.is_floating_point else t for name, t in tensors.items()}
+    files, earlier = files_of(directory, held, dtype, max_shard_bytes), earlier_files(directory, SIDECAR)
+    tensors = {name: tensor for part in files.values() for name, tensor in part.items()}
     for name, tensor in tensors.items():
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             raise FormatError(f"{directory}: {name} holds NaN or infinite values; take an earlier checkpoint")
-    files, earlier = plan_files(directory, weights, tensors, max_shard_bytes), earlier_files(directory, SIDECAR)
-    if len(files) > 1 and weights != WEIGHTS:
-        raise FormatError(
-            f"export.max_shard_size: {directory / weights} would be larger, and its readers open no second file (TGI, "
-            "TensorRT-LLM's Medusa converter). Raise the size, set it to null, or leave that engine out"
-        )
     others = [
         path.name
         for path in directory.glob("*")
@@ -94,11 +123,11 @@ def write_directory(
         )
     require_disk(directory, sum(t.numel() * t.element_size() for t in tensors.values()) + (1 << 20), "the head")
     kinds = {str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.dtype.is_floating_point}
-    config = {**config, "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
-    write_files(directory, weights, files, earlier)
+    config = {**held.config, "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
+    write_files(directory, held.weights, files, earlier)
     write_json(directory / "config.json", config)
     digests = {name: sha256_file(directory / name) for name in (*files, "config.json")}
-    write_json(directory / SIDECAR, seal(sidecar(head, settings or head.config, layout, provenance, digests)))
+    write_json(directory / SIDECAR, seal(sidecar(head, held.settings or head.config, held.layout, provenance, digests)))
 
 
 def native_tensors(head: Head) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ where the head has none).
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,25 +159,17 @@ def _feature_layers(found: EngineVerdict, top: Any, nested: dict[str, Any], targ
         )
 
 
-def write(
-    head: Head,
-    directory: Path,
-    provenance: dict[str, Any],
-    dtype: torch.dtype | None,
-    max_shard_bytes: int | None = None,
-) -> None:
+def contents(head: Head, provenance: dict[str, Any]) -> portable.Contents:
     """EAGLE-3: the portable directory. EAGLE-1: SGLang's architecture name and an `fc.bias`, zeros for a head without.
 
     Raises: FormatError for families SGLang does not serve.
     """
     if head.family == "eagle3":
-        portable.save_head(head, directory, provenance, dtype, max_shard_bytes)
-        return
+        return portable.contents(head)
     if head.family != "eagle":
         raise FormatError(f"export.engines: SGLang does not serve {head.family}; expected eagle or eagle3")
     config = {**portable.portable_config(head), "architectures": [EAGLE_ARCHITECTURE]}
     tensors = portable.portable_tensors(head)
-    tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
-    portable.write_directory(
-        head, directory, "sglang", config, tensors, provenance, dtype, max_shard_bytes=max_shard_bytes
-    )
+    weight = tensors["fc.weight"]
+    tensors.setdefault("fc.bias", torch.zeros(weight.shape[0], dtype=weight.dtype, device="cpu"))
+    return portable.Contents("sglang", config, tensors)

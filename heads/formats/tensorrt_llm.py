@@ -5,10 +5,7 @@ EAGLE-3 takes the portable directory; Medusa takes TGI's v1 file (`medusa_lm_hea
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from headstart.heads.base import Head, HeadDims
 from headstart.heads.errors import FormatError
@@ -117,17 +114,10 @@ def _medusa(found: EngineVerdict, seen: View) -> None:
     found.add(LOADS, "through the legacy converter (convert_checkpoint.py --medusa_model_dir)")
 
 
-def write(
-    head: Head,
-    directory: Path,
-    provenance: dict[str, Any],
-    dtype: torch.dtype | None,
-    max_shard_bytes: int | None = None,
-) -> None:
+def contents(head: Head, provenance: dict[str, Any]) -> portable.Contents:
     """EAGLE-3: the portable directory; Medusa: TGI's v1 file. Raises: FormatError for EAGLE-1."""
     if head.family == "eagle3":
-        portable.save_head(head, directory, provenance, dtype, max_shard_bytes)
-    elif head.family == "medusa":
-        tgi.write(head, directory, provenance, dtype, max_shard_bytes, v1=True)
-    else:
-        raise FormatError(f"export.engines: TensorRT-LLM serves eagle3 and medusa, found {head.family}")
+        return portable.contents(head)
+    if head.family == "medusa":
+        return tgi.contents(head, provenance, v1=True)
+    raise FormatError(f"export.engines: TensorRT-LLM serves eagle3 and medusa, found {head.family}")

@@ -7,10 +7,7 @@ v1 directory serves vLLM 0.32 too.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from headstart.heads.base import Head, HeadDims
 from headstart.heads.errors import FormatError
@@ -76,18 +73,10 @@ def _medusa(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
         found.add(WRONG, f"medusa_num_heads is {heads}: heads {', '.join(more)} are never used")
 
 
-def write(
-    head: Head,
-    directory: Path,
-    provenance: dict[str, Any],
-    dtype: torch.dtype | None,
-    max_shard_bytes: int | None = None,
-    v1: bool = False,
-) -> None:
+def contents(head: Head, provenance: dict[str, Any], v1: bool = False) -> portable.Contents:
     """v2 for one-layer heads that share the target's lm_head, v1 otherwise or on demand (low-rank updates are merged).
 
-    Raises: FormatError for other families, a head that is not bound to its target, or weights larger than
-        `max_shard_bytes`: TGI reads one file.
+    Raises: FormatError for other families, or a head that is not bound to its target.
     """
     if head.family != "medusa":
         raise FormatError(f"export.engines: TGI serves Medusa only, found {head.family}")
@@ -109,6 +98,4 @@ def write(
     }
     if shared:  # vLLM would keep random output matrices: an architecture it refuses
         config |= {"architectures": ["MedusaModelV2"], "model_type": "medusa_v2"}
-    portable.write_directory(
-        head, directory, "tgi", config, renamed, provenance, dtype, WEIGHTS, settings, max_shard_bytes
-    )
+    return portable.Contents("tgi", config, renamed, WEIGHTS, settings)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -340,21 +339,14 @@ def _embedding(found: EngineVerdict, seen: View, sizes: dict[str, int]) -> None:
 # writing
 
 
-def write(
-    head: Head,
-    directory: Path,
-    provenance: dict[str, Any],
-    dtype: torch.dtype | None,
-    max_shard_bytes: int | None = None,
-) -> None:
+def contents(head: Head, provenance: dict[str, Any]) -> portable.Contents:
     """The portable directory, with the output matrices that vLLM's Medusa cannot share from the target.
 
     A shared lm_head is written once (`original_lm_head`), a low-rank one is merged into one matrix per head.
     Raises: FormatError when such a head is not bound to its target.
     """
     if head.family != "medusa" or head.config.lm_head == "own":  # type: ignore[attr-defined]
-        portable.save_head(head, directory, provenance, dtype, max_shard_bytes)
-        return
+        return portable.contents(head)
     merged, config, settings = merge_medusa(head), portable.portable_config(head), own_matrices(head)
     if head.config.lm_head == "shared":  # type: ignore[attr-defined]
         settings = head.config
@@ -362,17 +354,7 @@ def write(
         merged = {
             name: t for name, t in merged.items() if not name.startswith("lm_heads.") or name == "lm_heads.0.weight"
         }
-    portable.write_directory(
-        head,
-        directory,
-        "portable",
-        config,
-        merged,
-        provenance,
-        dtype,
-        settings=settings,
-        max_shard_bytes=max_shard_bytes,
-    )
+    return portable.Contents("portable", config, merged, settings=settings)
 
 
 def own_matrices(head: Head) -> HeadConfig:

@@ -75,7 +75,10 @@ class Client:
 
     def text(self, path: str) -> str:
         """A page. Raises: ServerError naming address, cause and remedy; StatusError where it is not offered."""
-        return self._page(path).decode(errors="replace")
+        try:
+            return self._page(path).decode()
+        except UnicodeDecodeError as error:
+            raise ServerError(f"{self.url}{path}: the page is not UTF-8 text ({_cause(error)})") from error
 
     def json(self, path: str) -> Any:
         """A page of JSON. Raises: as `text`, and ServerError for anything that is not JSON."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from headstart.eval.answers import Served
 from headstart.eval.api_client import Client, StatusError
-from headstart.eval.checks import found as named
-from headstart.eval.checks import optional, shown, whole
+from headstart.eval.checks import found, optional, shown, whole
 from headstart.eval.config import EvalConfig
 from headstart.eval.counters import (
     DEEPEST,
@@ -119,7 +118,9 @@ class Vllm:
         last = answers[0].steps[-1] if len(answers) == 1 and answers[0].seen else None
         committed = sum(answer.committed for answer in answers)
         self.verified += grown.drafts or 0
-        return cycles_from_counts(grown.drafts or 0, grown.reached, committed, last if committed else None)
+        cycles = cycles_from_counts(grown.drafts or 0, grown.reached, committed, last if committed else None)
+        _check_messages(len(cycles), answers)
+        return cycles
 
     def notes(self) -> list[str]:
         return []
@@ -205,7 +206,9 @@ class Sglang:
             self._sources.add("the acceptance histogram of each answer")
             self.verified += sum(map(sum, known))
             pairs = zip(known, answers, strict=True)
-            return [cycle for histogram, answer in pairs for cycle in self._of_histogram(histogram, answer)]
+            cycles = [cycle for histogram, answer in pairs for cycle in self._of_histogram(histogram, answer)]
+            _check_messages(len(cycles), answers)
+            return cycles
         forwards, source = self._forwards(grown, answers, committed)
         self.verified += forwards
         steps = [step for answer in answers for step in answer.steps[1:]]
@@ -221,6 +224,9 @@ class Sglang:
 
     def _of_histogram(self, histogram: list[int], answer: Served) -> list[Cycle]:
         forwards, reached = reached_of_histogram(histogram, self.depth)
+        said = answer.details.get("spec_verify_ct")
+        if said is not None and said != forwards:
+            raise ValueError(f"an answer: {found(said)} verifications, and {forwards} by accepted drafts")
         return cycles_from_counts(forwards, reached, answer.committed, answer.steps[-1] if answer.seen else None)
 
     def _histogram(self, answer: Served) -> list[int] | None:
@@ -244,9 +250,11 @@ class Sglang:
     def _forwards(self, grown: Reading, answers: list[Served], committed: int) -> tuple[int, str]:
         if not self.counts(answers):
             name = f"{self.where}: spec_verify_ct"
-            found = [whole(answer.details["spec_verify_ct"], name, 0, answer.limit) for answer in answers]
-            return sum(found), "the verifications of each answer"
+            forwards = sum(whole(answer.details["spec_verify_ct"], name, 0, answer.limit) for answer in answers)
+            _check_messages(forwards, answers)
+            return forwards, "the verifications of each answer"
         if grown.drafts is not None and (grown.drafts or not committed):
+            _check_messages(grown.drafts, answers)
             return grown.drafts, f"the counter {self.VERIFICATIONS}_total"
         metrics = self._metrics()
         mean = _mean_length(self._info(), self.where)
@@ -268,6 +276,13 @@ class Sglang:
         return [f"τ comes from {source}" for source in sorted(self._sources)]
 
 
+def _check_messages(forwards: int, answers: list[Served]) -> None:
+    """Raises: ValueError where more messages brought tokens, each answer's first left out, than forwards made them."""
+    messages = sum(max(len(answer.steps) - 1, 0) for answer in answers)
+    if messages > forwards:
+        raise ValueError(f"{forwards} forwards cannot have brought tokens in {messages} messages")
+
+
 def _page(client: Client) -> str:
     """The metrics. Raises: ServerError where their last line is cut: the counters behind it would be missing."""
     text = client.text("/metrics")
@@ -277,8 +292,8 @@ def _page(client: Client) -> str:
 
 
 def _version(info: dict[str, Any]) -> str:
-    found = info.get("version")
-    return shown(found, 60) if isinstance(found, str) and found else "unknown"
+    said = info.get("version")
+    return shown(said, 60) if isinstance(said, str) and said else "unknown"
 
 
 def _mean_length(info: dict[str, Any], where: str) -> float | None:
@@ -289,13 +304,13 @@ def _mean_length(info: dict[str, Any], where: str) -> float | None:
     for state in states if isinstance(states, list) else []:
         value = state.get("avg_spec_accept_length") if isinstance(state, dict) else None
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ServerError(f"{name}: found {named(value)}, expected a number")
+            raise ServerError(f"{name}: found {found(value)}, expected a number")
         if value:
             values.append(value)
     if not values:
         return None
     if not all(-math.inf < value < math.inf and abs(value) < 1e9 for value in values):
-        raise ServerError(f"{name}: found {named(max(values, key=abs))}, expected 1 to {DEEPEST}")
+        raise ServerError(f"{name}: found {found(max(values, key=abs))}, expected 1 to {DEEPEST}")
     return sum(values) / len(values)
 
 

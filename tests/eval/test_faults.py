@@ -221,6 +221,9 @@ COUNTERS: dict[str, tuple[Fault, str]] = {
     "huge": (counters(drafts="1e300"), r"found 1e\+300"),
     "a fraction": (counters(drafts="2.5"), "found 2.5"),
     "far too many": (counters(drafts="1e12"), "1000000000000 drafts for .* contradict each other"),
+    "fewer drafts than messages": (
+        counters(drafts="2", accepted_tokens="6", accepted_tokens_per_pos="2"), "2 forwards cannot .* in 3 messages",
+    ),
     "by position, not as a whole": (counters(accepted_tokens="1"), "1 accepted drafts, and . by position"),
     "more accepted than drafted": (counters(accepted_tokens_per_pos="9", accepted_tokens="27"), "contradict"),
     "finished, infinite": (counters(request_success="Inf"), "request_success_total: found inf"),
@@ -234,6 +237,7 @@ COUNTERS: dict[str, tuple[Fault, str]] = {
         text(lambda page, state: page.replace('position="2"', f'position="{2 + 2 * state.finished}"')), "with no gap",
     ),
     "a position that is none": (text(lambda page, _: page.replace('"2"', '"²"')), "found position '²'"),
+    "not UTF-8": (lambda state: [http(state.metrics_text().encode() + b"\xff\n")], "the page is not UTF-8 text"),
     "cut within a line": (text(lambda page, _: page[:-7]), "ends within a line"),
     "of another model": (text(lambda page, _: page.replace('"tiny"', '"base"')), "for another, base, and not for"),
     "huge page": (text(lambda page, _: page + "x 1\n" * 30_000), "longer than 65536 bytes"),
@@ -266,6 +270,8 @@ def test_many_tokens_without_a_draft(data: Path) -> None:
     refused({"/metrics": counts_requests_only}, data, "generated 189 tokens and says that it drafted", scripts=scripts)
 
 
+MERGED: dict[str, Any] = {"histogram": False, "merge": True}
+HISTOGRAM_OF_60 = {"spec_correct_drafts_histogram": [60]}
 SGLANG: dict[str, tuple[dict[str, Any], str]] = {
     "steps as text": ({"info": {"speculative_num_steps": "3"}}, "speculative_num_steps: found '3'"),
     "steps without number": ({"info": {"speculative_num_steps": 10**9}}, "speculative_num_steps: found 1000000000"),
@@ -278,11 +284,13 @@ SGLANG: dict[str, tuple[dict[str, Any], str]] = {
     "huge bins": ({"details": {"spec_correct_drafts_histogram": [10**15]}}, "histogram: found 1000000000000000"),
     "many bins": ({"details": {"spec_correct_drafts_histogram": [0] * 2000 + [1]}}, "found 2001 bins"),
     "too deep": ({"details": {"spec_correct_drafts_histogram": [0] * 4 + [2]}}, "found 4 drafts accepted"),
-    "more forwards than tokens": ({"details": {"spec_correct_drafts_histogram": [60]}}, "60 drafts for 7 tokens"),
+    "two counts of forwards": ({"details": {"spec_correct_drafts_histogram": [4]}}, "3 verifications, and 4 by"),
+    "more forwards than tokens": ({"verify_count": False, "details": HISTOGRAM_OF_60}, "60 drafts for 7 tokens"),
     "verifications as text": ({"histogram": False, "details": {"spec_verify_ct": "3"}}, "spec_verify_ct: found '3'"),
-    "no verifications": ({"histogram": False, "details": {"spec_verify_ct": 0}}, "0 forwards for 7 tokens contradict"),
-    "too few verifications": ({"histogram": False, "details": {"spec_verify_ct": 1}}, "7.00 tokens per forward"),
-    "too many verifications": ({"histogram": False, "details": {"spec_verify_ct": 60}}, "60 forwards for 7 tokens"),
+    "no verifications": (MERGED | {"details": {"spec_verify_ct": 0}}, "0 forwards for 7 tokens contradict"),
+    "too few verifications": (MERGED | {"details": {"spec_verify_ct": 1}}, "7.00 tokens per forward"),
+    "too many verifications": (MERGED | {"details": {"spec_verify_ct": 60}}, "60 forwards for 7 tokens"),
+    "fewer than messages": ({"histogram": False, "details": {"spec_verify_ct": 2}}, "2 forwards .* in 3 messages"),
 }  # fmt: skip
 
 

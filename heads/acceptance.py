@@ -56,9 +56,9 @@ def answer_rows(answer_R: Tensor, doc_R: Tensor) -> tuple[Tensor, Tensor]:
     inside_R = (doc_R[ahead_R] == doc_R) & (doc_R >= 0) & (row_R < rows - 1)
     same_R = inside_R & (answer_R >= 0) & (answer_R[ahead_R] == answer_R)
     # the last row of the answer that each row's token is in
-    end_R = torch.where(same_R, rows, row_R).flip(0).cummin(0).values.flip(0)
+    end_R = row_R.masked_fill(same_R, rows).flip(0).cummin(0).values.flip(0)
     rooted_R = inside_R & (answer_R[ahead_R] >= 0)
-    left_R = torch.where(rooted_R, end_R[ahead_R] - ahead_R, 0)
+    left_R = (end_R[ahead_R] - ahead_R).masked_fill(~rooted_R, 0)
     begins_R = torch.ones_like(inside_R)
     begins_R[1:] = ~inside_R[:-1]
     # an answer without a prompt has no row before its first token: it is walked from its second one on

@@ -401,6 +401,7 @@ class Run:
         head = self.fresh_head(data)
         samples = self.trained_samples(data)
         source = self._source(samples, "train", head, head.depth)
+        self._say_coverage(head, source)
         origin = {**provenance(target.device), "recipe": to_dict(recipe), "target": target.fingerprint()}
         validator = self._validator(data, head, accelerator)
         begin()
@@ -455,6 +456,17 @@ class Run:
         target.keep_rows(draft_ids_U if draft_ids_U is None else draft_ids_U.to(target.device))
         head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
         return head
+
+    def _say_coverage(self, head: Head, source: OnlineFeatures | StoredFeatures | MemoryFeatures) -> None:
+        """Say how many of a few rows the draft vocabulary lets train; ranks that fetch together learn it later."""
+        from headstart.train.coverage import measure_coverage
+
+        if getattr(head, "draft_ids_U", None) is None or self.target.lockstep:
+            return
+        inside, rows = measure_coverage(head, source, self.recipe.seed)
+        if rows:
+            share = f"{inside / rows:.1%} of {rows} supervised rows of some training samples"
+            self.talk.say(f"draft vocabulary: the target's choice is in it on {share}; the others carry no loss")
 
     def chain(self, head: Head) -> int:
         """Drafts of the chain that training measures: the evaluation's depth, unless `train.tau_depth` says another."""

@@ -28,6 +28,7 @@ from headstart.heads.transfer import to_device
 from headstart.train.captured import CapturedPacks
 from headstart.train.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
+from headstart.train.coverage import untrained
 from headstart.train.distributed import (
     Agreement,
     StopSignal,
@@ -492,12 +493,7 @@ class _Trainer:
             raise TrainingError(
                 f"no position is supervised in the first {state.packs} packs; `headstart inspect` shows the masks"
             )
-        raise TrainingError(
-            f"none of {state.supervised} supervised rows trains: what the target would say there is not in the draft "
-            f"vocabulary, which holds the tokens that the data says most. Raise head.draft_vocab_size (found "
-            f"{getattr(self.head, 'draft_vocab_size', None)}; 0 = all of the target's tokens), or let the target "
-            "answer the prompts itself (data.distill.prompts)"
-        )
+        raise untrained(self.head, state.supervised)
 
     def _log(self, values: dict[str, float]) -> None:
         done = self._elapsed() if self.budget.seconds else float(self.state.step)

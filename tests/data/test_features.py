@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import headstart.data.features as module
 from headstart.data.features import OnlineFeatures, StoredFeatures, build_store, store_bytes
+from headstart.data.samples import supervise_everything
 from headstart.heads import files
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import ConfigError, DataError, StorageError, TargetError
@@ -67,6 +68,13 @@ def test_store_equals_online_for_every_depth_and_pack(target, samples, store, de
     assert stored.lengths == online.lengths and stored.sample_ids == online.sample_ids
     for pack in ([0], [5, 1], [7, 2, 0, 4], list(range(8))):
         assert_same(online.get(pack), stored.get(pack))
+
+
+def test_a_store_of_whole_conversations_still_knows_the_answers(target, samples, tmp_path):
+    everything = [supervise_everything(sample) for sample in samples[:3]]
+    store = build_store(target, everything, SPEC, tmp_path / "f")
+    batch = StoredFeatures(store, 2, samples=everything).get([2, 0])
+    assert batch.answer_R.tolist() == [*samples[2].turn_ids, *samples[0].turn_ids] and not batch.turn_R.any()
 
 
 def test_store_gives_a_head_only_the_layers_it_reads(target, samples, store):

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.data import memory
 from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
-from headstart.data.samples import Sample
+from headstart.data.samples import Sample, supervise_everything
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.target import Target
@@ -52,6 +52,16 @@ def test_equals_online(target, samples, layers):
         assert torch.equal(a.tokens_R, b.tokens_R) and a.sample_ids == b.sample_ids
         if layers:
             torch.testing.assert_close(a.streams_RkD, b.streams_RkD)
+        assert a.answer_R is None and b.answer_R is None
+
+
+def test_answers_stay_known_where_everything_is_supervised(target, samples):
+    everything = [supervise_everything(sample) for sample in samples]
+    spec = FeatureSpec()
+    for source in (OnlineFeatures(target, everything, spec, 3), MemoryFeatures(target, everything, spec, 3)):
+        batch = source.get([4, 1])
+        assert batch.answer_R.tolist() == [*samples[4].turn_ids, *samples[1].turn_ids]
+        assert not batch.turn_R.any()
 
 
 def test_refuses_what_cannot_fit(target, samples, monkeypatch):

@@ -35,6 +35,14 @@ def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, reci
     assert first.json["train"]["stopped"] == "epochs"
     assert first.json["eval"]["greedy_identity"]["identical"] == first.json["eval"]["greedy_identity"]["sequences"] == 2
 
+    assert "draft vocabulary: the target's choice is in it on " in first.err
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = {name for record in records for name in record}
+    assert names >= {"train/walked_tau", "train/coverage", "valid/walked_tau", "valid/coverage", "valid/tau"}
+    kept = json.loads((run / "data/report.json").read_text())["split"]
+    assert kept["held_out_prompts"] < 20 and kept["copies"] == []
+    assert f"WARNING: {kept['held_out_prompts']} different held-out prompts, fewer than 20" in first.err
+
     answers = [json.loads(line) for line in (run / "data/distilled.jsonl").read_text().splitlines()]
     assert sorted(answer["id"] for answer in answers) == ["p0", "p1"]
     held = [json.loads(line) for line in (run / "data/held_out.jsonl").read_text().splitlines()]

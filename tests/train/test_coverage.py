@@ -12,9 +12,10 @@ from train_fakes import DIMS, FakeHead, FakeSource, in_order, make_documents, te
 
 from headstart.heads.base import FeatureBatch, HeadLoss
 from headstart.heads.errors import TrainingError
-from headstart.train import loop
+from headstart.train import coverage, loop
 from headstart.train.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
+from headstart.train.coverage import measure_coverage
 from headstart.train.loop import TrainResult, train
 from headstart.train.validate import Validator
 
@@ -78,6 +79,27 @@ def test_a_long_epoch_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(TrainingError, match="supervised rows trains"):
         run(tmp_path, PartHead(set()), documents=make_documents(100), steps=50)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_coverage_is_measured_before_training():
+    documents = make_documents()
+    source, inside = FakeSource(documents, depth=2), {0, 1, 2, 3}
+    labels = [int(tokens[t + 2]) for tokens, turn in documents for t in range(len(tokens) - 2) if turn[t + 1] >= 0]
+    assert measure_coverage(PartHead(inside), source, seed=0) == (sum(x in inside for x in labels), len(labels))
+    with pytest.raises(TrainingError, match=f"none of {len(labels)} supervised rows trains"):
+        measure_coverage(PartHead(set()), source, seed=0)
+
+
+def test_a_part_of_much_data_is_enough(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(coverage, "SAMPLE_TOKENS", 40)
+    source = FakeSource(make_documents(100), depth=2)
+    inside, rows = measure_coverage(PartHead({0, 1, 2, 3}), source, seed=0)
+    assert 0 < inside < rows < 60 and len(source.asked) < 10
+    # too few rows to say that none of the others trains
+    assert measure_coverage(PartHead(set()), source, seed=0) == (0, rows)
+    monkeypatch.setattr(coverage, "ENOUGH_ROWS", rows)
+    with pytest.raises(TrainingError):
+        measure_coverage(PartHead(set()), source, seed=0)
 
 
 def test_steps_without_a_row_that_trains_do_not_pull_the_loss_down(tmp_path: Path):

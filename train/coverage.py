@@ -1,0 +1,47 @@
+"""How many rows train under a draft vocabulary: those whose target's choice it holds. The loss leaves the others out.
+
+The vocabulary holds the tokens that the data says most; what the target would say is another matter. The further the
+data is from the target's own answers, the more rows are lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headstart.heads.base import Head
+from headstart.heads.errors import TrainingError
+
+#: tokens of the samples that are looked at before training: a second or two for a small target on two CPU cores
+SAMPLE_TOKENS = 1024
+#: supervised rows that tell enough: where none of so many would train, none of the others is expected to
+ENOUGH_ROWS = 256
+
+
+def measure_coverage(head: Head, source: Any, seed: int) -> tuple[int, int]:
+    """(rows that carry a loss at depth 1, rows supervised there) of a few training samples, drawn at random.
+
+    Args: source: a FeatureSource with `lengths`; the target runs where features are live.
+    Raises: TrainingError where no row of enough of them, or of all samples, carries a loss.
+    """
+    order = np.random.default_rng(seed).permutation(len(source.lengths)).tolist()
+    tokens = inside = rows = 0
+    while order and tokens < SAMPLE_TOKENS:
+        batch = source.get([order.pop()])
+        tokens += sum(batch.doc_lengths)
+        rows += batch.anchors.count_K[0]
+        inside += int(head.depth_counts(batch)[0])
+    if rows and not inside and (rows >= ENOUGH_ROWS or not order):
+        raise untrained(head, rows)
+    return inside, rows
+
+
+def untrained(head: Head, rows: int) -> TrainingError:
+    """The error of a run in which none of so many supervised rows carries a loss."""
+    return TrainingError(
+        f"none of {rows} supervised rows trains: what the target would say there is not in the draft vocabulary, which "
+        f"holds the tokens that the data says most. Raise head.draft_vocab_size (found "
+        f"{getattr(head, 'draft_vocab_size', None)}; 0 = all of the target's tokens), or let the target answer the "
+        "prompts itself (data.distill.prompts)"
+    )

@@ -164,8 +164,7 @@ class ChatFormat:
             limit = cut.after(end, first) + self.renderer.tagged
             stop = next((i for i in range(first, min(limit, len(cut.ids))) if cut.ids[i] in self.stop_token_ids), None)
             if stop is None:
-                content = (messages[turn.index].get("content") or "").strip()
-                past = self._content_end(text, cut, number, content, start, end)
+                past = self._content_end(text, cut, number, messages[turn.index], start, end)
             else:
                 past = stop + 1
                 if final and finish_reason == "length":
@@ -175,16 +174,23 @@ class ChatFormat:
                 stop_at = past
         return Encoded(cut.ids[:stop_at], turn_ids[:stop_at], finish_reason)
 
-    def _content_end(self, text: str, cut: _Cut, number: int, content: str, start: int, end: int) -> int:
+    def _content_end(self, text: str, cut: _Cut, number: int, message: Message, start: int, end: int) -> int:
         """Index after the last token of an answer that no stop token ends (templates of base models)."""
-        place = text.find(content, start, end)
+        said = (message.get("content") or "").strip()
+        place = text.find(said, start, end)
+        if place < 0:  # thoughts before it are written in the template's own way
+            said = said.split("</think>")[-1].strip()
+            place = text.rfind(said, start, end)
+        stop = place + len(said)
+        if message.get("tool_calls"):  # they follow the content
+            stop = start + len(text[start:end].rstrip())
         if place < 0:
             raise UnmaskableError(
                 "chat template: an answer has no stop token and its text is not found in the rendering",
                 f" (stop tokens: {sorted(self.stop_token_ids)}), so its end is unknown: give "
                 " target.chat_template=FILE.jinja with {% generation %} tags",
             )
-        return self._shared(text, cut, place + len(content), cut.origins[number])[0]
+        return self._shared(text, cut, stop, cut.origins[number])[0]
 
     def _split(self, text: str, cuts: list[int]) -> _Cut:
         """Tokens of `text`, with the token index of every character position in `cuts` (ascending).
@@ -250,18 +256,24 @@ class ChatFormat:
         if self._probed:
             return
         self._probed = True
-        try:
-            turn = turn_at(self.renderer, PROBE, 1)
-            self._encode_group([turn], PROBE, "stop")
-        except UnmaskableError as error:
-            raise TemplateError(str(error)) from error
-        except RefusedError:
-            return  # it may want a system message or tools: the data will tell
-        if not turn.spans:
-            raise TemplateError(
-                "chat template: its {% generation %} tags mark nothing in a plain question and answer: "
-                "put them around the assistant's content and end-of-turn token (target.chat_template=FILE.jinja)"
-            )
+        thinking = [PROBE[0], {**PROBE[1], "reasoning_content": "Be brief."}]  # some prompts open the thoughts
+        failed: UnmaskableError | None = None
+        for probe in (list(PROBE), thinking):
+            try:
+                turn = turn_at(self.renderer, probe, 1)
+                self._encode_group([turn], probe, "stop")
+            except UnmaskableError as error:
+                failed = failed or error
+                continue
+            except RefusedError:
+                return  # it may want a system message or tools: the data will tell
+            if not turn.spans:
+                raise TemplateError(
+                    "chat template: its {% generation %} tags mark nothing in a plain question and answer: "
+                    "put them around the assistant's content and end-of-turn token (target.chat_template=FILE.jinja)"
+                )
+            return
+        raise TemplateError(str(failed)) from failed
 
 
 def _goes_on(turn: Turn, following: Turn) -> bool:

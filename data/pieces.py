@@ -163,8 +163,9 @@ def _forms(piece: str) -> Iterator[str]:
     yield piece
     yield json.dumps(piece, ensure_ascii=False)[1:-1]
     yield json.dumps(piece)[1:-1]
-    yield html.escape(piece, quote=True)
-    yield html.escape(piece, quote=False)
+    escaped = html.escape(piece)
+    yield escaped
+    yield escaped.replace("&quot;", "&#34;").replace("&#x27;", "&#39;")  # as Jinja's filter writes quotes
     if piece[:1] in "{[":
         try:
             yield json.dumps(json.loads(piece), ensure_ascii=False)

@@ -149,12 +149,17 @@ def chat_template(tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> 
 
 
 def find_form(renderer: Renderer) -> Form:
-    """The first form in which everything of a small conversation arrives; the plain one where none does."""
+    """The form in which everything of a small conversation arrives; the plain one where it does in none.
+
+    Of several, the first that writes least: an empty content beside a tool call may become a second, empty answer.
+    """
     form = next((form for form in (Form(), Form(parts=True)) if _takes_text(renderer, form)), Form())
     choices = [
-        replace(form, text_arguments=text, no_content=nothing) for nothing in (False, True) for text in (False, True)
+        replace(form, text_arguments=text, no_content=nothing) for text in (False, True) for nothing in (False, True)
     ]
-    return next((choice for choice in choices if _takes_calls(renderer, choice)), form)
+    written = [(len(text), number) for number, choice in enumerate(choices) if (text := _calls(renderer, choice))]
+    objects = [entry for entry in written if not choices[entry[1]].text_arguments]
+    return choices[min(objects or written)[1]] if written else form
 
 
 def _takes_text(renderer: Renderer, form: Form) -> bool:
@@ -163,8 +168,8 @@ def _takes_text(renderer: Renderer, form: Form) -> bool:
     return "Probe one?" in text and "Probe two." in text
 
 
-def _takes_calls(renderer: Renderer, form: Form) -> bool:
-    """Whether a call's arguments arrive once, neither as a Python literal nor encoded twice."""
+def _calls(renderer: Renderer, form: Form) -> str:
+    """The text of a tool call whose arguments arrive once, neither as a Python literal nor encoded twice; else ""."""
     arguments = {"probe_key": "probe value", "probe_flag": True}
     function = {"name": "probe_name", "arguments": arguments}
     call = {"id": "probe1234", "type": "function", "function": function}  # some templates want nine characters
@@ -175,9 +180,10 @@ def _takes_calls(renderer: Renderer, form: Form) -> bool:
     for messages in (probe, [*probe, *after]):
         text = _try(renderer, form, messages, [tool])
         once = text.count("probe_key") == text.count("probe value") == 1
-        if once and "probe_name" in text and "'probe_key'" not in text and '\\"probe_key' not in text:
-            return True
-    return False
+        wrong = ("'probe_key'", '\\"probe_key', *(("None",) if form.no_content else ()))
+        if once and "probe_name" in text and not any(word in text for word in wrong):
+            return text
+    return ""
 
 
 def _try(renderer: Renderer, form: Form, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:

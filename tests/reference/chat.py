@@ -19,7 +19,9 @@ def encode_slowly(
     groups: list[list[tuple]] = []
     for index in reversed(answers if turns == "all" else answers[-1:]):
         text, spans = _turn(chat, messages, index, tools)
-        content = (messages[index].get("content") or "").strip()
+        content = (messages[index].get("content") or "").split("</think>")[-1].strip()
+        if messages[index].get("tool_calls"):
+            content = text[spans[-1][0] :].strip()
         if groups and groups[-1][-1][0].startswith(text[: spans[-1][1]] if spans else ""):
             groups[-1].insert(0, (text, spans, content))
         else:

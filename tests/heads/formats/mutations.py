@@ -386,4 +386,3 @@ def mutate(directory: Path, rng: pyrandom.Random) -> str:
     if chance < 0.97:
         return change_file(rng.choice([*texts, *weights]), rng)
     return add_file(directory, rng)
-

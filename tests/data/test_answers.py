@@ -1,0 +1,67 @@
+"""A generated answer as a message of the history: by the template's own rules, or refused."""
+
+from __future__ import annotations
+
+import pytest
+from chat_templates import TEMPLATES
+
+from headstart.data.chat import RefusedError
+
+THOUGHTS = "<think>\nBe brief\n</think>\n\nHello there."
+GPT_OSS_LIKE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.thinking and loop.last %}"
+    "{{ '<s>think</s>' + m.thinking + '[INST]' }}{% endif %}{{ '<s>Answer</s>' + m.content + '<|im_end|>' }}"
+    "{% else %}{{ '<s>' + m.role + '</s>' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>' }}{% endif %}"
+)
+
+
+def ids(chat, text: str) -> list[int]:
+    return chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3", "gemma", "mistral", "plain", "tagged", "parts"])
+def test_plain_text_is_the_content(make_chat, family):
+    chat = make_chat(family)
+    for text in ("Hello there.", " Hello\n\nthere. ", ""):
+        assert chat.answer_message(ids(chat, text)) == {"role": "assistant", "content": text}
+
+
+def test_thoughts_are_kept_apart_where_the_template_drops_them(make_chat):
+    apart = {"role": "assistant", "content": "Hello there.", "reasoning_content": "Be brief"}
+    qwen = make_chat("qwen3")
+    assert qwen.answer_message(ids(qwen, THOUGHTS)) == apart
+    assert qwen.answer_message(ids(qwen, THOUGHTS.removeprefix("<think>\n"))) == apart, "opened by the prompt"
+    after = [{"role": "user", "content": "Hi"}, apart, {"role": "user", "content": "Bye"}]
+    assert "Be brief" not in qwen.render(after, add_generation_prompt=True)
+    plain = make_chat("chatml")
+    assert plain.answer_message(ids(plain, THOUGHTS)) == {"role": "assistant", "content": THOUGHTS}
+
+
+def test_special_tokens_are_refused_not_merged_into_the_text(make_chat):
+    chat = make_chat("chatml", template=GPT_OSS_LIKE)
+    with pytest.raises(RefusedError, match=r"special tokens that cannot be put into a history.*response_template"):
+        chat.answer_message(ids(chat, "think</s>Be brief[INST]<s>Answer</s>Hello there."))
+
+
+def test_the_tokenizers_own_rules_parse_an_answer(make_chat):
+    chat = make_chat("chatml", template=GPT_OSS_LIKE)
+    chat.tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<s>",
+        "fields": {
+            "thinking": {"open": "think</s>", "close": "[INST]"},
+            "content": {"open": "Answer</s>", "close": "<|im_end|>"},
+        },
+    }
+    answer = ids(chat, "think</s>Be brief[INST]<s>Answer</s>Hello there.")
+    assert chat.answer_message(answer) == {
+        "role": "assistant", "content": "Hello there.", "reasoning_content": "Be brief"
+    }  # fmt: skip
+
+
+def test_an_answer_that_the_template_would_not_write_is_refused(make_chat):
+    template = TEMPLATES["chatml"].replace("message['content'] +", "message['content'].split('Hello')[0] +")
+    chat = make_chat("chatml", template=template)
+    with pytest.raises(RefusedError, match="leaves out an earlier answer"):
+        chat.answer_message(ids(chat, "Bye Hello"))

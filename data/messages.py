@@ -79,6 +79,9 @@ def read_tools(record: dict[str, Any], where: Where) -> tuple[dict[str, Any], ..
             bare = "function" not in tool and "name" in tool and tool.get("type", "function") == "function"
             if bare:
                 tool = {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            function = tool.get("function", {"name": ""})
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise DataError(f"{here}.function: found {kind(function)}, expected an object with a name that is text")
             made.append(plain(tool, here))
     return tuple(made)
 

@@ -236,6 +236,8 @@ def test_fields_that_are_not_read_are_counted(target, write_jsonl):
         ({"prompt": "x", "system": 5}, "system.content: found int 5, expected text"),
         ({"prompt": "x", "tools": {"a": 1}}, "tools: found an object, expected a list of tools"),
         ({"prompt": "x", "tools": ["look"]}, r"tools\[0\]: found text, expected an object with a function's"),
+        ({"prompt": "x", "tools": [{"type": "function", "function": [1]}]}, r"tools\[0\].function: found a list"),
+        ({"prompt": "x", "functions": [{"name": 5}]}, r"functions\[0\].function: found an object, expected"),
         ({"prompt": "x", "tools": "[{"}, "tools: not valid JSON"),
         ({"prompt": "x", "tools": [TOOL], "functions": [FUNCTION]}, "found both tools and functions"),
         ({"prompt": "x", "chat_template_kwargs": [1]}, "chat_template_kwargs: found a list, expected an object"),

@@ -288,6 +288,8 @@ class Run:
             self.talk.say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
             for line in data.split.lines():
                 self.talk.say(f"data: {line}")
+            if "eval" in self.ahead and self.recipe.eval.data is None and not data.held_out:
+                raise DataError(f"eval.data: not set, and no conversation is held out. {EVAL_DATA}")
         return self._prepared
 
     def of_sources_alone(self) -> Run:

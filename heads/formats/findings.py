@@ -282,8 +282,7 @@ def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]
     known = target.rms_norm_eps
     if not isinstance(epsilon, int | float) or not known * 0.999 <= epsilon <= known * 1.001:
         notes.append(
-            f"rms_norm_eps is {epsilon!r} where the target has {known!r}: right only if the head was "
-            "trained so"
+            f"rms_norm_eps is {epsilon!r} where the target has {known!r}: right only if the head was trained so"
         )
     longest = config.get("max_position_embeddings")
     if type(longest) is int and longest < target.max_position_embeddings:

@@ -112,6 +112,18 @@ def test_a_run_without_anything_to_evaluate_on_does_not_train_first(headstart: C
     assert "distill" not in result.err
 
 
+def test_conversations_of_one_prompt_do_not_train_before_there_is_something_to_evaluate_on(
+    headstart: Callable, recipe: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "one.jsonl"
+    records = [{"prompt": "Go on", "response": f"{n} {n} ok"} for n in range(24)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = headstart("run", recipe, f"data.sources=[{{path: {path}}}]", "data.distill.prompts=[]")
+    check(result, 1, "eval.data: not set, and no conversation is held out")
+    assert "WARNING: all conversations begin with the same prompt, so none is held out" in result.err
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
 def test_options_of_a_plan_do_not_train(headstart: Callable, recipe: Path) -> None:
     check(headstart("train", recipe, "--gpus", "2"), 2, "--gpus: found without --plan", "torchrun --nproc_per_node")
 

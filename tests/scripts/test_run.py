@@ -11,14 +11,19 @@ from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from headstart.cli import main
+from headstart.data.prepare import PreparedData, TokenizeReport
+from headstart.data.samples import Sample
+from headstart.data.split import Split
 from headstart.heads.errors import TrainingError
 from headstart.heads.provenance import git_revision
+from headstart.pipeline import held_out_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 from train_fakes import forked  # noqa: E402
@@ -237,3 +242,13 @@ def test_two_commands_do_not_share_a_run_directory(headstart: Callable, recipe: 
     with Steps(tmp_path / "run", print).lock():
         refused = headstart("run", recipe)
     assert refused.code == 1 and "another headstart command is working there" in refused.err
+
+
+def test_held_out_prompts_with_several_answers_are_decoded_once() -> None:
+    def sample(name: str, prompt: list[int], answer: int) -> Sample:
+        turns = np.array([-1] * len(prompt) + [0, 0], np.int32)
+        return Sample(name, np.array([*prompt, answer, 2], np.int32), turns)
+
+    held = [sample("a", [5, 6], 7), sample("b", [5, 6], 8), sample("c", [5], 7)]
+    data = PreparedData(Split([], held), TokenizeReport())
+    assert [each.id for each in held_out_prompts(data)] == ["a", "c"]

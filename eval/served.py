@@ -10,12 +10,13 @@ meanwhile: its requests would be counted.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headstart.data.messages import wire_message
 from headstart.data.prompts import Prompt
-from headstart.data.records import Message
+from headstart.data.records import Message, unread_note
 from headstart.eval.answers import Served
 from headstart.eval.api_client import Client, served_model
 from headstart.eval.benchmark import Progress
@@ -95,7 +96,8 @@ def sampling(config: EvalConfig) -> dict[str, Any]:
 def chat_fields(prompt: Prompt, answers: list[Message], config: EvalConfig, probe: Vllm | Sglang) -> dict[str, Any]:
     """What a chat request says about the prompt: the server renders it by the target's template.
 
-    Answers are the server's own messages, as a client sends them back.
+    Answers are the server's own messages, as a client sends them back: its parsers take thoughts and tool calls out of
+    the text.
     """
     fields: dict[str, Any] = {"messages": [wire_message(message) for message in prompt.messages(answers)]}
     if prompt.tools:
@@ -128,21 +130,28 @@ class _Measurement:
         self.tallies: dict[str, _Tally] = {}
         #: answers that ended by length before the limit that was asked for
         self.cut = 0
+        #: questions that were not asked, because the answer before them had no text to put into the history
+        self.left_out = 0
+        self.unread: Counter[str] = Counter()
 
     def run(self, prompts: list[Prompt], progress: Progress | None) -> None:
         said: dict[int, list[Message]] = {id(prompt): [] for prompt in prompts}
+        self.unread = Counter(name for prompt in prompts for name in prompt.unread)
         total, done = sum(prompt.answers for prompt in prompts), 0
         if self.config.warmup_tokens > 0:
             self._warm_up(prompts[0])
         for number, (task, _, batch) in enumerate(batches(prompts, self.config.batch_size)):
             if progress is not None:
                 progress(done, total, task)
-            requests = [self._request(prompt, said[id(prompt)]) for prompt in batch]
-            answers, grown = self._ask(requests)
-            self._book(task, batch, number, grown, answers)
-            for prompt, answer in zip(batch, answers, strict=True):
-                said[id(prompt)].append({"role": "assistant", "content": answer.text})
             done += len(batch)
+            asked = [prompt for prompt in batch if all(message["content"] for message in said[id(prompt)])]
+            self.left_out += len(batch) - len(asked)
+            if not asked:
+                continue
+            answers, grown = self._ask([self._request(prompt, said[id(prompt)]) for prompt in asked])
+            self._book(task, asked, number, grown, answers)
+            for prompt, answer in zip(asked, answers, strict=True):
+                said[id(prompt)].append({"role": "assistant", "content": answer.text})
         self._check_drafts()
         if progress is not None:
             progress(total, total, "done")
@@ -259,6 +268,10 @@ def _report(
             f"{measured.cut} answers ended by length before eval.max_new_tokens={config.max_new_tokens}: the server "
             "has a limit of its own (its context length, or max_new_tokens of its generation_config)"
         )
+    if measured.left_out:
+        notes.append(f"{measured.left_out} later turns were left out: the answer before them had no text")
+    if unread := unread_note(measured.unread):
+        notes.append(unread)
     if config.batch_size > 1:
         notes.append("several requests at once: acceptance by position includes what lies beyond a request's limit")
     return Report(

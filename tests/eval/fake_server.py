@@ -22,6 +22,7 @@ class State:
         scripts: accepted drafts of every forward of the n-th request (cycled).
         delay: seconds between the end of a stream and its entry in the counters.
         merge: send all tokens in one message, as a slow client sees them.
+        silent: send tokens without text, as a parser of thoughts or tool calls leaves them.
         histogram, verify_count, counter: what an SGLang of some version reports.
         strangers: requests of somebody else that are counted beside each of ours.
         info, details: what replaces parts of an SGLang's server info, and of what it says about each answer.
@@ -31,6 +32,7 @@ class State:
     scripts: list[list[int]] = field(default_factory=lambda: [[1, 3, 0], [2, 2, 3]])
     delay: float = 0.0
     merge: bool = False
+    silent: bool = False
     speculative: bool = True
     metrics: bool = True
     histogram: bool = True
@@ -142,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
         chat, total = self.path.endswith("/chat/completions"), 0
         for step in steps:
             total += step
-            text = "w " * step
+            text = "" if state.silent else "w " * step
             choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
             self.event({"choices": [choice], "usage": {"completion_tokens": total}})
         if state.engine == "sglang" and body.get("return_spec_tokens_details"):

@@ -112,6 +112,21 @@ def test_conversations_go_on_with_the_servers_answers(data: Path) -> None:
     assert state.requests[1][1]["messages"][1]["content"] == "w w w "
 
 
+def test_an_answer_without_text_is_no_history(data: Path) -> None:
+    records = [{"turns": ["one", "two", "three"]}, {"prompt": "hi", "messages": None, "system": "S"},
+               {"messages": [{"role": "user", "content": "x", "weight": 1}]}]  # fmt: skip
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with serving(scripts=[[1]], silent=True) as (url, state):
+        report = evaluate_server("vllm", url, settings(data, batch_size=2))
+    assert [len(body["messages"]) for _, body in sorted(state.requests, key=lambda r: len(r[1]["messages"]))] == [
+        1,
+        1,
+        2,
+    ]
+    assert "2 later turns were left out: the answer before them had no text" in report.notes
+    assert "fields of messages that are not read, by conversations: 'weight' (1)" in report.notes
+
+
 SGLANG_SOURCES = {
     "verifications of each answer, positions from the stream": ({"histogram": False}, True),
     "counter": ({"histogram": False, "verify_count": False}, True),

@@ -57,6 +57,44 @@ def test_bad_jsonl_line_is_numbered(headstart: Callable, recipe: Path, tmp_path:
     check(headstart("inspect", recipe, *ONLY_FILES, f"data.sources=[{{path: {bad}}}]"), 1, f"{bad}:3:", found)
 
 
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", LONG), ("run", LONG + ".yaml"), ("export", "--check", "/" + LONG), ("report", LONG),
+        ("eval", "--target", "t", "--data", LONG), ("eval", "--target", LONG, "--data", "RECORDS"),
+        ("eval", "--target", "TARGET", "--data", "RECORDS", "--head", "/" + LONG),
+        ("inspect", "RECIPE", f"target.chat_template={LONG}"), ("inspect", "RECIPE", f"target.name=/{LONG}"),
+        ("distill", "RECIPE", f"data.distill.prompts=[{{path: {LONG}}}]"), ("inspect", "RECIPE", *ONLY_FILES,
+        f"data.sources=[{{path: {LONG}}}]"),
+    ],
+    ids=lambda arguments: " ".join(part if len(part) < 50 else "LONG" for part in arguments),
+)  # fmt: skip
+def test_a_name_longer_than_any_file_has_one_short_message(
+    headstart: Callable, recipe: Path, tiny_target: Path, prompts: Path, arguments: tuple[str, ...]
+) -> None:
+    given = {"RECIPE": recipe, "TARGET": tiny_target, "RECORDS": prompts}
+    result = headstart(*(given.get(part, part) for part in arguments))
+    assert result.code in (1, 2) and "Traceback" not in result.err and "cannot be written" not in result.err
+    message = result.err.partition("error: ")[2]
+    assert 0 < len(message) < 2000, result.err
+
+
+def test_a_refusal_to_read_does_not_speak_of_writing(
+    headstart: Callable, prompts: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.eval import prompts as module
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(module, "sha256_file", refuse)  # a place that does not expect it
+    arguments = ("eval", "--target", tiny_target, "--data", prompts, "eval.drafter=none", "eval.max_new_tokens=2")
+    check(headstart(*arguments), 1, f"{prompts}: Permission denied: check the path, and who may read and write there")
+
+
 def test_nothing_supervised_is_refused(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts_only.jsonl"
     path.write_text('{"prompt": "Hello"}\n' * 3)

@@ -169,7 +169,7 @@ def evaluate(
     finally:
         if head is not None:
             head.train(training)
-    return report_of(target, head, drafter, config, dtype, len(prompts), found, recipe, head_info)
+    return report_of(target, head, drafter, config, dtype, len(prompts), found, recipe, head_info).published()
 
 
 def attach(head: Head, target: Target) -> None:

@@ -22,6 +22,7 @@ from headstart.eval.report import (
     speedup_text,
 )
 from headstart.heads.errors import DataError
+from headstart.heads.escape import markdown, table
 from headstart.heads.files import atomic_write, write_text
 from headstart.heads.formats.flags import MEANINGS
 from headstart.heads.formats.plots import drawn
@@ -139,14 +140,10 @@ def comparison_table(reports: dict[str, Report]) -> Group:
     return Group(Fitted("", heads, rows, left=None, lines=lines), *map(Text, notes))
 
 
-def _markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    return ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
-
-
 def comparison_markdown(reports: dict[str, Report]) -> str:
     """The table, then τ and speed-up by task where any run has several tasks."""
     lines = ["# Runs side by side", ""]
-    lines += _markdown_table(COLUMNS, [_cells(label, report) for label, report in reports.items()])
+    lines += table(COLUMNS, [_cells(label, report) for label, report in reports.items()])
     tasks = sorted({task for report in reports.values() for task in report.tasks})
     if len(tasks) > 1:
         marked = [_marked(label, report) for label, report in reports.items()]
@@ -157,10 +154,11 @@ def comparison_markdown(reports: dict[str, Report]) -> str:
             rows = [
                 (task, *(text(r.tasks[task]) if task in r.tasks else "–" for r in reports.values())) for task in tasks
             ]
-            lines += ["", f"## {title}", "", *_markdown_table(("task", *marked), rows)]
+            lines += ["", f"## {title}", "", *table(("task", *marked), rows)]
     lines += ["", f"{TAU_NOTE}; {LATENCY_NOTE}.", ""]
-    lines += [f"- {note}" for note in (*_legend(reports), *differences(reports))]
-    lines += [f"- {label}: {note}" for label, report in reports.items() for note in (*report.notes, *remarks(report))]
+    lines += [f"- {markdown(note)}" for note in (*_legend(reports), *differences(reports))]
+    for name, report in reports.items():
+        lines += [f"- {markdown(f'{name}: {note}')}" for note in (*report.notes, *remarks(report))]
     return "\n".join(lines) + "\n"
 
 

@@ -14,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headstart.heads.errors import DataError, HeadstartError
+from headstart.heads.escape import code, line, markdown, plain, table
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats.flags import TITLES, flag_of
 from headstart.heads.formats.plots import draw_plots
+from headstart.heads.published import published
 
 SCHEMA = 1
 
@@ -110,6 +112,10 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def published(self) -> Report:
+        """The report as others may see it (`heads/published.py`): evaluations give no other."""
+        return Report.from_json(published(self.to_json()))
+
     @classmethod
     def from_json(cls, value: dict[str, Any], where: str = "report") -> Report:
         """Raises DataError when the schema is another or a field is missing."""
@@ -132,17 +138,20 @@ class Report:
         return cls.from_json(read_json(path), str(path))
 
     def save(self, directory: Path | str) -> Path:
-        """Write report.json (atomically), from which everything else is made; returns its path."""
+        """Write report.json (atomically), from which everything else is made; returns its path.
+
+        It is shown to others: of paths, files and servers it holds what `heads/published.py` lets out.
+        """
         directory = Path(directory)
-        write_json(directory / "report.json", self.to_json())
+        write_json(directory / "report.json", published(self.to_json()))
         (directory / "report.md").unlink(missing_ok=True)  # of another measurement
         return directory / "report.json"
 
     def render(self, directory: Path | str) -> None:
         """Write report.md and its plots beside report.json (atomically)."""
-        directory = Path(directory)
-        images = "".join(f"\n![{Path(name).stem}]({name})\n" for name in draw_plots(self.to_json(), directory))
-        write_text(directory / "report.md", render_markdown(self) + images)
+        directory, shown = Path(directory), self.published()
+        images = "".join(f"\n![{Path(name).stem}]({name})\n" for name in draw_plots(shown.to_json(), directory))
+        write_text(directory / "report.md", render_markdown(shown) + images)
 
     def write(self, directory: Path | str, say: Callable[[str], None] = print) -> Path:
         """`save`, then `render`, whose failure is told and costs nothing; returns the path of report.json."""
@@ -296,7 +305,8 @@ class Fitted:
     lines: tuple[int, ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        cells = [(column, *(row[n] for row in self.rows)) for n, column in enumerate(self.columns)]
+        columns, rows = tuple(map(line, self.columns)), [tuple(map(line, row)) for row in self.rows]
+        cells = [(column, *(row[n] for row in rows)) for n, column in enumerate(columns)]
         words = [[cell_len(word) for text in texts for word in text.split()] for texts in cells]
         widths = [min(max(lengths, default=1), WORD) for lengths in words]
         parts: list[list[int]] = []
@@ -309,21 +319,21 @@ class Fitted:
             parts[-1].append(n)
             taken += widths[n] + 3
         if self.title:
-            yield Text(self.title, style="italic")
+            yield Text(line(self.title), style="italic")
         for part in parts:
-            table = Table()
+            grid = Table()
             spare = options.max_width - 1 - sum(widths[n] + 3 for n in (0, *part))
             for n in (0, *part):
                 justify: JustifyMethod = "left" if self.left is None or n in self.left else "right"
                 # whole lines where there is room for them
                 more = max(0, min(spare, max(map(cell_len, cells[n])) - widths[n]))
                 spare -= more
-                table.add_column(Text(self.columns[n]), justify=justify, width=widths[n] + more, overflow="fold")
-            for place, row in enumerate(self.rows):
-                table.add_row(*(Text(row[n]) for n in (0, *part)), end_section=place in self.lines)
-            yield table
+                grid.add_column(Text(columns[n]), justify=justify, width=widths[n] + more, overflow="fold")
+            for place, row in enumerate(rows):
+                grid.add_row(*(Text(row[n]) for n in (0, *part)), end_section=place in self.lines)
+            yield grid
         if self.caption:
-            yield Text(self.caption, style="dim italic")
+            yield Text(plain(self.caption), style="dim italic")
 
 
 def render_table(report: Report) -> Fitted:
@@ -338,7 +348,7 @@ def render_table(report: Report) -> Fitted:
 def render_tables(report: Report) -> Group:
     """Everything for the terminal: `render_table`, latency, sweeps, HF `generate`."""
     more = [Fitted(title, columns, rows) for title, columns, rows in _more_tables(report)]
-    return Group(render_table(report), *more, *remarks(report))
+    return Group(render_table(report), *more, *(Text(plain(remark)) for remark in remarks(report)))
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -409,17 +419,15 @@ def remarks(report: Report) -> list[str]:
 
 
 def render_markdown(report: Report) -> str:
-    lines = [f"# {report.drafter} on {report.target['name']}", "", _title(report), ""]
-    columns = _columns(report)
-    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(_cells(name, section, _by_row(report))) + " |" for name, section in _sections(report)]
+    heading = markdown(f"{report.drafter} on {report.target['name']}")
+    lines = [f"# {heading}", "", markdown(_title(report)), ""]
+    lines += table(_columns(report), [_cells(name, section, _by_row(report)) for name, section in _sections(report)])
     lines += ["", f"{TAU_NOTE}.", ""]
     lines += [f"Acceptance given all earlier positions: {rates_text(report.per_position_conditional)}.", ""]
     for title, columns, rows in _more_tables(report):
-        lines += [f"## {title[0].upper()}{title[1:]}", "", "| " + " | ".join(columns) + " |"]
-        lines += ["|" + "---|" * len(columns), *("| " + " | ".join(row) + " |" for row in rows), ""]
+        lines += [f"## {title[0].upper()}{title[1:]}", "", *table(columns, rows), ""]
     for remark in remarks(report):
-        lines += [f"{remark[0].upper()}{remark[1:]}.", ""]
+        lines += [f"{markdown(remark[0].upper() + remark[1:])}.", ""]
     identity = report.greedy_identity
     if identity:
         lines.append(
@@ -428,11 +436,14 @@ def render_markdown(report: Report) -> str:
         )
         for case in identity["divergences"]:
             place = f"turn {case['turn'] + 1}, token {case['position']}"
-            lines.append(f"- {case['id']}: first differs at {place}, target's top-2 logit gap {case['gap']:.4g}")
+            gap = f"target's top-2 logit gap {case['gap']:.4g}"
+            lines.append(f"- {markdown(case['id'])}: first differs at {place}, {gap}")
         lines.append("")
-    lines += [f"- {note}" for note in report.notes]
-    lines += [f"- data: {report.data['path']}, {report.prompts} prompts, at most {report.max_new_tokens} new tokens"]
+    lines += [f"- {markdown(note)}" for note in report.notes]
+    data = markdown(report.data["path"])
+    lines += [f"- data: {data}, {report.prompts} prompts, at most {report.max_new_tokens} new tokens"]
     lines += [f"- {name}: {number(value, 2)}" for name, value in report.timing.items()]
-    lines += [f"- command: `{report.command}`"] if report.command else []
-    lines += [f"- revision {report.git_revision}; " + ", ".join(f"{k} {v}" for k, v in report.versions.items())]
+    lines += [f"- command: {code(report.command)}"] if report.command else []
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    lines += [f"- revision {report.git_revision}; {markdown(versions)}"]
     return "\n".join(lines) + "\n"

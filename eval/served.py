@@ -80,7 +80,7 @@ def evaluate_server(
     probe = ENGINES[engine](client, name)
     measured = _Measurement(client, probe, {"model": name, **asked}, config)
     measured.run(prompts, progress)
-    return _report(engine, probe, client.url, name, config, measured, len(prompts), head_info)
+    return _report(engine, probe, client.url, name, config, measured, len(prompts), head_info).published()
 
 
 def sampling(config: EvalConfig) -> dict[str, Any]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.report import number
 from headstart.eval.tune import AGREEMENT, Choice, Tuning, tree_name
+from headstart.heads.escape import code, line, markdown, table
 from headstart.heads.files import atomic_write, write_json, write_text
 from headstart.heads.formats.plots import new_figure, save_figure
+from headstart.heads.published import published
 
 PLOT = "tune.png"
 
@@ -55,7 +58,8 @@ def _title(tuning: Tuning) -> str:
     )
 
 
-def _remarks(tuning: Tuning) -> list[str]:
+def _remarks(tuning: Tuning, text: Callable[[str], str] = str, command: Callable[[str], str] = str) -> list[str]:
+    """Sentences; `text` and `command` write a sentence and a command in the language of the document."""
     lines = [
         "predicted = τ · plain ÷ (draft + verify + rest); measured in the decode loop on the same prompts, per row "
         "while it decodes"
@@ -66,19 +70,20 @@ def _remarks(tuning: Tuning) -> list[str]:
                 f"! at batch {choice.costs.batch} prediction and measurement differ by more than {AGREEMENT:.0%}: "
                 "trust the measured one"
             )
+    uses = []
     for choice in tuning.choices:
         if choice.speculate:
-            lines.append(f"batch {choice.costs.batch}: {overrides(choice.best.tree)}")
-    return lines
+            uses.append(f"batch {choice.costs.batch}: {command(overrides(choice.best.tree))}")
+    return [*map(text, lines), *uses]
 
 
 def tuning_table(tuning: Tuning) -> Table:
-    table = Table(title=_title(tuning), title_justify="left")
+    shown = Table(title=Text(line(_title(tuning))), title_justify="left")
     for n, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if n in (2, 8) else "right")
+        shown.add_column(column, justify="left" if n in (2, 8) else "right")
     for choice in tuning.choices:
-        table.add_row(*_cells(choice))
-    return table
+        shown.add_row(*(Text(line(cell)) for cell in _cells(choice)))
+    return shown
 
 
 def tuning_text(tuning: Tuning) -> str:
@@ -87,39 +92,41 @@ def tuning_text(tuning: Tuning) -> str:
 
 
 def tuning_markdown(tuning: Tuning) -> str:
-    lines = [f"# Tuning of {tuning.drafter} on {tuning.target['name']}", "", _title(tuning), ""]
-    lines += [_row(COLUMNS), _row(("---",) * len(COLUMNS)), *(_row(_cells(choice)) for choice in tuning.choices), ""]
-    lines += [f"- {remark}" for remark in _remarks(tuning)]
-    lines += [f"- data: {tuning.data['path']}, {tuning.prompts} prompts", ""]
+    heading = markdown(f"Tuning of {tuning.drafter} on {tuning.target['name']}")
+    lines = [f"# {heading}", "", markdown(_title(tuning)), ""]
+    lines += [*table(COLUMNS, [_cells(choice) for choice in tuning.choices]), ""]
+    lines += [f"- {remark}" for remark in _remarks(tuning, markdown, code)]
+    lines += [f"- data: {markdown(tuning.data['path'])}, {tuning.prompts} prompts", ""]
     lines += ["## Costs in ms", ""]
     for choice in tuning.choices:
         costs = choice.costs.to_json()
         lines += [f"Batch {costs['batch']}, context {costs['context']}: plain {costs['plain_ms']:.3f}", ""]
-        lines += [_row(("part", "of", "size: ms")), _row(("---",) * 3)]
+        rows = []
         for part, size in (("verify", "tokens"), ("draft", "levels"), ("rest", "nodes")):
             for name, points in costs[f"{part}_ms"].items():
                 shown = ", ".join(f"{n}: {ms:.3f}" for n, ms in points.items())
-                lines.append(_row((f"{part} ({size})", name, shown)))
-        lines.append("")
-    lines += ["## τ of every tree on these prompts", "", _row(("tree", "τ")), _row(("---", "---"))]
+                rows.append((f"{part} ({size})", name, shown))
+        lines += [*table(("part", "of", "size: ms"), rows), ""]
     ordered = sorted(tuning.taus.items(), key=lambda item: -item[1])
-    lines += [_row((name, number(tau))) for name, tau in ordered]
+    lines += ["## τ of every tree on these prompts", ""]
+    lines += table(("tree", "τ"), [(name, number(tau)) for name, tau in ordered])
     return "\n".join(lines) + "\n"
-
-
-def _row(cells: tuple[str, ...]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def write_tuning(
     tuning: Tuning, directory: Path, more: dict[str, Any] | None = None, say: Callable[[str], None] = print
 ) -> Path:
-    """Write tune.json, then tune.md and its plot, whose failure is told to `say`; returns the path of tune.json."""
+    """Write tune.json, then tune.md and its plot, whose failure is told to `say`; returns the path of tune.json.
+
+    They are shown to others: of paths and files they hold what `heads/published.py` lets out.
+    """
     place = directory / "tune.json"
-    write_json(place, {**tuning.to_json(), **(more or {})})
+    write_json(place, published({**tuning.to_json(), **(more or {})}))
+    facts = published({"target": tuning.target, "data": tuning.data})
+    shown = replace(tuning, target=facts["target"], data=facts["data"])
     try:
         atomic_write(directory / PLOT, partial(_plot, tuning))
-        write_text(directory / "tune.md", f"{tuning_markdown(tuning)}\n![speed-up by batch]({PLOT})\n")
+        write_text(directory / "tune.md", f"{tuning_markdown(shown)}\n![speed-up by batch]({PLOT})\n")
     except Exception as error:  # noqa: BLE001 - whatever drawing meets, what was found is saved
         cause = f"{type(error).__name__}: {error}"
         say(f"WARNING: {place} holds what was found, but tune.md could not be written ({cause})")

@@ -24,6 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from headstart.heads import HEADS
 from headstart.heads.errors import ConfigError
+from headstart.heads.published import without_defaults
+from headstart.recipes.environment import from_environment, put_back
 from headstart.recipes.read import (
     PARSING,
     SHOWN,
@@ -207,9 +209,13 @@ def merge(layers: Sequence[Layer], schema: type) -> Any:
             raise ConfigError(
                 f"{label}: {missing[0]} is not set: add it to the recipe, or give {missing[0]}=… as override"
             )
-        return OmegaConf.to_object(merged)
+        made = OmegaConf.to_object(merged)
+        environment = from_environment(merged)
     except PARSING as error:
         raise _unresolved(layers, label, error) from error
+    if isinstance(made, Recipe):
+        made.environment = environment
+    return made
 
 
 def _unresolved(layers: Sequence[Layer], label: str, error: BaseException) -> ConfigError:
@@ -262,13 +268,23 @@ def _who_says_head_type(layers: Sequence[Layer]) -> str:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe as plain JSON-able values."""
-    return dataclasses.asdict(recipe)
+    """The resolved recipe as plain JSON-able values; those that came from the environment as `${oc.env:NAME}`."""
+    shown = {place: without_defaults(text) for place, text in recipe.environment.items()}
+    return put_back(_settings(recipe), shown)
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    values = dataclasses.asdict(recipe)
+    return {f.name: values[f.name] for f in dataclasses.fields(recipe) if f.metadata.get("setting", True)}
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as a file that `load_recipe` reads back to an equal recipe."""
-    return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True, width=120)
+    """The resolved recipe as a file that `load_recipe` reads back to an equal recipe.
+
+    What came from the environment comes from there again: no password or path of a machine is written down.
+    """
+    values = put_back(_settings(recipe), recipe.environment)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _dataclass_of(hint: Any) -> type | None:
@@ -281,7 +297,8 @@ def _dataclass_of(hint: Any) -> type | None:
 def _hints(schema: type) -> dict[str, Any]:
     hints = typing.get_type_hints(schema)
     # fields made by make_dataclass carry the type itself
-    return {f.name: f.type if not isinstance(f.type, str) else hints[f.name] for f in dataclasses.fields(schema)}
+    settings = [f for f in dataclasses.fields(schema) if f.metadata.get("setting", True)]
+    return {f.name: f.type if not isinstance(f.type, str) else hints[f.name] for f in settings}
 
 
 def _all_keys(schema: type, prefix: str = "") -> Iterator[str]:

@@ -49,6 +49,8 @@ class Recipe:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    #: not a key of recipes: dotted key → what is written there, of values that come from the environment
+    environment: dict[str, str] = field(default_factory=dict, compare=False, repr=False, metadata={"setting": False})
 
 
 @dataclass

@@ -132,6 +132,16 @@ class Run:
         """Write the resolved recipe into the run directory."""
         write_text(self.dir / "recipe.yaml", to_yaml(self.recipe))
 
+    def recipe_facts(self) -> dict[str, Any]:
+        """The recipe as artefacts carry it: own data is told by what it is, since its name stays here."""
+        values = to_dict(self.recipe)
+        data, read, asked = values["data"], self.data_inputs, self.distill_inputs
+        lists = [(data, "sources", read), (data, "held_out", read), (data["distill"], "prompts", asked)]
+        for node, name, inputs in lists:
+            digests = [{key: found[key] for key in found if key == "sha256"} for found in inputs[name]]
+            node[name] = [{**source, **digest} for source, digest in zip(node[name], digests, strict=True)]
+        return values
+
     # -- what each step depends on ---------------------------------------------------------------------------------
 
     @cached_property
@@ -404,7 +414,7 @@ class Run:
         samples = self.trained_samples(data)
         source = self._source(samples, "train", head, head.depth)
         self._say_coverage(head, source)
-        origin = {**provenance(target.device), "recipe": to_dict(recipe), "target": target.fingerprint()}
+        origin = {**provenance(target.device), "recipe": self.recipe_facts(), "target": target.fingerprint()}
         validator = self._validator(data, head, accelerator)
         begin()
         if main:
@@ -430,7 +440,8 @@ class Run:
         values = dataclasses.asdict(result)
         if main:
             origin["training"] = values
-            origin["data"] = identity.without(data.report.as_dict(), "dropped", "truncated")
+            # counts alone: names of conversations are the user's
+            origin["data"] = {name: n for name, n in data.report.as_dict().items() if isinstance(n, int | float)}
             save_head(head, self.head_dir, origin, max_shard_bytes=shard_bytes(recipe.export.max_shard_size))
         return {**values, "head": str(self.head_dir)}
 
@@ -590,7 +601,7 @@ class Run:
         check_export(self.recipe.export, read_json(self.head_dir / "headstart.json").get("type"))
         head = bound_head(self.head_dir, self.target, torch.float32)
         origin = {**read_json(self.head_dir / "headstart.json").get("provenance", {}), **provenance(self.target.device)}
-        origin |= {"recipe": to_dict(self.recipe), "target": self.target.fingerprint()}
+        origin |= {"recipe": self.recipe_facts(), "target": self.target.fingerprint()}
         data = self.prepare()
         samples = [sample for sample in [*data.held_out, *data.train] if len(sample) >= 4][:2]
         texts = [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]

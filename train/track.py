@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from headstart.heads.errors import ConfigError, DiskFullError
 from headstart.heads.escape import plain
 from headstart.heads.files import explain_disk, unused, write_text
+from headstart.heads.published import published
 from headstart.train.config import TrainConfig
 
 #: values of a record that the progress line shows, and their short names; a coverage of all rows goes without saying
@@ -149,7 +150,7 @@ class WandbTracker:
         run_id = written.read_text().strip()
         try:
             self._run = wandb.init(
-                project=project, name=name, id=run_id, resume="allow", dir=str(directory), config=settings
+                project=project, name=name, id=run_id, resume="allow", dir=str(directory), config=published(settings)
             )
         except wandb.errors.Error as error:
             raise ConfigError(

@@ -1,15 +1,24 @@
-"""The model card of a published head: written from report.json and headstart.json, nothing typed by hand."""
+"""The model card of a published head: written from report.json and headstart.json, nothing typed by hand.
+
+Both pass `heads/published.py` first, and what others named (targets, tasks, notes) is escaped where it is written.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
+import yaml
+
+from headstart.heads.escape import code, fenced, in_json, markdown, table
 from headstart.heads.formats.flags import MEANINGS, flag_of
 from headstart.heads.formats.launch import NAMES as NAMES_OF_ENGINES
 from headstart.heads.formats.launch import hub_name, launch_commands, tuned_table, why_tokens
 from headstart.heads.formats.sidecar import FACTS
+from headstart.heads.published import ANSWERS, HELD_OUT, OWN_DATA, published
 
 PAPERS = {
     "medusa": ("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774"),
@@ -45,11 +54,12 @@ def render_card(
         license_id: licence of the target as the Hub names it; None points to the target's own.
         plots: file names of images beside the card.
     """
+    side, report = published(side), None if report is None else published(report)
     family = side["type"]
     target = side.get("target") or {}
     parts = [
         _front_matter(family, target, license_id),
-        f"# {repo_id.split('/')[-1]}",
+        f"# {markdown(repo_id.split('/')[-1])}",
         _summary(family, target, side, flag_of(report or {})),
     ]
     parts += [_results(report), *(f"![{name.removesuffix('.png')}]({name})" for name in plots)]
@@ -65,27 +75,30 @@ def render_card(
 
 
 def _front_matter(family: str, target: dict[str, Any], license_id: str | None) -> str:
-    lines = ["---"]
     base = hub_name(target)
-    if base:  # the Hub lists the head on its base model's page by this field
-        lines += ["base_model:", f"- {json.dumps(base)}"]
-    lines += [f"license: {license_id}"] if license_id else ["license: other", "license_name: as-the-base-model"]
+    # the Hub lists the head on its base model's page by this field
+    values: dict[str, Any] = {"base_model": [base]} if base else {}
+    values |= {"license": license_id} if license_id else {"license": "other", "license_name": "as-the-base-model"}
     if not license_id and base:
-        lines.append(f"license_link: https://huggingface.co/{base}")
-    lines += ["library_name: headstart", "pipeline_tag: text-generation", "tags:"]
-    lines += [f"- {tag}" for tag in ("speculative-decoding", "draft-model", family, "headstart")]
-    return "\n".join([*lines, "---"])
+        values["license_link"] = f"https://huggingface.co/{base}"
+    values |= {
+        "library_name": "headstart",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "draft-model", family, "headstart"],
+    }
+    return f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)}---"
 
 
 def _summary(family: str, target: dict[str, Any], side: dict[str, Any], flag: str | None) -> str:
     facts = "; ".join(f"{key}: {value}" for key, value in FACTS[family].items() if key != "method")
-    revision = f" (revision `{target['revision']}`)" if target.get("revision") else ""
+    revision = f" (revision {code(target['revision'])})" if target.get("revision") else ""
     layers = side.get("feature_layers")
     more = f" It reads `hidden_states` {layers}." if layers else ""
     if flag is not None:
         more += f" The results below were not measured so: they are {flag}."
+    name = markdown(target.get("name", "an unnamed target"))
     return (
-        f"{NAMES[family]} draft head for **{target.get('name', 'an unnamed target')}**{revision}. It proposes tokens "
+        f"{NAMES[family]} draft head for **{name}**{revision}. It proposes tokens "
         "that the target verifies: with greedy or lossless sampled verification the output is the target's "
         f"own.{more}\n\n{facts}."
     )
@@ -97,51 +110,43 @@ def _results(report: dict[str, Any] | None) -> str:
     rows = [("all", report), *sorted((report.get("tasks") or {}).items())]
     flag = flag_of(report)
     mark = f" ({flag})" if flag else ""
-    lines = [
-        f"| task | prompts | τ{mark} | acceptance by position{mark} | tokens/s plain | tokens/s drafted{mark} | "
-        f"speed-up (clock){mark} |",
-        "|" + "---|" * 7,
-    ]
+    columns = (
+        "task", "prompts", f"τ{mark}", f"acceptance by position{mark}", "tokens/s plain", f"tokens/s drafted{mark}",
+        f"speed-up (clock){mark}",
+    )  # fmt: skip
+    cells = []
     for name, row in rows:
         rates = " ".join(f"{rate:.3f}" for rate in row["per_position_acceptance"])
         speeds = (row["baseline_tokens_per_s"], row["tokens_per_s"], row["speedup"])
-        cells = [
-            name,
-            str(row["prompts"]),
-            f"{row['tau']:.3f}",
-            rates,
-            *("–" if v is None else f"{v:.2f}" for v in speeds),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        shown = ("–" if value is None else f"{value:.2f}" for value in speeds)
+        cells.append((name, str(row["prompts"]), f"{row['tau']:.3f}", rates, *shown))
     identity = report.get("greedy_identity")
     said = (
         f" Identical to plain decoding: {identity['identical']} of {identity['sequences']} sequences."
         if identity
         else ""
     )
-    tree = report["tree"]["label"] if isinstance(report["tree"], dict) else report["tree"]
-    where = f"{report['dtype']}, batch {report['batch_size']}, {report['device']}"
+    tree = markdown(report["tree"]["label"] if isinstance(report["tree"], dict) else report["tree"])
+    where = markdown(f"{report['dtype']}, batch {report['batch_size']}, {report['device']}")
     note = (
         f"τ = tokens committed per target forward (plain decoding = 1). {tree}, temperature {report['temperature']:g}"
     )
     warning = f"**{MEANINGS[flag]}.** Lossless verification would give other numbers." if flag else ""
-    notes = "\n".join(f"- {line}" for line in report.get("notes") or [])
-    parts = ("## Results", warning, "\n".join(lines), f"{note}, {where}.{said}", notes)
+    notes = "\n".join(f"- {markdown(note)}" for note in report.get("notes") or [])
+    parts = ("## Results", warning, "\n".join(table(columns, cells)), f"{note}, {where}.{said}", notes)
     return "\n\n".join(part for part in parts if part)
 
 
 def _launch(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
     base = hub_name(target) or "TARGET"
     shown = [
-        f"{NAMES_OF_ENGINES[engine]}:\n\n```bash\n{command}\n```"
+        f"{NAMES_OF_ENGINES[engine]}:\n\n{fenced(command, 'bash')}"
         for engine, command in launch_commands(repo_id, side, engines).items()
     ]
     if shown and (why := why_tokens(side)):
         shown.insert(0, why)
-    shown.append(
-        f"Measure it on your own prompts:\n\n```bash\nheadstart eval --head {repo_id} --target {base} --data "
-        "prompts.jsonl\n```"
-    )
+    measure = shlex.join(["headstart", "eval", "--head", repo_id, "--target", base, "--data", "prompts.jsonl"])
+    shown.append(f"Measure it on your own prompts:\n\n{fenced(measure, 'bash')}")
     return "## Use\n\n" + "\n\n".join(shown)
 
 
@@ -168,10 +173,13 @@ def _training(side: dict[str, Any]) -> str:
 
 
 def _source(source: dict[str, Any]) -> str:
-    name = source.get("dataset") or source.get("path")
-    shown = f"[{name}](https://huggingface.co/datasets/{name})" if source.get("dataset") else f"`{name}`"
-    limit = source.get("limit")
-    return shown + (f" (first {limit})" if limit else "")
+    name, digest = str(source.get("dataset") or source.get("path")), source.get("sha256")
+    if source.get("dataset") and name != OWN_DATA:
+        shown = f"[{markdown(name)}](https://huggingface.co/datasets/{quote(name)})"
+    else:
+        shown = name if name in (OWN_DATA, HELD_OUT, ANSWERS) else code(name)
+    shown += f" (sha256 {code(str(digest)[:16])})" if digest else ""
+    return shown + (f" (first {source['limit']})" if source.get("limit") else "")
 
 
 def _citation(family: str) -> str:
@@ -203,17 +211,21 @@ def _provenance(side: dict[str, Any]) -> str:
             "training promised."
         )
     if side.get("recipe"):
-        recipe = json.dumps(side["recipe"], indent=1, ensure_ascii=False)
-        blocks.append(f"<details><summary>Recipe</summary>\n\n```json\n{recipe}\n```\n\n</details>")
+        blocks.append(_folded("Recipe", side["recipe"]))
     if kept:
-        origin = json.dumps(kept, indent=1, ensure_ascii=False)
-        blocks.append(f"<details><summary>Provenance</summary>\n\n```json\n{origin}\n```\n\n</details>")
+        blocks.append(_folded("Provenance", kept))
     return "## Training\n\n" + "\n\n".join(blocks) if blocks else ""
+
+
+def _folded(title: str, value: dict[str, Any]) -> str:
+    text = "\n".join(map(in_json, json.dumps(value, indent=1, ensure_ascii=False).split("\n")))
+    return f"<details><summary>{title}</summary>\n\n{fenced(text, 'json')}\n\n</details>"
 
 
 def _licence(target: dict[str, Any]) -> str:
     return (
-        f"## Licence\n\nThe head was trained on outputs and hidden states of {target.get('name', 'its target')} "
+        "## Licence\n\nThe head was trained on outputs and hidden states of "
+        f"{markdown(target.get('name', 'its target'))} "
         "and may hold rows of "
         "its output matrix: the target's licence applies to it as well."
     )

@@ -20,7 +20,8 @@ from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.launch import hub_name
 from headstart.heads.formats.plots import draw_plots
-from headstart.heads.formats.sidecar import SIDECAR
+from headstart.heads.formats.sidecar import SIDECAR, seal
+from headstart.heads.published import published, published_text
 from headstart.heads.repository import check_repository
 
 T = TypeVar("T")
@@ -84,18 +85,20 @@ def push_export(
             f"complete in {directory}."
         )
     directory = Path(directory)
-    side = _sidecar(directory)
+    side = _cleared(directory)
     checked = check_directory(directory)
     loads = [engine for engine in checked.engines if checked.loads(engine)]
     if report is not None and report.get("synthetic"):
         # acceptance that was asked for says nothing about this head
         report = None
+    report = None if report is None else published(report)
     plots = draw_plots(report, directory) if report is not None else []
     card = render_card(name, side, report, loads, _licence(api, side), plots)
     write_text(directory / "README.md", card)
     if report is not None:
         write_json(directory / "report.json", report)
-    message = config.commit_message or f"{side['type']} head for {(side.get('target') or {}).get('name', 'its target')}"
+    named = (side.get("target") or {}).get("name", "its target")
+    message = published_text(config.commit_message or f"{side['type']} head for {named}")
 
     def upload() -> str:
         url = api.create_repo(name, private=config.private, repo_type="model", exist_ok=True)
@@ -117,6 +120,24 @@ def _sidecar(directory: Path) -> dict[str, Any]:
     if not (directory / SIDECAR).is_file():
         raise FormatError(f"{directory}: no {SIDECAR}; push a directory that `headstart export` wrote")
     return read_json(directory / SIDECAR)
+
+
+def _cleared(directory: Path) -> dict[str, Any]:
+    """The sidecar as others may see it; one that an older version wrote is written anew.
+
+    Raises: FormatError without one, and where config.json names a directory of this machine.
+    """
+    side = _sidecar(directory)
+    cleared = seal(published(side))
+    if cleared != side:
+        write_json(directory / SIDECAR, cleared)
+    config = read_json(directory / "config.json")
+    if published(config) != config:
+        raise FormatError(
+            f"{directory / 'config.json'}: names a directory of this machine, which others would see: run `headstart "
+            "export` again"
+        )
+    return cleared
 
 
 def _licence(api: Any, side: dict[str, Any]) -> str | None:

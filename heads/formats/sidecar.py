@@ -15,6 +15,7 @@ from headstart.heads.base import Head, HeadConfig
 from headstart.heads.errors import FormatError, HeadstartError
 from headstart.heads.files import read_json, sha256_file, write_json
 from headstart.heads.formats.raw import RawCheckpoint
+from headstart.heads.published import published
 
 SCHEMA = 1
 SIDECAR = "headstart.json"
@@ -45,7 +46,7 @@ FACTS = {
 def sidecar(
     head: Head, settings: HeadConfig, layout: str, provenance: dict[str, Any], digests: dict[str, str]
 ) -> dict[str, Any]:
-    rest = dict(provenance)
+    rest = published(provenance)
     tuned = rest.pop("tuned", None)
     noted = {"tuned": tuned} if tuned else {}
     return {
@@ -115,14 +116,14 @@ def changed_files(raw: RawCheckpoint, side: dict[str, Any]) -> list[str]:
 
 
 def annotate(directory: Path, values: dict[str, Any]) -> None:
-    """Add to (or replace in) the sidecar of a head directory that Headstart wrote, and seal it again.
+    """Add to (or replace in) the sidecar of a head directory that Headstart wrote what may be published, and seal it.
 
     Raises: FormatError when there is none.
     """
     place = directory / SIDECAR
     if not place.is_file():
         raise FormatError(f"{place}: not there; only directories that Headstart wrote can keep notes")
-    write_json(place, seal({**read_json(place), **values}))
+    write_json(place, seal({**read_json(place), **published(values)}))
 
 
 def notes(directory: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from headstart.heads.formats.findings import EngineVerdict, Row, Verdict, View, 
 from headstart.heads.formats.geometry import integer
 from headstart.heads.formats.launch import hub_name
 from headstart.heads.formats.vllm import merge_medusa, own_matrices
+from headstart.heads.published import name_of_target
 
 ENGINE = "TGI"
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -90,7 +91,7 @@ def contents(head: Head, provenance: dict[str, Any], v1: bool = False) -> portab
         key = f"{parts[1]}.{parts[3]}.linear.{parts[4]}" if parts[0] == "blocks" else f"{parts[1]}.{layers}.weight"
         renamed[key] = tensor
     target = provenance.get("target") or {}
-    base = hub_name(target) or str(target.get("name", ""))
+    base = hub_name(target) or name_of_target(str(target.get("name", "")))
     config = portable.portable_config(head) | {
         "medusa_num_heads": head.depth,
         "medusa_num_layers": layers,

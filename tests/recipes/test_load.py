@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from headstart.heads import HEADS
 from headstart.heads.errors import ConfigError
-from headstart.recipes.load import load_evaluation, load_recipe, shipped_recipes, to_yaml
+from headstart.recipes.load import load_evaluation, load_recipe, shipped_recipes, to_dict, to_yaml
 
 BASE = """
 target: {name: some/model}
@@ -169,3 +170,34 @@ def test_evaluation_settings_without_a_recipe() -> None:
 def test_evaluation_settings_of_a_recipe(base: Path) -> None:
     settings = load_evaluation(base, ["eval.limit=3"], {"eval.data": "mine.jsonl"})
     assert (settings.target.name, settings.eval.data, settings.eval.limit) == ("some/model", "mine.jsonl", 3)
+
+
+def test_values_of_the_environment_are_used_and_not_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "hunter2-and-more")
+    monkeypatch.setenv("MY_SEED", "77")
+    monkeypatch.delenv("MY_OTHER", raising=False)
+    text = """
+    inherit: quickstart
+    name: mine
+    seed: ${oc.env:MY_SEED}
+    run_dir: ${oc.env:MY_SECRET}/runs/${name}
+    data:
+      template_kwargs: {a.b: "${oc.env:MY_SECRET}", list: [1, "x-${oc.env:MY_OTHER,/home/me}"]}
+    train: {project: "${oc.env:MY_SECRET}"}
+    """
+    recipe = load_recipe(write(tmp_path, "mine.yaml", text), ["head.depth=3"])
+    assert (recipe.seed, recipe.run_dir, recipe.train.seed) == (77, "hunter2-and-more/runs/mine", 77)
+    assert recipe.data.template_kwargs == {"a.b": "hunter2-and-more", "list": [1, "x-/home/me"]}
+    assert recipe.eval.template_kwargs == recipe.data.template_kwargs
+    shown, kept = to_dict(recipe), to_yaml(recipe)
+    assert "hunter2" not in f"{shown}{kept}" and "/home/me" not in str(shown)
+    assert shown["seed"] == "${oc.env:MY_SEED}" and shown["train"]["seed"] == "${seed}" and shown["head"]["depth"] == 3
+    assert shown["eval"]["template_kwargs"]["list"] == [1, "x-${oc.env:MY_OTHER}"]
+    assert "environment" not in shown
+    again = load_recipe(write(tmp_path, "recipe.yaml", kept))
+    assert again == recipe and to_dict(again) == shown
+    assert to_dict(replace(again, name="other"))["seed"] == shown["seed"]
+    with pytest.raises(ConfigError, match="unknown key 'environment'"):
+        load_recipe("quickstart", ["environment={a: b}"])

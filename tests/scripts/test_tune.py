@@ -50,7 +50,7 @@ def test_tune_keeps_its_choice_and_eval_uses_it(
     load_head(head)
     (entry,) = notes(head)["tuned"].values()
     kept = entry["batches"]["1"]
-    assert kept["predicted_speedup"] == choice["predicted_speedup"] and entry["data"]["path"] == str(prompts)
+    assert kept["predicted_speedup"] == choice["predicted_speedup"] and entry["data"]["path"] == "own data"
 
     # whether a tiny model gains here is a matter of noise: say that it does, with a tree of our own
     tree = {**kept["tree"], "kind": "static", "depth": 2, "total_tokens": 4, "paths": [[0], [1], [0, 0]]}

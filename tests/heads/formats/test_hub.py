@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import yaml
 from fake_hub import local_hub
 from format_layouts import DIMS, U, our_head, same_state
 from huggingface_hub import HfApi
@@ -177,8 +178,9 @@ def test_only_exports_are_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_card_holds_the_measured_numbers_and_launch_commands(exported: Path) -> None:
     side = json.loads((exported / "headstart.json").read_text())
     card = render_card("me/head", side, REPORT, ["headstart", "vllm", "sglang"], "apache-2.0")
-    front = card.split("---")[1]
-    assert '- "someone/tiny-llama"' in front and "license: apache-2.0" in front and "- eagle3" in front
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["base_model"] == ["someone/tiny-llama"] and front["license"] == "apache-2.0"
+    assert "eagle3" in front["tags"]
     assert "| all | 12 | 1.834 | 0.510 0.320 | 20.00 | 30.00 | 1.50 |" in card
     assert "| letters | 5 | 2.001 |" in card
     assert "vllm serve someone/tiny-llama --speculative-config" in card and '"method": "eagle3"' in card
@@ -208,15 +210,17 @@ def test_the_card_marks_what_is_lossy(exported: Path) -> None:
 
 def test_the_card_says_what_the_head_was_trained_on(exported: Path) -> None:
     side = json.loads((exported / "headstart.json").read_text())
-    sources = [{"dataset": "some/chats", "limit": 500}, {"path": "mine.jsonl", "limit": None}]
+    mine = {"path": "mine.jsonl", "limit": None, "sha256": "0123456789abcdef0123"}
+    sources = [{"dataset": "some/chats", "limit": 500}, mine]
     side["recipe"]["data"] = {"sources": sources, "distill": {"prompts": [{"path": "asked.jsonl"}]}}
     side["provenance"] |= {
         "data": {"samples": 1234, "supervised_tokens": 56789},
         "training": {"step": 60, "supervised_tokens": 170367},
     }
     card = render_card("me/head", side, REPORT, ["vllm", "tensorrt_llm"], None, ["acceptance.png"])
-    assert "- [some/chats](https://huggingface.co/datasets/some/chats) (first 500)\n- `mine.jsonl`" in card
-    assert "- answers of the target itself to `asked.jsonl`" in card
+    chats = "- [some/chats](https://huggingface.co/datasets/some/chats) (first 500)\n"
+    assert f"{chats}- own data (sha256 `0123456789abcdef`)\n" in card
+    assert "- answers of the target itself to own data\n" in card and ".jsonl`" not in card
     assert "1,234 conversations; 56,789 supervised tokens in them; 170,367 supervised tokens seen in 60 steps." in card
     assert "![acceptance](acceptance.png)" in card
     assert "trtllm-serve someone/tiny-llama --backend pytorch" in card
@@ -263,7 +267,7 @@ def test_a_registered_target_is_named_as_the_hub_knows_it(exported: Path) -> Non
     side = json.loads((exported / "headstart.json").read_text())
     side["target"] = {"name": "smollm2-135m-instruct"}
     card = render_card("me/head", side, None, ["vllm"])
-    assert '- "HuggingFaceTB/SmolLM2-135M-Instruct"' in card.split("---")[1]
+    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct" in card
 
 

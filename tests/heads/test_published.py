@@ -1,0 +1,178 @@
+"""The boundary: what documents of ours say of this machine stays here, what others need goes out, twice as once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.heads import published as boundary
+from headstart.heads.published import (
+    keep_private,
+    name_of_data,
+    name_of_head,
+    name_of_target,
+    published,
+    published_command,
+    published_text,
+    without_defaults,
+)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(boundary, "_private", {})
+    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("smollm2-135m-instruct", "smollm2-135m-instruct"),
+        ("/data/alice/models/support-llama", "support-llama"),
+        ("~/models/support-llama/", "support-llama"),
+        ("../support-llama", "support-llama"),
+        ("/c/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "Qwen/Qwen3-8B"),
+        ("", ""),
+    ],
+)
+def test_targets(name: str, shown: str) -> None:
+    assert name_of_target(name) == shown == name_of_target(shown)
+
+
+def test_a_directory_that_looks_like_a_hub_name_is_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "alice" / "llama").mkdir(parents=True)
+    (tmp_path / "alice" / "chats").write_text("")
+    assert name_of_target("alice/llama") == "llama" and name_of_head("alice/llama") == "a local head"
+    assert name_of_data("alice/chats") == "own data" and name_of_data("alice/others") == "alice/others"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("workload:thank_you_train", "workload:thank_you_train"),
+        ("/x/site-packages/headstart/data/workloads/thank_you_train.jsonl", "workload:thank_you_train"),
+        ("HuggingFaceH4/ultrachat_200k", "HuggingFaceH4/ultrachat_200k"),
+        ("org/chats-v1.5", "org/chats-v1.5"),
+        ("/home/alice/spec_bench.jsonl", "spec_bench"),
+        ("runs/mine/data/held_out.jsonl", "held-out conversations"),
+        ("runs/mine/data/distilled.jsonl", "the target's own answers"),
+        ("client-acme.jsonl", "own data"),
+        ("data/acme.jsonl.gz", "own data"),
+        ("/home/alice/acme", "own data"),
+    ],
+)
+def test_data(name: str, shown: str) -> None:
+    assert name_of_data(name) == shown == name_of_data(shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see /home/alice/x y.txt", "see LOCAL_PATH y.txt"),
+        ("at '/srv/run 1/a'", "at 'LOCAL_PATH 1/a'"),
+        ("~/a, ../b/c and ./d/e; ~bob/f", "LOCAL_PATH, LOCAL_PATH and LOCAL_PATH; LOCAL_PATH"),
+        ("30 tokens/s, plain / spec., 3/4, and/or", "30 tokens/s, plain / spec., 3/4, and/or"),
+        ("http://u:p@gpu7.corp:8000/v1?key=k#f: slow", "http://SERVER:8000/v1 slow"),
+        ("https://user:p@ss@localhost:8000", "https://localhost:8000"),
+        ("https://huggingface.co/org/name", "https://huggingface.co/org/name"),
+        ("file:///home/alice/x", "LOCAL_PATH"),
+        ("${oc.env:X,/home/alice} ${oc.env: Y}", "${oc.env:X} ${oc.env:Y}"),
+    ],
+)
+def test_sentences(text: str, shown: str) -> None:
+    assert published_text(text) == shown == published_text(shown)
+
+
+def test_what_came_from_the_environment_is_not_found_in_sentences() -> None:
+    keep_private("hunter2-long", "${oc.env:PASS}")
+    keep_private("on", "${oc.env:FLAG}")
+    keep_private("hunter2-longer", "${oc.env:OTHER}")
+    assert published_text("with hunter2-longer and hunter2-long on") == "with ${oc.env:OTHER} and ${oc.env:PASS} on"
+    assert published({"value": "on", "dtype": "on"}) == {"value": "${oc.env:FLAG}", "dtype": "on"}
+    assert without_defaults("a${oc.env:X,b}c") == "a${oc.env:X}c"
+
+
+REPORT: dict[str, Any] = {
+    "target": {"name": "/m/alice/llama-ft", "weight_hash": "ab"},
+    "head": {"path": "runs/acme/head", "type": "eagle3"},
+    "data": {
+        "path": "acme.jsonl, gsm8k.jsonl, b/globex.jsonl",
+        "sha256": "00ff",
+        "parts": [{"path": "acme.jsonl", "sha256": "1"}, {"path": "gsm8k.jsonl"}, {"path": "b/globex.jsonl"}],
+    },
+    "device": "http://alice:pw@gpu7:8000",
+    "tasks": {"acme": {"tau": 2.0}, "gsm8k": {"tau": 3.0}, "globex": {"tau": 4.0}},
+    "greedy_identity": {
+        "divergences": [{"id": "acme/7"}, {"id": "talk:12"}, {"id": "globex/talk:3/turn1"}, {"id": "q9"}]
+    },
+    "engine": {"name": "vllm", "url": "http://alice:pw@gpu7:8000", "model": "/srv/alice/llama-ft"},
+    "recipe": {
+        "name": "acme",
+        "run_dir": "/home/alice/runs/acme",
+        "start_from": "../old/head",
+        "target": {"name": "/m/alice/llama-ft", "chat_template": "acme.jinja", "dtype": "bfloat16"},
+        "data": {"sources": [{"path": "acme.jsonl", "sha256": "1"}, {"dataset": "org/chats"}, {"dataset": "squad"}]},
+        "train": {"project": "acme", "lr": 0.1},
+        "eval": {"data": ["acme.jsonl", "openai/gsm8k", {"path": "workload:thank_you_heldout"}]},
+    },
+    "training": {"checkpoint": "/home/alice/runs/acme/checkpoints/step-4"},
+    "notes": ["runs/acme/head read acme.jsonl in /home/alice"],
+    "command": "headstart eval --head runs/acme/head --data acme.jsonl",
+    "prompts": 3,
+}
+
+
+def test_a_report() -> None:
+    shown = published(REPORT)
+    assert shown == published(shown)
+    assert "acme" not in str(shown) and "alice" not in str(shown) and "pw" not in str(shown)
+    assert shown["target"] == {"name": "llama-ft", "weight_hash": "ab"}
+    assert shown["head"] == {"path": "a local head", "type": "eagle3"}
+    assert shown["data"]["path"] == "own data 1, gsm8k, own data 2" and shown["data"]["sha256"] == "00ff"
+    assert shown["tasks"] == {"own data 1": {"tau": 2.0}, "gsm8k": {"tau": 3.0}, "own data 2": {"tau": 4.0}}
+    ids = [case["id"] for case in shown["greedy_identity"]["divergences"]]
+    assert ids == ["own data 1/7", "own data:12", "own data 2/own data:3/turn1", "q9"]
+    assert shown["device"] == "http://SERVER:8000" == shown["engine"]["url"]
+    assert shown["engine"] == {"name": "vllm", "url": "http://SERVER:8000", "model": "llama-ft"}
+    assert shown["recipe"] == {
+        "start_from": "a local head",
+        "target": {"name": "llama-ft", "chat_template": "own file", "dtype": "bfloat16"},
+        "data": {"sources": [{"path": "own data", "sha256": "1"}, {"dataset": "org/chats"}, {"dataset": "squad"}]},
+        "train": {"lr": 0.1},
+        "eval": {"data": ["own data", "openai/gsm8k", {"path": "workload:thank_you_heldout"}]},
+    }
+    assert shown["training"] == {"checkpoint": "step-4"} and shown["prompts"] == 3
+    assert shown["notes"] == ["a local head read own data in ~"]
+    assert shown["command"] == "headstart eval --head DIR --data FILE.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("headstart run smollm2-eagle3 train.lr=1e-4 seed=3", "headstart run smollm2-eagle3 train.lr=1e-4 seed=3"),
+        ("headstart run /home/alice/acme.yaml name=acme", "headstart run RECIPE.yaml 'name=…'"),
+        (
+            "headstart eval --head me/head@v1 --target /m/acme --data=acme.jsonl --data openai/gsm8k --out acme --json",
+            "headstart eval --head me/head@v1 --target acme --data=FILE.jsonl --data openai/gsm8k --out DIR --json",
+        ),
+        (
+            "headstart eval --engine vllm --url http://a:pw@gpu7:1 --data acme.jsonl eval.max_new_tokens=8",
+            "headstart eval --engine vllm --url http://SERVER:1 --data FILE.jsonl eval.max_new_tokens=8",
+        ),
+        (
+            "headstart run r 'data.distill.prompts=[{path: acme.jsonl, limit: 3}]' 'eval.batch_sizes=[1,2]'",
+            "headstart run r 'data.distill.prompts=[{path: own data, limit: 3}]' 'eval.batch_sizes=[1,2]'",
+        ),
+        ("headstart run r 'train.project=${oc.env:X,acme}'", "headstart run r 'train.project=…'"),
+        ("python -m headstart.bench_decode --out acme.json 0.5", "python -m headstart.bench_decode --out DIR 0.5"),
+        ("python acme.py --tokens 5 /srv/acme", "python SCRIPT.py --tokens 5 FILE"),
+        ("python -m acme.tool x", "python SCRIPT.py x"),
+        ("headstart eval 'unbalanced", "headstart '…'"),
+    ],
+)
+def test_commands(command: str, shown: str) -> None:
+    assert published_command(command) == shown == published_command(shown)

@@ -158,7 +158,10 @@ class ChatFormat:
         cut = self._split(text, [start for _, start, _ in spans])
         turn_ids = [-1] * len(cut.ids)
         stop_at = len(cut.ids)
+        over: Turn | None = None
         for number, (turn, start, end) in enumerate(spans):
+            if turn is over:
+                continue  # tags go on behind a stop token, after which nothing is generated
             first, final = cut.starts[number], number + 1 == len(spans)
             # a tag may leave out the end-of-turn token that stands right behind it
             limit = cut.after(end, first) + self.renderer.tagged
@@ -166,7 +169,7 @@ class ChatFormat:
             if stop is None:
                 past = self._content_end(text, cut, number, messages[turn.index], start, end)
             else:
-                past = stop + 1
+                past, over = stop + 1, turn
                 if final and finish_reason == "length":
                     past = stop  # the answer was cut: its end was never generated
             turn_ids[first:past] = [number] * (past - first)

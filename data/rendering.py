@@ -102,7 +102,6 @@ class Renderer:
 
         Raises: RefusedError with the template's own reason.
         """
-        from jinja2.exceptions import TemplateError as JinjaError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.tool_template if tools else self.template
@@ -116,8 +115,8 @@ class Renderer:
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        except (JinjaError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError) as error:
-            raise RefusedError(f"the chat template refuses it: {error}") from error
+        except Exception as error:  # a template is a program of the model's repository: whatever it raises
+            raise RefusedError(f"the chat template refuses it: {str(error) or type(error).__name__}") from error
         rendered, tags = result
         return rendered[0], [(start, end) for start, end in tags[0]] if tagged else []
 
@@ -175,7 +174,7 @@ def _calls(renderer: Renderer, form: Form) -> str:
     call = {"id": "probe1234", "type": "function", "function": function}  # some templates want nine characters
     tool = {"type": "function", "function": {"name": "probe_name", "description": "", "parameters": {
         "type": "object", "properties": {}}}}  # fmt: skip
-    probe = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    probe: list[Message] = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
     after = [{"role": "tool", "name": "probe_name", "tool_call_id": "probe1234", "content": "1"}, PROBE[1]]
     for messages in (probe, [*probe, *after]):
         text = _try(renderer, form, messages, [tool])

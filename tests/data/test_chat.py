@@ -158,6 +158,16 @@ def test_stop_token_inside_the_text_ends_the_turn(make_chat):
     assert one(make_chat("chatml"), messages).endswith("«0:Hello|<|im_end|>»| there|<|im_end|>|⏎")
 
 
+def test_nothing_is_trained_behind_the_stop_token_of_an_answer(make_chat):
+    twice = TEMPLATES["tagged"].replace(
+        "{{ '<|im_end|>\n' }}{% else %}",
+        "{{ '<|im_end|>\n' }}{% generation %}{{ 'Bye<|im_end|>\n' }}{% endgeneration %}{% else %}",
+    )
+    text = one(make_chat("tagged", template=twice), TWO_TURNS)
+    assert "«0:Hello| there|.|<|im_end|>»|⏎|Bye|<|im_end|>|⏎|" in text, "neither a second answer nor a second end"
+    assert text.count("«") == 2
+
+
 def test_refusals_of_the_template_are_told(make_chat):
     with pytest.raises(RefusedError, match="System role not supported"):
         make_chat("gemma").encode([{"role": "system", "content": "Be kind"}, *TWO_TURNS])

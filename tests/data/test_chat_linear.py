@@ -105,6 +105,10 @@ def test_fast_equals_the_definition(monkeypatch, family, kind):
                 made = outcome(chat.encode, messages, finish, which, tools)
                 expected = outcome(encode_slowly, chat, messages, finish, which, tools)
                 assert made == expected or (family == "forgetful" and made == "leaves out"), (few, messages)
+        for encoded in made if isinstance(made, list) else ():
+            pairs = zip(encoded.token_ids, encoded.turn_ids, encoded.turn_ids[1:] + [-1], strict=True)
+            ends = [turn != following for token, turn, following in pairs if turn >= 0 and token in chat.stop_token_ids]
+            assert all(ends), "a stop token ends its turn, so a turn has one"
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         found = stable_turns(chat.renderer, messages, answers, tools)
         fast += found is not None

@@ -207,3 +207,24 @@ def test_conversation_that_cannot_be_masked_is_dropped_when_others_can(make_chat
     assert report.dropped == {
         "chat template: the prompt before an answer is not the beginning of the text with the answer": ["odd"]
     }
+
+
+def test_what_the_template_leaves_out_is_counted_with_its_reason(tokenizer):
+    tool = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"day": 1}}}
+    thinking = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye", "reasoning_content": "Be"})
+    calling = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    rows = [
+        conversation(),
+        dataclasses.replace(conversation(name="tools"), tools=(tool,)),
+        Conversation("thinking", thinking),
+        Conversation("calling", calling),
+    ]
+    samples, report = tokenize(rows, tokenizer, config(), stops(tokenizer))
+    assert [sample.id for sample in samples] == ["c"]
+    assert report.dropped == {
+        "the chat template leaves out the tools": ["tools"],
+        "the chat template leaves out the reasoning of an answer": ["thinking"],
+        "the chat template leaves out the tool calls of an answer": ["calling"],
+    }
+    assert "dropped 1: the chat template leaves out the tools (tools)" in report.lines()

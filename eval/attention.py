@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.eval.launch import launch
 from headstart.eval.pointwise import LINE_BYTES, launch_options, wants_kernel
 
 try:
@@ -181,7 +182,7 @@ def attend_kernel(
     options = launch_options(out.device)
     per_row, elements = ahead.lines() if ahead is not None and options["OVERLAP"] else (0, 1)
     following = ahead.weight_NK if ahead is not None else out
-    _attend_kernel[(splits, batch * kv_heads, tiles)](
+    launch(_attend_kernel, (splits, batch * kv_heads, tiles),
         q_Rhd, keys, values, visibility.position_BM, visibility.base_B,
         visibility.base_B if tree is None else tree.view(torch.uint8), out if sinks is None else sinks,
         partial, stats, out, count, count if tree is None else tree.shape[2], rows, splits,
@@ -194,7 +195,7 @@ def attend_kernel(
         num_warps=8 if d > 128 or block_rows * d > BLOCK_ROWS * 64 else 4, num_stages=STAGES, **options,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(rows, heads)](
+        launch(_merge_kernel, (rows, heads),
             partial, stats, out if sinks is None else sinks, out, rows, splits,
             H=heads, D=d, BD=triton.next_power_of_2(d), BP=triton.next_power_of_2(splits), SINKS=sinks is not None,
             num_warps=1, **launch_options(out.device),

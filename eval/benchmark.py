@@ -13,6 +13,7 @@ from torch import Tensor
 from headstart.data.chat import RefusedError
 from headstart.data.prompts import Chats, Prompt
 from headstart.data.records import Message, unread_note
+from headstart.eval.choices import Choices
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.decode import Answer, Cycle, Decoded, decode, roomy, slots_needed
 from headstart.eval.drafters import Drafter, build_drafter
@@ -60,7 +61,10 @@ class Decoder:
         if kind == "transformers" or (kind == "auto" and self.target.device.type != "cuda"):
             return None
         try:
-            return FusedModel(model, attention_windows(model.config))
+            device, choices = self.target.device, None
+            if device.type == "cuda":
+                choices = Choices.of(device, fresh=self.config.measure_kernels)
+            return FusedModel(model, attention_windows(model.config), choices)
         except Unfusable as reason:
             if kind == "fused":
                 raise ConfigError(f"eval.engine: found 'fused', but {reason}; set eval.engine=transformers") from reason

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headstart.eval.launch import launch
 from headstart.eval.pointwise import launch_options, wants_kernel
 from headstart.eval.tree import Tree, expand, select
 
@@ -149,7 +150,7 @@ def grow_kernel(growth: Growth, logits_BfU: Tensor) -> Frontier:
     score_Bk = values_Rw.new_empty((batch, kept))
     seen_Bkn = torch.empty((batch, kept, slots), dtype=torch.bool, device=ids_Rw.device)
     block = max(16, triton.next_power_of_2(count * width))
-    _grow_kernel[(batch,)](
+    launch(_grow_kernel, (batch,),
         values_Rw, ids_Rw, total_R, total_R if before is None else before.score_Bk,
         ids_Rw if before is None else before.index_Bk,
         (seen_Bkn if before is None else before.seen_Bkn.contiguous()).view(torch.uint8), growth.length_B,
@@ -184,12 +185,12 @@ def best_kernel(logits_RU: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     sums = torch.empty((rows, parts, 2), dtype=torch.float32, device=device)
     values_Rk = torch.empty((rows, k), dtype=torch.float32, device=device)
     ids_Rk, total_R = torch.empty_like(values_Rk, dtype=torch.int64), values_Rk.new_empty(rows)
-    _part_kernel[(rows, parts)](
+    launch(_part_kernel, (rows, parts),
         logits_RU, order, id_, sums, size, logits_RU.stride(0), K=k, BK=places, BLOCK=block, num_warps=block // 512,
         **options,
     )  # fmt: skip
     spots = triton.next_power_of_2(parts * places)
-    _best_kernel[(rows,)](
+    launch(_best_kernel, (rows,),
         order, id_, sums, values_Rk, ids_Rk, total_R, parts, K=k, BK=places, BS=spots,
         BP=triton.next_power_of_2(parts), num_warps=min(8, max(1, spots // 256)), **options,
     )  # fmt: skip
@@ -210,10 +211,10 @@ def select_kernel(stored: Stored, nodes: int, levels: int, draft_ids_U: Tensor |
     score_BN = stored.score_BS.new_empty((batch, keep))
     valid_BN = torch.empty((batch, keep), dtype=torch.bool, device=device)
     grid = (batch, triton.cdiv(total, BLOCK_CANDIDATES))
-    _rank_kernel[grid](
+    launch(_rank_kernel, grid,
         stored.score_BS, kept_BS, total, keep, BLOCK=BLOCK_CANDIDATES, CHUNK=128, num_warps=4, **launch_options(device)
     )
-    _compact_kernel[grid](
+    launch(_compact_kernel, grid,
         kept_BS, stored.score_BS, stored.token_BS, stored.parent_BS, stored.depth_BS,
         stored.token_BS if draft_ids_U is None else draft_ids_U, tokens_BN, parent_BN, depth_BN, score_BN,
         valid_BN.view(torch.uint8), total, keep, MAPPED=draft_ids_U is not None, BLOCK=BLOCK_CANDIDATES, CHUNK=128,

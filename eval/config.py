@@ -73,6 +73,9 @@ class EvalConfig:
     #: auto = fused kernels and captured cycles on a GPU where the target's layers allow | fused | transformers = the
     #: target's own forward
     engine: str = "auto"
+    #: measure which kernels run fastest, also where an earlier run on such a card has; its choices are kept in
+    #: ~/.cache/headstart/kernels
+    measure_kernels: bool = False
     #: also time the parts of a cycle: drafting, the target's forward, the rest
     cycle_parts: bool = True
     #: conversations decoded together

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.eval.launch import launch
 from headstart.eval.pointwise import launch_options, wants_kernel
 from headstart.eval.tree import Tree, with_root
 
@@ -65,7 +66,7 @@ def lay_out_kernel(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
     tokens_BM, position_BM, write_BM = (roots_B.new_empty((batch, count)) for _ in range(3))
     mask = None if tree.linear else torch.empty((batch, count, count), dtype=torch.bool, device=roots_B.device)
     tokens, parent, depth = (_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.depth_BN))
-    _lay_out_kernel[(batch, count)](
+    launch(_lay_out_kernel, (batch, count),
         tokens, parent, depth, roots_B, length_B, tokens_BM, position_BM, write_BM,
         tokens_BM if mask is None else mask.view(torch.uint8), count, tree.levels,
         tokens.stride(0), parent.stride(0), depth.stride(0),
@@ -84,7 +85,7 @@ def walk_kernel(tree: Tree, choice_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     path_BK = choice_BM.new_empty((batch, levels))
     accepted_B, next_B = choice_BM.new_empty(batch), choice_BM.new_empty(batch)
     tokens, parent, valid = (_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.valid_BN))
-    _walk_kernel[(batch,)](
+    launch(_walk_kernel, (batch,),
         tokens, parent, valid.view(torch.uint8), choice_BM, path_BK, accepted_B, next_B, tree.nodes, levels,
         tokens.stride(0), parent.stride(0), valid.stride(0),
         BN=triton.next_power_of_2(max(tree.nodes, 1)), num_warps=1, **launch_options(choice_BM.device),
@@ -101,7 +102,7 @@ def synthetic_kernel(
     path_BK = choice_BM.new_empty((batch, levels))
     accepted_B, next_B = choice_BM.new_empty(batch), choice_BM.new_empty(batch)
     parent, depth, valid = (_rows(part) for part in (tree.parent_BN, tree.depth_BN, tree.valid_BN))
-    _synthetic_kernel[(batch,)](
+    launch(_synthetic_kernel, (batch,),
         parent, depth, valid.view(torch.uint8), choice_BM, uniform_BK, rate_K, path_BK, accepted_B, next_B,
         tree.nodes, levels, rate_K.shape[0], parent.stride(0), depth.stride(0), valid.stride(0),
         BN=triton.next_power_of_2(max(tree.nodes, 1)), BK=triton.next_power_of_2(levels + 1), num_warps=1,
@@ -155,7 +156,7 @@ def take_path_kernel(
     made = [roots_B.new_empty(shape) for shape in ((batch, levels + 1), (batch,), (batch, levels + 1), (batch,))]
     moves = [roots_B.new_empty((batch, levels)) for _ in range(2)]
     tokens = _rows(tree.tokens_BN)
-    _take_path_kernel[(batch,)](
+    launch(_take_path_kernel, (batch,),
         tokens, roots_B, path_BK.contiguous(), active_B.view(torch.uint8), length_B, *made, *moves, levels,
         tokens.stride(0), bin, BJ=triton.next_power_of_2(levels + 1), num_warps=1, **launch_options(roots_B.device),
     )  # fmt: skip
@@ -213,7 +214,7 @@ def advance_kernel(
     batch, width = taken.tokens_BJ.shape
     table, after = roots_B.new_empty((batch, width + 4)), [torch.empty_like(x) for x in (roots_B, left_B, active_B)]
     depth, valid, stops = (_rows(part) for part in (tree.depth_BN, tree.valid_BN, stop_BS))
-    _advance_kernel[(batch,)](
+    launch(_advance_kernel, (batch,),
         taken.tokens_BJ, taken.count_B, taken.length_B, next_B, roots_B, left_B, active_B.view(torch.uint8), stops,
         depth, valid.view(torch.uint8), table, after[0], after[1], after[2].view(torch.uint8), width, tree.nodes,
         stops.shape[1], stops.stride(0), depth.stride(0), valid.stride(0), BJ=triton.next_power_of_2(width),
@@ -282,7 +283,7 @@ def line_up_kernel(
     tokens_BW = tokens_BW.contiguous()
     shifted_BW, position_BW, write_BW = (torch.empty_like(tokens_BW) for _ in range(3))
     last_B1, after_B, ahead_DB = (roots_B.new_empty(shape) for shape in ((batch, 1), (batch,), (levels, batch)))
-    _line_up_kernel[(batch,)](
+    launch(_line_up_kernel, (batch,),
         tokens_BW, count_B, roots_B, length_B, shifted_BW, position_BW, write_BW, last_B1, after_B, ahead_DB,
         width, levels, batch, bin,
         BW=triton.next_power_of_2(max(width, levels)), num_warps=1, **launch_options(roots_B.device),

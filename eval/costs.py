@@ -183,7 +183,7 @@ def _draft_seconds(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]
         return 0.0
     loop = started_loop(decoder, drafter, contexts)
     if loop.captures:
-        drafter.tune(len(contexts))
+        drafter.tune(len(contexts), loop.engine.choices)
     return loop_seconds(loop, lambda: drafter.propose(loop.roots_B, None), repeats)
 
 

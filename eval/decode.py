@@ -200,12 +200,12 @@ class Loop:
             setattr(owner, name, tensor)
 
     def tune(self) -> None:
-        """Choose how the products of a cycle run, by measurement (CUDA only), after `start`."""
+        """Choose how the products of a cycle run (CUDA only), after `start`."""
         nodes = self.drafter.max_nodes if self.drafter is not None else 0
         if self.engine.fused is not None:
             self.engine.fused.tune(self.engine.batch * (nodes + 1))
         if self.drafter is not None:
-            self.drafter.tune(self.engine.batch)
+            self.drafter.tune(self.engine.batch, self.engine.choices)
 
     def start(self, contexts: list[list[int]], limits: list[int], stops: list[set[int]]) -> None:
         """Prefill, choose the first roots, hand the contexts to the drafter."""

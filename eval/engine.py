@@ -19,9 +19,11 @@ from torch import Tensor
 
 from headstart.eval.attention import Visibility, visible_slots
 from headstart.eval.cache import StaticKV
+from headstart.eval.choices import Choices
 from headstart.eval.control import Taken, lay_out, take_path
 from headstart.eval.fused import Buffers, FusedModel
 from headstart.eval.graphs import warm_up
+from headstart.eval.launch import compile_ahead
 from headstart.eval.pointwise import take_rows
 from headstart.eval.tree import Tree
 from headstart.heads.base import FeatureSpec
@@ -122,6 +124,11 @@ class Engine:
     def captures(self) -> bool:
         """Whether forwards may be captured as CUDA graphs: nothing in them asks the host."""
         return self.fused is not None and self.device.type == "cuda"
+
+    @property
+    def choices(self) -> Choices | None:
+        """How products run fastest on this card, where that is known."""
+        return None if self.fused is None else self.fused.choices
 
     @property
     def state(self) -> list[str]:
@@ -238,10 +245,26 @@ class Engine:
         key = width, self.spec
         if key not in self._chunks:
             began = time.perf_counter()
+            self._compile_chunks()
             pool = next(iter(self._chunks.values())).pool if self._chunks else None
             self._chunks[key] = ChunkGraph(self, width, pool)
             self.capture_s += time.perf_counter() - began
         return self._chunks[key].run(tokens_BM, position_BM)
+
+    def _compile_chunks(self) -> None:
+        """Compile what a prompt of any length needs, before the first chunk of these buffers is captured."""
+        assert self.fused is not None
+        if self._chunks:
+            return
+        widths = [NARROWEST << n for n in range(self.prefill_chunk.bit_length()) if NARROWEST << n < self.prefill_chunk]
+
+        def chunks() -> None:
+            for width in [*widths, self.prefill_chunk]:
+                if self._captures_chunks(width):
+                    tokens_BM = torch.zeros((self.batch, width), dtype=torch.int64, device=self.device)
+                    self._chunk_forward(tokens_BM, torch.full_like(tokens_BM, -1), width)
+
+        compile_ahead(chunks)
 
     def _chunk_forward(self, tokens_BM: Tensor, position_BM: Tensor, reach: int) -> Step:
         write_BM = torch.where(position_BM >= 0, position_BM, self.kv.bin)

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.eval.attention import Ahead, AttendShape, Visibility, attend
-from headstart.eval.linear import MAX_ROWS, Linear, Measured, graph_time, row_bucket, tune
+from headstart.eval.choices import Choices
+from headstart.eval.launch import compile_ahead
+from headstart.eval.linear import MAX_ROWS, Linear, Measured, graph_time, row_bucket, tune, undecided
 from headstart.eval.pointwise import (
     NormWeights,
     RopeStore,
@@ -339,16 +341,17 @@ class FusedModel:
     Args:
         model: transformers causal LM in eval mode.
         windows: attention kind → window, as engine.attention_windows gives.
+        choices: how products run fastest on this card, read and added to by `tune`; None: `tune` always measures.
     Raises: Unfusable when a layer's structure is not covered or the outputs differ.
     """
 
-    def __init__(self, model: nn.Module, windows: dict[str, int | None]):
+    def __init__(self, model: nn.Module, windows: dict[str, int | None], choices: Choices | None = None):
         places = {str(parameter.device) for parameter in model.parameters()}
         if len(places) > 1:
             raise Unfusable(f"its layers are on several devices: {', '.join(sorted(places))}")
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise Unfusable("its parameters are sharded")
-        self.windows, self._slot = windows, _Slot()
+        self.windows, self.choices, self._slot = windows, choices, _Slot()
         config = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
         self.view = shallow_copy(model)
@@ -378,14 +381,27 @@ class FusedModel:
         return [self.head.linear, *(linear for layer in self.layers for linear in layer.linears())]
 
     def tune(self, rows: int) -> dict[str, float]:
-        """Choose how products of `rows` rows run, by measurement (CUDA only).
+        """Choose how products of `rows` rows run, as `choices` say or by measurement (CUDA only).
 
         Returns: "N×K[ activation] rows" → microseconds of the chosen way, measured by itself.
         """
+        groups = undecided(self.linears(), rows)
+        if not groups:
+            return {}
+        about = str((self.layers[0].rope.heads, self.layers[0].rope.kv_heads, self.layers[0].rope.head_dim))
+        if self.choices is not None and (kept := self.choices.read(groups, rows, about)) is not None:
+            self._hide(rows, kept.hidden_bytes)
+            return {f"{name} {rows}": microseconds for name, microseconds in kept.microseconds.items()}
         found = tune(self.linears(), rows)
-        if found:
-            self._settle(found, rows)
-        return {f"{each.name()} {rows}": each.times[each.linears[0].tiles[row_bucket(rows)]] for each in found}
+        self._settle(found, rows)
+        if self.choices is not None:
+            self.choices.keep(found, rows, self.layers[0].hidden_bytes[row_bucket(rows)], about)
+        return {f"{each.name()} {rows}": each.times[each.chosen(rows)] for each in found}
+
+    def _hide(self, rows: int, hidden: int) -> None:
+        """Have attention ask for so many bytes of the output projection."""
+        for layer in self.layers:
+            layer.hidden_bytes[row_bucket(rows)] = hidden
 
     def _settle(self, found: list[Measured], rows: int, context: int = 512) -> None:
         """Choose among what measured close by itself, and how much of its output projection attention asks for: timed
@@ -394,20 +410,23 @@ class FusedModel:
         run = self._stack(layers, rows, context)
 
         def choose_fastest(ways: Iterable[W], choose: Callable[[W], None]) -> None:
-            times = {}
+            times, ways = {}, list(ways)
+
+            def all_ways() -> None:
+                for way in ways:
+                    choose(way)
+                    run()
+
+            compile_ahead(all_ways)
             for way in ways:
                 choose(way)
                 times[way] = graph_time(run, 15)
             choose(min(times, key=lambda way: times[way]))
 
-        def hide(hidden: int) -> None:
-            for layer in self.layers:
-                layer.hidden_bytes[row_bucket(rows)] = hidden
-
         for measured in found:
             if len(measured.close) > 1 and any(linear in measured.linears for linear in layers[0].linears()):
                 choose_fastest(measured.close, partial(measured.choose, rows))
-        choose_fastest(HIDDEN_BYTES, hide)
+        choose_fastest(HIDDEN_BYTES, partial(self._hide, rows))
 
     def _stacked(self) -> list[FusedLayer]:
         """As many layers as push each other's weights out of the cache: they come from memory in a whole model."""
@@ -484,9 +503,9 @@ class FusedModel:
         tokens_BT = torch.randint(0, vocabulary, (2, length), generator=noise).to(self.device)
         position_BT = torch.arange(length, device=self.device).expand(2, length)
         before = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
-        logits, hidden, _ = self.forward(
-            tokens_BT, Visibility(position_BT, position_BT, position_BT[:, 0]), self.buffers(2, length)
-        )
+        given = tokens_BT, Visibility(position_BT, position_BT, position_BT[:, 0]), self.buffers(2, length)
+        compile_ahead(lambda: self.forward(*given))
+        logits, hidden, _ = self.forward(*given)
         pairs = {"hidden states": (hidden, before.hidden_states[-1]), "logits": (logits, before.logits)}
         for name, (mine, theirs) in pairs.items():
             distance = float((mine.float() - theirs.float()).norm() / theirs.float().norm())

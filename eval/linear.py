@@ -10,7 +10,7 @@ Shape legend: R rows, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.eval.graphs import warm_up
+from headstart.eval.launch import compile_ahead, launch
 from headstart.eval.pointwise import LINE_BYTES, NormWeights, launch_options, rms_norm, wants_kernel
 
 try:
@@ -112,6 +113,11 @@ class Linear:
     def outputs(self) -> int:
         return self.weight_NK.shape[0] // (2 if self.activation is not None else 1)
 
+    @property
+    def product(self) -> tuple[Any, ...]:
+        """What the time of a product depends on: its sizes, and what stands before and after it."""
+        return tuple(self.weight_NK.shape), self.activation, self.bias_N is not None, self.residual
+
     def __call__(self, x_RK: Tensor, residual_RN: Tensor | None = None) -> Tensor:
         tiles = self._tiles(x_RK)
         if tiles is None:
@@ -182,14 +188,14 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     }
     even = not tiles.whole and inputs % tiles.inputs == 0
     if tiles.vector:
-        _vector_kernel[(triton.cdiv(outputs, tiles.outputs),)](
+        launch(_vector_kernel, (triton.cdiv(outputs, tiles.outputs),),
             x_RK, weight_NK, bias, residual, out_RN, outputs, inputs,
             BN=tiles.outputs, BK=tiles.inputs, EVEN=even, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
         )  # fmt: skip
         return out_RN
     if tiles.whole:
         # gate and up are tiles of their own
-        _whole_kernel[(triton.cdiv(outputs, tiles.outputs), 1)](
+        launch(_whole_kernel, (triton.cdiv(outputs, tiles.outputs), 1),
             x_RK,
             weight_NK,
             bias,
@@ -204,7 +210,7 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         )
         return out_RN
     tile_outputs = max(16, tiles.outputs // 2) if paired else tiles.outputs
-    _linear_kernel[(triton.cdiv(outputs, tile_outputs),)](
+    launch(_linear_kernel, (triton.cdiv(outputs, tile_outputs),),
         x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
         BR=max(16, row_bucket(rows)), BN=tile_outputs, BK=tiles.inputs, EVEN=even,
         num_warps=tiles.warps, num_stages=tiles.stages, SPLITS=1, **_prefetched(weight_NK, tiles), **flags,
@@ -256,13 +262,13 @@ def split_kernel(x_RK: Tensor, linear: Linear, tiles: Tiles) -> Parts:
     (rows, inputs), outputs = x_RK.shape, linear.outputs
     sums_SRN = torch.empty((tiles.splits, rows, outputs), dtype=torch.float32, device=x_RK.device)
     if tiles.whole:
-        _whole_kernel[(triton.cdiv(outputs, tiles.outputs), tiles.splits)](
+        launch(_whole_kernel, (triton.cdiv(outputs, tiles.outputs), tiles.splits),
             x_RK, linear.weight_NK, sums_SRN, sums_SRN, sums_SRN, rows, outputs, inputs, inputs // tiles.splits,
             PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, **_whole_options(x_RK, tiles),
             **launch_options(x_RK.device),
         )  # fmt: skip
         return Parts(sums_SRN, x_RK.dtype)
-    _linear_kernel[(triton.cdiv(outputs, tiles.outputs), tiles.splits)](
+    launch(_linear_kernel, (triton.cdiv(outputs, tiles.outputs), tiles.splits),
         x_RK, linear.weight_NK, sums_SRN, sums_SRN, sums_SRN, rows, outputs, inputs,
         PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, EVEN=True, SPLITS=tiles.splits,
         BR=max(16, row_bucket(rows)), BN=tiles.outputs, BK=tiles.inputs,
@@ -281,7 +287,7 @@ def join_kernel(
     normed_RN = torch.empty_like(out_RN) if norm is not None else out_RN
     block = triton.next_power_of_2(outputs)
     bias, residual = (out_RN if extra is None else extra for extra in (bias_N, residual_RN))
-    _join_kernel[(rows,)](
+    launch(_join_kernel, (rows,),
         parts.sums_SRN, bias, residual, norm.factor_D if norm is not None else out_RN, out_RN, normed_RN, rows,
         outputs, norm.eps if norm is not None else 0.0, BIAS=bias_N is not None, RESIDUAL=residual_RN is not None,
         NORM=norm is not None, SPLITS=splits, BLOCK=block, num_warps=min(16, max(1, block // 256)),
@@ -303,6 +309,10 @@ class Measured:
         ways = sorted(self.times, key=lambda tiles: self.times[tiles])
         return [tiles for tiles in ways[:MOST_CLOSE] if self.times[tiles] <= CLOSE * self.times[ways[0]]]
 
+    def chosen(self, rows: int) -> Tiles | None:
+        """How these products of `rows` rows run now."""
+        return self.linears[0].tiles[row_bucket(rows)]
+
     def choose(self, rows: int, tiles: Tiles | None) -> None:
         """Run these products of `rows` rows this way."""
         for linear in self.linears:
@@ -320,17 +330,29 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> list[Measured]:
     Args: linears: all products of a model; those of one shape are run in turn, so that no weight stays in the cache.
     Returns: what was measured; nothing for products that had been chosen before.
     """
+    groups = undecided(linears, rows)
+
+    def candidates_once() -> None:
+        for members in groups:
+            for _, run in runs(members[:1], rows):
+                run()
+
+    compile_ahead(candidates_once)
+    found = [Measured(members, measure(members, rows, replays)) for members in groups]
+    for measured in found:
+        measured.choose(rows, measured.close[0])
+    return found
+
+
+def undecided(linears: list[Linear], rows: int) -> list[list[Linear]]:
+    """Products that kernels may run and for which nothing is chosen yet, those of one shape together."""
     if rows > MAX_ROWS or not linears or not wants_kernel(linears[0].weight_NK):
         return []
     groups: dict[tuple[Any, ...], list[Linear]] = {}
     for linear in linears:
-        key = (tuple(linear.weight_NK.shape), linear.activation, linear.bias_N is not None, linear.residual)
         if row_bucket(rows) not in linear.tiles:
-            groups.setdefault(key, []).append(linear)
-    found = [Measured(members, measure(members, rows, replays)) for members in groups.values()]
-    for measured in found:
-        measured.choose(rows, measured.close[0])
-    return found
+            groups.setdefault(linear.product, []).append(linear)
+    return list(groups.values())
 
 
 def in_turn(members: list[Linear], cache: int) -> list[Linear]:
@@ -375,18 +397,26 @@ def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
 
 
 def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
-    """Microseconds per product of every candidate (None = cuBLAS), each with the norm that stands beside it: behind the
-    ones that add a residual, before the others. What a product fetches ahead counts only behind another kernel.
+    """Microseconds per product of every candidate (None = cuBLAS). Args: members: products of one shape."""
+    members = in_turn(members, torch.cuda.get_device_properties(members[0].weight_NK.device).L2_cache_size)
+    times: dict[Tiles | None, float] = {}
+    for tiles, run in runs(members, rows):
+        try:
+            times[tiles] = graph_time(run, replays) / len(members) * 1e3
+        except triton.runtime.errors.OutOfResources:
+            # tiles that this card's shared memory cannot hold
+            continue
+    return times
 
-    Args: members: products of one shape.
-    """
+
+def runs(members: list[Linear], rows: int) -> Iterator[tuple[Tiles | None, Callable[[], None]]]:
+    """Every candidate (None = cuBLAS) with a run of all `members`, each with the norm that stands beside it: behind the
+    ones that add a residual, before the others. What a product fetches ahead counts only behind another kernel."""
     weight_NK = members[0].weight_NK
-    members = in_turn(members, torch.cuda.get_device_properties(weight_NK.device).L2_cache_size)
     x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
     residual_RN = x_RK.new_zeros((rows, members[0].outputs))
     width = members[0].outputs if members[0].residual else weight_NK.shape[1]
     norm = NormWeights(torch.ones(width, device=weight_NK.device), 1e-6)
-    times: dict[Tiles | None, float] = {}
     for tiles in candidates(members[0], rows):
 
         def run(tiles: Tiles | None = tiles) -> None:
@@ -400,12 +430,7 @@ def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | 
                 else:
                     linear_kernel(normed_RK, linear, None, tiles)
 
-        try:
-            times[tiles] = graph_time(run, replays) / len(members) * 1e3
-        except triton.runtime.errors.OutOfResources:
-            # tiles that this card's shared memory cannot hold
-            continue
-    return times
+        yield tiles, run
 
 
 def graph_time(run: Callable[[], object], replays: int = 5, warmup: int = 2) -> float:

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from headstart.eval.launch import launch
 from headstart.heads.elementwise import rotate_eager
 
 try:
@@ -83,7 +84,7 @@ def rms_norm_kernel(x_RD: Tensor, norm: NormWeights) -> Tensor:
     if rows:
         block = triton.next_power_of_2(width)
         warps = min(16, max(1, block // 512))
-        _rms_norm_kernel[(rows,)](
+        launch(_rms_norm_kernel, (rows,),
             x_RD, norm.factor_D, out_RD, width, norm.eps, BLOCK=block, num_warps=warps,
             **launch_options(x_RD.device),
         )  # fmt: skip
@@ -170,7 +171,7 @@ def rope_store_kernel(
     q_factor = shape.q_norm.factor_D if shape.q_norm is not None else qkv_RC
     k_factor = shape.k_norm.factor_D if shape.k_norm is not None else qkv_RC
     at = write_BM if position_BM is None else position_BM
-    _rope_store_kernel[(rows, triton.cdiv(h + 2 * g, HEADS_PER_PROGRAM))](
+    launch(_rope_store_kernel, (rows, triton.cdiv(h + 2 * g, HEADS_PER_PROGRAM)),
         qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_factor, k_factor, q_Rhd, keys, values,
         write_BM.contiguous(), at.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1),
         keys.stride(2), cos_RW.shape[-1] // 2, shape.q_norm.eps if shape.q_norm is not None else 0.0,
@@ -212,7 +213,7 @@ def take_rows_kernel(x: Tensor, row_Bn: Tensor) -> Tensor:
     if taken.numel():
         source, out = (part.view(torch.uint8) if part.dtype == torch.bool else part for part in (x, taken))
         block = min(1024, triton.next_power_of_2(width))
-        _take_rows_kernel[(batch * count, triton.cdiv(width, block))](
+        launch(_take_rows_kernel, (batch * count, triton.cdiv(width, block)),
             source, row_Bn.contiguous(), out, count, before, width, BLOCK=block, num_warps=max(1, block // 256),
             **launch_options(x.device),
         )  # fmt: skip
@@ -239,7 +240,7 @@ def move_slots(whole: Tensor, source_BJ: Tensor, target_BJ: Tensor) -> None:
 def move_slots_kernel(whole: Tensor, source_BJ: Tensor, target_BJ: Tensor) -> None:
     layers, two, batch, kv_heads, slots, d = whole.shape
     count = source_BJ.shape[1]
-    _move_slots_kernel[(layers * two * kv_heads, batch)](
+    launch(_move_slots_kernel, (layers * two * kv_heads, batch),
         whole, source_BJ.contiguous(), target_BJ.contiguous(), batch, kv_heads, slots, count,
         D=d, BD=triton.next_power_of_2(d), BJ=triton.next_power_of_2(count), num_warps=1,
         **launch_options(whole.device),
@@ -289,7 +290,7 @@ def draft_input_kernel(
     of_embedding, of_feature = source.norms or (NormWeights(g_BfD, 0.0), NormWeights(g_BfD, 0.0))
     if rows:
         block = triton.next_power_of_2(width)
-        _draft_input_kernel[(rows, 2)](
+        launch(_draft_input_kernel, (rows, 2),
             tokens_BN.contiguous(), source.embed_VD, g_BfD, tokens_BN if under_BN is None else under_BN.contiguous(),
             of_embedding.factor_D, of_feature.factor_D, out_RC, taken_RD, count, before, width,
             source.embed_VD.stride(0), of_embedding.eps, of_feature.eps, NORM=source.norms is not None,
@@ -330,7 +331,7 @@ def pick_kernel(q_RC: Tensor, residual_RD: Tensor, position_BM: Tensor, write_BM
         torch.empty_like(only_B1), torch.empty_like(only_B1),
     )  # fmt: skip
     widest = max(q_RC.shape[1], residual_RD.shape[1])
-    _pick_kernel[(batch, triton.cdiv(widest, 1024))](
+    launch(_pick_kernel, (batch, triton.cdiv(widest, 1024)),
         q_RC, residual_RD, position_BM.contiguous(), write_BM.contiguous(), only_B1.contiguous(), picked.q_BC,
         picked.residual_BD, picked.position_B1, picked.write_B1, count, q_RC.shape[1], residual_RD.shape[1],
         BLOCK=1024, num_warps=4, **launch_options(q_RC.device),
@@ -365,7 +366,7 @@ if triton is not None:
         scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
         tl.store(out + row * width + channel, (value * scale * by).to(out.dtype.element_ty), mask=inside)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count", "before"])
     def _take_rows_kernel(x, at, out, count, before, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
         await_previous(OVERLAP)
         row = tl.program_id(0).to(tl.int64)

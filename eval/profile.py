@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.eval.choices import Choices
 from headstart.eval.config import TreeConfig
 from headstart.eval.decode import Answer
 from headstart.eval.drafters import Drafter
@@ -128,8 +129,8 @@ class Recorder:
         #: per row of the batch: (drafts committed before, candidates) of every cycle; see `static_profile`
         self.proposals: list[list[tuple[int, NDArray[np.int64]]]] = []
 
-    def tune(self, batch: int) -> None:
-        self.drafter.tune(batch)
+    def tune(self, batch: int, choices: Choices | None = None) -> None:
+        self.drafter.tune(batch, choices)
 
     def start(self, context: Rows, capacity: int) -> None:
         self.offsets = [0] * context.tokens_BJ.shape[0]

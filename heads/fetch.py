@@ -128,10 +128,15 @@ def locate_target(name: str) -> tuple[str, str | None]:
     return name, hub_refusal()
 
 
-def default_cache() -> Path:
-    """$HEADSTART_CACHE/targets, or ~/.cache/headstart/targets."""
+def cache_folder(name: str) -> Path:
+    """$HEADSTART_CACHE/NAME, or ~/.cache/headstart/NAME."""
     root = os.environ.get("HEADSTART_CACHE")
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "headstart") / "targets"
+    return (Path(root).expanduser() if root else Path.home() / ".cache" / "headstart") / name
+
+
+def default_cache() -> Path:
+    """Where targets are kept."""
+    return cache_folder("targets")
 
 
 def fetch_target(name: str, cache_dir: Path | None = None) -> Path:

@@ -16,12 +16,14 @@ from torch.nn import functional as F
 
 from headstart.eval.attention import Visibility
 from headstart.eval.candidates import Growth
+from headstart.eval.choices import Choices
 from headstart.eval.choose import argmax
 from headstart.eval.config import TreeConfig
 from headstart.eval.control import Lined, line_up
 from headstart.eval.draft import DraftStep
 from headstart.eval.engine import Rows
 from headstart.eval.fused import Buffers
+from headstart.eval.launch import compile_ahead
 from headstart.eval.pointwise import take_rows
 from headstart.eval.sampling import Sampling, draw, penalise, probabilities
 from headstart.eval.tree import Tree, chain
@@ -29,8 +31,8 @@ from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import ConfigError
 
-#: context rows per pass when a batch starts
-START_CHUNK = 256
+#: context rows per pass when a batch starts: whole chunks, and a power of two that holds the rest
+START_CHUNK, NARROWEST_START = 256, 32
 
 
 class AutoregressiveDrafter:
@@ -56,19 +58,19 @@ class AutoregressiveDrafter:
         names = ["length_B", "pending_BJ", "pending_g_BJH", "pending_B"]
         return names if self.seen_BV is None else [*names, "seen_BV"]
 
-    def tune(self, batch: int) -> None:
-        """Choose how the draft's products run, by measurement (CUDA only)."""
+    def tune(self, batch: int, choices: Choices | None = None) -> None:
+        """Choose how the draft's products run, as `choices` say or by measurement (CUDA only)."""
         assert self.step is not None
         for rows in sorted({batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}):
-            self.step.tune(rows)
+            self.step.tune(rows, choices)
 
     # context -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:
-        batch, width = context.tokens_BJ.shape
+        batch = context.tokens_BJ.shape[0]
         scratch = self.tree.depth * (self.tree.k if self.dynamic else 1)
-        self._prepare(batch, capacity + scratch, context.tokens_BJ.device)
+        self._prepare(context, capacity + scratch)
         self.length_B = torch.zeros_like(context.count_B)
         self.seen_BV: Tensor | None = None
         if self.sampling.penalises:
@@ -76,16 +78,30 @@ class AutoregressiveDrafter:
             self.seen_BV = torch.zeros(shape, dtype=torch.bool, device=context.tokens_BJ.device)
         self._see(context.tokens_BJ, context.count_B)
         # every row but the last has its next token already; the last waits for the root
-        next_BJ = F.pad(context.tokens_BJ[:, 1:], (0, 1))
         known_B = context.count_B - 1
-        for begin in range(0, width - 1, START_CHUNK):
-            columns = slice(begin, min(begin + START_CHUNK, width - 1))
-            count_B = (known_B - begin).clamp(0, columns.stop - begin)
-            self._rows(next_BJ[:, columns], self._fuse(context, columns), count_B)
+        self._take_over(replace(context, tokens_BJ=F.pad(context.tokens_BJ[:, 1:], (0, 1))), known_B)
         self._pend(_only(context, known_B[:, None]))
 
-    def _prepare(self, batch: int, slots: int, device: torch.device) -> None:
+    def _take_over(self, rows: Rows, count_B: Tensor) -> None:
+        """Append the first `count_B` rows of each sequence to the draft KV, in passes of few different widths: kernels
+        are compiled for a width."""
+        widths = start_widths(rows.tokens_BJ.shape[1])
+        rows, begin = _padded(rows, sum(widths)), 0
+        for width in widths:
+            columns = slice(begin, begin + width)
+            self._rows(rows.tokens_BJ[:, columns], self._fuse(rows, columns), (count_B - begin).clamp(0, width))
+            begin += width
+
+    def _take_over_zeros(self, like: Rows) -> None:
+        """A pass of every width that a start may take."""
+        columns = NARROWEST_START
+        while columns <= START_CHUNK:
+            self._take_over(_zero_rows(like, columns), torch.zeros_like(like.count_B))
+            columns *= 2
+
+    def _prepare(self, context: Rows, slots: int) -> None:
         """Weights and buffers; those of an earlier batch serve again where they fit."""
+        batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
         if self.step is None or self.step.tables[0].shape[0] < slots:
             self.step = DraftStep(self.head, slots)
         if self.kv is None or self.kv.keys[0].shape[0] != batch or self.kv.capacity != slots:
@@ -93,6 +109,8 @@ class AutoregressiveDrafter:
             self.kv = Buffers([shape], batch, slots, self.step.dtype, device)
             # captured cycles read its parents and depths where they stand, as they do the buffers
             self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=device))
+            self.length_B = torch.zeros_like(context.count_B)
+            compile_ahead(lambda: self._take_over_zeros(context))
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
@@ -188,8 +206,9 @@ class AutoregressiveDrafter:
         """Append the first `count_B` rows of each to the draft KV, from target features."""
         assert self.kv is not None
         column_J = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device)
-        position_BJ = self.length_B[:, None] + column_J
-        write_BJ = torch.where(column_J < count_B[:, None], position_BJ, self.kv.bin)
+        real_BJ = column_J < count_B[:, None]
+        write_BJ = torch.where(real_BJ, self.length_B[:, None] + column_J, self.kv.bin)
+        position_BJ = torch.where(real_BJ, write_BJ, -1)
         # what is drafted goes nowhere: one row is drafted for form's sake
         first_B1 = torch.zeros_like(count_B)[:, None]
         self._pass(tokens_BJ, g_BJH, Visibility(position_BJ, write_BJ, self.length_B), first_B1)
@@ -231,6 +250,40 @@ def _seen_on_path(seen_BfU: Tensor | None, growth: Growth) -> Tensor | None:
     assert nodes is not None
     token_Bk = growth.stored.token_BS.gather(1, nodes.index_Bk)
     return take_rows(seen_BfU, nodes.under_Bk).scatter(2, token_Bk[:, :, None], True)
+
+
+def start_widths(columns: int) -> list[int]:
+    """Widths of the passes that take over so many columns.
+
+    >>> start_widths(600), start_widths(3)
+    ([256, 256, 128], [32])
+    """
+    whole, rest = divmod(columns, START_CHUNK)
+    return [START_CHUNK] * whole + ([max(1 << (rest - 1).bit_length(), NARROWEST_START)] if rest else [])
+
+
+def _padded(rows: Rows, columns: int) -> Rows:
+    """The rows with columns of zeros behind them."""
+    more = columns - rows.tokens_BJ.shape[1]
+    hidden, streams = rows.hidden_BJD, rows.streams_BJkD
+    return Rows(
+        F.pad(rows.tokens_BJ, (0, more)),
+        rows.count_B,
+        None if hidden is None else F.pad(hidden, (0, 0, 0, more)),
+        None if streams is None else F.pad(streams, (0, 0, 0, 0, 0, more)),
+    )
+
+
+def _zero_rows(like: Rows, columns: int) -> Rows:
+    """Rows of so many columns that hold zeros."""
+    tokens_BJ, hidden, streams = like.tokens_BJ, like.hidden_BJD, like.streams_BJkD
+    batch = tokens_BJ.shape[0]
+    return Rows(
+        tokens_BJ.new_zeros((batch, columns)),
+        torch.zeros_like(like.count_B),
+        None if hidden is None else hidden.new_zeros((batch, columns, *hidden.shape[2:])),
+        None if streams is None else streams.new_zeros((batch, columns, *streams.shape[2:])),
+    )
 
 
 def _only(rows: Rows, at_B1: Tensor) -> Rows:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headstart.eval.choices import Choices
 from headstart.eval.engine import Rows
 from headstart.eval.tree import Tree
 from headstart.heads.base import FeatureSpec
@@ -34,8 +35,8 @@ class Drafter(Protocol):
     @property
     def state(self) -> list[str]: ...
 
-    def tune(self, batch: int) -> None:
-        """Choose how the draft's products run, by measurement, after a first `start` (CUDA only)."""
+    def tune(self, batch: int, choices: Choices | None = None) -> None:
+        """Choose how the draft's products run, as `choices` say or by measurement, after a first `start` (CUDA)."""
         ...
 
     def start(self, context: Rows, capacity: int) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.candidates import top_ids
+from headstart.eval.choices import Choices
 from headstart.eval.config import TreeConfig
 from headstart.eval.engine import Rows
 from headstart.eval.sampling import Sampling, best, draw, penalise, probabilities
@@ -47,7 +48,7 @@ class MedusaDrafter:
     def state(self) -> list[str]:
         return ["hidden_BD"] if self.seen_BV is None else ["hidden_BD", "seen_BV"]
 
-    def tune(self, batch: int) -> None:
+    def tune(self, batch: int, choices: Choices | None = None) -> None:
         """No product of it is chosen by measurement."""
 
     @torch.inference_mode()

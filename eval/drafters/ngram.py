@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headstart.eval.choices import Choices
 from headstart.eval.engine import Rows
 from headstart.eval.tree import Tree, chain
 from headstart.heads.base import FeatureSpec
@@ -48,7 +49,7 @@ class NgramDrafter:
         self.max_nodes, self.shortest, self.longest = depth, shortest, longest
         self.rows: list[NgramIndex] = []
 
-    def tune(self, batch: int) -> None:
+    def tune(self, batch: int, choices: Choices | None = None) -> None:
         """No product of it is chosen by measurement."""
 
     def start(self, context: Rows, capacity: int) -> None:

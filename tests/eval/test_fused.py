@@ -154,6 +154,7 @@ def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -
         return indices
 
     monkeypatch.setattr(fused_module, "graph_time", timed)
+    monkeypatch.setattr(fused_module, "undecided", lambda linears, rows: [each.linears for each in found])
     monkeypatch.setattr(fused_module, "tune", lambda linears, rows: [each.choose(rows, fast) or each for each in found])
     times = twin.tune(5)
     assert [linear.tiles[16] for linear in qkv] == [close] * len(qkv) and head.tiles[16] is fast

@@ -258,7 +258,7 @@ if triton is not None:
         score = _score(query, key, scale, softcap, SOFTCAP)
         return _fold(tl.where(seen, score, float("-inf")), value, peak, total, context)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "width", "rows", "splits"])
     def _attend_kernel(
         q, keys, values, position, base, tree, sinks, partial, stats, out,
         tokens, width, rows, splits, scale, softcap, window, stride_b, stride_g, stride_s,
@@ -345,7 +345,7 @@ if triton is not None:
             context = context / tl.maximum(total, 1e-30)[:, None]
             tl.store(out + place, context.to(out.dtype.element_ty), mask=stored)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows", "splits"])
     def _merge_kernel(
         partial, stats, sinks, out, rows, splits,
         H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr, SINKS: tl.constexpr,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from headstart.eval.linear import Linear, Measured, Tiles, candidates
+from headstart.eval.linear import Linear, Measured, Tiles, candidates, compile_candidates, tune, undecided
 from headstart.heads.errors import HeadstartError
 from headstart.heads.fetch import cache_folder
 from headstart.heads.files import read_json, write_json
@@ -108,6 +108,23 @@ class Choices:
         sizes = [[*map(str, members[0].product), str(members[0].weight_NK.dtype), len(members)] for members in groups]
         key = json.dumps([self.card, rows, about, sizes], sort_keys=True)
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def compile_ways(linears: list[Linear], rows: int, choices: Choices | None) -> None:
+    """Compile what `decide` would measure."""
+    groups = undecided(linears, rows)
+    if groups and (choices is None or choices.read(groups, rows) is None):
+        compile_candidates(groups, rows)
+
+
+def decide(linears: list[Linear], rows: int, choices: Choices | None) -> None:
+    """Choose how a draft's products of `rows` rows run, as `choices` say or by measurement (CUDA only)."""
+    groups = undecided(linears, rows)
+    if not groups or (choices is not None and choices.read(groups, rows)):
+        return
+    found = tune(linears, rows)
+    if choices is not None:
+        choices.keep(found, rows)
 
 
 def _way(found: dict[str, Any] | None) -> Tiles | None:

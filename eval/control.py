@@ -293,7 +293,7 @@ def line_up_kernel(
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count", "levels", "stride_t", "stride_p", "stride_d"])
     def _lay_out_kernel(
         tokens, parent, depth, roots, length, tokens_out, position, write, mask,
         count, levels, stride_t, stride_p, stride_d,
@@ -321,7 +321,7 @@ if triton is not None:
                 current = above
             tl.store(mask + row * count + column, seen.to(tl.uint8), mask=column < count)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["nodes", "levels", "stride_t", "stride_p", "stride_v"])
     def _walk_kernel(
         tokens, parent, valid, choice, path, accepted, following, nodes, levels, stride_t, stride_p, stride_v,
         BN: tl.constexpr, OVERLAP: tl.constexpr,
@@ -350,7 +350,7 @@ if triton is not None:
         tl.store(accepted + batch, count)
         tl.store(following + batch, wanted)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["nodes", "levels", "known", "stride_p", "stride_d", "stride_v"])
     def _synthetic_kernel(
         parent, depth, valid, choice, uniform, rates, path, accepted, following, nodes, levels, known,
         stride_p, stride_d, stride_v, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -378,7 +378,7 @@ if triton is not None:
         tl.store(accepted + batch, count)
         tl.store(following + batch, tl.load(choice + batch * (nodes + 1) + end + 1))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["levels", "stride_t", "bin"])
     def _take_path_kernel(
         tokens, roots, path, active, length, tokens_out, count_out, column_out, length_out, source, target,
         levels, stride_t, bin, BJ: tl.constexpr, OVERLAP: tl.constexpr,
@@ -403,7 +403,7 @@ if triton is not None:
         tl.store(source + move, tl.where(kept, base + 1 + at, bin), mask=drafted)
         tl.store(target + move, tl.where(kept, base + level, bin), mask=drafted)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["width", "nodes", "several", "stride_s", "stride_d", "stride_v"])
     def _advance_kernel(
         tokens, count, length, following, roots, left, active, stops, depth, valid,
         table, roots_out, left_out, active_out, width, nodes, several, stride_s, stride_d, stride_v,
@@ -436,7 +436,7 @@ if triton is not None:
         tl.store(left_out + batch, remaining)
         tl.store(active_out + batch, (on & (said == 0) & (remaining > 0)).to(tl.uint8))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["width", "levels", "batches", "bin"])
     def _line_up_kernel(
         tokens, count, roots, length, tokens_out, position, write, last_out, length_out, ahead, width, levels, batches,
         bin, BW: tl.constexpr, OVERLAP: tl.constexpr,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from headstart.eval.choices import decide
 from headstart.eval.config import TreeConfig
 from headstart.eval.decode import Loop
 from headstart.eval.drafters import Drafter
@@ -183,7 +184,8 @@ def _draft_seconds(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]
         return 0.0
     loop = started_loop(decoder, drafter, contexts)
     if loop.captures:
-        drafter.tune(len(contexts), loop.engine.choices)
+        for linears, rows in drafter.products(len(contexts)):
+            decide(linears, rows, loop.engine.choices)
     return loop_seconds(loop, lambda: drafter.propose(loop.roots_B, None), repeats)
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from headstart.data.row_random import draw_at, uniforms
+from headstart.eval.choices import compile_ways, decide
 from headstart.eval.control import advance, stops_at, take_path
 from headstart.eval.drafters.base import Drafter
 from headstart.eval.engine import Engine
 from headstart.eval.graphs import CycleGraphs
+from headstart.eval.launch import compiling
 from headstart.eval.sampling import Sampling, best, draw, probabilities
 from headstart.eval.tree import empty
 from headstart.eval.verify import Verdict, verify
@@ -201,11 +203,19 @@ class Loop:
 
     def tune(self) -> None:
         """Choose how the products of a cycle run (CUDA only), after `start`."""
-        nodes = self.drafter.max_nodes if self.drafter is not None else 0
-        if self.engine.fused is not None:
-            self.engine.fused.tune(self.engine.batch * (nodes + 1))
-        if self.drafter is not None:
-            self.drafter.tune(self.engine.batch, self.engine.choices)
+        engine, drafter = self.engine, self.drafter
+        rows = engine.batch * (1 if drafter is None else drafter.max_nodes + 1)
+        drafts = [] if drafter is None else drafter.products(engine.batch)
+        with compiling():
+            # all are compiled before the first is timed
+            if engine.fused is not None:
+                engine.fused.compile(rows)
+            for linears, count in drafts:
+                compile_ways(linears, count, engine.choices)
+            if engine.fused is not None:
+                engine.fused.tune(rows)
+            for linears, count in drafts:
+                decide(linears, count, engine.choices)
 
     def start(self, contexts: list[list[int]], limits: list[int], stops: list[set[int]]) -> None:
         """Prefill, choose the first roots, hand the contexts to the drafter."""

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.attention import AttendShape, Visibility, attend
-from headstart.eval.choices import Choices
-from headstart.eval.linear import Linear, tune, undecided
+from headstart.eval.linear import Linear
 from headstart.eval.pointwise import DraftInput, NormWeights, RopeStore, draft_input, pick, rope_store, take_rows
 from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
 from headstart.heads.eagle import EagleHead
@@ -98,15 +97,6 @@ class DraftStep:
             return self.head.fuse(hidden_BJD, streams_BJkD)
         batch, count = streams_BJkD.shape[:2]
         return self.fc(streams_BJkD.reshape(batch * count, -1).to(self.dtype)).view(batch, count, -1)
-
-    def tune(self, rows: int, choices: Choices | None = None) -> None:
-        """Choose how products of `rows` rows run, as `choices` say or by measurement (CUDA only)."""
-        groups = undecided(self.linears(), rows)
-        if not groups or (choices is not None and choices.read(groups, rows)):
-            return
-        found = tune(self.linears(), rows)
-        if choices is not None:
-            choices.keep(found, rows)
 
     def __call__(
         self,

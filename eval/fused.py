@@ -22,9 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.eval.attention import Ahead, AttendShape, Visibility, attend
-from headstart.eval.choices import Choices
-from headstart.eval.launch import compile_ahead
-from headstart.eval.linear import MAX_ROWS, Linear, Measured, graph_time, row_bucket, tune, undecided
+from headstart.eval.choices import Choices, Kept
+from headstart.eval.launch import compile_ahead, compiling, wait_compiled
+from headstart.eval.linear import (
+    MAX_ROWS,
+    Linear,
+    Measured,
+    compile_candidates,
+    graph_time,
+    row_bucket,
+    tune,
+    undecided,
+)
 from headstart.eval.pointwise import (
     NormWeights,
     RopeStore,
@@ -380,6 +389,24 @@ class FusedModel:
     def linears(self) -> list[Linear]:
         return [self.head.linear, *(linear for layer in self.layers for linear in layer.linears())]
 
+    def compile(self, rows: int) -> None:
+        """Compile what `tune` of so many rows would measure."""
+        if (groups := undecided(self.linears(), rows)) and not self._kept(groups, rows):
+            compile_candidates(groups, rows)
+
+    def _kept(self, groups: list[list[Linear]], rows: int) -> Kept | None:
+        """What an earlier run chose, set for the products."""
+        kept = None if self.choices is None else self.choices.read(groups, rows, self._about)
+        if kept is not None:
+            self._hide(rows, kept.hidden_bytes)
+        return kept
+
+    @property
+    def _about(self) -> str:
+        """What choices depend on besides the products: the heads that stand between them."""
+        rope = self.layers[0].rope
+        return f"{rope.heads} heads, {rope.kv_heads} of keys, of {rope.head_dim}"
+
     def tune(self, rows: int) -> dict[str, float]:
         """Choose how products of `rows` rows run, as `choices` say or by measurement (CUDA only).
 
@@ -388,14 +415,12 @@ class FusedModel:
         groups = undecided(self.linears(), rows)
         if not groups:
             return {}
-        about = str((self.layers[0].rope.heads, self.layers[0].rope.kv_heads, self.layers[0].rope.head_dim))
-        if self.choices is not None and (kept := self.choices.read(groups, rows, about)) is not None:
-            self._hide(rows, kept.hidden_bytes)
+        if (kept := self._kept(groups, rows)) is not None:
             return {f"{name} {rows}": microseconds for name, microseconds in kept.microseconds.items()}
         found = tune(self.linears(), rows)
         self._settle(found, rows)
         if self.choices is not None:
-            self.choices.keep(found, rows, self.layers[0].hidden_bytes[row_bucket(rows)], about)
+            self.choices.keep(found, rows, self.layers[0].hidden_bytes[row_bucket(rows)], self._about)
         return {f"{each.name()} {rows}": each.times[each.chosen(rows)] for each in found}
 
     def _hide(self, rows: int, hidden: int) -> None:
@@ -418,6 +443,7 @@ class FusedModel:
                     run()
 
             compile_ahead(all_ways)
+            wait_compiled()
             for way in ways:
                 choose(way)
                 times[way] = graph_time(run, 15)
@@ -502,9 +528,10 @@ class FusedModel:
         vocabulary = model.get_input_embeddings().weight.shape[0]
         tokens_BT = torch.randint(0, vocabulary, (2, length), generator=noise).to(self.device)
         position_BT = torch.arange(length, device=self.device).expand(2, length)
-        before = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
         given = tokens_BT, Visibility(position_BT, position_BT, position_BT[:, 0]), self.buffers(2, length)
-        compile_ahead(lambda: self.forward(*given))
+        with compiling():
+            compile_ahead(lambda: self.forward(*given))
+            before = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
         logits, hidden, _ = self.forward(*given)
         pairs = {"hidden states": (hidden, before.hidden_states[-1]), "logits": (logits, before.logits)}
         for name, (mine, theirs) in pairs.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headstart.eval.launch import compile_ahead
+from headstart.eval.launch import compile_ahead, compiling
 
 if TYPE_CHECKING:
     from headstart.eval.decode import Loop
@@ -73,13 +73,14 @@ class CycleGraphs:
 
 class _CycleGraph:
     def __init__(self, loop: Loop):
-        loop.tune()
         self.held = [tensor.clone() for tensor in loop.tensors()]
         before = [value.clone() for value in self.held]
         noise = loop.generator.get_state() if loop.generator is not None else None
-        compile_ahead(loop.cycle)
-        _copy(self.held, before)
-        loop.attach(self.held)
+        with compiling():
+            compile_ahead(loop.cycle)
+            _copy(self.held, before)
+            loop.attach(self.held)
+            loop.tune()
         # KV that this cycle writes lies beyond the contexts, where the next one writes it again
         warm_up(loop.cycle, loop.engine.device)
         loop.attach(self.held)

@@ -7,8 +7,9 @@ choosing among the ways of a product a hundred: one after the other they took mo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,17 +31,41 @@ UNWRITTEN = (
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 )
-#: kernels that `launch` has compiled, within `compile_ahead`
-_compiled: ContextVar[list[Any] | None] = ContextVar("compiled", default=None)
+
+
+class _Compiler:
+    """Kernels under way: what they are compiled for → Triton's kernel, or None once it is loaded."""
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self.pool, self.kernels = pool, {}
+
+    def add(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # layers launch the same kernels again and again
+        key = (id(kernel), *map(_kind, arguments), *options.items())
+        if key not in self.kernels:
+            self.kernels[key] = kernel.warmup(*arguments, grid=grid, **options)
+
+    def finish(self) -> None:
+        waiting = [kernel for kernel in self.kernels.values() if kernel is not None]
+        found = (kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel for kernel in waiting)
+        different = {id(kernel): kernel for kernel in found if kernel is not None}
+        # loading compiles the launcher's C code, which takes as long as the kernel
+        list(self.pool.map(_load, different.values()))
+        self.kernels = dict.fromkeys(self.kernels)
+
+
+_compiler: ContextVar[_Compiler | None] = ContextVar("compiler", default=None)
+#: whether `launch` compiles instead of launching
+_dry: ContextVar[bool] = ContextVar("dry", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel, or within `compile_ahead` compile it."""
-    compiled = _compiled.get()
-    if compiled is None:
-        kernel[grid](*arguments, **options)
+    compiler = _compiler.get()
+    if compiler is not None and _dry.get():
+        compiler.add(kernel, grid, arguments, options)
     else:
-        compiled.append(kernel.warmup(*arguments, grid=grid, **options))
+        kernel[grid](*arguments, **options)
 
 
 def compiles_ahead() -> bool:
@@ -48,32 +73,57 @@ def compiles_ahead() -> bool:
     return hasattr(triton, "AsyncCompileMode") and torch.cuda.is_available() and not triton.knobs.runtime.interpret
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """While open, `compile_ahead` starts compiling and does not wait; at the end all kernels are compiled and loaded.
+
+    A launch meanwhile waits for its own kernel. What is timed meanwhile is disturbed: call `wait_compiled` first.
+    """
+    if not compiles_ahead() or _compiler.get() is not None:
+        yield
+        return
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        compiler = _Compiler(pool)
+        token = _compiler.set(compiler)
+        try:
+            with triton.AsyncCompileMode(pool, ignore_errors=True):
+                yield
+            compiler.finish()
+        finally:
+            _compiler.reset(token)
+
+
+def wait_compiled() -> None:
+    """Wait for the kernels that `compile_ahead` has started to compile."""
+    compiler = _compiler.get()
+    if compiler is not None:
+        compiler.finish()
+
+
 def compile_ahead(run: Callable[[], object]) -> None:
-    """Call `run` with `launch` compiling kernels instead of launching them; then all of them are compiled and loaded.
+    """Call `run` with `launch` compiling kernels instead of launching them.
 
     `run` computes with zeros: tensors that kernels would have written hold zeros, so that an index made of them is a
     valid one. The caller restores the state that `run` changes. `run` is not called where kernels are not compiled
-    ahead (`compiles_ahead`): there they are compiled at their first launch, as ever.
+    ahead (`compiles_ahead`): there they are compiled at their first launch, as ever. Returns when all are compiled, or
+    within `compiling` at once.
 
     A kernel that does not compile, or that the card cannot hold, fails when it is launched.
     """
     if not compiles_ahead():
         return
-    compiled: list[Any] = []
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        token = _compiled.set(compiled)
+    with compiling():
+        token = _dry.set(True)
         try:
-            with triton.AsyncCompileMode(pool, ignore_errors=True), _Zeros():
+            with _Zeros():
                 run()
         finally:
-            _compiled.reset(token)
-        # loading compiles the launcher's C code, which takes as long as the kernel
-        list(pool.map(_load, {id(kernel): kernel for kernel in map(_result, compiled) if kernel is not None}.values()))
+            _dry.reset(token)
 
 
-def _result(kernel: Any) -> Any:
-    """The compiled kernel, None where that failed."""
-    return kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel
+def _kind(argument: Any) -> Any:
+    """What a kernel is compiled for: a tensor's dtype and alignment, of others the value."""
+    return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, torch.Tensor) else argument
 
 
 def _load(kernel: Any) -> None:

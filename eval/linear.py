@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.eval.graphs import warm_up
-from headstart.eval.launch import compile_ahead, launch
+from headstart.eval.launch import compile_ahead, launch, wait_compiled
 from headstart.eval.pointwise import LINE_BYTES, NormWeights, launch_options, rms_norm, wants_kernel
 
 try:
@@ -331,17 +331,23 @@ def tune(linears: list[Linear], rows: int, replays: int = 5) -> list[Measured]:
     Returns: what was measured; nothing for products that had been chosen before.
     """
     groups = undecided(linears, rows)
-
-    def candidates_once() -> None:
-        for members in groups:
-            for _, run in runs(members[:1], rows):
-                run()
-
-    compile_ahead(candidates_once)
+    compile_candidates(groups, rows)
+    wait_compiled()
     found = [Measured(members, measure(members, rows, replays)) for members in groups]
     for measured in found:
         measured.choose(rows, measured.close[0])
     return found
+
+
+def compile_candidates(groups: list[list[Linear]], rows: int) -> None:
+    """Compile every way of these products, as `measure` will run them."""
+
+    def once() -> None:
+        for members in groups:
+            for _, run in runs(members[:1], rows):
+                run()
+
+    compile_ahead(once)
 
 
 def undecided(linears: list[Linear], rows: int) -> list[list[Linear]]:
@@ -477,7 +483,7 @@ if triton is not None:
             sums += added.to(tl.float32)
         tl.store(out + place, sums.to(out.dtype.element_ty), mask=kept)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows"])
     def _linear_kernel(
         x, weight, bias, residual, out, rows, outputs, inputs,
         PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -540,7 +546,7 @@ if triton is not None:
             place += tl.program_id(1) * rows * outputs
         _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows"])
     def _whole_kernel(
         x, weight, bias, residual, out, rows, outputs, inputs, length,
         PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BR: tl.constexpr,
@@ -601,7 +607,7 @@ if triton is not None:
             place += tl.program_id(1) * rows * outputs
         _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows"])
     def _join_kernel(
         sums, bias, residual, factor, out, normed, rows, outputs, eps,
         BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,

@@ -375,7 +375,7 @@ if triton is not None:
         source = (row // count) * before + tl.load(at + row)
         tl.store(out + row * width + channel, tl.load(x + source * width + channel, mask=inside), mask=inside)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["batch", "slots", "count"])
     def _move_slots_kernel(
         whole, source, target, batch, kv_heads, slots, count,
         D: tl.constexpr, BD: tl.constexpr, BJ: tl.constexpr, OVERLAP: tl.constexpr,
@@ -395,7 +395,7 @@ if triton is not None:
         tl.debug_barrier()
         tl.store(whole + (first + put)[:, None] * D + channel, value, mask=inside)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count", "before"])
     def _draft_input_kernel(
         tokens, embedding, g, under, e_factor, g_factor, out, taken, count, before, width, stride_e, e_eps, g_eps,
         NORM: tl.constexpr, UNDER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -430,7 +430,7 @@ if triton is not None:
                 value = value * tl.rsqrt(tl.sum(value * value, 0) / width + g_eps) * by
             tl.store(out + row * 2 * width + width + channel, value.to(out.dtype.element_ty), mask=inside)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count"])
     def _pick_kernel(
         q, residual, position, write, only, q_out, residual_out, position_out, write_out,
         count, q_width, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -447,7 +447,7 @@ if triton is not None:
             tl.store(position_out + batch, tl.load(position + row))
             tl.store(write_out + batch, tl.load(write + row))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens"])
     def _rope_store_kernel(
         qkv, cos, sin, q_factor, k_factor, q_out, keys, values, write, position,
         tokens, stride_row, stride_b, stride_g, stride_s, half, q_eps, k_eps,

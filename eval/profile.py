@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.eval.choices import Choices
 from headstart.eval.config import TreeConfig
 from headstart.eval.decode import Answer
 from headstart.eval.drafters import Drafter
 from headstart.eval.engine import Rows
+from headstart.eval.linear import Linear
 from headstart.eval.tree import StaticShape, Tree, static_paths, static_shape
 
 #: rank of what was not accepted: in no tree
@@ -129,8 +129,8 @@ class Recorder:
         #: per row of the batch: (drafts committed before, candidates) of every cycle; see `static_profile`
         self.proposals: list[list[tuple[int, NDArray[np.int64]]]] = []
 
-    def tune(self, batch: int, choices: Choices | None = None) -> None:
-        self.drafter.tune(batch, choices)
+    def products(self, batch: int) -> list[tuple[list[Linear], int]]:
+        return self.drafter.products(batch)
 
     def start(self, context: Rows, capacity: int) -> None:
         self.offsets = [0] * context.tokens_BJ.shape[0]

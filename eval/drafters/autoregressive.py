@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from headstart.eval.attention import Visibility
 from headstart.eval.candidates import Growth
-from headstart.eval.choices import Choices
 from headstart.eval.choose import argmax
 from headstart.eval.config import TreeConfig
 from headstart.eval.control import Lined, line_up
@@ -24,6 +23,7 @@ from headstart.eval.draft import DraftStep
 from headstart.eval.engine import Rows
 from headstart.eval.fused import Buffers
 from headstart.eval.launch import compile_ahead
+from headstart.eval.linear import Linear
 from headstart.eval.pointwise import take_rows
 from headstart.eval.sampling import Sampling, draw, penalise, probabilities
 from headstart.eval.tree import Tree, chain
@@ -58,11 +58,10 @@ class AutoregressiveDrafter:
         names = ["length_B", "pending_BJ", "pending_g_BJH", "pending_B"]
         return names if self.seen_BV is None else [*names, "seen_BV"]
 
-    def tune(self, batch: int, choices: Choices | None = None) -> None:
-        """Choose how the draft's products run, as `choices` say or by measurement (CUDA only)."""
+    def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         assert self.step is not None
-        for rows in sorted({batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}):
-            self.step.tune(rows, choices)
+        rows = {batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}
+        return [(self.step.linears(), count) for count in sorted(rows)]
 
     # context -----------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headstart.eval.choices import Choices
 from headstart.eval.engine import Rows
+from headstart.eval.linear import Linear
 from headstart.eval.tree import Tree
 from headstart.heads.base import FeatureSpec
 
@@ -35,8 +35,8 @@ class Drafter(Protocol):
     @property
     def state(self) -> list[str]: ...
 
-    def tune(self, batch: int, choices: Choices | None = None) -> None:
-        """Choose how the draft's products run, as `choices` say or by measurement, after a first `start` (CUDA)."""
+    def products(self, batch: int) -> list[tuple[list[Linear], int]]:
+        """(matrix products, rows of each) of a cycle, after a first `start`: a GPU tries how they run fastest."""
         ...
 
     def start(self, context: Rows, capacity: int) -> None:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from headstart.eval.candidates import top_ids
-from headstart.eval.choices import Choices
 from headstart.eval.config import TreeConfig
 from headstart.eval.engine import Rows
+from headstart.eval.linear import Linear
 from headstart.eval.sampling import Sampling, best, draw, penalise, probabilities
 from headstart.eval.tree import StaticShape, Tree, chain, static_paths, static_shape
 from headstart.heads.base import FeatureSpec
@@ -48,8 +48,8 @@ class MedusaDrafter:
     def state(self) -> list[str]:
         return ["hidden_BD"] if self.seen_BV is None else ["hidden_BD", "seen_BV"]
 
-    def tune(self, batch: int, choices: Choices | None = None) -> None:
-        """No product of it is chosen by measurement."""
+    def products(self, batch: int) -> list[tuple[list[Linear], int]]:
+        return []
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:

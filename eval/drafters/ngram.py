@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.eval.choices import Choices
 from headstart.eval.engine import Rows
+from headstart.eval.linear import Linear
 from headstart.eval.tree import Tree, chain
 from headstart.heads.base import FeatureSpec
 
@@ -49,8 +49,8 @@ class NgramDrafter:
         self.max_nodes, self.shortest, self.longest = depth, shortest, longest
         self.rows: list[NgramIndex] = []
 
-    def tune(self, batch: int, choices: Choices | None = None) -> None:
-        """No product of it is chosen by measurement."""
+    def products(self, batch: int) -> list[tuple[list[Linear], int]]:
+        return []
 
     def start(self, context: Rows, capacity: int) -> None:
         self.rows = [NgramIndex(self.shortest, self.longest) for _ in range(context.tokens_BJ.shape[0])]

@@ -115,11 +115,11 @@ def decode(
     device = engine.device
     synchronize(device)
     loop = Loop(engine, drafter, sampling, generator, row_seeds)
-    began, capturing = time.perf_counter(), engine.capture_s
+    began, preparing = time.perf_counter(), loop.prepare_s
     loop.start(contexts, book.limits, book.stops)
     synchronize(device)
     prefilled = time.perf_counter()
-    began += engine.capture_s - capturing
+    began += loop.prepare_s - preparing
     arrivals = [prefilled]
 
     for row, token in enumerate(loop.roots_B.tolist()):
@@ -181,6 +181,11 @@ class Loop:
     @property
     def captures(self) -> bool:
         return self.engine.captures and (self.drafter is None or self.drafter.captures)
+
+    @property
+    def prepare_s(self) -> float:
+        """Seconds that capturing prompts' chunks and making the drafter ready have taken so far."""
+        return self.engine.capture_s + (0.0 if self.drafter is None else self.drafter.prepare_s)
 
     @property
     def state(self) -> list[tuple[object, str]]:

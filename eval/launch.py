@@ -7,6 +7,7 @@ choosing among the ways of a product a hundred: one after the other they took mo
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -71,6 +72,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 def compiles_ahead() -> bool:
     """Whether this Triton compiles in several threads, for a GPU (its interpreter compiles nothing)."""
     return hasattr(triton, "AsyncCompileMode") and torch.cuda.is_available() and not triton.knobs.runtime.interpret
+
+
+def wake_compiler() -> None:
+    """Let Triton set itself up in the background, which takes a second: call it before a target is loaded."""
+    if compiles_ahead():
+        threading.Thread(target=triton.runtime.driver.active.get_current_target, daemon=True).start()
 
 
 @contextmanager

@@ -129,6 +129,10 @@ class Recorder:
         #: per row of the batch: (drafts committed before, candidates) of every cycle; see `static_profile`
         self.proposals: list[list[tuple[int, NDArray[np.int64]]]] = []
 
+    @property
+    def prepare_s(self) -> float:
+        return self.drafter.prepare_s
+
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         return self.drafter.products(batch)
 

@@ -8,6 +8,7 @@ V target vocabulary.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import torch
@@ -50,6 +51,7 @@ class AutoregressiveDrafter:
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
         #: rows that a commit can bring: the root and one node per level
         self.width = tree.depth + 1
+        self.prepare_s = 0.0
         self.step: DraftStep | None = None
         self.kv: Buffers | None = None
 
@@ -100,7 +102,7 @@ class AutoregressiveDrafter:
 
     def _prepare(self, context: Rows, slots: int) -> None:
         """Weights and buffers; those of an earlier batch serve again where they fit."""
-        batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
+        batch, device, began = context.tokens_BJ.shape[0], context.tokens_BJ.device, time.perf_counter()
         if self.step is None or self.step.tables[0].shape[0] < slots:
             self.step = DraftStep(self.head, slots)
         if self.kv is None or self.kv.keys[0].shape[0] != batch or self.kv.capacity != slots:
@@ -110,6 +112,7 @@ class AutoregressiveDrafter:
             self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=device))
             self.length_B = torch.zeros_like(context.count_B)
             compile_ahead(lambda: self._take_over_zeros(context))
+        self.prepare_s += time.perf_counter() - began
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:

@@ -24,6 +24,7 @@ class Drafter(Protocol):
         spec: target features it reads; None = none.
         max_nodes: most nodes a tree of it can have (sizes the KV buffers).
         captures: whether `propose` and `commit` ask nothing of the host, so that a CUDA graph can hold them.
+        prepare_s: seconds that making buffers and compiling has taken: no part of decoding.
         state: names of the tensors that they change, KV apart; their shapes stay from `start` on.
     """
 
@@ -31,6 +32,7 @@ class Drafter(Protocol):
     spec: FeatureSpec | None
     max_nodes: int
     captures: bool
+    prepare_s: float
 
     @property
     def state(self) -> list[str]: ...

@@ -24,6 +24,7 @@ class MedusaDrafter:
     """
 
     captures = True
+    prepare_s = 0.0
 
     def __init__(self, head: MedusaHead, tree: TreeConfig, sampling: Sampling, shape: StaticShape | None = None):
         if tree.kind not in ("chain", "static"):

@@ -43,6 +43,7 @@ class NgramDrafter:
     name = "ngram"
     spec: FeatureSpec | None = None
     captures = False
+    prepare_s = 0.0
     state: list[str] = []  # noqa: RUF012
 
     def __init__(self, depth: int, shortest: int = 1, longest: int = 4):

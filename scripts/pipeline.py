@@ -28,6 +28,7 @@ from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import load_conversations, read_prompts
 from headstart.data.split import SPLIT_RULE
 from headstart.eval.report import render_saved
+from headstart.eval.launch import wake_compiler
 from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
 from headstart.heads import vocab
 from headstart.heads.base import Head, HeadDims, build_head
@@ -108,6 +109,7 @@ class Run:
         if self._target is None:
             config = dated_target(self.recipe)
             self.talk.say(f"loading target {config.name} …")
+            wake_compiler()
             self._target = Target.load(replace(config, device=self._device) if self._device else config)
             shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
             if shown is not None and not self.talk.silent and not place.is_file():

@@ -103,6 +103,7 @@ def _of_head(
     out: str | None,
     talk: Talk,
 ) -> Path:
+    from headstart.eval.launch import wake_compiler
     from headstart.found_heads import bound_head, find_head, trained_date, untrained_head
     from headstart.heads.target import Target
     from headstart.measure import UNTRAINED, measure
@@ -117,6 +118,7 @@ def _of_head(
     place = Path(out) if out else Path("runs") / "eval" / f"{label}-{named}"
     with locked(place, "--out"):
         talk.say(f"loading target {settings.target.name} …")
+        wake_compiler()
         loaded = Target.load(settings.target)
         for note in loaded.notes:
             talk.say(f"target: {note}")

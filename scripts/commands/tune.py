@@ -61,6 +61,7 @@ def _tune(
     write: bool,
     talk: Talk,
 ) -> None:
+    from headstart.eval.launch import wake_compiler
     from headstart.eval.tune import tune
     from headstart.eval.tune_report import tuning_table, tuning_text, write_tuning
     from headstart.found_heads import bound_head, find_head, trained_date
@@ -81,6 +82,7 @@ def _tune(
     folder = Path(out) if out else Path("runs") / "tune" / f"{label}-{named}"
     with locked(folder, "--out"):
         talk.say(f"loading target {settings.target.name} …")
+        wake_compiler()
         loaded = Target.load(settings.target)
         for note in loaded.notes:
             talk.say(f"target: {note}")

@@ -27,8 +27,8 @@ from headstart.data.prepare import ALONE, PreparedData, Ranks, prepare
 from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import load_conversations, read_prompts
 from headstart.data.split import SPLIT_RULE
-from headstart.eval.report import render_saved
 from headstart.eval.launch import wake_compiler
+from headstart.eval.report import render_saved
 from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
 from headstart.heads import vocab
 from headstart.heads.base import Head, HeadDims, build_head

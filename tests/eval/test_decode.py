@@ -22,7 +22,7 @@ from headstart.heads.target import Target
 class Scripted:
     """Test drafters that know each row's future: `kind` says what they make of it."""
 
-    name, spec = "scripted", None
+    name, spec, prepare_s = "scripted", None, 0.0
 
     def __init__(self, kind: str, futures: list[list[int]], depth: int = 4):
         self.kind, self.futures, self.depth = kind, futures, depth

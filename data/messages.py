@@ -17,6 +17,8 @@ SHAREGPT_ROLES = {
     "developer": "developer", "tool": "tool", "function": "tool",
 }  # fmt: skip
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool"}
+#: what a field holds that says nothing, as tables of many layouts have it
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 #: names of the text that a model thinks before it answers
 REASONING = ("reasoning_content", "reasoning", "thinking")
 READ = {"role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id", *REASONING}
@@ -55,7 +57,7 @@ def read_message(message: Any, where: Where) -> dict[str, Any]:
 
 def unread_fields(message: dict[str, Any]) -> list[str]:
     """Fields of a message that hold something and that `read_message` does not take."""
-    return [str(key) for key, value in message.items() if key not in READ and value not in (None, "", [], {})]
+    return [str(key) for key, value in message.items() if key not in READ and value not in EMPTY]
 
 
 def read_tools(record: dict[str, Any], where: Where) -> tuple[dict[str, Any], ...]:
@@ -63,7 +65,7 @@ def read_tools(record: dict[str, Any], where: Where) -> tuple[dict[str, Any], ..
 
     Raises: DataError naming field and entry.
     """
-    found = {key: record[key] for key in ("tools", "functions") if record.get(key) not in (None, "", [], {})}
+    found = {key: record[key] for key in ("tools", "functions") if record.get(key) not in EMPTY}
     if len(found) == 2:
         raise DataError(f"{where}: found both tools and functions, expected one of them: remove one")
     made: list[dict[str, Any]] = []

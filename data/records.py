@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.data.messages import (
+    EMPTY,
     Where,
     kind,
     plain,
@@ -42,6 +43,11 @@ LAYOUTS = {
     "instruction": "instruction",
 }
 IDS = ("id", "question_id", "conversation_id", "task_id", "prompt_id", "unique_id")
+#: fields of other projects' records that say something to the model; here they are not read, so they are told
+ELSEWHERE = (
+    "system_prompt", "system_message", "instructions", "history", "context", "documents", "input", "tool_calls",
+    "reasoning_content", "reasoning", "thinking", "enable_thinking",
+)  # fmt: skip
 #: what HumanEval's function heads are asked with
 COMPLETE = "Complete the following Python function. Return the whole function.\n\n```python\n{}\n```"
 #: token ids are kept as int32
@@ -78,7 +84,8 @@ class Conversation:
         template_kwargs: the record's own variables for the template (`chat_template_kwargs`).
         prompt_token_ids: ids of a prompt without an answer, where the record carries them, else None.
         asks: "each" when every user message is a question of its own (`turns`), "last" when messages belong together.
-        unread: names of message fields that are not read, such as `weight`: they reach no template.
+        unread: names of fields that reach no template: of messages (such as `weight`), and those of the record by which
+            other projects give the model more to read (ELSEWHERE).
     """
 
     id: str
@@ -96,11 +103,11 @@ class Conversation:
 
 
 def unread_note(counts: Mapping[str, int]) -> str | None:
-    """What to tell about the `unread` fields of conversations (or prompts), counted by name."""
+    """What to tell about the `unread` fields of conversations (or prompts), from the count of each name."""
     if not counts:
         return None
     named = ", ".join(f"{quote(name)} ({count})" for name, count in sorted(counts.items())[:10])
-    return f"fields of messages that are not read, by conversations: {named}"
+    return f"fields that are not read and reach no prompt, by conversations: {named}"
 
 
 def parse_record(
@@ -128,6 +135,8 @@ def parse_record(
         ids = _ids(record["prompt_token_ids"], f"{where}: prompt_token_ids")
     name = next((record[key] for key in IDS if record.get(key) is not None), fallback_id)
     task = record.get(task_field) if task_field != "auto" else _first(record, ("task", "category"))
+    unread = {name for message, _ in raw for name in unread_fields(message)}
+    unread |= {name for name in ELSEWHERE if name not in used and record.get(name) not in EMPTY}
     taken = {
         *used, "id", "conversation_id", "task", "finish_reason", "prompt_token_ids", "response_token_ids",
         "earlier_turns", "system", "tools", "functions", "chat_template_kwargs",
@@ -144,7 +153,7 @@ def parse_record(
         template_kwargs=_template_kwargs(record, where),
         prompt_token_ids=ids,
         asks=asks,
-        unread=tuple(sorted({name for m, _ in raw for name in unread_fields(m)})),
+        unread=tuple(sorted(unread)),
     )
 
 
@@ -178,7 +187,8 @@ def _messages(
         places = [(turn, f"{where}: {layout}[{i}]") for i, turn in enumerate(_list(record, layout, where))]
         return [({"role": "user", "content": read_text(t, place)}, place) for t, place in places], (layout,), "each"
     if layout != "prompt_response":
-        return [({"role": "user", "content": _question(record, layout, where)}, where)], (layout,), "last"
+        used = (layout, "input") if layout == "instruction" else (layout,)
+        return [({"role": "user", "content": _question(record, layout, where)}, where)], used, "last"
     prompt = {"role": "user", "content": read_text(record.get("prompt"), f"{where}: prompt")}
     key = "response" if record.get("response") is not None else "completion"
     beside = {k: record[k] for k in ("reasoning_content", "tool_calls") if record.get(k) is not None}

@@ -114,12 +114,13 @@ def case(request, target, write_jsonl):
     return record, expected + "<assistant>", write_jsonl([record])
 
 
-def test_training_renders_the_prompt(target, case, write_jsonl):
-    record, expected, _ = case
-    record = with_answer(record)
-    if record is None:
-        pytest.skip("a layout without answers")
-    node = DataConfig(sources=[SourceConfig(path=str(write_jsonl([record], "train.jsonl")))], turns="last")
+ANSWERED = {name: (whole, text) for name, (record, text) in PROMPTS.items() if (whole := with_answer(record))}
+
+
+@pytest.mark.parametrize(("record", "prompt"), ANSWERED.values(), ids=ANSWERED.keys())
+def test_training_renders_the_prompt(target, record, prompt, write_jsonl):
+    expected = prompt + "<assistant>"
+    node = DataConfig(sources=[SourceConfig(path=str(write_jsonl([record])))], turns="last")
     samples, report = tokenize(load_conversations(node.sources), target.tokenizer, node, target.stop_token_ids)
     assert report.dropped == {}
     (sample,) = samples
@@ -225,8 +226,22 @@ def test_fields_that_are_not_read_are_counted(target, write_jsonl):
     node = DataConfig(sources=[SourceConfig(path=str(path))])
     _, report = tokenize(load_conversations(node.sources), target.tokenizer, node, target.stop_token_ids)
     assert report.unread == {"id": 2, "weight": 1}
-    assert "fields of messages that are not read, by conversations: 'id' (2), 'weight' (1)" in report.lines()
+    assert "fields that are not read and reach no prompt, by conversations: 'id' (2), 'weight' (1)" in report.lines()
     assert [prompt.unread for prompt in load_prompts(path)] == [("id", "weight"), ("id",)]
+
+
+@pytest.mark.parametrize(
+    ("record", "unread"),
+    [
+        ({"prompt": "x", "system_prompt": "S", "history": [], "enable_thinking": False, "source": "web"},
+         ("enable_thinking", "system_prompt")),
+        ({"instruction": "x", "input": "y", "context": "z", "output": "o"}, ("context",)),
+        ({"prompt": "x", "input": "y", "response": "z", "reasoning_content": "r"}, ("input",)),
+        ({"messages": [ASK], "reasoning": "r", "reasoning_content": "r"}, ("reasoning", "reasoning_content")),
+    ],
+)  # fmt: skip
+def test_fields_by_which_others_give_the_model_more_to_read_are_told(record, unread):
+    assert parse_record(record, "f:1", "1").unread == unread
 
 
 @pytest.mark.parametrize(

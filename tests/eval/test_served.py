@@ -124,7 +124,7 @@ def test_an_answer_without_text_is_no_history(data: Path) -> None:
         2,
     ]
     assert "2 later turns were left out: the answer before them had no text" in report.notes
-    assert "fields of messages that are not read, by conversations: 'weight' (1)" in report.notes
+    assert "fields that are not read and reach no prompt, by conversations: 'weight' (1)" in report.notes
 
 
 SGLANG_SOURCES = {

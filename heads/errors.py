@@ -1,7 +1,8 @@
 """Exceptions for mistakes that a user can make and mend.
 
 Every message names the field or file, what was found, what was expected, and the remedy.
-The command line prints these without a traceback and exits with `exit_code`.
+The command line prints these without a traceback and exits with `exit_code`: 2 for words that cannot work wherever they
+are said (ConfigError), 1 where what they name is missing, damaged, out of reach or refused.
 """
 
 from __future__ import annotations

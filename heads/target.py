@@ -88,7 +88,7 @@ def locate(config: TargetConfig) -> tuple[str, dict[str, Any], str | None]:
 
 
 def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> Any:
-    """The tokenizer, with the recipe's chat template, which shows one day. Raises ConfigError for a missing file."""
+    """The tokenizer, with the recipe's chat template, which shows one day. Raises TargetError for a missing file."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(place, **shared)
@@ -99,12 +99,12 @@ def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> 
 
 
 def read_template(path: Path) -> str:
-    """A Jinja file. Raises ConfigError when it is missing, no regular file, or no text."""
+    """A Jinja file. Raises TargetError when it is missing, no regular file, or no text."""
     try:
         with explain_read(path):
             return read_bounded(path, MAX_TEMPLATE_BYTES).decode("utf-8")
     except (DataError, UnicodeDecodeError) as error:
-        raise ConfigError(f"target.chat_template: {error}; expected a Jinja file") from error
+        raise TargetError(f"target.chat_template: {error}; expected a Jinja file") from error
 
 
 @contextmanager

@@ -128,6 +128,7 @@ def _require_modest(text: str, where: str) -> None:
     """Raise ConfigError for what a parser would take too long, or too deep a stack, for."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = event.start_mark.line + 1 if event.start_mark is not None else 1
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -135,9 +136,8 @@ def _require_modest(text: str, where: str) -> None:
         elif isinstance(event, yaml.ScalarEvent) and event.style is None and len(event.value) > MAX_DIGITS:
             if _NUMBER.fullmatch(event.value):
                 found = f"found a number of {len(event.value)} digits, expected at most {MAX_DIGITS}"
-                raise ConfigError(f"{where}:{event.start_mark.line + 1}: {found}")
+                raise ConfigError(f"{where}:{line}: {found}")
         if depth > MAX_DEPTH:
-            line = event.start_mark.line + 1
             raise ConfigError(f"{where}:{line}: found more than {MAX_DEPTH} levels of nesting, expected fewer")
 
 

@@ -1,7 +1,7 @@
 """The command line: `headstart VERB RECIPE [key=value …]`.
 
-Results go to stdout (`--json`: one JSON value), progress and messages to stderr. Exit codes: 0 done, 1 failure,
-2 wrong usage or configuration, 130 stopped by Ctrl-C.
+Results go to stdout (`--json`: one JSON value), progress and messages to stderr. Exit codes: 0 done, 1 failure
+(a file that is missing or a Hub out of reach too), 2 wrong usage or configuration, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations

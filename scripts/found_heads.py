@@ -41,8 +41,10 @@ def find_head(head: str, said: str = "--head") -> Path:
 
     Args:
         said: the option or field that names it, for messages.
-    Raises: FormatError when it is neither; ConfigError when the Hub cannot give it.
+    Raises: FormatError when it is neither or cannot be had; ConfigError for what can be no name.
     """
+    if not head.strip() or "\0" in head:
+        raise ConfigError(f"{said}: found {head!r}, expected a directory or user/name[@revision]")
     if Path(head).is_dir():
         inside = Path(head) / "head"
         if (inside / "config.json").is_file() and not (Path(head) / "config.json").is_file():
@@ -53,7 +55,7 @@ def find_head(head: str, said: str = "--head") -> Path:
     check_head_name(head, said)
     refusal = hub_refusal()
     if refusal is not None and "HF_HUB_OFFLINE" not in refusal:
-        raise ConfigError(f"{said} {head}: no such directory, and {refusal}; give a local directory")
+        raise FormatError(f"{said} {head}: no such directory, and {refusal}; give a local directory")
     return fetch_head(head)
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from headstart.data.packing import WINDOW, plan_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.base import build_head
-from headstart.heads.errors import ConfigError, HeadstartError
+from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.target import DTYPES
 from headstart.light import light_target
 from headstart.pipeline import Run, dated_target
@@ -187,7 +187,7 @@ def data_of(recipe: Recipe, launch: Launch, talk: Talk, target: Any) -> DataShap
         try:
             prompts = len(read_prompts(recipe.data.distill.prompts))
         except HeadstartError as error:
-            raise ConfigError(
+            raise DataError(
                 f"plan: the prompts cannot be read here ({error}): state the data with --samples N --mean-tokens T"
             ) from error
         most = recipe.data.max_length

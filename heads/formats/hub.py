@@ -200,7 +200,7 @@ def _is_passing(error: Exception) -> bool:
 def fetch_head(name: str, revision: str | None = None, cache_dir: Path | None = None) -> Path:
     """A local directory for `user/name` on the Hub (optionally `user/name@revision`), head files only.
 
-    Raises: ConfigError when the repository, revision or the Hub cannot be reached.
+    Raises: FormatError when the repository, revision or the Hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -218,7 +218,7 @@ def fetch_head(name: str, revision: str | None = None, cache_dir: Path | None = 
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
+        raise FormatError(
             f"head {name!r}: neither a directory here nor a repository on the Hub that can be read "
             f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the name and revision, or give a "
             "local directory."

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from headstart.heads.errors import ConfigError, TargetError
+from headstart.heads.errors import TargetError
 from headstart.heads.fetch import locate_target
 from headstart.heads.target import read_template
 
@@ -68,13 +68,13 @@ def test_a_sound_directory_and_names_that_none_can_have(model: Path, monkeypatch
 )
 def test_a_template_that_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "chat.jinja")
-    with pytest.raises(ConfigError, match="target.chat_template: .*chat.jinja: .*; expected a Jinja file"):
+    with pytest.raises(TargetError, match="target.chat_template: .*chat.jinja: .*; expected a Jinja file"):
         read_template(tmp_path / "chat.jinja")
 
 
 def test_a_template_of_other_bytes(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="target.chat_template: .*decode.*expected a Jinja file"):
+    with pytest.raises(TargetError, match="target.chat_template: .*decode.*expected a Jinja file"):
         read_template(tmp_path / "chat.jinja")
     (tmp_path / "chat.jinja").write_text(json.dumps("ü"))
     assert read_template(tmp_path / "chat.jinja") == json.dumps("ü")

@@ -124,7 +124,7 @@ def test_wrong_template(
 
 
 def test_missing_template_file(headstart: Callable, recipe: Path) -> None:
-    check(headstart("inspect", recipe, *ONLY_FILES, "target.chat_template=gone.jinja"), 2, "gone.jinja: no such file")
+    check(headstart("inspect", recipe, *ONLY_FILES, "target.chat_template=gone.jinja"), 1, "gone.jinja: no such file")
 
 
 def test_missing_target_directory(headstart: Callable, recipe: Path) -> None:
@@ -220,7 +220,40 @@ def test_a_head_that_is_nowhere(
     data = tmp_path / "p.jsonl"
     data.write_text('{"prompt": "a"}\n')
     options = ("--target", tiny_target, "--data", data, "--head", "someone/head")
-    check(headstart("eval", *options), 2, "someone/head", "cannot be reached")
+    check(headstart("eval", *options), 1, "someone/head", "cannot be reached")
+
+
+def test_exit_codes_are_the_same_for_every_verb(
+    headstart: Callable, recipe: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 where what the words name is missing or out of reach, 2 for words that cannot work wherever they are said."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    recipes = [*((verb, recipe) for verb in ("run", "train", "distill", "inspect")), ("train", recipe, "--plan")]
+    measured = [(verb, "--target", tiny_target, "--data", prompts) for verb in ("eval", "tune")]
+    exported = [("export", "--target", tiny_target)]
+    for code, more, verbs in (
+        (1, ("target.name=./gone",), recipes),
+        (1, ("target.name=someone/gone",), recipes),
+        (1, ("target.chat_template=gone.jinja",), recipes),
+        (1, ("data.distill.prompts=[{path: gone.jsonl}]",), [*recipes[:3], recipes[4]]),
+        (1, ("--head", "./gone"), measured + exported),
+        (1, ("--head", "someone/gone"), measured + exported),
+        (1, ("--data", "gone.jsonl"), measured),
+        (1, ("--head", "x" * 5000), measured + exported),
+        (2, ("target.name=",), recipes),
+        (2, ("train.lrr=1",), recipes),
+        (2, ("target.device=abacus",), [recipes[0], recipes[1], recipes[2]]),
+        (2, ("export.engines=[nonsense]",), recipes),
+        (2, ("--head", ""), measured + exported),
+        (2, ("--head", "a\x1bb/c d"), measured + exported),
+        (2, ("eval.tree.depth=0",), measured),
+        (2, ("half \udc80=1",), [*recipes, *measured]),
+    ):
+        for verb in verbs:
+            check(headstart(*verb, *more), code)
+    assert not (tmp_path / "run").exists() or not any((tmp_path / "run").glob("[!.]*"))
 
 
 def test_check_says_what_engines_do(headstart: Callable, recipe: Path, tmp_path: Path, tiny_target: Path) -> None:

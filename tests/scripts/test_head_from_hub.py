@@ -47,7 +47,7 @@ def test_a_head_is_measured_by_revision(
         assert report["head"]["type"] == "eagle" and report["head"]["path"] == "me/published@v1"
         assert report["greedy_identity"]["identical"] == 2 and report["prompts"] == 2
         wrong = headstart(*asked, "--head", "me/published@v2")
-    assert wrong.code == 2 and "me/published@v2" in wrong.err and "Traceback" not in wrong.err
+    assert wrong.code == 1 and "me/published@v2" in wrong.err and "Traceback" not in wrong.err
 
 
 def test_a_run_is_pushed_with_its_report(

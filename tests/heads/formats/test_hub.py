@@ -337,7 +337,7 @@ def test_a_card_without_measurements_or_hub_name_claims_nothing(tmp_path: Path) 
 
 def test_fetching_a_head_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"someone/nothing@v1.*local directory"):
+    with pytest.raises(FormatError, match=r"someone/nothing@v1.*local directory"):
         fetch_head("someone/nothing@v1", cache_dir=tmp_path)
 
 
@@ -369,5 +369,5 @@ def test_a_fetched_head_is_there_without_the_hub(hub: Any, tmp_path: Path, monke
 
 def test_an_unknown_revision_is_named(hub: Any, tmp_path: Path) -> None:
     hub.published["v1"] = {}
-    with pytest.raises(ConfigError, match=r"me/published@v9.*Check the name and revision"):
+    with pytest.raises(FormatError, match=r"me/published@v9.*Check the name and revision"):
         fetch_head("me/published@v9", cache_dir=tmp_path)

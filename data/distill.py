@@ -166,7 +166,7 @@ def _order(jobs: int, config: DistillConfig, seed: int) -> list[int]:
 
 def _prompt_room(target: Target, config: DistillConfig) -> int:
     """Longest prompt, in tokens, that leaves room for the answer."""
-    room = target.dims.max_position_embeddings - config.max_new_tokens
+    room = target.positions - config.max_new_tokens
     return room if config.max_prompt_tokens is None else min(room, config.max_prompt_tokens)
 
 

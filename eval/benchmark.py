@@ -74,8 +74,6 @@ class Decoder:
     def limits(self, contexts: list[list[int]]) -> list[int]:
         """New tokens of every row: `eval.max_new_tokens`, or as many as the target's positions leave (one at least)."""
         most, positions = self.config.max_new_tokens, positions_of(self.target)
-        if positions is None:
-            return [most] * len(contexts)
         return [max(min(most, positions - len(context)), 1) for context in contexts]
 
     def gap(self, context: list[int]) -> float:
@@ -271,7 +269,7 @@ class _Talks:
         except RefusedError as error:
             self.ended[id(prompt)] = error.reason
             return None
-        if self.positions is None or len(context) < self.positions:
+        if len(context) < self.positions:
             return context
         self.ended[id(prompt)] = f"the target has {self.positions} positions, which their conversations fill"
         return None
@@ -319,7 +317,7 @@ def first_contexts(prompts: list[Prompt], target: Target, config: EvalConfig) ->
                 f"prompt {prompt.id}: prompt_token_ids: found {max(context)}, the target has {target.dims.vocab_size} "
                 "tokens: these ids are another tokenizer's"
             )
-        if positions is not None and len(context) >= positions:
+        if len(context) >= positions:
             raise DataError(
                 f"prompt {prompt.id}: found {len(context)} tokens, the target has {positions} positions: shorten it, "
                 "or leave it out"

@@ -81,6 +81,18 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
+def check_decodable(model: Any) -> dict[str, int | None]:
+    """Attention kinds of a model → window, as attention_windows. Raises: TargetError where it takes no tree mask."""
+    windows = attention_windows(model.config)
+    implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if implementation not in ("sdpa", "eager"):
+        raise TargetError(
+            f"attention implementation {implementation!r} takes no tree mask; load the target with "
+            "target.attn_implementation=sdpa (or eager)"
+        )
+    return windows
+
+
 class Engine:
     """KV state of a batch of contexts under one target.
 
@@ -137,14 +149,8 @@ class Engine:
 
     def _prepare_model(self) -> None:
         config = self.model.config.get_text_config()
-        self.windows = attention_windows(self.model.config)
-        implementation = getattr(config, "_attn_implementation", None)
-        if implementation not in ("sdpa", "eager"):
-            raise TargetError(
-                f"attention implementation {implementation!r} takes no tree mask; load the target with "
-                "target.attn_implementation=sdpa (or eager)"
-            )
-        self.additive = implementation == "eager"
+        self.windows = check_decodable(self.model)
+        self.additive = config._attn_implementation == "eager"
         self.kv = StaticKV(config.num_hidden_layers, self.batch, self.capacity, self.device)
         # transformers 5.24 renames the argument
         parameters = inspect.signature(self.model.forward).parameters

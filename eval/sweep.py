@@ -25,15 +25,15 @@ def sweep_points(config: EvalConfig) -> int:
     return len(config.batch_sizes) + len(config.context_lengths)
 
 
-def positions_of(target: Target) -> int | None:
-    """Tokens that the target reads at most, prompt and answer together; None = no limit known."""
-    return getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
+def positions_of(target: Target) -> int:
+    """Tokens that the target reads at most, prompt and answer together."""
+    return target.positions
 
 
 def check_contexts(lengths: Sequence[int], config: EvalConfig, target: Target, field: str) -> None:
     """Raises ConfigError naming `field` when a context and its answer go beyond the target's positions."""
     limit, longest = positions_of(target), max(lengths, default=0)
-    if limit is not None and longest and longest + config.max_new_tokens > limit:
+    if longest and longest + config.max_new_tokens > limit:
         raise ConfigError(
             f"{field}: found {longest} with eval.max_new_tokens={config.max_new_tokens}, the target has "
             f"{limit} positions: give at most {limit - config.max_new_tokens}"

@@ -278,6 +278,11 @@ class Target:
         return cls(model, tokenizer, config or TargetConfig(name=type(model).__name__))
 
     @property
+    def positions(self) -> int:
+        """Tokens that a context may hold, its answer included: see HeadDims.positions."""
+        return HeadDims.from_hf_config(self.model.config).positions
+
+    @property
     def device(self) -> torch.device:
         return self.embed_VD.device
 

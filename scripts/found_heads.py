@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.base import Head, HeadConfig, build_head
+from headstart.heads.base import Head, HeadConfig, HeadDims, build_head
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.fetch import hub_refusal
@@ -112,13 +112,26 @@ def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:
     """
     directory = find_head(start_from, "start_from")
     given = _read_head(directory, target)
+    dims = require_same_head(given, start_from, config, target.dims)
+    head = build_head(config, dims)
+    head.load_state_dict(given.state_dict(), strict=True)
+    head = head.to(target.device)
+    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    return head
+
+
+def require_same_head(given: Head, start_from: str, config: HeadConfig, target: HeadDims) -> HeadDims:
+    """The dimensions of the head that goes on from `given`: its draft layer's, the target's in the rest.
+
+    Raises: ConfigError naming the fields of `head` by which the recipe describes another head.
+    """
     if given.family != config.type:
         raise ConfigError(
             f"start_from: {start_from} is a head of type {given.family!r} and the recipe's is {config.type!r}: set "
             f"head.type={given.family}, or take a recipe of that family"
         )
     # the draft layer's rope and head split are the file's; its MLP's default width is the target's
-    dims = replace(given.dims, intermediate_size=target.dims.intermediate_size)
+    dims = replace(given.dims, intermediate_size=target.intermediate_size)
     planned = skeleton(config, dims, "the recipe's head")
     shapes, found = _shapes(planned), _shapes(given)
     acts = [getattr(head, "hidden_act", None) for head in (planned, given)]
@@ -137,11 +150,7 @@ def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:
             + (f" ({odd[0]} is {found.get(odd[0])}, the recipe makes it {shapes.get(odd[0])})" if odd else "")
             + f": set {' '.join(differing) or 'the fields of head to its own'}"
         )
-    head = build_head(config, dims)
-    head.load_state_dict(given.state_dict(), strict=True)
-    head = head.to(target.device)
-    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
-    return head
+    return dims
 
 
 def _shapes(head: Head) -> dict[str, tuple[int, ...]]:

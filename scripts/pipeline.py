@@ -31,7 +31,7 @@ from headstart.eval.launch import wake_compiler
 from headstart.eval.report import render_saved
 from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
 from headstart.heads import vocab
-from headstart.heads.base import Head, HeadDims, build_head
+from headstart.heads.base import Head, build_head
 from headstart.heads.errors import ConfigError, DataError, FormatError, Terminated
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats import check_export, save_head
@@ -200,13 +200,13 @@ class Run:
             self.check_eval_data()
         if "train" not in self.ahead:
             return
-        if recipe.start_from is not None:
-            find_head(recipe.start_from, "start_from")
+        from headstart.refusals import refuse_ahead
+
+        refuse_ahead(recipe, self.light)
         if data.distill.prompts and not self.distilled_path.is_file():
             # read again when it is their turn: a bad line must not come to light after hours of answering
             for _ in load_conversations([*data.sources, *data.held_out]):
                 pass
-        self._skeleton()
 
     def check_eval_data(self) -> None:
         """Raise DataError or ConfigError where `eval.data` is given and cannot be read."""
@@ -248,6 +248,10 @@ class Run:
             "the prompts are not answered yet",
             "run `headstart distill RECIPE target.parallel=device_map` first (the layers over all GPUs of a machine)",
         )
+        if "train" in self.ahead:
+            from headstart.refusals import require_decoding
+
+            require_decoding(self.target, self._skeleton().spec, self.recipe.export.force)
         data, generator = self.recipe.data, None
         prompts = read_prompts(data.distill.prompts)
         # captured cycles need a GPU, and one that holds the whole target
@@ -360,16 +364,16 @@ class Run:
 
     def _skeleton(self) -> Head:
         """The head without memory or the target's weights: for what it reads and what it is made of."""
-        dims = self.dims
+        dims = self.light.dims
         with torch.device("meta"):
             return build_head(self.recipe.head, dims)
 
     @cached_property
-    def dims(self) -> HeadDims:
-        """Of the target, without its weights."""
+    def light(self) -> Target:
+        """The target without its weights."""
         from headstart.light import light_target
 
-        return (self._target or light_target(self.recipe.target)).dims
+        return self._target or light_target(self.recipe.target)
 
     def train(self) -> dict[str, Any]:
         """Train the head and save it in the portable format. Ends early, resumably, at the first Ctrl-C."""
@@ -408,6 +412,7 @@ class Run:
 
         Args: begin: called when everything is ready to train on.
         """
+        from headstart.refusals import require_decoding
         from headstart.train.loop import train
 
         recipe, target, data = self.recipe, self.target, self.prepare()
@@ -418,6 +423,7 @@ class Run:
         self._say_coverage(head, source)
         origin = {**provenance(target.device), "recipe": self.recipe_facts(), "target": target.fingerprint()}
         validator = self._validator(data, head, accelerator)
+        require_decoding(target, head.spec, recipe.export.force)
         begin()
         if main:
             self.save_data_report(data)

@@ -20,6 +20,7 @@ from headstart.heads.target import DTYPES
 from headstart.light import light_target
 from headstart.pipeline import Run, dated_target
 from headstart.recipes.schema import Recipe
+from headstart.refusals import refuse_ahead
 from headstart.talk import Talk
 from headstart.train.flops import matmul_flops
 from headstart.train.plan import (
@@ -117,13 +118,14 @@ def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
     node_ranks = 1 if one_process else cards
     check_layout(recipe.train.parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
     target = light_target(dated_target(recipe))
+    refuse_ahead(recipe, target)
     half = recipe.target.dtype in ("auto", "bfloat16", "float16")
     target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
     target.embed_VD = target.model.get_input_embeddings().weight
     with torch.device("meta"):
         head = build_head(recipe.head, target.dims)
     data = data_of(recipe, launch, talk, target)
-    notes = data.notes
+    notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
     parallel = recipe.train.parallel
     if parallel == "auto":
         parallel = "replicated"

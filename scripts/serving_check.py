@@ -79,7 +79,7 @@ def compare_features(target: Target, spec: FeatureSpec, sequences: list[list[int
 
 def probe_sequences(target: Target, count: int = 2, length: int = 96) -> list[list[int]]:
     """Token ids to compare features on where no text is at hand: drawn uniformly, the same for every call."""
-    length = min(length, target.dims.max_position_embeddings - 8)
+    length = min(length, target.positions - 8)
     draws = torch.randint(target.dims.vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
     return draws.tolist()
 

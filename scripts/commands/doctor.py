@@ -78,13 +78,11 @@ def _machine() -> list[Check]:
 
 
 def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
-    import torch
-
     from headstart import identity
     from headstart.data.chat import ChatFormat
-    from headstart.heads.base import build_head
     from headstart.light import light_target
     from headstart.recipes.load import load_recipe
+    from headstart.refusals import QUESTIONS, Question
 
     settings = load_recipe(recipe, overrides)
     checks: list[Check] = [("recipe", "ok", f"{recipe} → {settings.run_dir}")]
@@ -103,22 +101,20 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
         share = f"{supervised} of {len(encoded[-1].turn_ids)} tokens of a probe are the assistant's"
         return f"{share}; stop ids {found.stop_token_ids}"
 
-    def head() -> str:
-        with torch.device("meta"):
-            built = build_head(settings.head, box["target"].dims)
-        parameters = sum(p.numel() for p in built.parameters() if p.requires_grad)
-        layers = list(built.spec.layer_ids)
-        return f"{settings.head.type}: {parameters / 1e6:.1f} M trained parameters, reads layers {layers}"
-
     def sources() -> str:
         data = settings.data
         found = identity.of_sources([*data.sources, *data.held_out, *data.distill.prompts])
         return f"{len(found)} sources"
 
-    for name, check in (("target", target), ("chat template", template), ("head", head), ("data", sources)):
-        if name in ("chat template", "head") and "target" not in box:
-            continue
-        checks.append(_try(name, check))
+    def asked(question: Question) -> Callable[[], str]:
+        return lambda: question(settings, box["target"])
+
+    checks.append(_try("target", target))
+    if "target" in box:
+        checks += [("target", "ok", note) for note in box["target"].notes]
+        checks.append(_try("chat template", template))
+        checks += [_try(name, asked(question)) for name, question in QUESTIONS.items()]
+    checks.append(_try("data", sources))
     return checks
 
 

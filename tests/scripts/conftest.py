@@ -49,7 +49,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(vocab), hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -26,7 +26,7 @@ def make_place(place: Path, device: str = "cpu", hidden: int = 32) -> Path:
     torch.manual_seed(0)
     shape = LlamaConfig(
         hidden_size=hidden, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=len(words), max_position_embeddings=256, eos_token_id=1, initializer_range=0.2,
+        vocab_size=len(words), max_position_embeddings=2048, eos_token_id=1, initializer_range=0.2,
     )  # fmt: skip
     LlamaForCausalLM(shape).save_pretrained(place / "target")
     tokenizer.save_pretrained(place / "target")

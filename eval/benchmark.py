@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
@@ -190,6 +191,7 @@ def attach(head: Head, target: Target) -> None:
 def _measure(
     target: Target, drafter: Drafter | None, config: EvalConfig, prompts: list[Prompt], progress: Progress | None
 ) -> Found:
+    began, ready_s = time.perf_counter(), None
     decoder = Decoder(target, config)
     tallies = {str(prompt.task): Tally() for prompt in prompts}
     generate = GenerateBaseline(target, decoder.sampling, config.max_new_tokens) if config.generate_baseline else None
@@ -211,6 +213,8 @@ def _measure(
             if generate is not None:
                 GenerateBaseline(target, decoder.sampling, config.warmup_tokens).run(contexts[0])
             warm = True
+        if ready_s is None:
+            ready_s = time.perf_counter() - began
         tally, seed, limits = tallies[task], config.seed + number, decoder.limits(contexts)
         base = decoder.run(contexts, None, limits, seed) if plain else None
         spec = decoder.run(contexts, drafter, limits, seed) if drafter is not None else None
@@ -231,7 +235,8 @@ def _measure(
         parts = cycle_parts(decoder, drafter, [middle] * config.batch_size)
     if progress is not None:
         progress(total, total, "done")
-    return Found(tallies, sweeps, generate, decoder.unfused, decoder.graphs.seconds, parts, talks.notes())
+    captured = decoder.graphs.seconds
+    return Found(tallies, sweeps, generate, decoder.unfused, captured, ready_s, parts, talks.notes())
 
 
 class _Talks:

@@ -411,6 +411,8 @@ def remarks(report: Report) -> list[str]:
         named = ("draft", "verify", "rest")
         spent = ", ".join(f"{name} {number(report.cycle[f'{name}_ms'], 2)}" for name in named)
         lines.append(f"parts of a cycle in ms, batch {report.batch_size}: {spent}")
+    if (ready := report.timing.get("ready_s")) is not None:
+        lines.append(f"measuring began {number(ready, 1)} s after the target was loaded")
     if report.generate is not None:
         found = report.generate
         rate = number(found["tokens_per_s"], 1)

@@ -29,6 +29,8 @@ class Found:
     unfused: str | None = None
     #: seconds that capturing cycles took, which are part of no other time
     capture_s: float = 0.0
+    #: seconds from a loaded target to the first measured token: choosing kernels, compiling, capturing, warming up
+    ready_s: float | None = None
     #: milliseconds of a cycle's parts (parts.cycle_parts)
     parts: dict[str, float] | None = None
     #: what the target's positions cut off
@@ -102,6 +104,7 @@ def report_of(
         "baseline_prefill_s": sum(t.plain.prefill_s for t in tallies.values()) or None,
         "baseline_decode_s": sum(t.plain.decode_s for t in tallies.values()) or None,
         "capture_s": measured.capture_s or None,
+        "ready_s": measured.ready_s,
     }
     notes = []
     if sampling.synthetic is not None:

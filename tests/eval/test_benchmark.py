@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,11 +68,14 @@ def config_of(data: str, **changes: Any) -> EvalConfig:
 
 def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, ids_file: str, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    config = config_of(ids_file, batch_size=2)
+    config, began = config_of(ids_file, batch_size=2), time.perf_counter()
     report = evaluate(
         target, eagle3.head, config, recipe={"seed": 7}, head_info={"path": "x"}, progress=lambda *p: seen.append(p)
     )
     expected = teacher_forced_tau(target, eagle3.head, [(c, a.tokens) for c, a in zip(CONTEXTS, plain, strict=True)], 3)
+    # warming up comes before, and decoding after, the moment that measuring begins
+    ready_s, decode_s = report.timing["ready_s"], report.timing["decode_s"]
+    assert ready_s is not None and decode_s is not None and 0 < ready_s < time.perf_counter() - began - decode_s
     assert report.tau == expected.tau
     assert report.per_position_acceptance == expected.per_position
     assert report.per_position_conditional == expected.per_position_conditional
@@ -93,6 +97,7 @@ def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, 
     out = io.StringIO()
     print_report(report, Console(file=out, width=200))
     assert f"{report.tau:.2f}" in out.getvalue() and "3/3" in out.getvalue()
+    assert "s after the target was loaded" in out.getvalue()
     # a narrow terminal gets more tables, not shorter numbers
     for width in (60, 80):
         out = io.StringIO()

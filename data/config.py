@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from headstart.heads.errors import ConfigError
+from headstart.heads.files import shown
 from headstart.heads.repository import check_repository
 
 FORMATS = (
@@ -34,17 +35,22 @@ class SourceConfig:
 
     def validate(self, where: str) -> None:
         """Raise ConfigError when the source cannot be read; `where` is the recipe key."""
+        for name in ("path", "dataset", "subset", "split", "format"):
+            value = getattr(self, name)  # eval.data may hold mappings whose types nobody has checked
+            given = value is not None or name in ("split", "format")
+            if given and not (isinstance(value, str) and value.strip()):
+                raise ConfigError(f"{where}.{name}: found {shown(value)}, expected text")
         if (self.path is None) == (self.dataset is None):
             found = "both" if self.path else "neither"
             raise ConfigError(
                 f"{where}: found {found} of path and dataset, expected exactly one: set {where}.path=FILE.jsonl"
             )
-        if self.dataset is not None and not Path(self.dataset).is_dir():
+        if self.dataset is not None and not os.path.isdir(self.dataset):
             check_repository(self.dataset, f"{where}.dataset", "user/name of a dataset on the Hub")
         if self.format not in FORMATS:
             raise ConfigError(f"{where}.format: found {self.format!r}, expected one of {', '.join(FORMATS)}")
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"{where}.limit: found {self.limit}, expected a number ≥ 1, or null for all")
+        if self.limit is not None and (type(self.limit) is not int or not 1 <= self.limit < 1 << 63):
+            raise ConfigError(f"{where}.limit: found {shown(self.limit)}, expected a number ≥ 1, or null for all")
 
 
 @dataclass

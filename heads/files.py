@@ -253,6 +253,27 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_leftovers(directory: Path) -> None:
+    """Delete what killed writers left in `directory`: temporary files of `atomic_write` whose process is gone.
+
+    They can be as large as what was being written, and a head's directory is published as it is.
+    """
+    for path in directory.glob(".*.tmp"):
+        match = re.fullmatch(r"\..+\.(\d+)\.tmp", path.name)
+        if match and not _runs(int(match[1])):
+            delete(path)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 def unused(path: Path) -> Path:
     """`path`, or the first of `path-2`, `path-3`, … that does not exist."""
     number, found = 1, path

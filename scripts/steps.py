@@ -23,7 +23,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from headstart.heads.errors import DataError, StorageError
-from headstart.heads.files import delete, explain_disk, read_json, set_aside, write_json
+from headstart.heads.files import delete, explain_disk, read_json, remove_leftovers, set_aside, write_json
+
+#: directories of a run that files are written to (checkpoints/ looks after itself)
+MADE = ("steps", "data", "features/*", "head", "export", "export/*")
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[str]:
@@ -192,8 +195,14 @@ class Steps:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep a second command out of the run directory. Raises StorageError when one is at work there."""
+        """Keep a second command out of the run directory. Raises StorageError when one is at work there.
+
+        What a killed command left half written there is removed.
+        """
         with locked(self.run_dir, "name=… or run_dir=…"):
+            with explain_disk(self.run_dir):
+                for place in (self.run_dir, *(found for name in MADE for found in self.run_dir.glob(name))):
+                    remove_leftovers(place)
             yield
 
 

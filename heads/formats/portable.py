@@ -23,7 +23,7 @@ from torch import Tensor
 from headstart.heads import vocab
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.errors import FormatError
-from headstart.heads.files import require_disk, sha256_file, write_json
+from headstart.heads.files import remove_leftovers, require_disk, sha256_file, write_json
 from headstart.heads.formats.geometry import legacy_rope, rope_parameters
 from headstart.heads.formats.shards import earlier_files, plan_files, write_files
 from headstart.heads.formats.sidecar import SIDECAR, seal, sidecar
@@ -112,6 +112,7 @@ def write_directory(
     for name, tensor in tensors.items():
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             raise FormatError(f"{directory}: {name} holds NaN or infinite values; take an earlier checkpoint")
+    remove_leftovers(directory)
     others = [
         path.name
         for path in directory.glob("*")

@@ -25,6 +25,7 @@ from headstart.heads.files import (
     open_regular,
     read_bounded,
     read_json,
+    remove_leftovers,
     require_disk,
     sha256_file,
     write_json,
@@ -191,3 +192,14 @@ def test_a_name_that_is_too_long_is_told_before_work_starts(tmp_path: Path) -> N
         with pytest.raises(StorageError, match=r"\(5\d+ characters\): cannot be a path here") as caught:
             check(tmp_path / ("x" * 5000))
         assert len(str(caught.value)) < 500
+
+
+def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    gone = 2**22 + 1  # beyond the kernel's largest process id
+    for name in (f".model.safetensors.{gone}.tmp", f".config.json.{os.getpid()}.tmp", "model.safetensors", ".a.tmp"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / f".step-00000002.{gone}.tmp").mkdir()
+    (tmp_path / f".step-00000002.{gone}.tmp/head").write_text("x")
+    remove_leftovers(tmp_path)
+    kept = [".a.tmp", f".config.json.{os.getpid()}.tmp", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,17 @@ train: {{epochs: 2, lr: 1e-3, save_every: 2, tau_prompts: 2, tau_tokens: 8, log_
 eval: {{limit: 2, max_new_tokens: 8, warmup_tokens: 0, tree: {{depth: 2}}}}
 """)
     return path
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums are split by thread: equal bits need an equal number of them, and a forked process has one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

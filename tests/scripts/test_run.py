@@ -7,13 +7,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -176,15 +175,6 @@ def test_what_errors_advise_continues_the_run_and_starting_anew_keeps_it(
     assert (kept / "checkpoints/latest").is_file()
     other = headstart("train", recipe, *advised, "train.seed=7", "--json")
     assert other.code == 0 and other.json["resumed_from"] == 0 and (tmp_path / "run/previous/2-train").is_dir()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sums are split by thread: equal bits need an equal number of them, and a forked process has one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def start(place: Path, *arguments: str | Path) -> ForkProcess:

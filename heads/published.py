@@ -20,6 +20,7 @@ Numbers that say how something was measured (batch size, seed of sampling) go ou
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -71,14 +72,20 @@ def published(document: Mapping[str, Any]) -> dict[str, Any]:
 
     Args: document: JSON values; the keys say what is a target, a head, data, an address or a command.
     """
-    words = {**_private, **_names_inside(document)}
+    words = {**_private, **_keys(), **_names_inside(document)}
     ordered = {word: words[word] for word in sorted(words, key=len, reverse=True)}
     return _Boundary(ordered, _task_names(document)).mapping(document, ())
 
 
 def published_text(text: str) -> str:
     """A sentence without paths, parts of addresses and values of the environment."""
-    return _text(text, _private)
+    return _text(text, {**_private, **_keys()})
+
+
+def _keys() -> dict[str, str]:
+    """Keys of this environment that a server's answer or an error might repeat."""
+    names = ("OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+    return {os.environ[name]: f"${name}" for name in names if len(os.environ.get(name, "")) >= 8}
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -294,8 +301,8 @@ def _address(found: re.Match[str]) -> str:
 
 def _path(found: re.Match[str]) -> str:
     text = found[0]
-    whole = text.startswith("~") or text.count("/") > 1 or is_local(text)
-    return LOCAL_PATH if whole else text
+    # `/red` alone may be anything, unless it is there
+    return text if re.fullmatch(r"/[^/]*", text) and not os.path.exists(text) else LOCAL_PATH
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

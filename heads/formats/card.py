@@ -143,7 +143,7 @@ def _launch(repo_id: str, target: dict[str, Any], engines: list[str], side: dict
         f"{NAMES_OF_ENGINES[engine]}:\n\n{fenced(command, 'bash')}"
         for engine, command in launch_commands(repo_id, side, engines).items()
     ]
-    if shown and (why := why_tokens(side)):
+    if shown and (why := why_tokens(side, markdown)):
         shown.insert(0, why)
     measure = shlex.join(["headstart", "eval", "--head", repo_id, "--target", base, "--data", "prompts.jsonl"])
     shown.append(f"Measure it on your own prompts:\n\n{fenced(measure, 'bash')}")
@@ -179,7 +179,7 @@ def _source(source: dict[str, Any]) -> str:
     else:
         shown = name if name in (OWN_DATA, HELD_OUT, ANSWERS) else code(name)
     shown += f" (sha256 {code(str(digest)[:16])})" if digest else ""
-    return shown + (f" (first {source['limit']})" if source.get("limit") else "")
+    return shown + (f" (first {markdown(source['limit'])})" if source.get("limit") else "")
 
 
 def _citation(family: str) -> str:
@@ -207,8 +207,8 @@ def _provenance(side: dict[str, Any]) -> str:
             middle = f"; {parity['median']:.3g} in the median token, rounding explains {parity['median_tolerance']:g}"
         blocks.append(
             f"**Exported by force**: the decode loop's features differ from training's (relative {parity['worst']:.3g} "
-            f"at {parity['where']}, rounding explains {parity['tolerance']:g}{middle}); serving may accept less than "
-            "training promised."
+            f"at {markdown(parity['where'])}, rounding explains {parity['tolerance']:g}{middle}); serving may accept "
+            "less than training promised."
         )
     if side.get("recipe"):
         blocks.append(_folded("Recipe", side["recipe"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,12 +75,15 @@ def drafted_tokens(side: dict[str, Any]) -> int:
     return min(depth, 4) if side["type"] != "eagle" else 3
 
 
-def why_tokens(side: dict[str, Any]) -> str:
-    """Where the number of drafted tokens comes from, in a sentence; "" without a tuning."""
+def why_tokens(side: dict[str, Any], text: Callable[[str], str] = str) -> str:
+    """Where the number of drafted tokens comes from, in a sentence; "" without a tuning.
+
+    Args: text: writes a name of others in the language of the document.
+    """
     chosen = tuned_chain(side)
     if chosen is not None:
         return (
-            f"{drafted_tokens(side)} drafted tokens: the best chain at batch {chosen.batch} on {chosen.device} "
+            f"{drafted_tokens(side)} drafted tokens: the best chain at batch {chosen.batch} on {text(chosen.device)} "
             f"(`headstart tune`, {chosen.chain_speedup:.2f}× predicted)."
         )
     if tuned_batches(side):

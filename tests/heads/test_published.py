@@ -24,6 +24,7 @@ from headstart.heads.published import (
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(boundary, "_private", {})
     monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
     monkeypatch.chdir(tmp_path)
 
 
@@ -80,6 +81,8 @@ def test_data(name: str, shown: str) -> None:
         ("https://user:p@ss@localhost:8000", "https://localhost:8000"),
         ("https://huggingface.co/org/name", "https://huggingface.co/org/name"),
         ("file:///home/alice/x", "LOCAL_PATH"),
+        ("[/b] </a> /nothing-there /usr", "[/b] </a> /nothing-there LOCAL_PATH"),
+        ("refused: key sk-0123456789", "refused: key $OPENAI_API_KEY"),
         ("${oc.env:X,/home/alice} ${oc.env: Y}", "${oc.env:X} ${oc.env:Y}"),
     ],
 )

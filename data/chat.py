@@ -146,13 +146,13 @@ class ChatFormat:
         groups = [group[::-1] for group in reversed(groups)]
         for group in groups:
             require_pieces(messages, group, tools)
-        last = len(groups) - 1
-        return [
-            self._encode_group(group, messages, finish_reason if n == last else "stop")
-            for n, group in enumerate(groups)
-        ]
+        reasons = ["stop"] * (len(groups) - 1) + [finish_reason]
+        tagged = self.renderer.tagged(tools)
+        return [self._encode_group(g, messages, reason, tagged) for g, reason in zip(groups, reasons, strict=False)]
 
-    def _encode_group(self, turns: list[Turn], messages: Sequence[Message], finish_reason: str) -> Encoded:
+    def _encode_group(
+        self, turns: list[Turn], messages: Sequence[Message], finish_reason: str, tagged: bool
+    ) -> Encoded:
         text = turns[-1].text
         spans = [(turn, start, end) for turn in turns for start, end in turn.spans]
         cut = self._split(text, [start for _, start, _ in spans])
@@ -164,7 +164,7 @@ class ChatFormat:
                 continue  # tags go on behind a stop token, after which nothing is generated
             first, final = cut.starts[number], number + 1 == len(spans)
             # a tag may leave out the end-of-turn token that stands right behind it
-            limit = cut.after(end, first) + self.renderer.tagged
+            limit = cut.after(end, first) + tagged
             stop = next((i for i in range(first, min(limit, len(cut.ids))) if cut.ids[i] in self.stop_token_ids), None)
             if stop is None:
                 past = self._content_end(text, cut, number, messages[turn.index], start, end)
@@ -264,7 +264,7 @@ class ChatFormat:
         for probe in (list(PROBE), thinking):
             try:
                 turn = turn_at(self.renderer, probe, 1)
-                self._encode_group([turn], probe, "stop")
+                self._encode_group([turn], probe, "stop", self.renderer.tagged())
             except UnmaskableError as error:
                 failed = failed or error
                 continue

@@ -87,10 +87,13 @@ class Renderer:
         self.template = fix_date(chat_template(tokenizer))
         #: models with several templates have one for conversations with tools
         self.tool_template = fix_date(chat_template(tokenizer, [{"type": "function"}]))
-        self.tagged = GENERATION_TAG.search(self.template) is not None
         self.variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         self.form = Form()
         self.form = find_form(self)
+
+    def tagged(self, tools: Sequence[dict[str, Any]] = ()) -> bool:
+        """Whether the template says itself, by `{% generation %}` tags, what is the assistant's."""
+        return GENERATION_TAG.search(self.tool_template if tools else self.template) is not None
 
     def render(
         self,
@@ -104,8 +107,7 @@ class Renderer:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self.tool_template if tools else self.template
-        tagged = self.tagged and GENERATION_TAG.search(template) is not None
+        template, tagged = self.tool_template if tools else self.template, self.tagged(tools)
         try:
             result: Any = render_jinja_template(
                 conversations=[[self.form.apply(message) for message in messages]],

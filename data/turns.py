@@ -72,7 +72,7 @@ def turn_at(renderer: Renderer, messages: Sequence[Message], index: int, tools: 
     """Assistant message `index` in the text that ends with it."""
     text, tags = renderer.render(messages[: index + 1], tools=tools)
     prompt = renderer.render(messages[:index], add_generation_prompt=True, tools=tools)[0]
-    if not renderer.tagged:
+    if not renderer.tagged(tools):
         if not text.startswith(prompt):
             raise UnmaskableError(
                 "chat template: the prompt before an answer is not the beginning of the text with the answer",
@@ -148,7 +148,7 @@ class _Chain:
 
     def _fit_base(self, turn: Turn) -> int:
         """Where the messages before `turn` end without a generation prompt."""
-        if self.renderer.tagged:
+        if self.renderer.tagged(self.tools):
             return turn.base
         context = self._context(PROBE[:1])
         alone, _ = self.renderer.render([*PROBE[:1], self.messages[turn.index]], tools=self.tools)
@@ -163,7 +163,7 @@ class _Chain:
         alone = turn_at(self.renderer, [*context, *window], len(context) + len(window) - 1, self.tools)
         if not alone.text.startswith(text) or not self.last.text.startswith(alone.text[len(text) :], start):
             raise _Unstable
-        if self.renderer.tagged and alone.begin != alone.base:
+        if self.renderer.tagged(self.tools) and alone.begin != alone.base:
             raise _Unstable
         return alone.moved(start - len(text), self.last.text, index)
 

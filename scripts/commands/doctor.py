@@ -99,7 +99,7 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
         encoded = chat.encode([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}])
         supervised = sum(turn >= 0 for turn in encoded[-1].turn_ids)
         share = f"{supervised} of {len(encoded[-1].turn_ids)} tokens of a probe are the assistant's"
-        return f"{share}; stop ids {found.stop_token_ids}"
+        return "; ".join([share, f"stop ids {found.stop_token_ids}", *chat.notes])
 
     def sources() -> str:
         data = settings.data

@@ -10,6 +10,7 @@ from reference.chat import encode_slowly
 
 from headstart.data import turns
 from headstart.data.chat import ChatFormat, RefusedError
+from headstart.data.rendering import Renderer
 from headstart.data.turns import stable_turns, turn_at
 
 FAMILIES = ("chatml", "llama3", "qwen3", "gemma", "mistral", "tagged", "tagged_wide", "plain", "parts", "trimming",
@@ -147,3 +148,61 @@ def test_cost_grows_with_the_length(monkeypatch, family):
     for name in ("rendered", "tokenised"):
         assert costs[-1][name] < 1.3 * costs[0][name], f"{name} characters per character of the text: {costs}"
         assert costs[-1][name] < 25, costs
+
+
+#: what a template may be put together from: the first of each is plain, the others look further or write more
+HEADS = (
+    "", "{{ 'Be kind ' }}", "{{ messages | length }}", "{{ messages | length // 10 }}",
+    "{% for m in messages if 'fast' in m.content and loop.first %}{{ 'fast' }}{% endfor %}",
+)  # fmt: skip
+LOOPS = ("messages", "messages[-6:]", "messages[[0, (messages | length - 1) // 2 * 2 - 8] | max :]")
+BEGINS = (
+    "<{{ m.role }}>", "{{ '\n' if not loop.first }}<{{ m.role }}>", "{{ loop.index0 // 8 }}<{{ m.role }}>",
+    "{% if loop.first or messages[loop.index0 - 1].role != m.role %}<{{ m.role }}>{% else %} and {% endif %}",
+    "{{ 'again' if m.role == 'user' and m.content == messages[0].content }}<{{ m.role }}>",
+    "{{ 'now' if m == (messages | selectattr('role', 'equalto', 'user') | list)[-1] }}<{{ m.role }}>",
+)  # fmt: skip
+CONTENTS = (
+    "{{ m.content }}", "{{ m.content | trim }}", "{{ m.content if loop.last else m.content.split('fast')[-1] }}",
+    "{{ m.content[:2] if loop.index0 < messages | length - 9 else m.content }}",
+)  # fmt: skip
+STOPS = ("<|im_end|>\n", "{{ '<|im_end|>' if m.role == 'assistant' }}", "{{ '<|im_end|>' if not loop.last }}")
+FOOTS = (
+    "<assistant>",
+    "\n<assistant>",
+    "{{ '<assistant>' if messages[-1].role != 'tool' }}",
+    "{{ messages | length }}:",
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_template_fools_the_fast_way(seed):
+    """Random templates: where the fast way finds turns at all, they are those of the definition."""
+    rng, fast = random.Random(seed), 0
+
+    def pick(choices):
+        return choices[0] if rng.random() < 0.6 else rng.choice(choices)
+
+    for _ in range(60):
+        said = pick(CONTENTS) + pick(STOPS)
+        if rng.random() < 0.25:
+            tagged = f"{{% generation %}}{said}{{% endgeneration %}}"
+            said = f"{{% if m.role == 'assistant' %}}{tagged}{{% else %}}{said}{{% endif %}}"
+        foot = f"{{% if add_generation_prompt %}}{pick(FOOTS)}{{% endif %}}"
+        template = f"{pick(HEADS)}{{% for m in {pick(LOOPS)} %}}{pick(BEGINS)}{said}{{% endfor %}}{foot}"
+        renderer = Renderer(word_tokenizer(template, "<|im_end|>"))
+        messages = []
+        for _ in range(rng.choice((3, 6, 10))):
+            messages += [{"role": "user", "content": rng.choice(TEXTS)} for _ in range(rng.choice((1, 1, 1, 2)))]
+            for _ in range(rng.choice((0, 0, 1, 2))):
+                messages.append({"role": "assistant", "content": rng.choice(TEXTS)})
+                messages += [{"role": "tool", "content": rng.choice(TEXTS)} for _ in range(rng.choice((0, 1, 1, 2)))]
+            messages.append({"role": "assistant", "content": rng.choice(TEXTS)})
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        found = stable_turns(renderer, messages, answers)
+        for turn in found or ():
+            exact = turn_at(renderer, messages, turn.index)
+            assert turn.text.startswith(exact.text), (template, messages)
+            assert (turn.begin, turn.end, turn.spans) == (exact.begin, exact.end, exact.spans), (template, messages)
+        fast += found is not None
+    assert 10 < fast < 55, "both ways are tried"

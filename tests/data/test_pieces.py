@@ -99,6 +99,12 @@ def test_a_tokenizer_with_a_template_for_tools_uses_it(make_chat):
     assert "weather" in renderer.render([USER], tools=[TOOL])[0] and "weather" not in renderer.render([USER])[0]
 
 
+def test_each_of_two_templates_says_what_is_trained_in_its_own_way(make_chat):
+    chat = make_chat("tagged", template={"default": TEMPLATES["tagged"], "tool_use": TEMPLATES["tools"]})
+    messages = [USER, {"role": "assistant", "content": "Bye"}]
+    assert trained(chat, messages) == trained(chat, messages, tools=[TOOL]) == ["Bye<|im_end|>"]
+
+
 def test_parts_are_given_where_text_vanishes(make_chat):
     chat = make_chat("parts")
     assert chat.notes == ["contents are given as lists of text parts (the chat template drops plain text)"]

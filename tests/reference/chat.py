@@ -27,13 +27,14 @@ def encode_slowly(
         else:
             groups.append([(text, spans, content)])
     groups.reverse()
-    return [_encode(chat, group, finish_reason if group is groups[-1] else "stop") for group in groups]
+    tagged = chat.renderer.tagged(tools)
+    return [_encode(chat, group, finish_reason if group is groups[-1] else "stop", tagged) for group in groups]
 
 
 def _turn(chat: ChatFormat, messages: list[dict[str, Any]], index: int, tools):
     text, tags = chat.renderer.render(messages[: index + 1], tools=tools)
     prompt = chat.render(messages[:index], add_generation_prompt=True, tools=tools)
-    if not chat.renderer.tagged:
+    if not chat.renderer.tagged(tools):
         assert text.startswith(prompt)
         return text, [(len(prompt), len(text))]
     base = chat.render(messages[:index], tools=tools)
@@ -46,14 +47,14 @@ def _turn(chat: ChatFormat, messages: list[dict[str, Any]], index: int, tools):
     ]
 
 
-def _encode(chat: ChatFormat, group: list[tuple], finish_reason: str) -> Encoded:
+def _encode(chat: ChatFormat, group: list[tuple], finish_reason: str, tagged: bool) -> Encoded:
     text = group[-1][0]
     spans = [(start, end, content) for _, turn_spans, content in group for start, end in turn_spans]
     ids, offsets, starts, origins = _split(chat, text, [start for start, _, _ in spans])
     turn_ids, stop_at = [-1] * len(ids), len(ids)
     for number, (start, end, content) in enumerate(spans):
         first, final = starts[number], number + 1 == len(spans)
-        limit = next((i for i in range(first, len(ids)) if offsets[i][0] >= end), len(ids)) + chat.renderer.tagged
+        limit = next((i for i in range(first, len(ids)) if offsets[i][0] >= end), len(ids)) + tagged
         stops = [i for i in range(first, min(limit, len(ids))) if ids[i] in chat.stop_token_ids]
         if stops:
             past = stops[0] if final and finish_reason == "length" else stops[0] + 1

@@ -65,9 +65,9 @@ class Seen:
 
 
 def ramp_like(product_TV: Tensor) -> Tensor:
-    """Values of both signs from 1e-3 to 1e4, as many as the product of one row has."""
-    count = product_TV.numel()
-    size_N = torch.logspace(-3, 4, count, dtype=torch.float64, device="cpu")
+    """Values of both signs from 1e-3 to 1e4 (1e3 where more would overflow), as many as the product of one row has."""
+    count, top = product_TV.numel(), 3 if product_TV.dtype == torch.float16 else 4
+    size_N = torch.logspace(-3, top, count, dtype=torch.float64, device="cpu")
     size_N[1::2] *= -1
     return size_N.to(product_TV.device, product_TV.dtype).view_as(product_TV)
 
@@ -175,13 +175,14 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
     with explained(name), watched(model, decoder) as seen, record_layer_inputs(model, inner) as streams:
         answer = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=states)
     with explained(name):
-        alone = decoder(input_ids=tokens_BT[:1], use_cache=False)
+        alone = decoder(input_ids=tokens_BT, use_cache=False)
     if seen.hidden_BTD is None:
         raise TargetError(f"{name}: its text decoder ({type(decoder).__name__}) took no part in a forward")
     tolerance = TOLERANCE.get(seen.hidden_BTD.dtype, 1e-3)
     captured = seen.hidden_BTD[0]
-    last_TD = alone.last_hidden_state[0]
-    _require_near(f"{name}: the last hidden state of its decoder alone", last_TD, captured, tolerance)
+    # another forward: in a mixture of experts rounding sends a token elsewhere now and then, a fault shifts every row
+    last_TD, what = alone.last_hidden_state[0], f"{name}: the last hidden state of its decoder alone"
+    _require_near(what, last_TD, captured, tolerance, median=True)
     if states:
         _check_streams(name, {**streams, layers: seen.hidden_BTD}, answer.hidden_states, tolerance)
     found = _with_rule(teacher, seen, answer.logits, model.config, name)
@@ -252,14 +253,14 @@ def _input_factor(teacher: Teacher, hidden_TD: Tensor, read_TD: Tensor, config: 
     return factor
 
 
-def _require_near(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raises: TargetError unless every row of `found` is `expected` but for rounding."""
+def _require_near(what: str, found: Tensor, expected: Tensor, tolerance: float, median: bool = False) -> None:
+    """Raises: TargetError unless every row of `found` (its median row) is `expected` but for rounding."""
     if found.shape != expected.shape:
         raise TargetError(f"{what} have shape {list(found.shape)}, the model's are {list(expected.shape)}")
     found, expected = wide(found), wide(expected).to(found.device)
     size_T = expected.flatten(1).norm(dim=1)
     error_T = (found - expected).flatten(1).norm(dim=1) / size_T.clamp(min=1e-6 * float(size_T.max()) + 1e-30)
-    worst = float(error_T.max())
+    worst = float(error_T.median() if median else error_T.max())
     if not worst <= tolerance:
         factor = float((found * expected).sum() / (found * found).sum().clamp(min=1e-30))
         raise TargetError(

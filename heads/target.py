@@ -225,7 +225,7 @@ class Target:
         )  # fmt: skip
         self.teacher = self._measured(matrix)
         #: what a user should know of it
-        self.notes: list[str] = self._rule_notes()
+        self.notes: list[str] = self._facts()
         self.stop_token_ids = self._stop_token_ids()
         self._weight_hash: str | None = None
 
@@ -297,12 +297,18 @@ class Target:
         rule = rule_without_weights(self.model)
         return matrix if rule is None else replace(matrix, softcap=rule.softcap, scale=rule.scale)
 
-    def _rule_notes(self) -> list[str]:
-        scale, softcap = self.teacher.scale, self.teacher.softcap
+    def _facts(self) -> list[str]:
+        scale, softcap, limit = self.teacher.scale, self.teacher.softcap, self.dims.positions
         rule = [] if scale == 1.0 else [f"{scale:.6g} times"]
         if softcap is not None:
             rule.append(f"soft-capped at {softcap:.6g},")
-        return [f"its logits are, as measured, {' '.join(rule)} the product of its output matrix"] if rule else []
+        facts = [f"its logits are, as measured, {' '.join(rule)} the product of its output matrix"] if rule else []
+        if limit < self.dims.max_position_embeddings:
+            facts.append(
+                f"LongRoPE: heads are trained, measured and served within its first {limit} positions, of "
+                f"{self.dims.max_position_embeddings}; launch engines with a context of at most {limit} tokens"
+            )
+        return facts
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         found: set[int] = set()

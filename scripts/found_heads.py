@@ -134,15 +134,15 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
     dims = replace(given.dims, intermediate_size=target.intermediate_size)
     planned = skeleton(config, dims, "the recipe's head")
     shapes, found = _shapes(planned), _shapes(given)
-    acts = [getattr(head, "hidden_act", None) for head in (planned, given)]
-    if shapes != found or planned.spec != given.spec or acts[0] != acts[1]:
+    act, act_given = getattr(planned, "hidden_act", None), getattr(given, "hidden_act", None)
+    if shapes != found or planned.spec != given.spec or act != act_given:
         names = (
             *STRUCTURE,
             *(("depth",) if config.type == "medusa" else ()),
             *(("feature_layers",) if planned.spec != given.spec else ()),
         )
         pairs = [(name, getattr(config, name, None), getattr(given.config, name, None)) for name in names]
-        pairs.append(("hidden_act", *acts))
+        pairs.append(("hidden_act", act, act_given))
         differing = [shlex.quote(f"head.{name}={theirs}") for name, ours, theirs in pairs if ours != theirs]
         odd = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
         raise ConfigError(

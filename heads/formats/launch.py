@@ -13,6 +13,7 @@ import yaml
 from headstart.heads.escape import table
 from headstart.heads.fetch import TARGETS
 from headstart.heads.repository import is_repository
+from headstart.heads.rope import positions_with_one_rope
 
 #: engine key → its name in text
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "tgi": "TGI", "tensorrt_llm": "TensorRT-LLM (PyTorch backend)"}
@@ -116,6 +117,20 @@ def hub_name(target: dict[str, Any]) -> str | None:
     return name if is_repository(name) else None
 
 
+def context_limit(side: dict[str, Any]) -> int | None:
+    """Tokens that a context may hold where the engine is launched; None: as many as the target has positions.
+
+    With LongRoPE engines turn by the long factors, at every position, once a longer context is allowed: the head and
+    the features that it was trained on know the short ones alone (rope.positions_with_one_rope).
+    """
+    dims = side.get("dims")
+    rope = dims.get("rope_parameters") if isinstance(dims, dict) else None
+    try:
+        return positions_with_one_rope(rope) if isinstance(rope, dict) else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dict[str, str]:
     """Engine key → shell command that serves the target with this head, every word quoted as a shell needs it.
 
@@ -126,23 +141,31 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dic
     """
     family, base, tokens = side["type"], hub_name(side.get("target") or {}) or "TARGET", drafted_tokens(side)
     commands = {}
+    limit = context_limit(side)
+
+    def context(option: str) -> list[str]:
+        return [] if limit is None else [option, str(limit)]
+
     if "vllm" in engines:
         spec = json.dumps({"method": family, "model": model, "num_speculative_tokens": tokens}, ensure_ascii=False)
-        commands["vllm"] = shlex.join(["vllm", "serve", base, "--speculative-config", spec])
+        serve = ["vllm", "serve", base, *context("--max-model-len"), "--speculative-config", spec]
+        commands["vllm"] = shlex.join(serve)
     if "sglang" in engines:
         commands["sglang"] = shlex.join(
             [
                 "python", "-m", "sglang.launch_server", "--model-path", base, "--speculative-algorithm",
                 "EAGLE3" if family == "eagle3" else "EAGLE", "--speculative-draft-model-path", model,
                 "--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1",
-                "--speculative-num-draft-tokens", str(tokens + 1),
+                "--speculative-num-draft-tokens", str(tokens + 1), *context("--context-length"),
             ]
         )  # fmt: skip
     if "tgi" in engines:
-        commands["tgi"] = shlex.join(["text-generation-launcher", "--model-id", model, "--speculate", str(tokens)])
+        launcher = ["text-generation-launcher", "--model-id", model, "--speculate", str(tokens)]
+        commands["tgi"] = shlex.join([*launcher, *context("--max-total-tokens")])
     if "tensorrt_llm" in engines and family == "eagle3":
         settings = {"decoding_type": "Eagle3", "max_draft_len": tokens, "speculative_model": model}
         text = yaml.safe_dump({"speculative_config": settings}, sort_keys=False, allow_unicode=True, width=1000)
-        serve = ["trtllm-serve", base, "--backend", "pytorch", "--extra_llm_api_options", "spec.yaml"]
+        serve = ["trtllm-serve", base, "--backend", "pytorch", *context("--max_seq_len")]
+        serve += ["--extra_llm_api_options", "spec.yaml"]
         commands["tensorrt_llm"] = f"printf %s {shlex.quote(text)} > spec.yaml\n{shlex.join(serve)}"
     return commands

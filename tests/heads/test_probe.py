@@ -201,3 +201,25 @@ def test_rules_are_found_over_the_whole_range(scale: float, cap: float | None) -
     found = fit_rule(z, OutputRule(scale, cap).apply(z), config, torch.float32)
     assert found is not None and found.scale == pytest.approx(scale, rel=1e-3)
     assert found.softcap == (None if cap is None else pytest.approx(cap, rel=1e-3))
+
+
+def test_a_language_model_inside_wrappers_is_found() -> None:
+    """Multimodal models: vision towers of as many layers, decoders two modules deep, a soft-cap not all apply."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2}
+    text = {**SIZES, "head_dim": 8, "final_logit_softcapping": 20.0}
+    gemma3 = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    models = [transformers.Gemma3ForConditionalGeneration(gemma3).eval()]
+    if hasattr(transformers, "Gemma4Config"):
+        inner = {**text, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+        gemma4 = transformers.Gemma4Config(text_config=inner, vision_config=None, audio_config=None)
+        models.append(transformers.Gemma4ForConditionalGeneration(gemma4).eval())
+    tokens_T = torch.randint(97, (9,), generator=torch.Generator().manual_seed(3))
+    for model in models:
+        target = Target.from_model(model)
+        packed = target.extract(FeatureBatch.pack([(tokens_T, torch.zeros_like(tokens_T))], 1), FeatureSpec((1, 4)))
+        with torch.no_grad():
+            own = model(input_ids=tokens_T[None], use_cache=False, output_hidden_states=True)
+        torch.testing.assert_close(packed.streams_RkD[:, 1], own.hidden_states[4][0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(target.teacher.logits(packed.hidden_RD), own.logits[0], rtol=1e-4, atol=1e-4)

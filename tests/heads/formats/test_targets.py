@@ -11,14 +11,16 @@ import pytest
 import torch
 import transformers
 
-from headstart.heads.base import Head, HeadConfig, HeadDims, build_head
+from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, build_head
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.files import read_json, write_json
-from headstart.heads.formats import check_directory, load_head, save_head
+from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
+from headstart.heads.formats.launch import launch_commands
 from headstart.heads.formats.sidecar import SIDECAR, seal
 from headstart.heads.medusa import MedusaConfig
+from headstart.heads.target import Target
 
 SIZES = {
     "vocab_size": 97,
@@ -124,7 +126,10 @@ def test_longrope_says_the_length_that_it_is_served_with(tmp_path: Path) -> None
     dims = dims_of("Phi3")
     assert dims.positions == 64 and dims_of("Llama").positions == 128
     save_head(head_for(dims, FAMILIES["eagle3"]), tmp_path, {})
+    side = read_json(tmp_path / SIDECAR)
+    flags = {"vllm": "--max-model-len 64", "sglang": "--context-length 64", "tensorrt_llm": "--max_seq_len 64"}
     for engine in ENGINES["eagle3"]:
+        assert flags[engine] in launch_commands("head", side, ENGINES["eagle3"])[engine]
         notes = check_directory(tmp_path, dims).engines[engine].notes
         assert any("LongRoPE: launch the engine with a context of at most 64 tokens" in note for note in notes)
 
@@ -186,3 +191,29 @@ def test_an_edited_activation_is_noticed(tmp_path: Path) -> None:
     write_json(tmp_path / SIDECAR, seal({**side, "sha256": {**side["sha256"], "config.json": digest}}))
     with pytest.raises(FormatError, match="hidden_act is 'silu' and config.json with the tensors says 'gelu'"):
         load_head(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["Gemma", "Phi", "Starcoder2", "Nemotron", "GPTNeoX"])
+def test_a_head_trained_on_a_target_of_another_activation_is_served(tmp_path: Path, name: str, family: str) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **TARGETS[name][0]})
+    target = Target.from_model(transformers.AutoModelForCausalLM.from_config(config))
+    head = build_head(FAMILIES[family], target.dims)
+    head.init_from_target(target.embed_VD, target.teacher, torch.arange(40) if family == "eagle3" else None)
+    tokens_T = torch.randint(40, (24,), generator=torch.Generator().manual_seed(1))
+    batch = target.extract(FeatureBatch.pack([(tokens_T, torch.zeros_like(tokens_T))], head.depth), head.spec)
+    optimizer, losses = torch.optim.Adam(head.parameters(), lr=1e-2), []
+    for _ in range(8):
+        loss = head.loss(batch, target.teacher)
+        total = (loss.loss_K / loss.count_K.clamp(min=1)).sum()
+        losses.append(float(total))
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]  # little: a random target is nearly indifferent, and its entropy is a floor
+    engines = {"eagle": ["portable", "sglang"], "eagle3": ["portable", "vllm", "sglang", "tensorrt_llm"]}[family]
+    origin = {"target": {"name": name}}
+    reports = export_head(head, tmp_path, ExportConfig(engines=engines), origin)
+    assert [key for key, report in reports.items() if report.loads("vllm" if key == "portable" else key)] == engines
+    assert read_json(tmp_path / "config.json")["hidden_act"] == "silu"

@@ -30,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from headstart.heads.errors import DataError
 from headstart.heads.repository import is_repository, problem_of
 
 LOCAL_PATH, OWN_DATA, OWN_HEAD, OWN_FILE = "LOCAL_PATH", "own data", "a local head", "own file"
@@ -71,10 +72,14 @@ def published(document: Mapping[str, Any]) -> dict[str, Any]:
     """A document of ours (report, side file, provenance, settings) as others may see it.
 
     Args: document: JSON values; the keys say what is a target, a head, data, an address or a command.
+    Raises: DataError where it is nested deeper than any document of ours.
     """
-    words = {**_private, **_keys(), **_names_inside(document)}
-    ordered = {word: words[word] for word in sorted(words, key=len, reverse=True)}
-    return _Boundary(ordered, _task_names(document)).mapping(document, ())
+    try:
+        words = {**_private, **_keys(), **_names_inside(document)}
+        ordered = {word: words[word] for word in sorted(words, key=len, reverse=True)}
+        return _Boundary(ordered, _task_names(document)).mapping(document, ())
+    except RecursionError:
+        raise DataError("a document that is to be published is nested too deeply: write it anew") from None
 
 
 def published_text(text: str) -> str:
@@ -110,7 +115,7 @@ def name_of_target(name: str) -> str:
         return f"{cached[1]}/{cached[2]}"
     if not is_local(name):
         return _text(name, _private)
-    return _text(Path(name).expanduser().resolve().name or "a local model", _private)
+    return _text(os.path.basename(os.path.abspath(os.path.expanduser(name))) or "a local model", _private)
 
 
 def name_of_head(name: str) -> str:
@@ -265,16 +270,23 @@ def _names_inside(value: Any) -> dict[str, str]:
 
 def _task_names(report: Mapping[str, Any]) -> dict[str, str]:
     """Task → its published name, for those that are called after the file they came from."""
-    parts = (report.get("data") or {}).get("parts") if isinstance(report.get("data"), Mapping) else None
+    data = report.get("data")
+    parts = data.get("parts") if isinstance(data, Mapping) else None
     if not isinstance(parts, list):
         return {}
-    stems = [Path(part.get("path") or part.get("dataset") or "").name.split(".")[0] for part in parts]
+    stems = [Path(_source(part)).name.split(".")[0] for part in parts]
     return {stem: name for stem, name in zip(stems, _part_names(parts), strict=True) if name.startswith(OWN_DATA)}
+
+
+def _source(part: Any) -> str:
+    """What a part of a report's data names."""
+    given = (part.get("path") or part.get("dataset")) if isinstance(part, Mapping) else None
+    return str(given or OWN_DATA)
 
 
 def _part_names(parts: list[Any]) -> list[str]:
     """Names of several sources, own ones numbered where there are several."""
-    names = [name_of_data(str(part.get("path") or part.get("dataset") or OWN_DATA)) for part in parts]
+    names = [name_of_data(_source(part)) for part in parts]
     own = names.count(OWN_DATA)
     numbers = iter(range(1, own + 1))
     return [f"{name} {next(numbers)}" if name == OWN_DATA and own > 1 else name for name in names]
@@ -286,7 +298,7 @@ def _text(text: str, words: Mapping[str, str]) -> str:
         if len(word) >= 8 or (len(word) > 3 and ("/" in word or "." in word)):
             text = text.replace(word, shown)
     text = _ADDRESS.sub(_address, without_defaults(text))
-    home = str(Path.home())
+    home = os.path.expanduser("~")
     if len(home) > 1:
         text = text.replace(home, "~")
     return _PATH.sub(_path, text)
@@ -359,7 +371,7 @@ def _override(name: str, value: str) -> str:
     """The value of `dotted.key=value` as the recipe's is published."""
     try:
         parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         parsed = value
     nested: dict[str, Any] = {}
     keys = [part for part in re.split(r"[.\[\]]+", name) if part]

@@ -17,7 +17,7 @@ def shipped_files() -> dict[str, Path]:
     """Path in a checkout → the installed file."""
     from importlib import resources
 
-    found = {}
+    found: dict[str, Path] = {}
     for package, (folder, pattern) in SHIPPED.items():
         root = Path(str(resources.files(package)))
         found |= {f"{folder}/{path.relative_to(root)}": path for path in sorted(root.glob(pattern))}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headstart.heads import published as boundary
+from headstart.heads.errors import DataError
 from headstart.heads.published import (
     keep_private,
     name_of_data,
@@ -151,6 +152,32 @@ def test_a_report() -> None:
     assert shown["training"] == {"checkpoint": "step-4"} and shown["prompts"] == 3
     assert shown["notes"] == ["a local head read own data in ~"]
     assert shown["command"] == "headstart eval --head DIR --data FILE.jsonl"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"data": {"path": "x", "parts": [1, None, {"path": 5}, {"dataset": ["x"]}]}},
+        {"data": "x", "tasks": [1], "target": None, "recipe": 3, "head": {"path": {"deep": 1}}},
+        {"greedy_identity": {"divergences": [{"id": 5}, "x"]}, "path": "\0", "notes": "\ud800/x \0"},
+        {
+            "target": {"name": "~nobody-here/x" + "y" * 5000},
+            "path": "/" + "z" * 5000,
+            "command": "headstart a=" + "9" * 5000,
+        },
+    ],
+)
+def test_documents_that_are_not_ours_pass_as_well(document: dict[str, Any]) -> None:
+    shown = published(document)
+    assert set(shown) == set(document) and published(shown) == shown
+
+
+def test_a_document_without_end_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"x": deep}
+    with pytest.raises(DataError, match="nested too deeply"):
+        published(deep)
 
 
 @pytest.mark.parametrize(

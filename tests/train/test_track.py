@@ -151,10 +151,13 @@ def test_a_wandb_run_keeps_its_id_until_it_is_started_anew(tmp_path, monkeypatch
     for anew in (False, False, True):
         if anew:
             set_aside(place, "train", [place / name for name in TRAINED])
-        open_tracker(TrainConfig(steps=1, tracker="wandb"), place, 0, {}).close()
+        settings = {"lr": 0.1, "project": "mine", "warm_from": "/home/me/x"}
+        open_tracker(TrainConfig(steps=1, tracker="wandb"), place, 0, settings).close()
     ids = [options["id"] for options in asked]
     assert ids[0] == ids[1] != ids[2] and all(i.startswith("my-run--1-") for i in ids)
     assert all(options["resume"] == "allow" and options["name"] == "my run: 1" for options in asked)
+    # settings leave this machine as reports do
+    assert all(options["config"] == {"lr": 0.1, "warm_from": "LOCAL_PATH"} for options in asked)
 
 
 def test_wandb_without_an_account_says_what_to_do(tmp_path, monkeypatch):

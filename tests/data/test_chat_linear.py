@@ -206,3 +206,16 @@ def test_no_template_fools_the_fast_way(seed):
             assert (turn.begin, turn.end, turn.spans) == (exact.begin, exact.end, exact.spans), (template, messages)
         fast += found is not None
     assert 10 < fast < 55, "both ways are tried"
+
+
+@pytest.mark.parametrize("place", range(11))
+def test_one_answer_that_is_rewritten_is_noticed_wherever_it_stands(place):
+    """Its later form is as long as its first, so that only a look at the characters tells."""
+    rewriting = "{{ m.content if loop.last else m.content | replace('fast', 'FAST') }}"
+    template = "{% for m in messages %}<{{ m.role }}>" + rewriting + "{% endfor %}"
+    renderer = Renderer(word_tokenizer(template + "{% if add_generation_prompt %}<assistant>{% endif %}", "<|im_end|>"))
+    messages = [{"role": ("user", "assistant")[n % 2], "content": "Hi"} for n in range(24)]
+    answers = list(range(1, 24, 2))
+    assert stable_turns(renderer, messages, answers) is not None
+    messages[answers[place]]["content"] = "think fast"
+    assert stable_turns(renderer, messages, answers) is None

@@ -168,6 +168,13 @@ class ChatFormat:
             stop = next((i for i in range(first, min(limit, len(cut.ids))) if cut.ids[i] in self.stop_token_ids), None)
             if stop is None:
                 past = self._content_end(text, cut, number, messages[turn.index], start, end)
+                past = cut.after(end, first) if past is None and tagged else past
+                if past is None:
+                    raise UnmaskableError(
+                        "chat template: an answer has no stop token and its text is not found in the rendering",
+                        f" (stop tokens: {sorted(self.stop_token_ids)}), so its end is unknown: give "
+                        "target.chat_template=FILE.jinja with {% generation %} tags",
+                    )
             else:
                 past, over = stop + 1, turn
                 if final and finish_reason == "length":
@@ -177,23 +184,19 @@ class ChatFormat:
                 stop_at = past
         return Encoded(cut.ids[:stop_at], turn_ids[:stop_at], finish_reason)
 
-    def _content_end(self, text: str, cut: _Cut, number: int, message: Message, start: int, end: int) -> int:
-        """Index after the last token of an answer that no stop token ends (templates of base models)."""
-        said = (message.get("content") or "").strip()
-        place = text.find(said, start, end)
-        if place < 0:  # thoughts before it are written in the template's own way
-            said = said.split("</think>")[-1].strip()
-            place = text.rfind(said, start, end)
+    def _content_end(self, text: str, cut: _Cut, number: int, message: Message, start: int, end: int) -> int | None:
+        """Index after the last token of an answer that no stop token ends (templates of base models).
+
+        None where its text does not stand between the characters `start` and `end`.
+        """
+        content = message.get("content") or ""
+        said = content.split("</think>")[-1].strip()
+        thoughts = message.get("reasoning_content") or "</think>" in content  # they may hold the same words
+        place = text.rfind(said, start, end) if said and thoughts else text.find(said, start, end)
         stop = place + len(said)
         if message.get("tool_calls"):  # they follow the content
             stop = start + len(text[start:end].rstrip())
-        if place < 0:
-            raise UnmaskableError(
-                "chat template: an answer has no stop token and its text is not found in the rendering",
-                f" (stop tokens: {sorted(self.stop_token_ids)}), so its end is unknown: give "
-                " target.chat_template=FILE.jinja with {% generation %} tags",
-            )
-        return self._shared(text, cut, stop, cut.origins[number])[0]
+        return None if place < 0 else self._shared(text, cut, stop, cut.origins[number])[0]
 
     def _split(self, text: str, cuts: list[int]) -> _Cut:
         """Tokens of `text`, with the token index of every character position in `cuts` (ascending).

@@ -158,6 +158,31 @@ def test_stop_token_inside_the_text_ends_the_turn(make_chat):
     assert one(make_chat("chatml"), messages).endswith("«0:Hello|<|im_end|>»| there|<|im_end|>|⏎")
 
 
+THINKING = {"role": "assistant", "content": "Hello", "reasoning_content": "Hello there?"}
+
+
+def test_an_answer_without_a_stop_token_ends_with_its_own_text_not_with_that_of_its_thoughts(make_chat):
+    written = "message.role + ':' + ('' if not message.reasoning_content else '<think>' + message.reasoning_content + "
+    written += "'</think>') + message.content + '\n\n'"
+    template = TEMPLATES["plain"].replace("message.role + ':' + message.content + '\n\n'", written)
+    expected = "user|:|Hi|⏎⏎|assistant|:|«0:<think>|Hello| there|?|</think>|Hello»|⏎⏎"
+    chat = make_chat("plain", template=template)
+    assert one(chat, [TWO_TURNS[0], THINKING]) == expected
+    given = {"role": "assistant", "content": "<think>Hello there?</think>Hello"}
+    assert one(chat, [TWO_TURNS[0], given]) == expected
+
+
+def test_tags_that_mark_thoughts_and_answer_apart_train_both(make_chat):
+    apart = (
+        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.reasoning_content }}{% endgeneration %}{{ '</think>' }}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    text = one(make_chat("plain", template=apart), [TWO_TURNS[0], {**THINKING, "content": "Bye"}])
+    assert text == "user|:|Hi|⏎|assistant|:|«0:Hello| there|?»|</think>|«1:Bye»|⏎"
+
+
 def test_nothing_is_trained_behind_the_stop_token_of_an_answer(make_chat):
     twice = TEMPLATES["tagged"].replace(
         "{{ '<|im_end|>\n' }}{% else %}",

@@ -324,8 +324,10 @@ def parse_problems(config: dict[str, Any]) -> list[str]:
         problems.append(f"model_type is {kind!r}, expected the name of an architecture such as 'llama'")
     for name, (wanted, words) in PARSED.items():
         value = config.get(name)
-        if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
-            problems.append(f"{name} is {value!r}, expected {words}")
+        parts = value if isinstance(value, list) else []
+        if value is None or (type(value) is wanted and all(isinstance(part, str) for part in parts)):
+            continue
+        problems.append(f"{name} is {value!r}, expected {words}")
     return problems
 
 

@@ -19,6 +19,20 @@ from headstart.heads.published import published
 
 SCHEMA = 1
 SIDECAR = "headstart.json"
+#: what the fields of a sidecar are, where they are there
+KINDS: dict[str, type] = {
+    "type": str,
+    "layout": str,
+    "config": dict,
+    "dims": dict,
+    "feature_layers": list,
+    "facts": dict,
+    "target": dict,
+    "recipe": dict,
+    "provenance": dict,
+    "sha256": dict,
+    "tuned": dict,
+}
 #: of a value in the head's settings
 MAX_ITEMS = 64
 #: depths, or blocks of one, that a head may have
@@ -102,6 +116,15 @@ def verify_sidecar(where: str, side: dict[str, Any]) -> None:
             f"{where}: was changed after it was written. Restore it, or delete it to have the directory read as a "
             "foreign checkpoint"
         )
+    if (name := misshapen(side)) is not None:
+        raise FormatError(
+            f"{where}: {name} is {side[name]!r}, expected {KINDS[name].__name__} (JSON): copy the directory again"
+        )
+
+
+def misshapen(side: dict[str, Any]) -> str | None:
+    """The first field that is not of its kind, None where all are: whoever can write the file can seal it."""
+    return next((name for name, kind in KINDS.items() if not isinstance(side.get(name), kind | None)), None)
 
 
 def sealed_files(raw: RawCheckpoint) -> set[str]:
@@ -133,7 +156,7 @@ def notes(directory: Path) -> dict[str, Any]:
         found = read_json(place) if place.is_file() else {}
     except HeadstartError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) and misshapen(found) is None else {}
 
 
 def family_config(family: Any, values: Any, where: str) -> HeadConfig:

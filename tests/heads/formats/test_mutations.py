@@ -27,6 +27,7 @@ from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher
 from headstart.heads.errors import HeadstartError
 from headstart.heads.formats import CheckReport, check_directory, load_head
 from headstart.heads.formats.raw import open_checkpoint
+from headstart.heads.formats.read_eagle import LLAMA_DEFAULTS
 from headstart.heads.formats.sidecar import SIDECAR
 
 CASES = int(os.environ.get("HEADSTART_MUTATIONS", "400"))
@@ -129,11 +130,15 @@ FIELDS = {
     "layers": (rf"{LAYERS}|{TOKENS}", False, "one spelling, nothing beside it: any layers and any token will do"),
     "geometry": (OWN, True, "a head may turn, split and norm otherwise than its target; only the target could tell"),
     "unread": (
-        r".*(num_target_layers|layer_types|block_size)\b.*|speculators_\w+.*|transformer_layer_architecture",
+        r".*(num_target_layers|layer_types|block_size)\b.*|max_position_embeddings|speculators_\w+.*"
+        r"|transformer_layer_architecture",
         False,
-        "no engine that Headstart knows reads it there; a field of another name than the known ones counts here, too",
+        "no engine that Headstart knows reads it there; more positions than the target's change nothing",
     ),
 }
+
+
+DEFAULTS = {**LLAMA_DEFAULTS, "tie_word_embeddings": False}
 
 
 def flat_config(directory: Path) -> dict[str, Any]:
@@ -148,8 +153,13 @@ def flat_config(directory: Path) -> dict[str, Any]:
 
 
 def changed_fields(before: Path, after: Path) -> set[str]:
+    """Names whose value differs; a field that is missing says what it says by default."""
     one, two = flat_config(before), flat_config(after)
-    return {name for name in one.keys() | two.keys() if repr(one.get(name)) != repr(two.get(name))}
+
+    def said(values: dict[str, Any], name: str) -> str:
+        return repr(values.get(name, DEFAULTS.get(name.split(".")[-1])))
+
+    return {name for name in one.keys() | two.keys() if said(one, name) != said(two, name)}
 
 
 def why_unseen(base: Base, directory: Path, dims: HeadDims | None, what: str) -> str | None:

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
-from headstart.heads.formats import ExportConfig, check_directory, export_head, save_head
+from headstart.heads.errors import FormatError
+from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
+from headstart.heads.formats.sidecar import notes, seal
 from headstart.heads.medusa import MedusaConfig
 
 
@@ -75,6 +77,22 @@ def test_a_field_that_no_engine_reads_may_be_added_to_an_export(tmp_path: Path) 
     report = check_directory(tmp_path)
     assert report.loads("vllm") and not report.wrong
     assert any("in nothing that the head depends on" in note for note in report.engines["vllm"].notes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("sha256", [{}, {}]), ("target", ["someone/target"]), ("recipe", "x"), ("provenance", 5), ("tuned", [1]),
+     ("config", None), ("dims", [32]), ("type", {"eagle": 3}), ("layout", 1), ("feature_layers", 2)],
+)  # fmt: skip
+def test_a_sealed_sidecar_whose_fields_are_of_another_kind(tmp_path: Path, field: str, value: Any) -> None:
+    """Whoever can write the file can seal it."""
+    save_head(our_head(EagleConfig()), tmp_path, {})
+    side = {**json.loads((tmp_path / "headstart.json").read_text()), field: value}
+    (tmp_path / "headstart.json").write_text(json.dumps(seal(side)))
+    with pytest.raises(FormatError, match=f"headstart.json: .*{field}"):
+        load_head(tmp_path, DIMS)
+    check_directory(tmp_path, DIMS)
+    assert value is None or notes(tmp_path) == {}
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "tgi", "tensorrt_llm"])

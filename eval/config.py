@@ -12,6 +12,11 @@ TREE_KINDS = ("chain", "dynamic", "static")
 DRAFTERS = ("auto", "ngram", "none")
 ACCEPTANCE = ("lossless", "typical")
 ENGINES = ("auto", "fused", "transformers")
+#: the most that is far above any use: beyond it, memory and time go to nothing
+MOST = {
+    "depth": 1024, "k": 4096, "total_tokens": 1 << 16, "bootstrap": 10**6, "kv_bucket": 1 << 20, "ngram_min": 1024,
+    "ngram_max": 1024, "warmup_tokens": 1 << 16, "batch_sizes": 1 << 16, "sweep_prompts": 1 << 20, "repeats": 10**4,
+}  # fmt: skip
 #: fields that are a count or null
 LIMITS = ("limit", "limit_per_task", "max_turns")
 
@@ -174,7 +179,7 @@ def check_config(config: EvalConfig) -> None:
         isinstance(paths, list | tuple)
         and paths
         and all(isinstance(path, list | tuple) and path for path in paths)
-        and all(isinstance(rank, int) and rank >= 0 for path in paths for rank in path)
+        and all(type(rank) is int and 0 <= rank < MOST["total_tokens"] for path in paths for rank in path)
     ):
         raise ConfigError(f"eval.tree.paths: found {paths!r}, expected lists of ranks, e.g. [[0], [1], [0, 0]]")
     if not 0 < config.top_p <= 1:
@@ -200,6 +205,9 @@ def _check_whole(name: str, number: Any, low: int) -> None:
         raise ConfigError(f"{name}: found {number}, expected at least {low}")
     if number >= 1 << 63:
         raise ConfigError(f"{name}: found {number}, expected less than 2^63")
+    most = MOST.get(name.rpartition(".")[2].partition("[")[0], number)
+    if number > most:
+        raise ConfigError(f"{name}: found {number}, expected at most {most}")
 
 
 def check_tune(config: TuneConfig) -> None:

@@ -45,8 +45,8 @@ from headstart.recipes.schema import (
     Recipe,
     check_eval,
     check_export,
-    check_place,
     check_recipe,
+    check_target,
     check_tune,
     recipe_class,
 )
@@ -158,7 +158,7 @@ def load_evaluation(
         return Evaluation(loaded.seed, loaded.target, loaded.eval, loaded.tune)
     basics = Layer("defaults", {"eval": {"seed": DEFAULTS["eval"]["seed"]}})
     settings = typing.cast(Evaluation, merge([basics, *read_overrides(overrides), _options(values)], Evaluation))
-    check_place("target.name", settings.target.name)
+    check_target(settings.target)
     check_eval(settings.eval)
     check_tune(settings.tune)
     return settings
@@ -172,7 +172,7 @@ def load_exporting(
         loaded = _load_with(recipe, overrides, values)
         return Exporting(loaded.target, loaded.export)
     settings = typing.cast(Exporting, merge([*read_overrides(overrides), _options(values)], Exporting))
-    check_place("target.name", settings.target.name)
+    check_target(settings.target)
     check_export(settings.export)
     return settings
 

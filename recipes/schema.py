@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import unicodedata
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +20,14 @@ from headstart.heads.formats.export import check_export as check_engines
 from headstart.heads.formats.hub import check_published_name
 from headstart.heads.formats.sidecar import MAX_LAYERS
 from headstart.heads.repository import check_head_name
-from headstart.heads.target import TargetConfig
+from headstart.heads.target import DTYPES, TARGET_KINDS, TargetConfig
 from headstart.recipes.read import shown
 from headstart.train.config import TrainConfig
 
 #: bytes of a folder's name that file systems take, and characters of a path
 MAX_NAME, MAX_PATH = 255, 1024
+#: fields of `head` that are sizes of its matrices, and the most of them that any model comes near
+SIZES, MAX_SIZE = ("hidden_size", "intermediate_size", "rank"), 1 << 24
 
 
 @dataclass
@@ -117,16 +120,33 @@ def check_place(key: str, place: str | None) -> None:
         raise ConfigError(f"{key}: found {shown(place)}, expected a name or a path, without control characters")
 
 
+def check_head(head: HeadConfig) -> None:
+    """Raises: ConfigError for sizes that no head can have, or with which a saved one is not read back."""
+    for name, most in (("depth", MAX_LAYERS), ("num_layers", MAX_LAYERS), *((name, MAX_SIZE) for name in SIZES)):
+        found = getattr(head, name, None)
+        if found is not None and not 1 <= found <= most:
+            raise ConfigError(f"head.{name}: found {found}, expected 1 to {most}")
+    if not 0 <= head.depth_decay < math.inf:
+        raise ConfigError(f"head.depth_decay: found {head.depth_decay}, expected a finite number, 0 or more")
+
+
+def check_target(config: TargetConfig) -> None:
+    """Raises: ConfigError for settings that no target can be loaded with, wherever it is."""
+    check_place("target.name", config.name)
+    check_place("target.chat_template", config.chat_template)
+    if config.dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"target.dtype: found {shown(config.dtype)}, expected one of auto, {', '.join(DTYPES)}")
+    if config.parallel not in TARGET_KINDS:
+        kinds = ", ".join(TARGET_KINDS)
+        raise ConfigError(f"target.parallel: found {shown(config.parallel)}, expected one of {kinds}")
+
+
 def check_recipe(recipe: Recipe) -> None:
     """What types cannot say. Raises ConfigError naming the first field that cannot work."""
     check_name(recipe.name)
-    for key, place in (
-        ("run_dir", recipe.run_dir),
-        ("start_from", recipe.start_from),
-        ("target.name", recipe.target.name),
-        ("target.chat_template", recipe.target.chat_template),
-    ):
-        check_place(key, place)
+    check_place("run_dir", recipe.run_dir)
+    check_place("start_from", recipe.start_from)
+    check_target(recipe.target)
     recipe.data.validate()
     recipe.train.check()
     check_eval(recipe.eval)
@@ -134,8 +154,4 @@ def check_recipe(recipe: Recipe) -> None:
     check_export(recipe.export, recipe.head.type)
     if recipe.start_from is not None:
         check_head_name(recipe.start_from, "start_from")
-    # what a saved head is read back with
-    for field_name in ("depth", "num_layers"):
-        if not 1 <= getattr(recipe.head, field_name, 1) <= MAX_LAYERS:
-            found = getattr(recipe.head, field_name)
-            raise ConfigError(f"head.{field_name}: found {found}, expected 1 to {MAX_LAYERS}")
+    check_head(recipe.head)

@@ -215,6 +215,8 @@ def locked(directory: Path, another: str, wait: bool = False) -> Iterator[None]:
         wait: wait for the other command to end, instead of raising.
     Raises: StorageError when one is at work there, or the directory cannot be made.
     """
+    if "\0" in str(directory):
+        raise StorageError(f"{str(directory)!r}: cannot be a path. Choose another place with {another}")
     with explain_disk(directory, another):
         directory.mkdir(parents=True, exist_ok=True)
         lock = FileLock(directory / ".lock")

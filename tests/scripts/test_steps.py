@@ -183,7 +183,7 @@ def test_two_commands_do_not_write_to_one_place(tmp_path: Path) -> None:
     with locked(tmp_path / "a", "--out"):
         pass
     (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / "file/below", tmp_path / ("x" * 300)):
+    for place in (tmp_path / "file", tmp_path / "file/below", tmp_path / ("x" * 300), tmp_path / "a\0b"):
         with pytest.raises(StorageError, match="--out"), locked(place, "--out"):
             pass
 

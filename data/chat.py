@@ -27,6 +27,8 @@ __all__ = ["ChatFormat", "Encoded", "RefusedError", "UnmaskableError"]
 
 #: words before a cut from which on its text is tokenised anew: a tokenizer looks ahead by one
 WORDS_BEFORE = 4
+#: characters of a text that are looked at for one token, when only its first tokens are asked for
+LETTERS = 8
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class ChatFormat:
             )
         self.renderer = Renderer(tokenizer, self.template_kwargs)
         self._probed = False
+        self._head: tuple[str, list[int]] = "", []
 
     @property
     def notes(self) -> list[str]:
@@ -125,6 +128,7 @@ class ChatFormat:
         finish_reason: str = "stop",
         turns: str = "all",
         tools: Sequence[dict[str, Any]] = (),
+        max_length: int | None = None,
     ) -> list[Encoded]:
         """Samples of one conversation, most often one; in the order of their last turn.
 
@@ -132,6 +136,7 @@ class ChatFormat:
             finish_reason: "length" leaves out the end-of-turn token of the last answer and all that follows it.
             turns: "all" | "last" assistant turns are supervised.
             tools: JSON schemas of the functions that the model may call.
+            max_length: a sample whose answers all begin behind so many tokens is given by its first max_length + 1.
         Raises: TemplateError when the conversation cannot be rendered or masked, or the template leaves out a part.
         """
         self._probe()
@@ -148,7 +153,28 @@ class ChatFormat:
             require_pieces(messages, group, tools)
         reasons = ["stop"] * (len(groups) - 1) + [finish_reason]
         tagged = self.renderer.tagged(tools)
-        return [self._encode_group(g, messages, reason, tagged) for g, reason in zip(groups, reasons, strict=False)]
+        encoded = []
+        for group, reason in zip(groups, reasons, strict=False):
+            beyond = None if max_length is None else self._beyond(group, max_length)
+            encoded.append(beyond or self._encode_group(group, messages, reason, tagged))
+        return encoded
+
+    def _beyond(self, turns: list[Turn], max_length: int) -> Encoded | None:
+        """The first max_length + 1 tokens where every answer begins behind them, else None.
+
+        Where a template rewrites history, every answer of a long conversation is a sample with all before it. Most of
+        these are too long, and they begin alike, so that their beginnings are tokenised once.
+        """
+        text, starts = turns[-1].text, [start for turn in turns for start, _ in turn.spans]
+        head = text[: LETTERS * (max_length + 1)]
+        if not starts or min(starts) < len(head):
+            return None
+        if head != self._head[0]:
+            cut = _Cut(*self._tokens(head), [], [])
+            # what follows a text may change its last words only
+            self._head = head, cut.ids[: cut.anchor(len(head))]
+        ids = self._head[1][: max_length + 1]
+        return Encoded(ids, [-1] * len(ids), "length") if len(ids) > max_length else None
 
     def _encode_group(
         self, turns: list[Turn], messages: Sequence[Message], finish_reason: str, tagged: bool

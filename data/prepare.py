@@ -121,7 +121,7 @@ def tokenize(
 
     def encode(conversation: Conversation) -> list[Tokens] | str:
         try:
-            encoded = _encode(conversation, chats, stop_token_ids, config.turns)
+            encoded = _encode(conversation, chats, stop_token_ids, config)
         except RefusedError as error:
             return error.reason
         return [(np.asarray(e.token_ids, np.int32), np.asarray(e.turn_ids, np.int32), e.finish_reason) for e in encoded]
@@ -144,14 +144,17 @@ def tokenize(
     return samples, report
 
 
-def _encode(conversation: Conversation, chats: Chats, stop_token_ids: Sequence[int], turns: str) -> list[Encoded]:
+def _encode(
+    conversation: Conversation, chats: Chats, stop_token_ids: Sequence[int], config: DataConfig
+) -> list[Encoded]:
     """Raises: RefusedError when the conversation cannot be trained on."""
     if conversation.turns:
-        return encode_token_turns(conversation.turns, stop_token_ids, turns)
+        return encode_token_turns(conversation.turns, stop_token_ids, config.turns)
     if not any(message["role"] == "assistant" for message in conversation.messages):
         raise RefusedError("no assistant answer")
     chat = chats.of(conversation)
-    return chat.encode(conversation.messages, conversation.finish_reason, turns, conversation.tools)
+    finish, tools = conversation.finish_reason, conversation.tools
+    return chat.encode(conversation.messages, finish, config.turns, tools, config.max_length)
 
 
 def share(

@@ -150,6 +150,31 @@ def test_cost_grows_with_the_length(monkeypatch, family):
         assert costs[-1][name] < 25, costs
 
 
+@pytest.mark.parametrize("kind", ["words", "bytes", "trimmed", "metaspace"])
+@pytest.mark.parametrize("family", ["qwen3", "chatml", "numbered"])
+def test_answers_behind_max_length_cost_no_whole_tokenising_and_change_nothing(monkeypatch, family, kind):
+    chat, rng, tokenised = make(family, kind), random.Random(5), []
+    tokens = chat._tokens
+    monkeypatch.setattr(chat, "_tokens", lambda text: tokenised.append(len(text)) or tokens(text))
+    costs = {}
+    for count in (10, 20, 40):
+        messages = [m for m in conversation(rng, family, count) if m["role"] != "system"]
+        whole = outcome(chat.encode, messages)
+        for max_length in (16, 30, 1000):
+            tokenised.clear()
+            cut = outcome(chat.encode, messages, "stop", "all", (), max_length)
+            costs[count, max_length] = sum(tokenised)
+            if isinstance(whole, str):
+                assert cut == whole
+                continue
+            for one, other in zip(whole, cut, strict=True):
+                assert one.token_ids[:max_length] == other.token_ids[:max_length]
+                assert one.turn_ids[:max_length] == other.turn_ids[:max_length]
+                assert (len(one.token_ids) > max_length) == (len(other.token_ids) > max_length)
+    if family == "qwen3" and kind == "words":
+        assert costs[40, 30] < 1.3 * costs[20, 30] < 0.2 * costs[40, 1000]
+
+
 #: what a template may be put together from: the first of each is plain, the others look further or write more
 HEADS = (
     "", "{{ 'Be kind ' }}", "{{ messages | length }}", "{{ messages | length // 10 }}",

@@ -74,6 +74,7 @@ def files_of(*places: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for place in places for path in place.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_nothing_that_is_published_names_what_is_local(
     headstart: Callable, secretive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,9 @@ def test_nothing_that_is_published_names_what_is_local(
         "tune.batch_sizes=[1]", "tune.depth=2", "tune.total_tokens=[3]", "tune.prompts=2", "tune.repeats=1",
     )  # fmt: skip
     assert tuned.code == 0, tuned.err
+    models = home / f"{SECRET}.models" / "tiny-llama"
+    again = headstart("export", "--head", run / "head", "--target", models, "--out", home / "again")
+    assert again.code == 0, again.err
     with local_hub(monkeypatch) as hub:
         monkeypatch.setenv("HF_TOKEN", "secret")
         # the resolved recipe of the run, which a later command may be given instead
@@ -96,7 +100,7 @@ def test_nothing_that_is_published_names_what_is_local(
         assert pushed.code == 0, pushed.err
     reports = {name: content for name, content in files_of(run).items() if Path(name).name.startswith("report.")}
     assert f"{run}/report.json" in reports and f"{run}/report.md" in reports
-    published = {**files_of(run / "export", run / "head", home / "tuned"), **reports, **hub.files}
+    published = {**files_of(run / "export", run / "head", home / "tuned", home / "again"), **reports, **hub.files}
     published["message"] = " ".join(hub.messages).encode()
     del published[f"{run}/data/report.json"]
     assert {"README.md", "headstart.json", "report.json", "model.safetensors"} <= set(hub.files)
@@ -113,3 +117,5 @@ def test_nothing_that_is_published_names_what_is_local(
     assert side["recipe"]["data"]["template_kwargs"]["deep"] == ["x-${oc.env:MY_SECRET}", "${oc.env:MY_PLACE}/x"]
     assert "own data (sha256 `" in hub.files["README.md"].decode()
     load_head(run / "export")  # what was cleared is sealed
+    found = json.loads((home / "again" / "headstart.json").read_text())
+    assert found["provenance"]["exported_from"] == "a local head" and found["target"]["name"] == "tiny-llama"

@@ -247,6 +247,9 @@ def test_tgi_finds_the_target_by_its_hub_name(tmp_path: Path) -> None:
     export_head(head, tmp_path / "e", ExportConfig(["tgi"]), {"target": {"name": "smollm2-135m-instruct"}})
     config = json.loads((tmp_path / "e/config.json").read_text())
     assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    export_head(head, tmp_path / "l", ExportConfig(["tgi"]), {"target": {"name": "/home/me/models/support-llama"}})
+    # its directory stays here: TGI finds it by this name from the directory that holds it
+    assert json.loads((tmp_path / "l/config.json").read_text())["base_model_name_or_path"] == "support-llama"
     with pytest.raises(FormatError, match="base_model_name_or_path is '', expected the target"):
         export_head(head, tmp_path / "f", ExportConfig(["tgi"]), {})
 

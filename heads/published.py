@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ class _Boundary:
             if result is not None or item is None:
                 kept[_text(key, self.words) if isinstance(key, str) else key] = result
         if isinstance(value.get("parts"), list) and "path" in kept:
-            kept["path"] = ", ".join(_part_names(value["parts"]))
+            kept["path"] = ", ".join(numbered([_source_name(part) for part in value["parts"]]))
         return kept
 
     def value(self, item: Any, place: tuple[str, ...]) -> Any:
@@ -275,7 +275,8 @@ def _task_names(report: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(parts, list):
         return {}
     stems = [Path(_source(part)).name.split(".")[0] for part in parts]
-    return {stem: name for stem, name in zip(stems, _part_names(parts), strict=True) if name.startswith(OWN_DATA)}
+    names = numbered([_source_name(part) for part in parts])
+    return {stem: name for stem, name in zip(stems, names, strict=True) if name.startswith(OWN_DATA)}
 
 
 def _source(part: Any) -> str:
@@ -284,9 +285,13 @@ def _source(part: Any) -> str:
     return str(given or OWN_DATA)
 
 
-def _part_names(parts: list[Any]) -> list[str]:
-    """Names of several sources, own ones numbered where there are several."""
-    names = [name_of_data(_source(part)) for part in parts]
+def _source_name(part: Any) -> str:
+    known = isinstance(part, Mapping) and not part.get("path") and part.get("dataset")
+    return name_of_dataset(str(known)) if known else name_of_data(_source(part))
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Published names of sources that are evaluated together, own data numbered where there are several of it."""
     own = names.count(OWN_DATA)
     numbers = iter(range(1, own + 1))
     return [f"{name} {next(numbers)}" if name == OWN_DATA and own > 1 else name for name in names]

@@ -7,8 +7,10 @@ from typing import Any
 
 from headstart.eval.benchmark import evaluate
 from headstart.eval.config import EvalConfig
+from headstart.eval.prompts import eval_sources
 from headstart.eval.report import Report
 from headstart.heads.base import Head
+from headstart.heads.published import OWN_DATA, name_of_data, numbered
 from headstart.heads.target import Target
 from headstart.talk import Advance, Talk
 
@@ -30,6 +32,7 @@ def measure(
     Args:
         shorter_chains: also time every shorter chain against the same baseline; a note names the fastest.
     """
+    _say_own_data(config.data, talk)
     with talk.progress("eval", "prompts") as advance:
         report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=_counting(advance))
     if head_info == UNTRAINED:
@@ -51,6 +54,15 @@ def measure(
     verdict = f"a chain of {best}" if rates[best] > report.baseline_tokens_per_s else "plain decoding"
     report.notes.append(f"speed-up by chain length here: {listed}; fastest: {verdict}")
     return report
+
+
+def _say_own_data(data: Any, talk: Talk) -> None:
+    """Which file is which: reports number own data, they do not name its files."""
+    sources = eval_sources(data) if data is not None else []
+    names = numbered([name_of_data(str(source.path)) if source.path else source.name for source in sources])
+    own = [f"{name} is {source.path}" for name, source in zip(names, sources, strict=True) if OWN_DATA in name]
+    if len(own) > 1:
+        talk.say(f"in the report {', '.join(own)}")
 
 
 def _counting(advance: Advance) -> Advance:

@@ -106,7 +106,12 @@ REPORT: dict[str, Any] = {
     "data": {
         "path": "acme.jsonl, gsm8k.jsonl, b/globex.jsonl",
         "sha256": "00ff",
-        "parts": [{"path": "acme.jsonl", "sha256": "1"}, {"path": "gsm8k.jsonl"}, {"path": "b/globex.jsonl"}],
+        "parts": [
+            {"path": "acme.jsonl", "sha256": "1"},
+            {"path": "gsm8k.jsonl"},
+            {"path": "b/globex.jsonl"},
+            {"dataset": "squad", "split": "test"},
+        ],
     },
     "device": "http://alice:pw@gpu7:8000",
     "tasks": {"acme": {"tau": 2.0}, "gsm8k": {"tau": 3.0}, "globex": {"tau": 4.0}},
@@ -136,7 +141,7 @@ def test_a_report() -> None:
     assert "acme" not in str(shown) and "alice" not in str(shown) and "pw" not in str(shown)
     assert shown["target"] == {"name": "llama-ft", "weight_hash": "ab"}
     assert shown["head"] == {"path": "a local head", "type": "eagle3"}
-    assert shown["data"]["path"] == "own data 1, gsm8k, own data 2" and shown["data"]["sha256"] == "00ff"
+    assert shown["data"]["path"] == "own data 1, gsm8k, own data 2, squad" and shown["data"]["sha256"] == "00ff"
     assert shown["tasks"] == {"own data 1": {"tau": 2.0}, "gsm8k": {"tau": 3.0}, "own data 2": {"tau": 4.0}}
     ids = [case["id"] for case in shown["greedy_identity"]["divergences"]]
     assert ids == ["own data 1/7", "own data:12", "own data 2/own data:3/turn1", "q9"]

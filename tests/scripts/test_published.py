@@ -84,6 +84,8 @@ def test_nothing_that_is_published_names_what_is_local(
     )
     done = headstart("run", secretive)
     assert done.code == 0, done.err
+    # whose file is whose is said here alone
+    assert f"own data 1 is {home}/{SECRET}_one.jsonl, own data 2 is {home}/{SECRET}_two.jsonl" in done.err
     run = home / "run"
     tuned = headstart(
         "tune", secretive, "--data", home / f"{SECRET}_one.jsonl", "--out", home / "tuned",

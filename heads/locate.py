@@ -88,3 +88,18 @@ def record_layer_inputs(model: Any, layer_ids: tuple[int, ...]) -> Iterator[dict
     finally:
         for handle in handles:
             handle.remove()
+
+
+def keep_short_factors(model: Any) -> None:
+    """Have LongRoPE turn every position by its short factors, however long a forward is.
+
+    transformers takes the long ones, for all positions of a forward, once one of them is beyond the original length.
+    The last trees of a context reach past its end, and would be verified by another model than decoded the rest.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for prefix, kind in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
+            stem = f"{prefix}_" if prefix else ""
+            short = getattr(module, f"{stem}original_inv_freq", None)
+            if kind == "longrope" and short is not None:
+                setattr(module, f"{stem}long_inv_freq", short.detach().clone())

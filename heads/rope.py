@@ -121,6 +121,7 @@ def positions_with_one_rope(rope: dict[str, Any]) -> int | None:
 
     LongRoPE has two sets of them. Beyond the original length transformers takes the long ones, for all positions of a
     forward; vLLM takes those when it is launched with a longer context. Keys in the cache stay as they were turned. So
-    a head is trained, measured and served within the original length, where everybody takes the short ones.
+    a head is trained, measured and served within the original length, where everybody takes the short ones; the
+    target is held to those (locate.keep_short_factors).
     """
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, Teacher
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, TargetError
 from headstart.heads.files import explain_read, read_bounded, sha256_text
-from headstart.heads.locate import decoder_layers, final_norm, record_layer_inputs, text_decoder
+from headstart.heads.locate import decoder_layers, final_norm, keep_short_factors, record_layer_inputs, text_decoder
 from headstart.heads.probe import measured_teacher, rule_without_weights
 from headstart.heads.template_date import fix_dates, shown_date
 
@@ -208,6 +208,7 @@ class Target:
         self.model, self.tokenizer, self.config = model.eval().requires_grad_(False), tokenizer, config
         self.revision = revision
         self.dims = HeadDims.from_hf_config(model.config)
+        keep_short_factors(model)
         output = model.get_output_embeddings()
         if output is None:
             raise TargetError(f"{config.name}: the model has no output embedding; expected a causal language model")
@@ -256,9 +257,8 @@ class Target:
                 )
 
             model, notes = with_attention(make, config.attn_implementation)
-            model = model if spread else model.to(device)
-        revision = getattr(model.config, "_commit_hash", None) or config.revision
-        target = cls(model, tokenizer, config, revision)
+            revision = getattr(model.config, "_commit_hash", None) or config.revision
+            target = cls(model if spread else model.to(device), tokenizer, config, revision)
         target.notes = [*notes, *target.notes]
         if config.compile:
             target.compile()

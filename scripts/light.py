@@ -35,7 +35,8 @@ def light_target(config: TargetConfig) -> Target:
         )
     except OSError:
         pass  # a model without one stops at its tokenizer's and config's end tokens
-    target = Target.from_model(model, tokenizer, config)
+    with loading(config.name, hub_refusal):
+        target = Target.from_model(model, tokenizer, config)
     target.notes = [*notes, *target.notes]
     return target
 

@@ -192,3 +192,18 @@ def test_architectures_that_no_draft_layer_can_follow_are_refused():
     config = transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=2, n_head=2)
     with pytest.raises(TargetError, match="target of type gpt2: its config has no intermediate_size; .* such as Llama"):
         HeadDims.from_hf_config(config)
+
+
+def test_longrope_turns_by_its_short_factors_past_the_end_too():
+    """A tree at the end of a context reaches beyond the original length: the rows before must not change by it."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = build("Phi3", rope_parameters=rope, original_max_position_embeddings=16)()
+    tokens = torch.randint(0, VOCAB, (24,), generator=torch.Generator().manual_seed(0))
+    switched = alone(model, tokens)[1][:12]
+    target = Target.from_model(model)
+    kept, short = alone(model, tokens)[1][:12], alone(model, tokens[:12])[1]
+    torch.testing.assert_close(kept, short, rtol=1e-5, atol=1e-5)
+    assert (switched - short).abs().max() > 1e-3
+    assert target.positions == 16 and "LongRoPE: heads are trained, measured and served within its first 16" in (
+        target.notes[0]
+    )

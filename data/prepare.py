@@ -310,7 +310,7 @@ def prepare(
         split = split_held_out(samples, config.held_out_fraction, seed)
     if not split.train:
         raise DataError(
-            f"data: all {len(samples)} samples to train on repeat held-out text ({', '.join(split.copies[:3])}): "
+            f"data: all {len(split.copies)} samples to train on repeat held-out text ({', '.join(split.copies[:3])}): "
             "give other conversations to train on, or to hold out (data.held_out)"
         )
     require_supervised(split.train)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from headstart.heads.errors import DataError
 
+#: `turn_ids` of an answer that repeats held-out text: no setting supervises it
+COPIED = -2
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -21,7 +24,8 @@ class Sample:
     Attributes:
         id: unique within a data set; the conversation's id, with `/turnN` where a conversation became several samples.
         token_ids: int32 [T].
-        turn_ids: int32 [T], assistant turn of the token, -1 = unsupervised; unique per assistant turn of the sample.
+        turn_ids: int32 [T], assistant turn of the token, -1 = unsupervised, COPIED = of an answer that must not train;
+            unique per assistant turn of the sample.
         finish_reason: "stop", or "length" when the last answer has no end (cut by its generator or by `max_length`).
         answer_ids: int32 [T], assistant turn of the token where more than the answers is supervised; None = turn_ids.
         meta: `conversation` (id), `task` (or None), `prompt_key` (split.py).
@@ -53,8 +57,10 @@ class Sample:
 
 
 def supervise_everything(sample: Sample) -> Sample:
-    """The sample with all its tokens in one supervised turn (`data.supervise=all`); it still knows its answers."""
-    return replace(sample, turn_ids=np.zeros_like(sample.turn_ids), answer_ids=sample.turn_ids)
+    """The sample with all its tokens but COPIED ones in one supervised turn (`data.supervise=all`); it still knows its
+    answers."""
+    turn_ids = np.where(sample.turn_ids == COPIED, sample.turn_ids, np.zeros_like(sample.turn_ids))
+    return replace(sample, turn_ids=turn_ids, answer_ids=sample.turn_ids)
 
 
 def answers_of(samples: Sequence[Sample]) -> list[Tensor] | None:

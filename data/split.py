@@ -2,7 +2,8 @@
 
 Sides are chosen by the content of the first prompt, so that what repeats it goes with it: the same conversation logged
 again, several answers to one prompt, a log of a conversation that grew, the samples that a rewriting template makes of
-one conversation. The choice depends on (seed, prompt) alone: more data moves no conversation.
+one conversation. The choice depends on (seed, prompt) alone: more data moves no conversation, save those of a prompt
+that begins too many of them to be held out.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from headstart.data.records import Conversation
-from headstart.data.samples import Sample
+from headstart.data.samples import COPIED, Sample
 from headstart.heads.errors import ConfigError
 
 #: changes with the rule below: a run that an older rule split is made again, because the new one would evaluate it on
 #: what it was trained on
-SPLIT_RULE = "first prompt, without copies"
+SPLIT_RULE = "first prompt, without copied answers"
 #: fewer held-out prompts than this do not tell two heads apart: told
 FEWEST_HELD_OUT = 20
+#: a prompt that begins so many times the samples that are to be held out, or that a prompt begins on average, stays in
+#: training: with it most of the data could be held out
+LARGEST = 1.5
 #: tokens of an answer that counts as a copy whatever it answers. Shorter ones ("Yes.", a number, a label) are given to
 #: unrelated prompts; they count as copies after the same context only
 SHORTEST_COPY = 16
@@ -56,7 +61,9 @@ class Split:
     Attributes:
         prompts, held_out_prompts: different first prompts in all, and held out; where the held-out conversations have
             files of their own, `prompts` are those of the training files.
-        copies: ids of samples that left training because they repeat held-out text.
+        copied_answers: answers that left training because they repeat held-out text.
+        copies: ids of samples that left training with them, as they have no other answer.
+        large_prompts: first prompts that were not held out because they begin too many samples.
         shared_prompts: first prompts that are on both sides (held-out files of their own only).
         given: whether the held-out conversations have files of their own.
         wanted: whether any are to be held out.
@@ -66,7 +73,9 @@ class Split:
     held_out: list[Sample]
     prompts: int = 0
     held_out_prompts: int = 0
+    copied_answers: int = 0
     copies: list[str] = field(default_factory=list)
+    large_prompts: int = 0
     shared_prompts: int = 0
     given: bool = False
     wanted: bool = True
@@ -74,9 +83,13 @@ class Split:
     def lines(self) -> list[str]:
         """In words, one fact a line."""
         lines = []
+        if self.copied_answers:
+            lines.append(f"{self.copied_answers} answers left training, they repeat held-out text")
         if self.copies:
             named = ", ".join(self.copies[:3]) + (", …" if len(self.copies) > 3 else "")
-            lines.append(f"{len(self.copies)} samples left training, they repeat held-out text ({named})")
+            lines.append(f"{len(self.copies)} samples left training with them, they have no other answer ({named})")
+        if self.large_prompts:
+            lines.append(f"{self.large_prompts} first prompts begin too many samples to be held out")
         if self.shared_prompts:
             lines.append(f"{self.shared_prompts} held-out prompts are in training too, with other answers")
         if warning := self._warning():
@@ -106,6 +119,8 @@ class Split:
             "prompts": self.prompts,
             "held_out_prompts": self.held_out_prompts,
             "shared_prompts": self.shared_prompts,
+            "large_prompts": self.large_prompts,
+            "copied_answers": self.copied_answers,
             "copies": self.copies,
         }
 
@@ -113,68 +128,87 @@ class Split:
 def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) -> Split:
     """Part off about `fraction` of the first prompts with all their conversations.
 
-    Where a positive fraction of few prompts is none, the one that comes first by its hash is held out; of one prompt
-    none is.
+    Prompts that begin too many samples (LARGEST) stay in training. Where a positive fraction of few prompts is none,
+    the one that comes first by its hash is held out; of one prompt none is.
     Raises: ConfigError when a positive fraction leaves the training side empty.
     """
     keys = [_key(sample) for sample in samples]
-    shares = {key: int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:8], "big") / 2**64 for key in keys}
-    wanted = fraction > 0
+    counts, wanted = Counter(keys), fraction > 0
+    most = LARGEST * max(fraction, 1 / max(len(counts), 1)) * len(samples)
+    large = sum(count > most for count in counts.values())
+    shares = {key: _share(key, seed) for key, count in counts.items() if count <= most}
     least = min(shares.values(), default=0.0)
-    if 0.0 < fraction <= least and len(shares) > 1:
+    if 0.0 < fraction <= least and len(counts) > 1:
         fraction = math.nextafter(least, 1.0)
-    elif len(shares) == 1:
+    elif len(counts) == 1:
         fraction = 0.0
-    held = [sample for sample, key in zip(samples, keys, strict=True) if shares[key] < fraction]
-    train = [sample for sample, key in zip(samples, keys, strict=True) if shares[key] >= fraction]
+    held_keys = {key for key, share in shares.items() if share < fraction}
+    held = [sample for sample, key in zip(samples, keys, strict=True) if key in held_keys]
+    train = [sample for sample, key in zip(samples, keys, strict=True) if key not in held_keys]
     if samples and not train:
         raise ConfigError(
-            f"data.held_out_fraction: {fraction} of {len(shares)} prompts leaves none to train on: lower it"
+            f"data.held_out_fraction: {fraction} of {len(counts)} prompts leaves none to train on: lower it"
         )
-    kept, copies = without_copies(train, held)
-    count = sum(share < fraction for share in shares.values())
-    return Split(kept, held, len(shares), count, copies, wanted=wanted)
+    kept, answers, copies = without_copies(train, held)
+    return Split(kept, held, len(counts), len(held_keys), answers, copies, large if wanted else 0, wanted=wanted)
+
+
+def _share(key: str, seed: int) -> float:
+    """Where the key stands among all keys, in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:8], "big") / 2**64
 
 
 def given_held_out(train: Sequence[Sample], held_out: Sequence[Sample]) -> Split:
     """The split where the held-out conversations have files of their own (`data.held_out`)."""
-    kept, copies = without_copies(train, held_out)
+    kept, answers, copies = without_copies(train, held_out)
     held_keys = {_key(sample) for sample in held_out}
     keys = {_key(sample) for sample in train}
     shared = len(held_keys & {_key(sample) for sample in kept})
-    return Split(kept, list(held_out), len(keys), len(held_keys), copies, shared, given=True)
+    return Split(kept, list(held_out), len(keys), len(held_keys), answers, copies, shared_prompts=shared, given=True)
 
 
 def _key(sample: Sample) -> str:
     return str(sample.meta.get("prompt_key", sample.id))
 
 
-def without_copies(train: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
-    """Training samples none of whose answers is one of the held-out samples', and the ids of the others.
+def without_copies(train: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[list[Sample], int, list[str]]:
+    """Training samples in which no answer of the held-out samples is supervised.
 
-    An answer is a copy when it is equal token by token and follows the same context, or has SHORTEST_COPY tokens.
+    An answer is a copy when it is equal token by token and follows the same context, or has SHORTEST_COPY tokens. The
+    other answers of its conversation train: a polite last word is the same in many of them.
+    Returns: the samples, how many answers were copies, and the ids of samples that left as they have no other answer.
     """
-    known = {text for sample in held_out for text in _answers(sample)}
+    known = {text for sample in held_out for _, _, texts in _answers(sample) for text in texts}
     kept: list[Sample] = []
     copies: list[str] = []
+    answers = 0
     for sample in train:
-        if known and not known.isdisjoint(_answers(sample)):
-            copies.append(sample.id)
-        else:
-            kept.append(sample)
-    return kept, copies
+        found = [(start, stop) for start, stop, texts in _answers(sample) if not known.isdisjoint(texts)]
+        if found:
+            answers += len(found)
+            turn_ids = sample.turn_ids.copy()
+            for start, stop in found:
+                turn_ids[start:stop] = COPIED
+            sample = replace(sample, turn_ids=turn_ids)
+            if not sample.supervised:
+                copies.append(sample.id)
+                continue
+        kept.append(sample)
+    return kept, answers, copies
 
 
-def _answers(sample: Sample) -> Iterator[bytes]:
-    """Hash of every answer with all that is before it, and of those long enough by themselves."""
+def _answers(sample: Sample) -> Iterator[tuple[int, int, list[bytes]]]:
+    """(first token, token after the last, hashes) of every answer: with all that is before it, and of those long enough
+    by themselves."""
     tokens, turns = sample.token_ids.astype("<i4"), sample.turn_ids
-    edges = np.flatnonzero(np.diff(turns, prepend=-1, append=-1))
+    edges = np.flatnonzero(np.diff(turns, prepend=-1, append=-1)).tolist()
     context, done = hashlib.blake2b(b"context", digest_size=16), 0
     for start, stop in zip(edges, edges[1:], strict=False):
         if turns[start] < 0:
             continue
         context.update(tokens[done:stop].tobytes())
         done = stop
-        yield context.digest()
+        texts = [context.digest()]
         if stop - start >= SHORTEST_COPY:
-            yield hashlib.blake2b(tokens[start:stop].tobytes(), digest_size=16).digest()
+            texts.append(hashlib.blake2b(tokens[start:stop].tobytes(), digest_size=16).digest())
+        yield start, stop, texts

@@ -13,7 +13,7 @@ import pytest
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import PreparedData, prepare
 from headstart.data.records import parse_record
-from headstart.data.samples import Sample
+from headstart.data.samples import COPIED, Sample, supervise_everything
 from headstart.data.split import SHORTEST_COPY, prompt_key, split_held_out, without_copies
 from headstart.heads.errors import ConfigError, DataError
 
@@ -144,6 +144,18 @@ def test_few_held_out_prompts_are_told():
     assert "give more conversations" in split_held_out(samples_of(30), 0.1).lines()[0]
 
 
+@pytest.mark.parametrize("others", [1, 30])
+def test_a_prompt_that_begins_most_conversations_is_not_held_out(others: int):
+    """Else one prompt chosen by chance takes all data with it."""
+    large = [sample for sample in samples_of(1, turns=900)]
+    samples = [*large, *samples_of(others + 1, turns=1)[1:]]
+    for seed in range(30):
+        split = split_held_out(samples, 0.1, seed)
+        assert 1 <= len(split.held_out) == split.held_out_prompts <= max(others // 2, 1)
+        assert split.train[:900] == large and split.large_prompts == 1
+        assert split.lines()[0] == "1 first prompts begin too many samples to be held out"
+
+
 LONG = "This very answer has been given before."
 
 
@@ -162,10 +174,38 @@ def test_copies_leave_training_and_are_told(tmp_path: Path):
     )
     assert ids(data.train) == ["short, another prompt", "short, another answer", "almost"]
     assert data.split.copies == ["another prompt", "the same"] and data.split.shared_prompts == 2
+    assert data.split.copied_answers == 2
     lines = data.split.lines()
-    assert lines[0] == "2 samples left training, they repeat held-out text (another prompt, the same)"
-    assert lines[1] == "2 held-out prompts are in training too, with other answers"
-    assert "add conversations to data.held_out" in lines[2]
+    assert lines[0] == "2 answers left training, they repeat held-out text"
+    assert lines[1] == "2 samples left training with them, they have no other answer (another prompt, the same)"
+    assert lines[2] == "2 held-out prompts are in training too, with other answers"
+    assert "add conversations to data.held_out" in lines[3]
+
+
+def test_a_last_word_that_all_conversations_share_costs_no_conversation(tmp_path: Path):
+    """Each answers a question of its own, then says the same long farewell."""
+
+    def talk(n: int) -> dict[str, Any]:
+        first = record("", f"Question {n}?", f"The answer is {n}.")
+        ids = {key: first[key] for key in ("prompt_token_ids", "response_token_ids")}
+        last = record(f"talk{n}", f"Question {n}?The answer is {n}.{chr(STOP)}Thanks", LONG)
+        said = [first["prompt"], first["response"], "Thanks", LONG]
+        messages = [{"role": "user assistant".split()[i % 2], "content": text} for i, text in enumerate(said)]
+        return {key: last[key] for key in ("id", "prompt_token_ids", "response_token_ids")} | {
+            "messages": messages, "earlier_turns": [ids],
+        }  # fmt: skip
+
+    data = prepared(tmp_path, [talk(n) for n in range(200)], held_out_fraction=0.15)
+    held = len(data.held_out)
+    assert 20 <= held < 50 and len(data.train) == 200 - held
+    assert (data.split.copied_answers, data.split.copies) == (200 - held, [])
+    assert data.split.lines() == [f"{200 - held} answers left training, they repeat held-out text"]
+    for sample in map(supervise_everything, data.train):
+        said = "".join(map(chr, sample.token_ids[sample.turn_ids >= 0]))
+        assert said.startswith("Question") and said.endswith("Thanks")
+    for sample in data.train:
+        said = "".join(map(chr, sample.token_ids[sample.turn_ids >= 0]))
+        assert said == f"The answer is {sample.id.removeprefix('talk')}.{chr(STOP)}"
 
 
 def test_a_split_off_answer_that_another_prompt_got_leaves_training(tmp_path: Path):
@@ -189,9 +229,14 @@ def test_copies_by_hand():
     pattern = "..AAA.BBB"
     grown, first, later = sample("grown", pattern, 5), sample("first", pattern[:5], 5), sample("later", pattern, 6)
     # the held-out conversation goes on in training: its answer after the same context
-    assert without_copies([grown, later], [first]) == ([later], ["grown"])
-    assert without_copies([first], [grown]) == ([], ["first"])
-    assert without_copies([grown], []) == ([grown], [])
+    (left, other), answers, copies = without_copies([grown, later], [first])
+    assert (answers, copies) == (1, []) and other is later and left.id == "grown"
+    assert left.turn_ids.tolist() == [-1, -1, COPIED, COPIED, COPIED, -1, 1, 1, 1]
+    assert supervise_everything(left).turn_ids.tolist() == [0, 0, COPIED, COPIED, COPIED, 0, 0, 0, 0]
+    assert grown.turn_ids.tolist() == [-1, -1, 0, 0, 0, -1, 1, 1, 1]
+    assert without_copies([first], [grown]) == ([], 1, ["first"])
+    assert without_copies([grown], [grown]) == ([], 2, ["grown"])
+    assert without_copies([grown], []) == ([grown], 0, [])
     # a long answer counts anywhere, a token less does not
     for length, copies in ((SHORTEST_COPY, ["b"]), (SHORTEST_COPY - 1, [])):
         answer = np.arange(length, dtype=np.int32)
@@ -199,7 +244,7 @@ def test_copies_by_hand():
             Sample(name, np.array([*prompt, *answer], np.int32), np.array([-1] * len(prompt) + [0] * length, np.int32))
             for name, prompt in (("a", [7]), ("b", [8, 9]))
         )
-        assert without_copies([b], [a])[1] == copies
+        assert without_copies([b], [a])[2] == copies
 
 
 def test_nothing_left_to_train_on_is_refused(tmp_path: Path):

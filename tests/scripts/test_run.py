@@ -123,7 +123,8 @@ def test_changed_inputs_redo_what_depends_on_them_and_keep_the_old_head(
     marker.write_text(json.dumps(found))
     again = headstart("train", recipe, "train.lr=2e-3")
     assert again.code == 0, again.err
-    assert 'train: done again, its inputs changed (data.split: null → "first prompt, without copies")' in again.err
+    changed = 'data.split: null → "first prompt, without copied answers"'
+    assert f"train: done again, its inputs changed ({changed})" in again.err
 
 
 def test_stored_features_train_the_same_head(headstart: Callable, recipe: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class SourceConfig:
         if self.format not in FORMATS:
             raise ConfigError(f"{where}.format: found {self.format!r}, expected one of {', '.join(FORMATS)}")
         if self.limit is not None and (type(self.limit) is not int or not 1 <= self.limit < 1 << 63):
-            raise ConfigError(f"{where}.limit: found {shown(self.limit)}, expected a number ≥ 1, or null for all")
+            raise ConfigError(f"{where}.limit: found {shown(str(self.limit))}, expected a number ≥ 1, or null for all")
 
 
 @dataclass

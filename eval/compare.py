@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.text import Text
 
 from headstart.eval.report import (
@@ -19,6 +20,7 @@ from headstart.eval.report import (
     number,
     rates_text,
     remarks,
+    render_markdown,
     speedup_text,
 )
 from headstart.heads.errors import DataError
@@ -56,7 +58,27 @@ def read_reports(places: list[Path]) -> dict[str, Report]:
             )
     parts = max(len(place.parts) for place in resolved)
     length = next(n for n in range(1, parts + 1) if len({place.parts[-n:] for place in resolved}) == len(resolved))
-    return {"/".join(place.parts[-length:]): Report.read(place) for place in resolved}
+    reports = {}
+    for place in resolved:
+        label = "/".join(place.parts[-length:])
+        reports[label] = Report.read(place)
+        _require_legible(label, reports[label], place)
+    return reports
+
+
+def _require_legible(label: str, report: Report, place: Path) -> None:
+    """Raise DataError for a report whose values are of other kinds than an evaluation writes."""
+    one = {label: report}
+    try:
+        differences(one), speedups_by_batch(one), comparison_markdown(one), render_markdown(report)
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            Console(file=nowhere).print(comparison_table(one))
+    except Exception as error:  # noqa: BLE001 - whatever a value of another kind meets
+        cause = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise DataError(
+            f"{place / 'report.json'}: holds what no evaluation writes and no table can show ({cause}): restore it, or "
+            "evaluate again"
+        ) from error
 
 
 def kind_of_acceptance(report: Report) -> str:

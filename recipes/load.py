@@ -48,6 +48,7 @@ from headstart.recipes.schema import (
     check_recipe,
     check_target,
     check_tune,
+    check_variables,
     recipe_class,
 )
 
@@ -159,6 +160,7 @@ def load_evaluation(
     basics = Layer("defaults", {"eval": {"seed": DEFAULTS["eval"]["seed"]}})
     settings = typing.cast(Evaluation, merge([basics, *read_overrides(overrides), _options(values)], Evaluation))
     check_target(settings.target)
+    check_variables("eval.template_kwargs", settings.eval.template_kwargs)
     check_eval(settings.eval)
     check_tune(settings.tune)
     return settings

@@ -26,6 +26,8 @@ from headstart.train.config import TrainConfig
 
 #: bytes of a folder's name that file systems take, and characters of a path
 MAX_NAME, MAX_PATH = 255, 1024
+#: variables of a chat template that are no settings
+TAKEN = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
 #: fields of `head` that are sizes of its matrices, and the most of them that any model comes near
 SIZES, MAX_SIZE = ("hidden_size", "intermediate_size", "rank"), 1 << 24
 
@@ -141,6 +143,12 @@ def check_target(config: TargetConfig) -> None:
         raise ConfigError(f"target.parallel: found {shown(config.parallel)}, expected one of {kinds}")
 
 
+def check_variables(key: str, variables: dict[str, Any]) -> None:
+    """Raises: ConfigError for variables of the chat template that a record or the program sets itself."""
+    if taken := sorted(TAKEN & variables.keys()):
+        raise ConfigError(f"{key}: found {taken[0]!r}, which records and Headstart set themselves: remove it")
+
+
 def check_recipe(recipe: Recipe) -> None:
     """What types cannot say. Raises ConfigError naming the first field that cannot work."""
     check_name(recipe.name)
@@ -155,3 +163,5 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.start_from is not None:
         check_head_name(recipe.start_from, "start_from")
     check_head(recipe.head)
+    check_variables("data.template_kwargs", recipe.data.template_kwargs)
+    check_variables("eval.template_kwargs", recipe.eval.template_kwargs)

@@ -78,6 +78,7 @@ class Steps:
         except (DataError, OSError) as error:
             found = str(error)
         whole = isinstance(found, dict) and isinstance(found.get("inputs"), dict)
+        whole = whole and isinstance(found.get("seconds", 0), int | float)
         if not whole or (found.get("status") == "done" and not isinstance(found.get("result"), dict)):
             raise StorageError(
                 f"{path}: found what is not a step's marker ({_short(found)}), expected status, inputs and, of a step "

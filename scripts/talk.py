@@ -64,7 +64,7 @@ class Talk:
         elif shown is not None:
             # what the terminal cannot show is escaped: the work is done, and an error here would hide that
             encoding = self._out.encoding or "utf-8"
-            made = shown() if callable(shown) else shown
+            made = self._made(shown) if callable(shown) else shown
             terminal = self._out.isatty()
             console = Console(file=self._out, highlight=False, markup=False, width=None if terminal else 140)
             with console.capture() as kept:
@@ -74,6 +74,13 @@ class Talk:
                     console.print(Harmless(made))
             self._out.write(kept.get().encode(encoding, "backslashreplace").decode(encoding))
             self._out.flush()
+
+    def _made(self, shown: Callable[[], RenderableType]) -> RenderableType:
+        """What `shown` makes: where it fails, the result is kept all the same, so that is said instead."""
+        try:
+            return shown()
+        except Exception as error:  # noqa: BLE001 - the work is done and saved
+            return f"the result cannot be shown ({type(error).__name__}: {error}); --json prints its values"
 
     @contextmanager
     def stdout_guard(self) -> Iterator[None]:

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.eval.decode import Answer
 from headstart.heads.target import Target
 
-HERE = str(Path(__file__).resolve().parent)
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)
+for place in (Path(__file__).resolve().parent, Path(__file__).resolve().parents[1]):
+    if str(place) not in sys.path:  # eval_help and reference, under --import-mode=importlib
+        sys.path.insert(0, str(place))
 
 from eval_help import VOCAB, Trained, run, train_briefly  # noqa: E402
 

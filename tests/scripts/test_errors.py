@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -254,6 +256,19 @@ def test_exit_codes_are_the_same_for_every_verb(
         for verb in verbs:
             check(headstart(*verb, *more), code)
     assert not (tmp_path / "run").exists() or not any((tmp_path / "run").glob("[!.]*"))
+
+
+def test_words_that_are_no_utf_8(tmp_path: Path) -> None:
+    """As a shell gives them: a clean message also where the terminal takes ASCII only."""
+    odd = b"\xff"
+    words = [[b"run", odd], [b"run", b"quickstart", b"name=" + odd], [b"report", odd], [b"export", b"--check", odd]]
+    code = "import sys; from headstart.cli import main; sys.exit([main(w) for w in eval(sys.argv[1])] != [2, 2, 1, 1])"
+    decoded = repr([[os.fsdecode(word) for word in line] for line in words])
+    done = subprocess.run(
+        [sys.executable, "-c", code, decoded], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_check_says_what_engines_do(headstart: Callable, recipe: Path, tmp_path: Path, tiny_target: Path) -> None:

@@ -111,8 +111,8 @@ def test_odd_names_do_not_throw_a_finished_evaluation_away(
 ) -> None:
     """Refused when read, or written: never lost after the decoding."""
     read, data = [], tmp_path / "odd.jsonl"
-    for text in ("half \udc80", "half \ud83d", "a\x00b\x1b[31m", "| `x` |\n# y", "_a $x_$ {", "x" * 5000):
-        for name in ("task", "id", "category", "name", "meta", "note"):
+    for text in ("half \udc80", "half \ud83d", "a\x00b\x1b[31m", "| `x` |\n# y", "_a $x_$ {", "x" * 1500):
+        for name in ("task", "id", "category", "name", "meta", "note", "prompt"):
             line = json.dumps({"prompt": "Hello", name: {"a": text} if name == "meta" else text}) + "\n"
             data.write_text(line)
             try:

@@ -96,11 +96,20 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
             widths of a foreign directory have nothing to be compared with.
     Raises: FormatError only when the directory itself, its config or its weight files cannot be opened.
     """
-    return check_checkpoint(open_checkpoint(Path(path)), target_dims)
+    raw = open_checkpoint(Path(path))
+    report = check_checkpoint(raw, target_dims)
+    doubts, faults = weight_doubts(view(raw))
+    report.doubts += [*doubts, *epsilon_doubts(raw.config)]
+    faults += [f"{name} is there twice, also as model.{name}: keep one of them" for name in doubled_names(raw)]
+    for fault in faults:
+        for key in ENGINES:
+            if not report.engines[key].refused:
+                report.engines[key].add(Verdict.WRONG, f"{fault} (no engine looks for that)")
+    return report
 
 
 def check_checkpoint(raw: RawCheckpoint, target_dims: HeadDims | None = None) -> CheckReport:
-    """As check_directory, of one that is open."""
+    """As check_directory, of one that is open; what its weights say (doubts.py) is not asked."""
     seen, sealed = view(raw), read_sealed(raw)
     ours, plan = _headstart(raw, target_dims)
     if target_dims is None and sealed is not None:
@@ -109,17 +118,11 @@ def check_checkpoint(raw: RawCheckpoint, target_dims: HeadDims | None = None) ->
     if sealed is not None:
         for key in ENGINES:
             add_changes(engines[key], sealed, raw)
-    doubts, faults = weight_doubts(seen)
-    faults += [f"{name} is there twice, also as model.{name}: keep one of them" for name in doubled_names(raw)]
-    for fault in faults:
-        for key in ENGINES:
-            if not engines[key].refused:
-                engines[key].add(Verdict.WRONG, f"{fault} (no engine looks for that)")
     if len(raw.readers) > 1:
         for key in SHARDED.get(seen.family or "", ()):
             engines[key].add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
     layout = plan.layout if plan is not None else None
-    return CheckReport(str(raw.directory), seen.family, layout, engines, [*doubts, *epsilon_doubts(raw.config)])
+    return CheckReport(str(raw.directory), seen.family, layout, engines)
 
 
 def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, Plan | None]:

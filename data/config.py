@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.heads.errors import ConfigError
-from headstart.heads.files import shown
+from headstart.heads.files import short_path
 from headstart.heads.repository import check_repository
 
 FORMATS = (
@@ -39,7 +39,7 @@ class SourceConfig:
             value = getattr(self, name)  # eval.data may hold mappings whose types nobody has checked
             given = value is not None or name in ("split", "format")
             if given and not (isinstance(value, str) and value.strip()):
-                raise ConfigError(f"{where}.{name}: found {shown(value)}, expected text")
+                raise ConfigError(f"{where}.{name}: found {short_path(value)}, expected text")
         if (self.path is None) == (self.dataset is None):
             found = "both" if self.path else "neither"
             raise ConfigError(
@@ -50,7 +50,9 @@ class SourceConfig:
         if self.format not in FORMATS:
             raise ConfigError(f"{where}.format: found {self.format!r}, expected one of {', '.join(FORMATS)}")
         if self.limit is not None and (type(self.limit) is not int or not 1 <= self.limit < 1 << 63):
-            raise ConfigError(f"{where}.limit: found {shown(str(self.limit))}, expected a number ≥ 1, or null for all")
+            raise ConfigError(
+                f"{where}.limit: found {short_path(str(self.limit))}, expected a number ≥ 1, or null for all"
+            )
 
 
 @dataclass

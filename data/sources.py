@@ -18,7 +18,7 @@ from headstart.data.messages import kind, plain
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import Conversation, TokenTurn, parse_record
 from headstart.heads.errors import DataError
-from headstart.heads.files import explain_read, is_file, open_regular, parse_json, require_regular, shown
+from headstart.heads.files import explain_read, is_file, open_regular, parse_json, require_regular, short_path
 
 __all__ = [
     "Conversation", "Prompt", "TokenTurn", "load_conversations", "read_jsonl", "read_prompts",
@@ -65,7 +65,7 @@ def workload_path(name: str) -> Path:
     if "/" in name or not is_file(path):
         names = sorted(p.stem for p in folder.glob("*.jsonl"))
         raise DataError(
-            f"workload:{shown(name)}: no such workload, expected one of {', '.join(names) or '(none installed)'}"
+            f"workload:{short_path(name)}: no such workload, expected one of {', '.join(names) or '(none installed)'}"
         )
     return path
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.eval.checks import found, optional, shown, whole
+from headstart.eval.checks import found, one_line, optional, whole
 from headstart.heads.errors import ServerError
 
 #: bytes of one line of a stream
@@ -132,7 +132,7 @@ def parsed(content: bytes, where: str) -> Any:
     except RecursionError:
         cause = "nested too deeply"
     except ValueError as error:
-        cause = shown(str(error), 100)
+        cause = one_line(str(error), 100)
     raise ServerError(f"{where}: the answer is not JSON ({cause}); is this an OpenAI-compatible server?")
 
 
@@ -143,4 +143,4 @@ def _no_constant(name: str) -> Any:
 def _said(error: Any) -> str:
     """The message of an error object."""
     message = error.get("message", error.get("type")) if isinstance(error, dict) else error
-    return shown(message) if isinstance(message, str) else found(message)
+    return one_line(message) if isinstance(message, str) else found(message)

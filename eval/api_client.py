@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from headstart.eval.answers import Lines, Served, parsed
-from headstart.eval.checks import found, shown
+from headstart.eval.checks import found, one_line
 from headstart.heads.errors import ConfigError, ServerError
 
 #: seconds for a page in all, and for what an error has to say
@@ -66,7 +66,7 @@ class Client:
             self._web()
         except (ImportError, OSError, ValueError, httpx2.InvalidURL) as error:
             raise ConfigError(
-                f"the environment's proxy or certificates cannot be used for {self.url} ({shown(str(error))}): mend "
+                f"the environment's proxy or certificates cannot be used for {self.url} ({one_line(str(error))}): mend "
                 f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE, or set NO_PROXY={host}"
             ) from error
 
@@ -188,7 +188,7 @@ async def _accept(response: httpx2.Response, where: str) -> None:
         coding = response.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise ServerError(
-                f"{where}: the answer comes as {shown(coding, 40)}, which was not asked for; is a proxy in between?"
+                f"{where}: the answer comes as {one_line(coding, 40)}, which was not asked for; is a proxy in between?"
             )
         return
     if status in (401, 403):
@@ -196,7 +196,7 @@ async def _accept(response: httpx2.Response, where: str) -> None:
     if 300 <= status < 400:
         location = _without_userinfo(response.headers.get("location", "nowhere"))
         raise StatusError(
-            f"{where}: HTTP {status} points to {shown(location, 200)}; redirects are not followed: give --url the "
+            f"{where}: HTTP {status} points to {one_line(location, 200)}; redirects are not followed: give --url the "
             "server's own address"
         )
     said = b""
@@ -206,7 +206,7 @@ async def _accept(response: httpx2.Response, where: str) -> None:
                 said += chunk
                 if len(said) > 2000:
                     break
-    raise StatusError(f"{where}: HTTP {status}: {shown(said[:2000].decode(errors='replace'), 500)}")
+    raise StatusError(f"{where}: HTTP {status}: {one_line(said[:2000].decode(errors='replace'), 500)}")
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
@@ -222,7 +222,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 def _address(url: str) -> tuple[str, str]:
     """(base address without `/v1`, host). Raises: ConfigError naming --url, without a user name or a password."""
     expected = "expected an address such as http://localhost:8000"
-    named = shown(re.split("[?#]", _without_userinfo(url))[0], 200)
+    named = one_line(re.split("[?#]", _without_userinfo(url))[0], 200)
     try:
         read = httpx2.URL(url)
     except (httpx2.InvalidURL, ValueError):  # its message may hold part of a password
@@ -262,7 +262,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 def _cause(error: BaseException) -> str:
-    return shown(str(error), 200) or type(error).__name__
+    return one_line(str(error), 200) or type(error).__name__
 
 
 def served_model(client: Client, wanted: str | None) -> str:
@@ -276,7 +276,7 @@ def served_model(client: Client, wanted: str | None) -> str:
         name = entry.get("id") if isinstance(entry, dict) else entry
         if not (isinstance(entry, dict) and isinstance(name, str) and name.isprintable() and 0 < len(name) <= 1000):
             raise ServerError(f"{where}: found {found(name)} as the id of a model, expected its name")
-    names = shown(", ".join(entry["id"] for entry in data[:20]) + (", …" if len(data) > 20 else ""), 500)
+    names = one_line(", ".join(entry["id"] for entry in data[:20]) + (", …" if len(data) > 20 else ""), 500)
     if wanted is None:
         # adapters are listed behind the model that they belong to
         bases = [entry["id"] for entry in data if not entry.get("parent")]

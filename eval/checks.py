@@ -12,10 +12,10 @@ LARGEST = 1 << 53
 T = TypeVar("T")
 
 
-def shown(text: str, most: int = 300) -> str:
+def one_line(text: str, most: int = 300) -> str:
     """`text` on one line, without control characters, lone surrogates or direction marks, `most` characters at most.
 
-    >>> shown("one\\n two\\x1b[31m\\u202e", 40)
+    >>> one_line("one\\n two\\x1b[31m\\u202e", 40)
     'one two?[31m?'
     """
     # what is cut off anyway need not be looked at
@@ -30,7 +30,7 @@ def found(value: Any) -> str:
         return "an object"
     if isinstance(value, list):
         return "a list"
-    return shown(repr(value), 80)
+    return one_line(repr(value), 80)
 
 
 def whole(value: Any, name: str, low: int = 0, high: int = LARGEST) -> int:

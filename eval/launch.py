@@ -38,7 +38,8 @@ class _Compiler:
     """Kernels under way: what they are compiled for → Triton's kernel, or None once it is loaded."""
 
     def __init__(self, pool: ThreadPoolExecutor):
-        self.pool, self.kernels = pool, {}
+        self.pool = pool
+        self.kernels: dict[Any, Any] = {}
 
     def add(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         # layers launch the same kernels again and again

@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.eval.answers import Served
 from headstart.eval.api_client import Client, StatusError
-from headstart.eval.checks import found, optional, shown, whole
+from headstart.eval.checks import found, one_line, optional, whole
 from headstart.eval.config import EvalConfig
 from headstart.eval.counters import (
     DEEPEST,
@@ -59,7 +59,7 @@ class Vllm:
         metrics = self._metrics()
         if not metrics.has(self.DRAFTS) and metrics.others:
             raise ServerError(
-                f"{self.where}: counts for {shown(', '.join(metrics.others), 200)}, and not for {model!r}: name the "
+                f"{self.where}: counts for {one_line(', '.join(metrics.others), 200)}, and not for {model!r}: name the "
                 "model with --model as the metrics do"
             )
         if not metrics.has(self.DRAFTS):
@@ -151,7 +151,7 @@ class Sglang:
         width = width or 1
         label = f"chain{self.depth}" if width == 1 else f"tree{total}"
         self.tree = {"kind": "chain" if width == 1 else "dynamic", "depth": self.depth, "k": width, "label": label}
-        self.drafter = f"{shown(algorithm or 'speculation', 40).lower()} in SGLang {self.version}"
+        self.drafter = f"{one_line(algorithm or 'speculation', 40).lower()} in SGLang {self.version}"
         stepwise = (algorithm or "").upper() in self.STEPWISE
         #: tokens that a forward gives at most, None where the server does not say or changes it as it runs
         self.most: int | None = (self.depth + 1 if stepwise and self.depth else max(self.depth + 1, total)) or None
@@ -293,7 +293,7 @@ def _page(client: Client) -> str:
 
 def _version(info: dict[str, Any]) -> str:
     said = info.get("version")
-    return shown(said, 60) if isinstance(said, str) and said else "unknown"
+    return one_line(said, 60) if isinstance(said, str) and said else "unknown"
 
 
 def _mean_length(info: dict[str, Any], where: str) -> float | None:

@@ -64,7 +64,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
     return content
 
 
-def shown(path: Path | str, most: int = 300) -> str:
+def short_path(path: Path | str, most: int = 300) -> str:
     """A path for a message: one that is longer than any file system takes is cut."""
     name = str(path)
     return name if len(name) <= most else f"{name[: most // 3]}… ({len(name)} characters)"
@@ -76,13 +76,13 @@ def explain_read(path: Path | str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise DataError(f"{shown(path)}: no such file") from None
+        raise DataError(f"{short_path(path)}: no such file") from None
     except OSError as error:
-        raise DataError(f"{shown(path)}: cannot be read ({error.strerror or error})") from error
+        raise DataError(f"{short_path(path)}: cannot be read ({error.strerror or error})") from error
     except ValueError as error:  # a null character in the name
         if "null" not in str(error):
             raise
-        raise DataError(f"{shown(path)!r}: no name that a file can have ({error})") from error
+        raise DataError(f"{short_path(path)!r}: no name that a file can have ({error})") from error
 
 
 def is_file(path: Path | str) -> bool:
@@ -146,7 +146,7 @@ def explain_disk(path: Path, another: str = "run_dir=…") -> Iterator[None]:
             ) from error
         if number in (errno.ENAMETOOLONG, errno.ELOOP):
             raise StorageError(
-                f"{shown(path)}: cannot be a path here ({os.strerror(number)}). Choose another place with {another}"
+                f"{short_path(path)}: cannot be a path here ({os.strerror(number)}). Choose another place with {another}"
             ) from error
         if number in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
             raise StorageError(

@@ -32,7 +32,9 @@ class Drafter(Protocol):
     spec: FeatureSpec | None
     max_nodes: int
     captures: bool
-    prepare_s: float
+
+    @property
+    def prepare_s(self) -> float: ...
 
     @property
     def state(self) -> list[str]: ...

@@ -73,12 +73,12 @@ def _explained(error: OSError) -> Exception:
     from pathlib import Path
 
     from headstart.heads.errors import HeadstartError, StorageError
-    from headstart.heads.files import explain_disk, shown
+    from headstart.heads.files import explain_disk, short_path
 
     if error.filename is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
         # whether it was read or written is not known here
         cause = error.strerror or error
-        return StorageError(f"{shown(error.filename)}: {cause}: check the path, and who may read and write there")
+        return StorageError(f"{short_path(error.filename)}: {cause}: check the path, and who may read and write there")
     try:
         with explain_disk(Path(str(error.filename or "the disk"))):
             raise error

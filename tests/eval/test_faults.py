@@ -14,7 +14,7 @@ from fake_server import State, serving
 from faulty_server import CHUNKED, DONE, STREAM, Fault, chunk, event, http, misbehaving
 
 from headstart.eval import answers, api_client, served
-from headstart.eval.checks import shown
+from headstart.eval.checks import one_line
 from headstart.eval.config import EvalConfig
 from headstart.eval.served import evaluate_server
 from headstart.heads.errors import ConfigError, ServerError
@@ -388,4 +388,4 @@ def test_the_command_line_says_it_without_a_traceback(data: Path, capfd: Any) ->
 
 
 def test_what_is_shown() -> None:
-    assert shown("a\r\n\tb\x07\u202e\ud800c") == "a b???c" and shown("x" * 500, 10) == "x" * 9 + "…"
+    assert one_line("a\r\n\tb\x07\u202e\ud800c") == "a b???c" and one_line("x" * 500, 10) == "x" * 9 + "…"

@@ -33,7 +33,7 @@ from headstart.heads.files import (
     read_json,
     require_disk,
     sha256_file,
-    shown,
+    short_path,
     usual_permissions,
     write_json,
 )
@@ -118,12 +118,12 @@ def locate_target(name: str) -> tuple[str, str | None]:
         check_model_directory(directory)
         return str(directory), None
     if name.startswith((".", "/", "~")):
-        found = shown(name)
+        found = short_path(name)
         raise TargetError(f"target.name: {found} is not a directory; expected a transformers checkpoint directory")
     if (problem := problem_of(name)) is not None:
         raise TargetError(
-            f"target.name: found {shown(name)!r}, expected a registered name ({', '.join(sorted(TARGETS))}), a "
-            f"directory or a Hub id ({shown(problem)})"
+            f"target.name: found {short_path(name)!r}, expected a registered name ({', '.join(sorted(TARGETS))}), a "
+            f"directory or a Hub id ({short_path(problem)})"
         )
     return name, hub_refusal()
 

@@ -146,7 +146,8 @@ def explain_disk(path: Path, another: str = "run_dir=…") -> Iterator[None]:
             ) from error
         if number in (errno.ENAMETOOLONG, errno.ELOOP):
             raise StorageError(
-                f"{short_path(path)}: cannot be a path here ({os.strerror(number)}). Choose another place with {another}"
+                f"{short_path(path)}: cannot be a path here ({os.strerror(number)}). "
+                f"Choose another place with {another}"
             ) from error
         if number in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
             raise StorageError(

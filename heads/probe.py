@@ -201,8 +201,8 @@ def explained(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise TargetError(
-            f"{name}: a forward of {LENGTH} tokens fails with {type(error).__name__}: {error}. This architecture, or "
-            "this version of transformers, cannot be a target"
+            f"{name}: a forward fails with {type(error).__name__}: {error}. This architecture, or this version of "
+            "transformers, cannot be a target"
         ) from error
 
 

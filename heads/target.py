@@ -299,10 +299,10 @@ class Target:
 
     def _facts(self) -> list[str]:
         scale, softcap, limit = self.teacher.scale, self.teacher.softcap, self.dims.positions
-        rule = [] if scale == 1.0 else [f"{scale:.6g} times"]
+        rule = [] if scale == 1.0 else [f"times {scale:.6g}"]
         if softcap is not None:
-            rule.append(f"soft-capped at {softcap:.6g},")
-        facts = [f"its logits are, as measured, {' '.join(rule)} the product of its output matrix"] if rule else []
+            rule.append(f"soft-capped at {softcap:.6g}")
+        facts = [f"logits, as measured: its output matrix's product, {', '.join(rule)}"] if rule else []
         if limit < self.dims.max_position_embeddings:
             facts.append(
                 f"LongRoPE: heads are trained, measured and served within its first {limit} positions, of "

@@ -189,7 +189,7 @@ def test_hidden_states_that_are_not_what_is_captured_are_refused() -> None:
 def test_a_model_whose_forward_fails_is_a_clear_error() -> None:
     model = model_of("Llama")
     model.model.norm = None
-    with pytest.raises(TargetError, match="LlamaForCausalLM: a forward of 8 tokens fails with TypeError"):
+    with pytest.raises(TargetError, match="LlamaForCausalLM: a forward fails with TypeError"):
         Target.from_model(model)
 
 

@@ -19,10 +19,11 @@ import torch
 from headstart.eval.linear import Linear, Measured, Tiles, candidates, compile_candidates, tune, undecided
 from headstart.heads.errors import HeadstartError
 from headstart.heads.fetch import cache_folder
-from headstart.heads.files import read_json, write_json
+from headstart.heads.files import is_file, read_json, write_json
 
 #: files whose code decides what is fastest
 SOURCES = ("attention.py", "fused.py", "linear.py", "pointwise.py")
+UNKEPT = "which kernels run fastest is not kept, and the next run measures again: {}"
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,18 @@ class Choices:
     fresh: bool = False
 
     @classmethod
-    def of(cls, device: torch.device, folder: Path | None = None, fresh: bool = False) -> Choices:
-        """The choices of `device`, a GPU. Args: folder: None = `kernels` in Headstart's cache."""
+    def of(cls, device: torch.device, folder: Path | None = None, fresh: bool = False) -> Choices | None:
+        """The choices of `device`, a GPU; None, with a warning, where there is no place to keep them.
+
+        Args: folder: None = `kernels` in Headstart's cache.
+        """
         import triton
 
+        try:
+            folder = folder or cache_folder("kernels")
+        except HeadstartError as error:
+            warnings.warn(UNKEPT.format(error), stacklevel=2)
+            return None
         name = torch.cuda.get_device_name(device)
         source = hashlib.sha256(b"".join((Path(__file__).parent / file).read_bytes() for file in SOURCES))
         card = {
@@ -60,7 +69,7 @@ class Choices:
             "triton": triton.__version__,
             "kernels": source.hexdigest()[:16],
         }
-        return cls((folder or cache_folder("kernels")) / re.sub(r"\W+", "-", name), card, fresh)
+        return cls(folder / re.sub(r"\W+", "-", name), card, fresh)
 
     def read(self, groups: list[list[Linear]], rows: int, about: str = "") -> Kept | None:
         """Set how the products run, as an earlier run chose; None, with nothing set, where none did.
@@ -70,14 +79,14 @@ class Choices:
             about: what else the choice depends on.
         """
         path = self._path(groups, rows, about)
-        if self.fresh or not path.is_file():
+        if self.fresh or not is_file(path):
             return None
         try:
             found = read_json(path)
             ways = [_way(product["way"]) for product in found["products"]]
             times = {str(product["product"]): float(product["microseconds"]) for product in found["products"]}
             kept = Kept(times, int(found["hidden_bytes"]))
-        except (HeadstartError, OSError, KeyError, TypeError, ValueError):
+        except (HeadstartError, OSError, KeyError, TypeError, ValueError, OverflowError):
             return None
         if len(ways) != len(groups) or any(
             way not in candidates(members[0], rows) for way, members in zip(ways, groups, strict=True)
@@ -101,8 +110,7 @@ class Choices:
         try:
             write_json(self._path([measured.linears for measured in found], rows, about), value)
         except (HeadstartError, OSError) as error:
-            told = f"which kernels run fastest is not kept, and the next run measures again: {error}"
-            warnings.warn(told, stacklevel=2)
+            warnings.warn(UNKEPT.format(error), stacklevel=2)
 
     def _path(self, groups: list[list[Linear]], rows: int, about: str) -> Path:
         sizes = [[*map(str, members[0].product), str(members[0].weight_NK.dtype), len(members)] for members in groups]

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -77,8 +77,13 @@ def compiles_ahead() -> bool:
 
 def wake_compiler() -> None:
     """Let Triton set itself up in the background, which takes a second: call it before a target is loaded."""
+
+    def wake() -> None:
+        with suppress(Exception):  # such as a machine without a C compiler: the first launch will say it
+            triton.runtime.driver.active.get_current_target()
+
     if compiles_ahead():
-        threading.Thread(target=triton.runtime.driver.active.get_current_target, daemon=True).start()
+        threading.Thread(target=wake, daemon=True).start()
 
 
 @contextmanager
@@ -90,7 +95,10 @@ def compiling() -> Iterator[None]:
     if not compiles_ahead() or _compiler.get() is not None:
         yield
         return
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    # a kernel is loaded for the card of the thread that loads it, and a thread starts on the first card
+    card = torch.cuda.current_device()
+    threads = min(THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(card,)) as pool:
         compiler = _Compiler(pool)
         token = _compiler.set(compiler)
         try:

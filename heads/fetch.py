@@ -26,7 +26,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from headstart.heads.errors import StorageError, TargetError
+from headstart.heads.errors import ConfigError, StorageError, TargetError
 from headstart.heads.escape import plain
 from headstart.heads.files import (
     explain_disk,
@@ -129,9 +129,15 @@ def locate_target(name: str) -> tuple[str, str | None]:
 
 
 def cache_folder(name: str) -> Path:
-    """$HEADSTART_CACHE/NAME, or ~/.cache/headstart/NAME."""
+    """$HEADSTART_CACHE/NAME, or ~/.cache/headstart/NAME. Raises: ConfigError where no home directory is known."""
     root = os.environ.get("HEADSTART_CACHE")
-    return (Path(root).expanduser() if root else Path.home() / ".cache" / "headstart") / name
+    try:
+        return (Path(root).expanduser() if root else Path.home() / ".cache" / "headstart") / name
+    except RuntimeError as error:  # an account without one, as containers have
+        raise ConfigError(
+            f"HEADSTART_CACHE: found {short_path(root or '')!r} and no home directory for it, expected a folder where "
+            "targets and measurements may be kept: set it, or HOME"
+        ) from error
 
 
 def default_cache() -> Path:

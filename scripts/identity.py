@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def of_target(config: TargetConfig) -> dict[str, Any]:
         values["chat_template"] = of_file(Path(config.chat_template))
     if config.template_date is not None:
         values["template_date"] = config.template_date
-    directory = Path(config.name).expanduser()
+    directory = Path(os.path.expanduser(config.name))
     if directory.is_dir():
         files = sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".json", ".jinja", ".bin"))
         listing = "".join(f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}\n" for p in files)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,7 +59,9 @@ def test_another_card_size_row_count_or_model_is_measured(tmp_path: Path) -> Non
         assert found is None
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"products": 5, "hidden_bytes": 0}', "cut", "tiles", "number"])
+@pytest.mark.parametrize(
+    "damage", ["{", "[]", '{"products": 5, "hidden_bytes": 0}', "cut", "tiles", "number", "endless"]
+)
 def test_a_damaged_file_is_measured_anew(tmp_path: Path, damage: str) -> None:
     choices = Choices(tmp_path, CARD)
     chosen(choices)
@@ -69,6 +73,8 @@ def test_a_damaged_file_is_measured_anew(tmp_path: Path, damage: str) -> None:
         value["products"][0]["way"]["outputs"] = 7
     if damage == "number":
         value["products"][1]["microseconds"] = "fast"
+    if damage == "endless":
+        value["hidden_bytes"] = float("inf")
     path.write_text(damage if damage[0] in "{[" else json.dumps(value))
     groups = products()
     assert choices.read(groups, 6, "heads") is None
@@ -79,3 +85,20 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="the next run measures again"):
         chosen(Choices(tmp_path / "file" / "kernels", CARD))
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's account that the system does not know."""
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.delenv("HEADSTART_CACHE", raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.warns(UserWarning, match="HEADSTART_CACHE: .* set it, or HOME"):
+        assert Choices.of(torch.device("cuda")) is None
+    monkeypatch.setenv("HEADSTART_CACHE", "somewhere")
+    found = Choices.of(torch.device("cuda"))
+    assert found is not None and found.folder == Path("somewhere/kernels/Some-GPU")

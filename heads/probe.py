@@ -152,6 +152,23 @@ def watched(model: Any, decoder: nn.Module) -> Iterator[Seen]:
             handle.remove()
 
 
+@contextmanager
+def without_traces(model: nn.Module) -> Iterator[None]:
+    """Take away what a forward leaves on a model's modules: transformers installs hooks, for good, when it is first
+    asked for hidden states, and torch.compile would break its graph of a layer at each of them."""
+    flag = "_output_capturing_hooks_installed"
+    before = [(m, set(m._forward_hooks), set(m._forward_pre_hooks), flag in vars(m)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, after, ahead, flagged in before:
+            for hooks, kept in ((module._forward_hooks, after), (module._forward_pre_hooks, ahead)):
+                for key in set(hooks) - kept:
+                    del hooks[key]
+            if not flagged:
+                vars(module).pop(flag, None)
+
+
 def probe_tokens(vocab_size: int, device: torch.device) -> Tensor:
     """int64 [2, T], both rows alike: drawn from the whole vocabulary, the same ones for every call."""
     tokens_T = torch.randint(vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -172,7 +189,12 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
     tokens_BT = probe_tokens(teacher.weight_VD.shape[0], model.get_input_embeddings().weight.device)
     decoder = text_decoder(model)
     inner = tuple(range(1, layers))
-    with explained(name), watched(model, decoder) as seen, record_layer_inputs(model, inner) as streams:
+    with (
+        explained(name),
+        without_traces(model),
+        watched(model, decoder) as seen,
+        record_layer_inputs(model, inner) as streams,
+    ):
         answer = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=states)
     with explained(name):
         alone = decoder(input_ids=tokens_BT, use_cache=False)

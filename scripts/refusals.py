@@ -121,11 +121,11 @@ def require_decoding(target: Target, spec: FeatureSpec, force: bool) -> None:
     every row, from rounding, which spoils a few.
     Raises: TargetError, unless the export is forced (`export.force`).
     """
-    from headstart.heads.probe import explained
+    from headstart.heads.probe import explained, without_traces
     from headstart.serving_check import compare_features, probe_sequences, require_parity
 
     if force or target.lockstep:
         return
-    with explained(f"{target.config.name} in the decode loop"):
+    with explained(f"{target.config.name} in the decode loop"), without_traces(target.model):
         found = compare_features(target, spec, probe_sequences(target, 1, 24))
     require_parity(replace(found, tolerance=float("inf")))

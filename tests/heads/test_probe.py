@@ -203,6 +203,17 @@ def test_rules_are_found_over_the_whole_range(scale: float, cap: float | None) -
     assert found.softcap == (None if cap is None else pytest.approx(cap, rel=1e-3))
 
 
+def test_measuring_leaves_no_hook_behind() -> None:
+    """transformers' own hooks, which it installs when asked for hidden states, break the graphs of torch.compile."""
+    model = model_of("Llama")
+    Target.from_model(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    # asked again, it still gives them
+    with torch.no_grad():
+        own = model(input_ids=torch.arange(5)[None], output_hidden_states=True, use_cache=False)
+    assert len(own.hidden_states) == 7
+
+
 def test_a_language_model_inside_wrappers_is_found() -> None:
     """Multimodal models: vision towers of as many layers, decoders two modules deep, a soft-cap not all apply."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2}

@@ -157,19 +157,30 @@ def _shapes(head: Head) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
 
 
+def check_out(head: Path, out: Path) -> None:
+    """Raises: ConfigError where an export to `out` would write over the head itself, or a model of somebody else."""
+    if out.resolve() == head.resolve():
+        raise ConfigError(f"--out {out}: that is the head itself; choose another directory")
+    theirs = [path.name for name in ("config.json", "*.safetensors", "*.bin", "*.pt") for path in out.glob(name)]
+    if theirs and not (out / SIDECAR).is_file():
+        raise ConfigError(
+            f"--out {out}: holds {theirs[0]} and no {SIDECAR}: a model that Headstart did not export and would write "
+            "over; choose another directory"
+        )
+
+
 def export_found(head: str, target: Target, config: ExportConfig, out: Path, talk: Talk) -> dict[str, Any]:
     """Export a head that is no run's: one from elsewhere, or an export for another engine.
 
     Args:
         head: directory, or `user/name[@revision]`.
     Returns: `exports` (engine → directory) and `checks` (engine → report).
-    Raises: ConfigError when `out` is the head's own directory; TargetError when serving would see other features.
+    Raises: ConfigError as `check_out`; TargetError when serving would see other features.
     """
     from headstart.serving_check import compare_features, probe_sequences, require_parity
 
     place = find_head(head)
-    if out.resolve() == place.resolve():
-        raise ConfigError(f"--out {out}: that is the head itself; choose another directory")
+    check_out(place, out)
     drafted = bound_head(place, target, torch.float32)
     parity = compare_features(target, drafted.spec, probe_sequences(target))
     require_parity(parity, config.force)

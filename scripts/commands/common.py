@@ -5,8 +5,9 @@ Importing a command imports neither torch nor transformers: help, the version an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,10 +30,17 @@ def split_recipe(arguments: list[str] | None) -> tuple[str | None, list[str]]:
 
 def folder_name(head: str) -> str:
     """What stands for a head, given as a directory or as user/name[@revision], in the names of folders."""
-    from pathlib import Path
-
     place = Path(head)
     return (place.resolve().name if place.is_dir() else head.rstrip("/").split("/")[-1]) or "head"
+
+
+def keep_earlier(place: Path, step: str, names: Sequence[str], talk: Talk) -> None:
+    """Move files of an earlier command from where this one is about to write; says where they are."""
+    from headstart.heads.files import set_aside
+
+    kept = set_aside(place, step, [place / name for name in names])
+    if kept is not None:
+        talk.say(f"what an earlier command had written to {place} is kept in {kept}")
 
 
 @contextmanager
@@ -70,7 +78,6 @@ def speaking(as_json: bool, alone: str | None = None) -> Iterator[Talk]:
 def _explained(error: OSError) -> Exception:
     """What the system refused outside the places that expect it: a full disk, or a path that cannot be used."""
     import errno
-    from pathlib import Path
 
     from headstart.heads.errors import HeadstartError, StorageError
     from headstart.heads.files import explain_disk, short_path

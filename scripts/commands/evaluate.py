@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, folder_name, speaking, split_recipe
+from headstart.commands.common import Json, folder_name, keep_earlier, speaking, split_recipe
 from headstart.talk import Talk
 
 if TYPE_CHECKING:
     from headstart.eval.config import EvalConfig
+    from headstart.eval.report import Report
     from headstart.heads.target import Target
 
 
@@ -115,7 +116,7 @@ def _of_head(
     place_of_head = find_head(head) if head is not None else None
     settings.target.template_date = settings.target.template_date or trained_date(place_of_head)
     label = folder_name(head) if head is not None else settings.eval.drafter
-    place = Path(out) if out else Path("runs") / "eval" / f"{label}-{named}"
+    place = place_of(out) or Path("runs") / "eval" / f"{label}-{named}"
     with locked(place, "--out"):
         talk.say(f"loading target {settings.target.name} …")
         wake_compiler()
@@ -130,7 +131,7 @@ def _of_head(
         if drafted is None and settings.eval.drafter == "auto" and settings.eval.synthetic_acceptance is not None:
             config = load_recipe(recipe, overrides).head if recipe is not None else None
             drafted, info = untrained_head(config, loaded), UNTRAINED
-        measure(loaded, drafted, settings.eval, talk, head_info=info).write(place, talk.say)
+        _write(measure(loaded, drafted, settings.eval, talk, head_info=info), place, talk)
     return place
 
 
@@ -155,7 +156,7 @@ def _of_server(
     named = {"target.name": model or "served"} if recipe is None else {}
     settings = load_evaluation(recipe, overrides, {**named, "eval.data": one_or_all(data)})
     info = {"path": head} if head is not None else None
-    data_name, place = label_of(settings.eval), Path(out) if out else None
+    data_name, place = label_of(settings.eval), place_of(out)
     # without --out the place follows from the model that the server names
     with locked(place, "--out") if place is not None else nullcontext():
         with talk.progress("eval", "prompts") as advance:
@@ -169,13 +170,28 @@ def _of_server(
                 lambda done, total, _task: advance(done, total, ""),
             )
         if place is not None:
-            report.write(place, talk.say)
+            _write(report, place, talk)
             return place
     label = f"{engine}-{report.target['name'].rstrip('/').split('/')[-1]}"[:150]
     place = Path("runs") / "eval" / f"{label}-{data_name}"
     with locked(place, "--out", wait=True):
-        report.write(place, talk.say)
+        _write(report, place, talk)
     return place
+
+
+def place_of(out: str | None) -> Path | None:
+    """The folder that --out names. Raises ConfigError for a run's, whose report is that of its own evaluation."""
+    from headstart.heads.errors import ConfigError
+
+    if out and (Path(out) / "steps").is_dir():
+        raise ConfigError(f"--out {out}: found a run's directory, whose report is its own; choose another")
+    return Path(out) if out else None
+
+
+def _write(report: Report, place: Path, talk: Talk) -> None:
+    """Write the report where an earlier one may be, which is kept."""
+    keep_earlier(place, "eval", ("report.json", "report.md"), talk)
+    report.write(place, talk.say)
 
 
 def one_or_all(data: list[str] | None) -> str | list[str] | None:

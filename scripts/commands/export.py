@@ -96,7 +96,7 @@ def _of_recipe(recipe: str, overrides: list[str], talk: Talk) -> dict[str, Any]:
 def _of_head(
     recipe: str | None, overrides: list[str], head: str, target: str | None, out: str | None, talk: Talk
 ) -> dict[str, Any]:
-    from headstart.found_heads import export_found, find_head
+    from headstart.found_heads import check_out, export_found, find_head
     from headstart.heads.errors import ConfigError
     from headstart.heads.formats import check_export, push_export
     from headstart.heads.formats.sidecar import notes
@@ -107,8 +107,10 @@ def _of_head(
     if recipe is None and target is None:
         raise ConfigError("export --head: give the head's target as well: --target T")
     settings = load_exporting(recipe, overrides, {"target.name": target})
-    check_export(settings.export, notes(find_head(head)).get("type"))
+    given = find_head(head)
+    check_export(settings.export, notes(given).get("type"))
     place = Path(out) if out else Path("runs") / "export" / folder_name(head)
+    check_out(given, place)
     with locked(place, "--out"):
         talk.say(f"loading target {settings.target.name} …")
         result = export_found(head, Target.load(settings.target), settings.export, place, talk)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, folder_name, speaking, split_recipe
+from headstart.commands.common import Json, folder_name, keep_earlier, speaking, split_recipe
 from headstart.commands.evaluate import label_of, one_or_all
 from headstart.talk import Talk
 
@@ -89,6 +89,7 @@ def _tune(
         drafting = bound_head(place, loaded) if place is not None else None
         with talk.progress("tune", "steps") as advance:
             found = tune(loaded, drafting, settings.eval, settings.tune, advance)
+        keep_earlier(folder, "tune", ("tune.json", "tune.md"), talk)
         path = write_tuning(found, folder, {"head": head}, talk.say)
         if write and place is not None:
             _keep(place, found.entry(), talk)

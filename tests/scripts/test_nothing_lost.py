@@ -151,3 +151,24 @@ def test_what_cannot_be_rendered_is_measured_all_the_same(
     second = headstart("eval", recipe, *ONLY_FILES)  # the measurement counts as done; only the rendering is made again
     assert "eval: finished before" in second.err and (run / "report.md").is_file()
     assert (run / "report.json").read_bytes() == measured
+
+
+def test_nothing_is_written_over(headstart: Callable, recipe: Path, tiny_target: Path, tmp_path: Path) -> None:
+    """An earlier report is kept, a run's own is not replaced, and a model of somebody else is no place to export to."""
+    assert headstart("train", recipe, *ONLY_FILES).code == 0
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    options = ("--target", tiny_target, "--data", "p.jsonl", "eval.drafter=none", "eval.max_new_tokens=1")
+    refused = headstart("eval", *options, "--out", tmp_path / "run")
+    assert refused.code == 2 and "found a run's directory" in refused.err and "loading target" not in refused.err
+    assert headstart("eval", *options, "--out", "r").code == 0
+    first = (tmp_path / "r/report.json").read_bytes()
+    again = headstart("eval", *options, "--out", "r", "eval.seed=1")
+    assert again.code == 0 and "is kept in r/previous/1-eval" in again.err
+    assert (tmp_path / "r/previous/1-eval/report.json").read_bytes() == first
+    assert (tmp_path / "r/report.json").read_bytes() != first
+    before = contents(tiny_target)
+    head = ("--head", tmp_path / "run/head", "--target", tiny_target)
+    for place, message in ((tiny_target, "a model that Headstart did not export"), (tmp_path / "run/head", "itself")):
+        refused = headstart("export", *head, "--out", place)
+        assert refused.code == 2 and message in refused.err and "loading target" not in refused.err
+    assert contents(tiny_target) == before

@@ -15,7 +15,7 @@ from headstart.data.row_random import draw_at, uniforms
 from headstart.eval.choices import compile_ways, decide
 from headstart.eval.control import advance, stops_at, take_path
 from headstart.eval.drafters.base import Drafter
-from headstart.eval.engine import Engine
+from headstart.eval.engine import Engine, synchronize
 from headstart.eval.graphs import CycleGraphs
 from headstart.eval.launch import compiling
 from headstart.eval.sampling import Sampling, best, draw, probabilities
@@ -66,11 +66,6 @@ class Decoded:
     def decode_tokens(self) -> int:
         """Tokens that the decode phase produced: all but each row's first, which prefill gives."""
         return sum(max(len(answer.tokens) - 1, 0) for answer in self.answers)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def slots_needed(longest_context: int, max_new_tokens: int, drafter: Drafter | None) -> int:

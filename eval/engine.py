@@ -93,6 +93,12 @@ def check_decodable(model: Any) -> dict[str, int | None]:
     return windows
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was queued: what is timed next starts from nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Engine:
     """KV state of a batch of contexts under one target.
 
@@ -250,6 +256,7 @@ class Engine:
             return self._chunk_forward(tokens_BM, position_BM, reach)
         key = width, self.spec
         if key not in self._chunks:
+            synchronize(self.device)  # the time of the chunks before is no part of this
             began = time.perf_counter()
             self._compile_chunks()
             pool = next(iter(self._chunks.values())).pool if self._chunks else None

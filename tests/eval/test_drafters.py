@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from eval_help import CONTEXTS, Trained
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.drafters import AutoregressiveDrafter, MedusaDrafter, NgramDrafter
+from headstart.eval.drafters import AutoregressiveDrafter, MedusaDrafter, NgramDrafter, autoregressive
 from headstart.eval.drafters.ngram import NgramIndex
 from headstart.eval.engine import Engine, Rows
 from headstart.eval.sampling import Sampling, penalise, probabilities
@@ -189,3 +191,23 @@ def test_tree_kinds_that_a_head_cannot_draft(medusa: Trained, eagle: Trained) ->
     with pytest.raises(ConfigError, match="chain or a dynamic tree, found 'static'"):
         AutoregressiveDrafter(eagle.head, TreeConfig("static"), Sampling())  # type: ignore[arg-type]
     assert chain(torch.tensor([[1]])).linear
+
+
+def test_making_ready_is_timed_without_what_was_under_way(
+    target: Target, eagle3: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts' forwards, 5 s here, still run when the draft's buffers are made and its kernels compiled, 2 s."""
+    clock, waits = [0.0], [5.0, 0.0]
+
+    def pass_by(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(autoregressive, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(autoregressive, "synchronize", lambda device: pass_by(waits.pop(0)))
+    monkeypatch.setattr(autoregressive, "compile_ahead", lambda run: pass_by(2.0))
+    drafter = AutoregressiveDrafter(eagle3.head, TreeConfig(depth=2), Sampling())
+    for batch, prepared in ((1, 2.0), (1, 2.0), (2, 4.0)):
+        engine = Engine(target.model, batch, 64, drafter.spec)
+        drafter.start(engine.prefill(CONTEXTS[:batch])[1], 64)
+        assert drafter.prepare_s == prepared
+    assert clock == [9.0] and not waits

@@ -71,3 +71,17 @@ class ServerError(HeadstartError):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived and everything is saved: the process ends with exit code 0, and the same command continues."""
+
+
+def explain_memory(error: BaseException) -> HeadstartError | None:
+    """What to say of an error by which Python or torch tells that memory is used up; None of any other."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    # torch has a kind of its own for GPUs; of the CPU's allocator only the words tell
+    if not kinds & {"MemoryError", "OutOfMemoryError"} and "can't allocate memory" not in str(error):
+        return None
+    cause = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return HeadstartError(
+        f"out of memory ({cause[:300]}). What is finished is kept. A smaller data.pack_tokens or data.max_length takes "
+        "less in training (`headstart train RECIPE --plan` says how much), eval.batch_size, eval.tree.total_tokens or "
+        "eval.max_new_tokens in decoding, data.distill.batch_size in distillation"
+    )

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 from accelerate import Accelerator
 
-from headstart.heads.errors import HeadstartError
+from headstart.heads.errors import HeadstartError, explain_memory
 from headstart.heads.escape import plain
 from headstart.heads.target import resolve_device
 from headstart.pipeline import Run
@@ -60,7 +60,10 @@ def main(arguments: Sequence[str] | None = None, early: Early | None = None, lau
     except HeadstartError as error:
         print(f"{rank}error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
-    except Exception:
+    except Exception as error:
+        if (full := explain_memory(error)) is not None:
+            print(f"{rank}error: {full}", file=sys.stderr)
+            return full.exit_code
         if not watch.reason(0.0):
             raise
         print(f"{rank}{'error: ' if watch.code else ''}{plain(watch.reason(0.0))}", file=sys.stderr)

@@ -50,7 +50,7 @@ def speaking(as_json: bool, alone: str | None = None) -> Iterator[Talk]:
     Args: alone: the command's name where it works or writes, which several ranks of a launch must not do at once.
     """
     early = EarlyStop()
-    from headstart.heads.errors import HeadstartError, Terminated
+    from headstart.heads.errors import HeadstartError, Terminated, explain_memory
     from headstart.signals import terminable
 
     talk = Talk(as_json)
@@ -66,7 +66,7 @@ def speaking(as_json: bool, alone: str | None = None) -> Iterator[Talk]:
         talk.say("stopped; what was finished is kept, the same command continues")
         raise typer.Exit(0 if isinstance(stop, Terminated) else 130) from None
     except Exception as error:
-        mistake = _explained(error) if isinstance(error, OSError) else error
+        mistake = explain_memory(error) or (_explained(error) if isinstance(error, OSError) else error)
         if not isinstance(mistake, HeadstartError):
             raise
         talk.say(f"error: {mistake}", style="red")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from headstart.eval.prompts import load_prompts
 from headstart.heads.errors import DataError
@@ -66,19 +68,21 @@ def test_wrong_engines_and_data_are_told_before_training_and_before_the_target_i
     assert not (tmp_path / "run/recipe.yaml").exists()
 
 
+@pytest.mark.parametrize("failure", [RuntimeError("?"), MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
 def test_training_that_fails_at_once_gives_the_head_back(
-    headstart: Callable, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    headstart: Callable, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     assert headstart("train", recipe, *ONLY_FILES).code == 0
     head, kept = contents(tmp_path / "run/head"), contents(tmp_path / "run/checkpoints")
 
     def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("out of memory")
+        raise failure
 
     with monkeypatch.context() as patch:
         patch.setattr("headstart.train.loop.train", broken)
-        with pytest.raises(RuntimeError):
-            headstart("train", recipe, *ONLY_FILES, "train.lr=0.1")
+        with pytest.raises(RuntimeError) if str(failure) == "?" else nullcontext():
+            result = headstart("train", recipe, *ONLY_FILES, "train.lr=0.1")
+            assert result.code == 1 and "error: out of memory" in result.err and "data.pack_tokens" in result.err
     assert contents(tmp_path / "run/head") == head and contents(tmp_path / "run/checkpoints") == kept
     assert not list(tmp_path.glob("run/previous/*"))
     assert "train: finished before" in headstart("train", recipe, *ONLY_FILES).err

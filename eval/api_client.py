@@ -16,7 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-import httpx2
+try:
+    import httpx2
+except ImportError:  # huggingface_hub before 2 brings the older one, whose interface is the same
+    import httpx as httpx2  # type: ignore[no-redef]
 
 from headstart.eval.answers import Lines, Served, parsed
 from headstart.eval.checks import found, one_line

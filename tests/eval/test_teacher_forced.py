@@ -8,9 +8,11 @@ from eval_help import CONTEXTS, NEW_TOKENS, Trained, run
 
 from headstart.eval.benchmark import tau_probe
 from headstart.eval.config import EvalConfig, TreeConfig
-from headstart.eval.decode import Answer, Cycle
+from headstart.eval.decode import Answer, Cycle, decode
 from headstart.eval.drafters import build_drafter
+from headstart.eval.engine import Engine
 from headstart.eval.metrics import acceptance, bootstrap_tau
+from headstart.eval.sampling import Sampling
 from headstart.eval.teacher_forced import draft_everywhere, teacher_forced_cycles, teacher_forced_tau, walk
 from headstart.heads.base import FeatureBatch
 from headstart.heads.target import Target
@@ -61,6 +63,31 @@ def test_what_training_walks_is_the_decode_loop(
         tokens, cycles = LossModule(head, target.teacher, None, depth)(batch)[4].tolist()
     assert (tokens, cycles) == (expected.tokens, expected.forwards)
     assert depth == 1 or expected.tau > 1.2
+
+
+@pytest.mark.parametrize("supervise_all", [False, True])
+def test_conversations_in_a_pack_are_walked_turn_by_turn(
+    target: Target, plain: list[Answer], eagle3: Trained, supervise_all: bool
+) -> None:
+    """Two turns of three conversations, among them answers of one and two tokens, against the loop turn by turn."""
+    documents, answers, cycles, depth = [], [], [], 3
+    for context, limits in zip(CONTEXTS, [(24, 1), (2, 14), (24, 5)], strict=True):
+        tokens, turns = list(context), [-1] * len(context)
+        for number, limit in enumerate(limits):
+            drafter = build_drafter(eagle3.head, EvalConfig(tree=TreeConfig(depth=depth)))
+            engine = Engine(target.model, 1, 128, drafter.spec)
+            (answer,) = decode(engine, [tokens], drafter, Sampling(), limit, set()).answers
+            cycles += answer.cycles
+            tokens, turns = tokens + answer.tokens, turns + [number] * limit
+            if number == 0:
+                tokens, turns = [*tokens, 5, 6, 7], turns + [-1] * 3
+        answers.append(torch.tensor(turns))
+        documents.append((torch.tensor(tokens), torch.zeros_like(answers[-1]) if supervise_all else answers[-1]))
+    batch = FeatureBatch.pack(documents, max(depth, eagle3.head.depth), answers=answers if supervise_all else None)
+    with torch.no_grad():
+        found = LossModule(eagle3.head, target.teacher, None, depth)(target.extract(batch, eagle3.head.spec))[4]
+    assert found.tolist() == [23 + 0 + 1 + 13 + 23 + 4, len(cycles)]
+    assert sum(cycle.accepted for cycle in cycles) > 5
 
 
 def test_probe_is_the_loop(target: Target, plain: list[Answer], eagle3: Trained) -> None:

@@ -27,8 +27,8 @@ from headstart.heads.errors import ConfigError
 SPLIT_RULE = "first prompt, without copied answers"
 #: fewer held-out prompts than this do not tell two heads apart: told
 FEWEST_HELD_OUT = 20
-#: a prompt that begins so many times the samples that are to be held out, or that a prompt begins on average, stays in
-#: training: with it most of the data could be held out
+#: a prompt is too large to be held out when it begins so many times the conversations that are to be held out, or that
+#: a prompt begins on average: most of the data could go with it
 LARGEST = 1.5
 #: tokens of an answer that counts as a copy whatever it answers. Shorter ones ("Yes.", a number, a label) are given to
 #: unrelated prompts; they count as copies after the same context only
@@ -63,7 +63,7 @@ class Split:
             files of their own, `prompts` are those of the training files.
         copied_answers: answers that left training because they repeat held-out text.
         copies: ids of samples that left training with them, as they have no other answer.
-        large_prompts: first prompts that were not held out because they begin too many samples.
+        large_prompts: first prompts that were not held out because they begin too many conversations.
         shared_prompts: first prompts that are on both sides (held-out files of their own only).
         given: whether the held-out conversations have files of their own.
         wanted: whether any are to be held out.
@@ -89,7 +89,7 @@ class Split:
             named = ", ".join(self.copies[:3]) + (", …" if len(self.copies) > 3 else "")
             lines.append(f"{len(self.copies)} samples left training with them, they have no other answer ({named})")
         if self.large_prompts:
-            lines.append(f"{self.large_prompts} first prompts begin too many samples to be held out")
+            lines.append(f"{self.large_prompts} first prompts begin too many conversations to be held out")
         if self.shared_prompts:
             lines.append(f"{self.shared_prompts} held-out prompts are in training too, with other answers")
         if warning := self._warning():
@@ -128,13 +128,14 @@ class Split:
 def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) -> Split:
     """Part off about `fraction` of the first prompts with all their conversations.
 
-    Prompts that begin too many samples (LARGEST) stay in training. Where a positive fraction of few prompts is none,
-    the one that comes first by its hash is held out; of one prompt none is.
+    Prompts that begin too many conversations (LARGEST) stay in training. Where a positive fraction of few prompts is
+    none, the one that comes first by its hash is held out; of one prompt none is.
     Raises: ConfigError when a positive fraction leaves the training side empty.
     """
     keys = [_key(sample) for sample in samples]
-    counts, wanted = Counter(keys), fraction > 0
-    most = LARGEST * max(fraction, 1 / max(len(counts), 1)) * len(samples)
+    talks = {(key, sample.meta.get("conversation", sample.id)) for key, sample in zip(keys, samples, strict=True)}
+    counts, wanted = Counter(key for key, _ in talks), fraction > 0
+    most = LARGEST * max(fraction, 1 / max(len(counts), 1)) * len(talks)
     large = sum(count > most for count in counts.values())
     shares = {key: _share(key, seed) for key, count in counts.items() if count <= most}
     least = min(shares.values(), default=0.0)

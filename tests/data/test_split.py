@@ -153,7 +153,16 @@ def test_a_prompt_that_begins_most_conversations_is_not_held_out(others: int):
         split = split_held_out(samples, 0.1, seed)
         assert 1 <= len(split.held_out) == split.held_out_prompts <= max(others // 2, 1)
         assert split.train[:900] == large and split.large_prompts == 1
-        assert split.lines()[0] == "1 first prompts begin too many samples to be held out"
+        assert split.lines()[0] == "1 first prompts begin too many conversations to be held out"
+
+
+def test_a_long_conversation_counts_once():
+    """A template that rewrites earlier turns makes a sample of each turn."""
+    long, short = samples_of(1, turns=30), samples_of(2, turns=1)[1:]
+    for sample in long:
+        sample.meta["conversation"] = "long"
+    found = [split_held_out([*long, *short], 0.01, seed) for seed in range(20)]
+    assert {len(split.held_out) for split in found} == {30, 1} and all(split.large_prompts == 0 for split in found)
 
 
 LONG = "This very answer has been given before."

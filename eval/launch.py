@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class _Compiler:
         found = (kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel for kernel in waiting)
         different = {id(kernel): kernel for kernel in found if kernel is not None}
         # loading compiles the launcher's C code, which takes as long as the kernel
-        list(self.pool.map(_load, different.values()))
+        list(self.pool.map(_load, different.values(), repeat(torch.cuda.current_device())))
         self.kernels = dict.fromkeys(self.kernels)
 
 
@@ -95,10 +96,7 @@ def compiling() -> Iterator[None]:
     if not compiles_ahead() or _compiler.get() is not None:
         yield
         return
-    # a kernel is loaded for the card of the thread that loads it, and a thread starts on the first card
-    card = torch.cuda.current_device()
-    threads = min(THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(card,)) as pool:
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         compiler = _Compiler(pool)
         token = _compiler.set(compiler)
         try:
@@ -142,7 +140,8 @@ def _kind(argument: Any) -> Any:
     return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, torch.Tensor) else argument
 
 
-def _load(kernel: Any) -> None:
+def _load(kernel: Any, card: int) -> None:
+    torch.cuda.set_device(card)  # a kernel is loaded for the thread's card, and a thread starts on the first one
     try:
         kernel.run  # noqa: B018 - a property that loads
     except (RuntimeError, triton.runtime.errors.OutOfResources):

@@ -57,12 +57,22 @@ class TargetConfig:
 
 
 def resolve_device(device: str) -> torch.device:
+    """The device that a recipe names. A card named by its number becomes the current one: kernels are launched and
+    graphs captured there, wherever their tensors are.
+
+    Raises: ConfigError for what is no device, and for a card that is not there.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"target.device: found {device!r}, expected auto, cpu, cuda or cuda:N") from error
+    if found.type == "cuda" and found.index is not None:
+        if found.index >= (cards := torch.cuda.device_count()):
+            raise ConfigError(f"target.device: found {device!r}, this machine has {cards} GPUs, expected one of them")
+        torch.cuda.set_device(found)
+    return found
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:

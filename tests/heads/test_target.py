@@ -11,7 +11,7 @@ from reference.tiny import turns_of
 
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims
 from headstart.heads.errors import ConfigError, TargetError
-from headstart.heads.target import Target, length_groups
+from headstart.heads.target import Target, length_groups, resolve_device
 
 VOCAB = 97
 COMMON = {
@@ -167,6 +167,18 @@ def test_bad_layer_ids_are_refused_with_the_remedy(ids: tuple[int, ...]):
     target = Target.from_model(model_for("llama"))
     with pytest.raises(ConfigError, match="head.feature_layers"):
         target.extract(FeatureBatch.pack(documents(), 1), FeatureSpec(ids))
+
+
+def test_a_card_named_by_its_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert resolve_device("cuda") == torch.device("cuda") and resolve_device("cpu") == torch.device("cpu")
+    assert current == []
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    assert current == [torch.device("cuda", 1)]
+    with pytest.raises(ConfigError, match=r"target.device: found 'cuda:2', this machine has 2 GPUs"):
+        resolve_device("cuda:2")
 
 
 def test_target_is_frozen():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -114,15 +114,22 @@ def tuning_markdown(tuning: Tuning) -> str:
 
 
 def write_tuning(
-    tuning: Tuning, directory: Path, more: dict[str, Any] | None = None, say: Callable[[str], None] = print
+    tuning: Tuning,
+    directory: Path,
+    more: dict[str, Any] | None = None,
+    say: Callable[[str], None] = print,
+    environment: Iterable[str] = (),
 ) -> Path:
     """Write tune.json, then tune.md and its plot, whose failure is told to `say`; returns the path of tune.json.
 
     They are shown to others: of paths and files they hold what `heads/published.py` lets out.
+
+    Args: environment: names of the variables that the settings read.
     """
+    names = list(environment)
     place = directory / "tune.json"
-    write_json(place, published({**tuning.to_json(), **(more or {})}))
-    facts = published({"target": tuning.target, "data": tuning.data})
+    write_json(place, published({**tuning.to_json(), **(more or {})}, names))
+    facts = published({"target": tuning.target, "data": tuning.data}, names)
     shown = replace(tuning, target=facts["target"], data=facts["data"])
     try:
         atomic_write(directory / PLOT, partial(_plot, tuning))

@@ -10,21 +10,24 @@ older versions pass it as well.
 | a file of conversations or prompts | `own data`; a bundled workload or a known benchmark by its name |
 | a head's directory | `a local head` |
 | a Hub id, `workload:NAME` | the same |
-| a value that came from `${oc.env:NAME}` | `${oc.env:NAME}` |
+| the value of a variable that a recipe reads, `${oc.env:NAME}` | `${oc.env:NAME}` |
 | an address | without user, password, query and, unless it is this machine or a public site, host |
 | any other absolute path | `LOCAL_PATH` |
 | the run's name and directory, the tracker's project | left out |
 
-Numbers that say how something was measured (batch size, seed of sampling) go out wherever they came from.
+Numbers that say how something was measured (batch size, seed of sampling) go out wherever they came from. Which
+variables a recipe reads stands in the documents that carry it; whoever has a document without it gives their names.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,60 +40,98 @@ LOCAL_PATH, OWN_DATA, OWN_HEAD, OWN_FILE = "LOCAL_PATH", "own data", "a local he
 HELD_OUT, ANSWERS = "held-out conversations", "the target's own answers"
 #: benchmarks that anybody may name, by the stem of their usual files
 BENCHMARKS = {"spec_bench", "mt_bench", "humaneval", "gsm8k", "gsm8k_test", "math", "alpaca", "question"}
+#: characters from which on a text is looked for inside others: a shorter one may be any word
+LONG = 8
 #: how the names of data files end
 FILES = (".jsonl", ".json", ".gz")
 #: hosts that anybody knows, and those that are this machine
 PUBLIC = re.compile(
     r"(.*\.)?(huggingface\.co|arxiv\.org|github\.com|pytorch\.org|localhost|127(\.\d+){3}|\[::1\])", re.I
 )
-#: where facts say what they are about, and not what others named
-OURS = {"dtype", "device", "versions", "git_revision", "tree", "sampling", "config", "dims", "sha256", "facts"}
+#: where facts say what they are about in words of ours, which readers go by, and not what others named
+OURS = {
+    "dtype", "device", "versions", "git_revision", "tree", "sampling", "config", "dims", "sha256", "facts", "type",
+    "layout", "drafter", "digest",
+}  # fmt: skip
+#: keys of theirs that people make sure nobody sees: a server's answer or an error might repeat them
+KEYS = ("OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 
 _ADDRESS = re.compile(
     r"\b([a-z][a-z0-9+.-]*)://((?:[^\s/?#'\"`]*@)?)([^\s/?#:'\"`]*)((?::\d+)?[^\s?#'\"`]*)(?:[?#][^\s'\"`]*)?", re.I
 )
 _PATH = re.compile(r"(?<![\w/:.…}])(?:~[\w.-]*|\.{1,2})?/[^\s'\"`,;:()\[\]{}<>|]+")
-_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env:\s*([^,}\s]+)[^}]*\}")
-#: text that came from the environment → what stands for it
-_private: dict[str, str] = {}
-
-
-def keep_private(value: str, shown: str) -> None:
-    """From here on `published` shows `shown` wherever others' texts are or hold `value`."""
-    if value.strip():
-        _private[value] = shown
-        for word in sorted(_private, key=len, reverse=True):  # the longest first: one may hold another
-            _private[word] = _private.pop(word)
+_QUOTED = re.compile(r"([\"'`])(?:~[\w.-]*|\.{1,2})?/[^\"'`\n]*/[^\"'`\n]*\1")
+_OPENS = re.compile(r"\$\{\s*oc\.env:\s*")
+#: quoted text, in which a brace is one of its letters, and braces
+_BRACES = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[{}]", re.DOTALL)
 
 
 def without_defaults(text: str) -> str:
-    """`${oc.env:NAME,default}` as `${oc.env:NAME}`: what stands for a value that came from the environment."""
-    return _ENVIRONMENT.sub(r"${oc.env:\1}", text)
+    """`${oc.env:NAME,default}` as `${oc.env:NAME}`: what stands for a value that came from the environment.
+
+    Of a default that reads another variable, that one's name stays: `${oc.env:A,${oc.env:B}}`.
+    """
+    shown, place = [], 0
+    while found := _OPENS.search(text, place):
+        inside, end = _inside_braces(text, found.end())
+        name, _, default = inside.partition(",")
+        more = "".join(f",${{oc.env:{other}}}" for other in variables(default))
+        shown.append(f"{text[place : found.start()]}${{oc.env:{name.strip()}{more}}}")
+        place = end
+    return "".join([*shown, text[place:]])
 
 
-def published(document: Mapping[str, Any]) -> dict[str, Any]:
+def variables(text: str) -> list[str]:
+    """Names of the environment's variables that a recipe's text reads, `${oc.env:NAME}`."""
+    return list(dict.fromkeys(re.findall(r"\$\{\s*oc\.env:\s*([^,}\s$]+)", text)))
+
+
+def _inside_braces(text: str, start: int) -> tuple[str, int]:
+    """What stands from `start` to the brace that closes, and where the text goes on; all the rest where none does."""
+    depth = 1
+    for found in _BRACES.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return text[start : found.start()], found.end()
+    return text[start:], len(text)
+
+
+def published(document: Mapping[str, Any], environment: Iterable[str] = ()) -> dict[str, Any]:
     """A document of ours (report, side file, provenance, settings) as others may see it.
 
-    Args: document: JSON values; the keys say what is a target, a head, data, an address or a command.
+    Args:
+        document: JSON values; the keys say what is a target, a head, data, an address or a command.
+        environment: names of variables whose values may be in it, beside those that it says itself, `${oc.env:NAME}`.
     Raises: DataError where it is nested deeper than any document of ours.
     """
     try:
-        words = {**_private, **_keys(), **_names_inside(document)}
-        ordered = {word: words[word] for word in sorted(words, key=len, reverse=True)}
-        return _Boundary(ordered, _task_names(document)).mapping(document, ())
+        private = _values([*environment, *_variables_inside(document)])
+        return _Boundary(private, _names_inside(document), _task_names(document)).mapping(document, ())
     except RecursionError:
         raise DataError("a document that is to be published is nested too deeply: write it anew") from None
 
 
-def published_text(text: str) -> str:
-    """A sentence without paths, parts of addresses and values of the environment."""
-    return _text(text, {**_private, **_keys()})
+def published_text(text: str, environment: Iterable[str] = ()) -> str:
+    """A sentence without paths, parts of addresses and values of the environment's variables of these names."""
+    return _text(text, _values([*environment, *variables(text)]))
 
 
-def _keys() -> dict[str, str]:
-    """Keys of this environment that a server's answer or an error might repeat."""
-    names = ("OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
-    return {os.environ[name]: f"${name}" for name in names if len(os.environ.get(name, "")) >= 8}
+def _values(names: Iterable[str]) -> dict[str, str]:
+    """Text that must not be found → what stands for it: values of these variables, and everybody's keys."""
+    keys = {os.environ[name]: f"${name}" for name in KEYS if len(os.environ.get(name, "")) >= LONG}
+    named = {os.environ[name]: f"${{oc.env:{name}}}" for name in names if os.environ.get(name, "").strip()}
+    return {**keys, **named}
+
+
+def _variables_inside(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _variables_inside(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _variables_inside(item)
+    elif isinstance(value, str) and "oc.env" in value:
+        yield from variables(value)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -108,27 +149,21 @@ def is_local(text: str) -> bool:
 
 def name_of_target(name: str) -> str:
     """A Hub id or a registered name as it is; a directory by its last part, which says which model it is."""
-    if name in _private:
-        return published_text(name)
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", name)
     if cached:
         return f"{cached[1]}/{cached[2]}"
     if not is_local(name):
-        return _text(name, _private)
-    return _text(os.path.basename(os.path.abspath(os.path.expanduser(name))) or "a local model", _private)
+        return _text(name, {})
+    return _text(os.path.basename(os.path.abspath(os.path.expanduser(name))) or "a local model", {})
 
 
 def name_of_head(name: str) -> str:
     """`user/name[@revision]`, or a word that is no path, as it is; a directory as a local head."""
-    if name in _private:
-        return published_text(name)
     return OWN_HEAD if is_local(name) or ("/" in name and not is_repository(name.partition("@")[0])) else name
 
 
 def name_of_data(name: str) -> str:
     """A data set of the Hub, a bundled workload or a known benchmark by its name; anything else is own data."""
-    if name in _private:
-        return published_text(name)
     if name.startswith("workload:") or name in (OWN_DATA, HELD_OUT, ANSWERS) or name in BENCHMARKS:
         return name
     place = Path(name)
@@ -144,8 +179,6 @@ def name_of_data(name: str) -> str:
 
 def name_of_dataset(name: str) -> str:
     """As the Hub knows it; a directory is own data."""
-    if name in _private:
-        return published_text(name)
     return OWN_DATA if is_local(name) or problem_of(name) is not None else name
 
 
@@ -155,8 +188,8 @@ def workloads() -> set[str]:
     return {path.stem for path in folder.glob("*.jsonl")}
 
 
-def _file(name: str) -> str:
-    return published_text(name) if name in _private else OWN_FILE
+def _file(_: str) -> str:
+    return OWN_FILE
 
 
 def _nothing(_: str) -> None:
@@ -194,21 +227,29 @@ class _Boundary:
     """One document on its way out.
 
     Attributes:
-        words: text that must not be found in its sentences → what stands for it.
+        private: values of the environment → what stands for them.
+        names: paths that the document gives as such, and their last parts → what stands for them.
         tasks: names that tasks and ids have from a file of own data → the published ones.
     """
 
-    words: dict[str, str]
+    private: dict[str, str]
+    names: dict[str, str]
     tasks: dict[str, str]
+
+    @cached_property
+    def words(self) -> dict[str, str]:
+        """Everything that must not be found in sentences."""
+        return {**self.private, **self.names}
 
     def mapping(self, value: Mapping[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
         kept = {}
         for key, item in value.items():
             if key == "tasks" and isinstance(item, Mapping):
-                item = {self.tasks.get(name, name): section for name, section in item.items()}
+                item = dict(zip(self.task_names(list(item)), item.values(), strict=True))
             result = self.value(item, (*place, str(key)))
             if result is not None or item is None:
-                kept[_text(key, self.words) if isinstance(key, str) else key] = result
+                # keys are ours, or written in a recipe: no variable is read in them
+                kept[_text(key, {}) if isinstance(key, str) else key] = result
         if isinstance(value.get("parts"), list) and "path" in kept:
             kept["path"] = ", ".join(numbered([_source_name(part) for part in value["parts"]]))
         return kept
@@ -221,13 +262,25 @@ class _Boundary:
         if not isinstance(item, str):
             return item
         if place[-1] == "command":
-            return published_command(item)
+            return _command(item, self.private)
         if place[-2:] == ("divergences", "id"):
             return self.prompt_id(item)
         rule = _rule(place)
         if rule is not None:
-            return rule(item)
+            # a name that is the variable's value, however short
+            return self.private.get(item) or _none_or_text(rule(item), self.private)
         return _text(item, {} if OURS.intersection(place) else self.words)
+
+    def task_names(self, names: list[Any]) -> list[str]:
+        """Published names of all tasks of a report; those that have become the same are numbered."""
+        shown = [_text(self.tasks.get(str(name), str(name)), self.words) for name in names]
+        taken, told = set(shown), set[str]()
+        for place, name in enumerate(shown):
+            if name in told:
+                free = (f"{name} {number}" for number in itertools.count(2))
+                shown[place] = next(new for new in free if new not in taken | told)
+            told.add(shown[place])
+        return shown
 
     def prompt_id(self, name: str) -> str:
         """A prompt's id without the file that it came from: `talk:12` is line 12 of own data."""
@@ -297,15 +350,20 @@ def numbered(names: Sequence[str]) -> list[str]:
     return [f"{name} {next(numbers)}" if name == OWN_DATA and own > 1 else name for name in names]
 
 
+def _none_or_text(text: str | None, words: Mapping[str, str]) -> str | None:
+    return None if text is None else _text(text, words)
+
+
 def _text(text: str, words: Mapping[str, str]) -> str:
-    text = words.get(text, text)
-    for word, shown in words.items():
-        if len(word) >= 8 or (len(word) > 3 and ("/" in word or "." in word)):
-            text = text.replace(word, shown)
+    for word in sorted(words, key=len, reverse=True):  # the longest first: one may hold another
+        if len(word) >= LONG or (len(word) > 3 and ("/" in word or "." in word)):
+            text = text.replace(word, words[word])
     text = _ADDRESS.sub(_address, without_defaults(text))
     home = os.path.expanduser("~")
     if len(home) > 1:
         text = text.replace(home, "~")
+    # in quotes a path may hold spaces
+    text = _QUOTED.sub(lambda found: f"{found[1]}{LOCAL_PATH}{found[1]}", text)
     return _PATH.sub(_path, text)
 
 
@@ -340,6 +398,10 @@ WORDS = {OWN_DATA: "FILE.jsonl", HELD_OUT: "FILE.jsonl", ANSWERS: "FILE.jsonl", 
 
 def published_command(command: str) -> str:
     """A command line of `headstart` or one of its modules, with files and addresses as `published` has them."""
+    return _command(command, _values(variables(command)))
+
+
+def _command(command: str, private: dict[str, str]) -> str:
     try:
         words = shlex.split(command)
     except ValueError:
@@ -354,13 +416,13 @@ def published_command(command: str) -> str:
         elif word.startswith("--") and equals and name in OPTIONS:
             shown.append(f"{name}={_word(OPTIONS[name](value))}")
         elif equals and not name.startswith("-"):
-            shown.append(f"{name}={_override(name, value)}")
+            shown.append(f"{name}={_override(name, value, private)}")
         elif not re.fullmatch(r"-?[\d.]+(e-?\d+)?|…", word) and (re.search(r"[/.]", word) or number and is_local(word)):
             shown.append(_positional(word))
         else:
-            shown.append(_text(word, _private))
+            shown.append(_text(word, private))
         option = word if word.startswith("--") else ""
-    return shlex.join(shown)
+    return shlex.join(_text(word, private) for word in shown)
 
 
 def _word(text: str | None) -> str:
@@ -372,7 +434,7 @@ def _positional(word: str) -> str:
     return "RECIPE.yaml" if word.endswith((".yaml", ".yml")) else name_of_head(word) if is_repository(word) else "FILE"
 
 
-def _override(name: str, value: str) -> str:
+def _override(name: str, value: str, private: dict[str, str]) -> str:
     """The value of `dotted.key=value` as the recipe's is published."""
     try:
         parsed = yaml.safe_load(value)
@@ -386,7 +448,7 @@ def _override(name: str, value: str) -> str:
     for key in keys[:-1]:
         inner = inner.setdefault(key, {})
     inner[keys[-1]] = parsed
-    found: Any = _Boundary(_private, {}).mapping({"recipe": nested}, ())["recipe"]
+    found: Any = _Boundary(private, {}, {}).mapping({"recipe": nested}, ())["recipe"]
     for key in keys:
         if not isinstance(found, dict) or key not in found:
             return "…"

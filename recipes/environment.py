@@ -1,37 +1,52 @@
-"""Which values of a recipe came from the environment: they are used, and neither written into files nor published."""
+"""Which values of a recipe came from the environment: they are used, and neither kept in recipe.yaml nor published."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from headstart.heads.published import keep_private, without_defaults
+from headstart.heads.published import variables, without_defaults
 
 
-def from_environment(config: Container) -> dict[str, str]:
-    """Dotted key → what is written there, for every value whose resolution reads `${oc.env:NAME}`, here or elsewhere.
+class Written(NamedTuple):
+    """What a recipe has in place of a value that came from the environment, and the variables that were read for it."""
 
-    What was read is kept private from here on (`heads/published.py`).
+    text: str
+    names: tuple[str, ...]
+
+    @property
+    def shown(self) -> str:
+        """The text for others, without values for variables that are not set; `heads/published.py` finds the names."""
+        if "oc.env" in self.text and not set(self.names) <= set(variables(self.text)):
+            return "".join(f"${{oc.env:{name}}}" for name in self.names)
+        return without_defaults(self.text)
+
+
+#: dotted key of a recipe → what is written there, of values that came from the environment
+Environment = dict[str, Written]
+
+
+def from_environment(config: Container) -> Environment:
+    """Every value whose resolution reads `${oc.env:NAME}`, here or elsewhere.
 
     Raises: OmegaConfBaseException where a value cannot be resolved.
     """
-    found: dict[str, str] = {}
     if "oc.env" not in str(OmegaConf.to_container(config, resolve=False)):
-        return found
+        return {}
     with _watched() as names:
-        for place, raw, value in _read(config, "", names):
-            found[place] = raw
-            if isinstance(value, str) and "oc.env" in raw:
-                keep_private(value, without_defaults(raw))
-    return found
+        return {place: Written(text, tuple(dict.fromkeys(read))) for place, text, read in _read(config, "", names)}
 
 
-def put_back(values: Any, environment: dict[str, str], place: str = "") -> Any:
+def names_of(environment: Environment) -> list[str]:
+    """The variables that were read for any of these."""
+    return sorted({name for written in environment.values() for name in written.names})
+
+
+def put_back(values: Any, environment: Mapping[str, str], place: str = "") -> Any:
     """Plain values of a recipe with what is written in place of what came from the environment."""
     if place in environment:
         return environment[place]
@@ -46,7 +61,7 @@ def _inside(place: str, key: Any) -> str:
     return f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key}" if place else str(key)
 
 
-def _read(config: Container, place: str, names: list[str]) -> Iterator[tuple[str, str, Any]]:
+def _read(config: Container, place: str, names: list[str]) -> Iterator[tuple[str, str, list[str]]]:
     keys: Any = config.keys() if isinstance(config, DictConfig) else range(len(config))  # type: ignore[arg-type]
     for key in keys:
         node: Any = config._get_node(key)
@@ -55,7 +70,7 @@ def _read(config: Container, place: str, names: list[str]) -> Iterator[tuple[str
             names.clear()
             value = config[key]
             if names:
-                yield here, str(node._value()), value
+                yield here, str(node._value()), list(names)
                 continue
         if isinstance(value, DictConfig | ListConfig) and not value._is_none() and not value._is_missing():
             yield from _read(value, here, names)
@@ -69,8 +84,6 @@ def _watched() -> Iterator[list[str]]:
     def env(key: str, *default: Any) -> Any:
         value = oc.env(key, *default)
         names.append(key)
-        if key in os.environ:
-            keep_private(os.environ[key], f"${{oc.env:{key}}}")
         return value
 
     # the newer name, where OmegaConf has it

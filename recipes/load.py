@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from headstart.heads import HEADS
 from headstart.heads.errors import ConfigError
-from headstart.heads.published import without_defaults
 from headstart.recipes.environment import from_environment, put_back
 from headstart.recipes.read import (
     PARSING,
@@ -62,17 +61,19 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(root.glob("*.yaml"))}
 
 
-def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), values: dict[str, Any] | None = None) -> Recipe:
     """Read, merge and validate a recipe.
 
     Args:
         recipe: a YAML file, or the name of a shipped recipe.
         overrides: `dotted.key=value` strings, values in YAML syntax.
+        values: dotted keys given by other means (command-line options), None = not given; they win over everything.
     Raises:
         ConfigError: names the file and line (or the override), the key, what was found and what was expected.
     """
     path = find_recipe(recipe)
-    layers = [*read_chain(path), *read_overrides(overrides)]
+    options = _options(values)
+    layers = [*read_chain(path), *read_overrides(overrides), *([options] if options.values else [])]
     return build_recipe(layers, name=path.stem)
 
 
@@ -152,11 +153,11 @@ def load_evaluation(
     """Target and evaluation settings: of a recipe, or of the schema's defaults, with overrides.
 
     Args:
-        values: dotted keys given by other means (command-line options), None = not given; they win over everything.
+        values: as `load_recipe`.
     """
     if recipe is not None:
-        loaded = _load_with(recipe, overrides, values)
-        return Evaluation(loaded.seed, loaded.target, loaded.eval, loaded.tune)
+        loaded = load_recipe(recipe, overrides, values)
+        return Evaluation(loaded.seed, loaded.target, loaded.eval, loaded.tune, loaded.environment)
     basics = Layer("defaults", {"eval": {"seed": DEFAULTS["eval"]["seed"]}})
     settings = typing.cast(Evaluation, merge([basics, *read_overrides(overrides), _options(values)], Evaluation))
     check_target(settings.target)
@@ -171,17 +172,12 @@ def load_exporting(
 ) -> Exporting:
     """Target and export settings, as `load_evaluation`."""
     if recipe is not None:
-        loaded = _load_with(recipe, overrides, values)
-        return Exporting(loaded.target, loaded.export)
+        loaded = load_recipe(recipe, overrides, values)
+        return Exporting(loaded.target, loaded.export, loaded.environment)
     settings = typing.cast(Exporting, merge([*read_overrides(overrides), _options(values)], Exporting))
     check_target(settings.target)
     check_export(settings.export)
     return settings
-
-
-def _load_with(recipe: str | Path, overrides: Sequence[str], values: dict[str, Any] | None) -> Recipe:
-    path = find_recipe(recipe)
-    return build_recipe([*read_chain(path), *read_overrides(overrides), _options(values)], name=path.stem)
 
 
 def _options(values: dict[str, Any] | None) -> Layer:
@@ -215,8 +211,7 @@ def merge(layers: Sequence[Layer], schema: type) -> Any:
         environment = from_environment(merged)
     except PARSING as error:
         raise _unresolved(layers, label, error) from error
-    if isinstance(made, Recipe):
-        made.environment = environment
+    made.environment = environment
     return made
 
 
@@ -269,13 +264,16 @@ def _who_says_head_type(layers: Sequence[Layer]) -> str:
     return names[-1].where("head.type")
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe as plain JSON-able values; those that came from the environment as `${oc.env:NAME}`."""
-    shown = {place: without_defaults(text) for place, text in recipe.environment.items()}
+def to_dict(recipe: Recipe | Evaluation | Exporting) -> dict[str, Any]:
+    """The resolved recipe, or these parts of one, as plain JSON-able values.
+
+    Those that came from the environment are `${oc.env:NAME}`.
+    """
+    shown = {place: written.shown for place, written in recipe.environment.items()}
     return put_back(_settings(recipe), shown)
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
+def _settings(recipe: Recipe | Evaluation | Exporting) -> dict[str, Any]:
     values = dataclasses.asdict(recipe)
     return {f.name: values[f.name] for f in dataclasses.fields(recipe) if f.metadata.get("setting", True)}
 
@@ -285,7 +283,8 @@ def to_yaml(recipe: Recipe) -> str:
 
     What came from the environment comes from there again: no password or path of a machine is written down.
     """
-    values = put_back(_settings(recipe), recipe.environment)
+    written = {place: found.text for place, found in recipe.environment.items()}
+    values = put_back(_settings(recipe), written)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -32,6 +32,12 @@ TAKEN = {"messages", "conversation", "tools", "add_generation_prompt", "continue
 SIZES, MAX_SIZE = ("hidden_size", "intermediate_size", "rank"), 1 << 24
 
 
+def _environment() -> Any:
+    """Not a key of recipes: dotted key → what is written there (`environment.Written`), of values that come from the
+    environment."""
+    return field(default_factory=dict, compare=False, repr=False, metadata={"setting": False})
+
+
 @dataclass
 class Recipe:
     """One run, from conversations to an exported head. Subclassed per family so that `head` has the family's fields."""
@@ -54,8 +60,7 @@ class Recipe:
     eval: EvalConfig = field(default_factory=EvalConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
-    #: not a key of recipes: dotted key → what is written there, of values that come from the environment
-    environment: dict[str, str] = field(default_factory=dict, compare=False, repr=False, metadata={"setting": False})
+    environment: dict[str, Any] = _environment()
 
 
 @dataclass
@@ -66,6 +71,7 @@ class Evaluation:
     target: TargetConfig = field(default_factory=TargetConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
+    environment: dict[str, Any] = _environment()
 
 
 @dataclass
@@ -74,6 +80,7 @@ class Exporting:
 
     target: TargetConfig = field(default_factory=TargetConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    environment: dict[str, Any] = _environment()
 
 
 #: the least specific layer: what depends on other keys

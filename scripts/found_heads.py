@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from headstart.heads.formats.launch import NAMES, launch_commands, why_tokens
 from headstart.heads.formats.loading import skeleton
 from headstart.heads.formats.sidecar import SIDECAR, notes
 from headstart.heads.provenance import provenance
+from headstart.heads.published import published
 from headstart.heads.repository import check_head_name
 from headstart.heads.target import Target
 from headstart.talk import Talk
@@ -169,11 +171,14 @@ def check_out(head: Path, out: Path) -> None:
         )
 
 
-def export_found(head: str, target: Target, config: ExportConfig, out: Path, talk: Talk) -> dict[str, Any]:
+def export_found(
+    head: str, target: Target, config: ExportConfig, out: Path, talk: Talk, environment: Iterable[str] = ()
+) -> dict[str, Any]:
     """Export a head that is no run's: one from elsewhere, or an export for another engine.
 
     Args:
         head: directory, or `user/name[@revision]`.
+        environment: names of the variables that the settings read.
     Returns: `exports` (engine → directory) and `checks` (engine → report).
     Raises: ConfigError as `check_out`; TargetError when serving would see other features.
     """
@@ -189,7 +194,7 @@ def export_found(head: str, target: Target, config: ExportConfig, out: Path, tal
     origin = {"exported_from": head, **(side.get("provenance") or {}), **provenance(target.device)}
     origin |= {"recipe": side.get("recipe"), "target": target.fingerprint(), "serving_parity": parity.to_json()}
     origin["tuned"] = side.get("tuned")
-    return exported(export_head(drafted, out, config, origin), talk)
+    return exported(export_head(drafted, out, config, published(origin, environment)), talk)
 
 
 def exported(reports: dict[str, Any], talk: Talk) -> dict[str, Any]:

@@ -38,8 +38,10 @@ from headstart.heads.formats import check_export, save_head
 from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.formats.sidecar import notes
 from headstart.heads.provenance import provenance
+from headstart.heads.published import published
 from headstart.heads.target import Target, TargetConfig
 from headstart.heads.template_date import shown_date
+from headstart.recipes.environment import names_of
 from headstart.recipes.load import to_dict, to_yaml
 from headstart.recipes.schema import Recipe
 from headstart.steps import Begin, Steps, no_begin
@@ -598,7 +600,8 @@ class Run:
         def push(begin: Begin) -> dict[str, Any]:
             begin()
             measured = read_json(report) if report.is_file() else None
-            return {"url": push_export(place, self.recipe.export, measured)}
+            names = names_of(self.recipe.environment)
+            return {"url": push_export(place, self.recipe.export, measured, environment=names)}
 
         return self.steps.run("publish", inputs, [], push)
 
@@ -619,7 +622,7 @@ class Run:
         origin |= {"serving_parity": parity.to_json(), "tuned": notes(self.head_dir).get("tuned")}
         place = self.dir / "export"
         begin()
-        return exported(export_head(head, place, self.recipe.export, origin), self.talk)
+        return exported(export_head(head, place, self.recipe.export, published(origin)), self.talk)
 
 
 def answered(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,11 @@ so running the same command continues.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.launch import hub_name
 from headstart.heads.formats.plots import draw_plots
 from headstart.heads.formats.sidecar import SIDECAR, seal
-from headstart.heads.published import published, published_text
+from headstart.heads.published import published, published_text, variables
 from headstart.heads.repository import check_repository
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ def push_export(
     report: dict[str, Any] | None = None,
     api: Any = None,
     sleep: Callable[[float], None] = time.sleep,
+    environment: Iterable[str] = (),
 ) -> str:
     """Write the model card into an exported directory, create the repository and upload.
 
@@ -63,6 +65,7 @@ def push_export(
 
     Args:
         report: report.json of the head's evaluation, for the card.
+        environment: names of the variables that the settings read.
         api: a `huggingface_hub.HfApi`; None takes the logged-in user's.
     Returns: the repository's address.
     Raises: ConfigError without a token or with a bad name; FormatError for a directory without our sidecar;
@@ -85,20 +88,21 @@ def push_export(
             f"complete in {directory}."
         )
     directory = Path(directory)
-    side = _cleared(directory)
+    names = list(environment)
+    side = _cleared(directory, names)
     checked = check_directory(directory)
     loads = [engine for engine in checked.engines if checked.loads(engine)]
     if report is not None and report.get("synthetic"):
         # acceptance that was asked for says nothing about this head
         report = None
-    report = None if report is None else published(report)
+    report = None if report is None else published(report, names)
     plots = draw_plots(report, directory) if report is not None else []
     card = render_card(name, side, report, loads, _licence(api, side), plots)
     write_text(directory / "README.md", card)
     if report is not None:
         write_json(directory / "report.json", report)
     named = (side.get("target") or {}).get("name", "its target")
-    message = published_text(config.commit_message or f"{side['type']} head for {named}")
+    message = published_text(config.commit_message or f"{side['type']} head for {named}", names)
 
     def upload() -> str:
         url = api.create_repo(name, private=config.private, repo_type="model", exist_ok=True)
@@ -122,20 +126,21 @@ def _sidecar(directory: Path) -> dict[str, Any]:
     return read_json(directory / SIDECAR)
 
 
-def _cleared(directory: Path) -> dict[str, Any]:
+def _cleared(directory: Path, environment: list[str]) -> dict[str, Any]:
     """The sidecar as others may see it; one that an older version wrote is written anew.
 
     Raises: FormatError without one, and where config.json names a directory of this machine.
     """
     side = _sidecar(directory)
-    cleared = seal(published(side))
+    environment = [*environment, *variables(json.dumps(side))]
+    cleared = seal(published(side, environment))
     if cleared != side:
         write_json(directory / SIDECAR, cleared)
     config = read_json(directory / "config.json")
-    if published(config) != config:
+    if published(config, environment) != config:
         raise FormatError(
-            f"{directory / 'config.json'}: names a directory of this machine, which others would see: run `headstart "
-            "export` again"
+            f"{directory / 'config.json'}: holds a directory of this machine, or what a variable of its environment "
+            "says, which others would see: run `headstart export` again"
         )
     return cleared
 

@@ -45,6 +45,10 @@ def _medusa(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
     base = config.get("base_model_name_or_path", "a target")
     if not isinstance(base, str) or not base:
         found.add(REFUSES, f"base_model_name_or_path is {base!r}, expected the target: TGI loads it from there")
+    elif "${" in base:
+        found.add(
+            REFUSES, f"base_model_name_or_path is {base!r}: TGI loads the target from there: export with its name"
+        )
     elif base.startswith(("/", ".", "~")):
         found.add(LOADS, f"base_model_name_or_path is {base!r}: the target must lie there where TGI runs")
     heads = integer(config, "medusa_num_heads", "config.json", default=1)

@@ -86,10 +86,7 @@ def _of_recipe(recipe: str, overrides: list[str], data: list[str] | None, talk: 
     from headstart.pipeline import Run
     from headstart.recipes.load import load_recipe
 
-    loaded = load_recipe(recipe, overrides)
-    if data:
-        loaded.eval.data = one_or_all(data)
-    run = Run(loaded, talk, ahead=("eval",))
+    run = Run(load_recipe(recipe, overrides, {"eval.data": one_or_all(data)}), talk, ahead=("eval",))
     with run.steps.lock():
         run.eval()
     return run.dir
@@ -108,7 +105,7 @@ def _of_head(
     from headstart.found_heads import bound_head, find_head, trained_date, untrained_head
     from headstart.heads.target import Target
     from headstart.measure import UNTRAINED, measure
-    from headstart.recipes.load import load_evaluation, load_recipe
+    from headstart.recipes.load import load_evaluation, load_recipe, to_dict
     from headstart.steps import locked
 
     settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
@@ -131,7 +128,7 @@ def _of_head(
         if drafted is None and settings.eval.drafter == "auto" and settings.eval.synthetic_acceptance is not None:
             config = load_recipe(recipe, overrides).head if recipe is not None else None
             drafted, info = untrained_head(config, loaded), UNTRAINED
-        _write(measure(loaded, drafted, settings.eval, talk, head_info=info), place, talk)
+        _write(measure(loaded, drafted, settings.eval, talk, to_dict(settings), info), place, talk)
     return place
 
 
@@ -146,7 +143,7 @@ def _of_server(
 ) -> Path:
     from headstart.eval.served import evaluate_server
     from headstart.heads.errors import ConfigError
-    from headstart.recipes.load import load_evaluation
+    from headstart.recipes.load import load_evaluation, to_dict
     from headstart.steps import locked
 
     engine, url, model = server
@@ -169,6 +166,8 @@ def _of_server(
                 info,
                 lambda done, total, _task: advance(done, total, ""),
             )
+        shown = to_dict(settings)
+        report.recipe = {"seed": shown["seed"], "eval": shown["eval"]}
         if place is not None:
             _write(report, place, talk)
             return place

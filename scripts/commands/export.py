@@ -101,6 +101,7 @@ def _of_head(
     from headstart.heads.formats import check_export, push_export
     from headstart.heads.formats.sidecar import notes
     from headstart.heads.target import Target
+    from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_exporting
     from headstart.steps import locked
 
@@ -113,9 +114,10 @@ def _of_head(
     check_out(given, place)
     with locked(place, "--out"):
         talk.say(f"loading target {settings.target.name} …")
-        result = export_found(head, Target.load(settings.target), settings.export, place, talk)
+        names = names_of(settings.environment)
+        result = export_found(head, Target.load(settings.target), settings.export, place, talk, names)
         if settings.export.push_to_hub is not None:
-            result["url"] = push_export(place, settings.export)
+            result["url"] = push_export(place, settings.export, environment=names)
     return result
 
 

@@ -65,8 +65,10 @@ def _tune(
     from headstart.eval.tune import tune
     from headstart.eval.tune_report import tuning_table, tuning_text, write_tuning
     from headstart.found_heads import bound_head, find_head, trained_date
+    from headstart.heads.published import published
     from headstart.heads.target import Target
     from headstart.pipeline import Run
+    from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_evaluation, load_recipe
     from headstart.steps import locked
 
@@ -90,9 +92,10 @@ def _tune(
         with talk.progress("tune", "steps") as advance:
             found = tune(loaded, drafting, settings.eval, settings.tune, advance)
         keep_earlier(folder, "tune", ("tune.json", "tune.md"), talk)
-        path = write_tuning(found, folder, {"head": head}, talk.say)
+        names = names_of(settings.environment)
+        path = write_tuning(found, folder, {"head": head}, talk.say, names)
         if write and place is not None:
-            _keep(place, found.entry(), talk)
+            _keep(place, published(found.entry(), names), talk)
     talk.result({**found.to_json(), "head": head, "report": str(path)}, lambda: tuning_table(found))
     if not talk.as_json:
         talk.result(None, lambda: tuning_text(found))

@@ -7,23 +7,21 @@ from typing import Any
 
 import pytest
 
-from headstart.heads import published as boundary
 from headstart.heads.errors import DataError
 from headstart.heads.published import (
-    keep_private,
     name_of_data,
     name_of_head,
     name_of_target,
     published,
     published_command,
     published_text,
+    variables,
     without_defaults,
 )
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(boundary, "_private", {})
     monkeypatch.setenv("HOME", "/home/alice")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
     monkeypatch.chdir(tmp_path)
@@ -75,7 +73,8 @@ def test_data(name: str, shown: str) -> None:
     ("text", "shown"),
     [
         ("see /home/alice/x y.txt", "see LOCAL_PATH y.txt"),
-        ("at '/srv/run 1/a'", "at 'LOCAL_PATH 1/a'"),
+        ("at '/srv/run 1/a'", "at 'LOCAL_PATH'"),
+        ("'/a' \"~/my models/b\" `../x y/z`'s", "'/a' \"LOCAL_PATH\" `LOCAL_PATH`'s"),
         ("~/a, ../b/c and ./d/e; ~bob/f", "LOCAL_PATH, LOCAL_PATH and LOCAL_PATH; LOCAL_PATH"),
         ("30 tokens/s, plain / spec., 3/4, and/or", "30 tokens/s, plain / spec., 3/4, and/or"),
         ("http://u:p@gpu7.corp:8000/v1?key=k#f: slow", "http://SERVER:8000/v1 slow"),
@@ -91,13 +90,75 @@ def test_sentences(text: str, shown: str) -> None:
     assert published_text(text) == shown == published_text(shown)
 
 
-def test_what_came_from_the_environment_is_not_found_in_sentences() -> None:
-    keep_private("hunter2-long", "${oc.env:PASS}")
-    keep_private("on", "${oc.env:FLAG}")
-    keep_private("hunter2-longer", "${oc.env:OTHER}")
-    assert published_text("with hunter2-longer and hunter2-long on") == "with ${oc.env:OTHER} and ${oc.env:PASS} on"
-    assert published({"value": "on", "dtype": "on"}) == {"value": "${oc.env:FLAG}", "dtype": "on"}
-    assert without_defaults("a${oc.env:X,b}c") == "a${oc.env:X}c"
+def test_what_came_from_the_environment_is_not_found_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PASS", "hunter2-long")
+    monkeypatch.setenv("FLAG", "on")
+    monkeypatch.setenv("OTHER", "hunter2-longer")
+    monkeypatch.setenv("EMPTY", "")
+    names = ["PASS", "FLAG", "OTHER", "EMPTY", "NOT_SET"]
+    said = "with hunter2-longer and hunter2-long on"
+    assert published_text(said, names) == "with ${oc.env:OTHER} and ${oc.env:PASS} on"
+    assert published_text(said) == said  # no recipe reads them
+    # a document says by itself which variables its recipe reads
+    document = {
+        "target": {"name": "on", "dtype": "on"},
+        "notes": [said],
+        "head": {"path": "hunter2-longer"},
+        "command": "headstart eval --target on --data hunter2-long.jsonl a=hunter2-long --model hunter2-long",
+        "recipe": {"train": {"project": "${oc.env:FLAG}"}, "a": ["${oc.env:PASS,no}", "x-${oc.env:OTHER}"]},
+    }
+    shown = published(document)
+    assert (
+        shown
+        == published(shown)
+        == {
+            "target": {"name": "${oc.env:FLAG}", "dtype": "on"},
+            "notes": ["with ${oc.env:OTHER} and ${oc.env:PASS} on"],
+            "head": {"path": "${oc.env:OTHER}"},
+            "command": "headstart eval --target on --data FILE.jsonl 'a=${oc.env:PASS}' --model '${oc.env:PASS}'",
+            "recipe": {"train": {}, "a": ["${oc.env:PASS}", "x-${oc.env:OTHER}"]},
+        }
+    )
+
+
+def test_a_variable_that_says_one_of_our_own_words_changes_no_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers go by keys and by words like a head's type: a name of a run may be the same."""
+    for name, value in {"A": "data", "B": "portable", "C": "eagle3", "D": "bfloat16", "E": "provenance"}.items():
+        monkeypatch.setenv(name, value)
+    document = {
+        "type": "eagle3",
+        "layout": "portable",
+        "drafter": "eagle3",
+        "data": {"path": "workload:thank_you_train"},
+        "provenance": {"recipe": {"run_dir": "x", "head": {"type": "eagle3"}, "target": {"dtype": "bfloat16"}}},
+        "tree": {"kind": "chain"},
+    }
+    kept = {**document, "provenance": {"recipe": {"head": {"type": "eagle3"}, "target": {"dtype": "bfloat16"}}}}
+    assert published(document, ["A", "B", "C", "D", "E"]) == kept
+
+
+@pytest.mark.parametrize(
+    ("written", "shown", "names"),
+    [
+        ("a${oc.env:X,b}c", "a${oc.env:X}c", ["X"]),
+        ("${oc.env:X}${ oc.env: Y ,/home/alice}", "${oc.env:X}${oc.env:Y}", ["X", "Y"]),
+        ("${oc.env:X,${oc.env:Y,/home/alice}}/z", "${oc.env:X,${oc.env:Y}}/z", ["X", "Y"]),
+        ("${oc.env:X,'a}b'}c", "${oc.env:X}c", ["X"]),
+        ('${oc.env:X,"a\\"}b"}c', "${oc.env:X}c", ["X"]),
+        ("${oc.env:X,a", "${oc.env:X}", ["X"]),
+        ("${oc.decode:${oc.env:X,b}}", "${oc.decode:${oc.env:X}}", ["X"]),
+        ("${seed}", "${seed}", []),
+    ],
+)
+def test_defaults_are_left_out(written: str, shown: str, names: list[str]) -> None:
+    assert without_defaults(written) == shown == without_defaults(shown)
+    assert variables(written) == names == variables(shown)
+
+
+def test_tasks_that_become_the_same_stay_apart() -> None:
+    tasks = {"/r/red": {"tau": 1.0}, "/r/blue": {"tau": 2.0}, "LOCAL_PATH 2": {"tau": 3.0}, "a": {"tau": 4.0}}
+    shown = {"LOCAL_PATH": {"tau": 1.0}, "LOCAL_PATH 3": {"tau": 2.0}, "LOCAL_PATH 2": {"tau": 3.0}, "a": {"tau": 4.0}}
+    assert published({"tasks": tasks}) == {"tasks": shown} == published({"tasks": shown})
 
 
 REPORT: dict[str, Any] = {

@@ -207,7 +207,7 @@ def merge(layers: Sequence[Layer], schema: type) -> Any:
             raise ConfigError(
                 f"{label}: {missing[0]} is not set: add it to the recipe, or give {missing[0]}=… as override"
             )
-        made = OmegaConf.to_object(merged)
+        made: Any = OmegaConf.to_object(merged)
         environment = from_environment(merged)
     except PARSING as error:
         raise _unresolved(layers, label, error) from error

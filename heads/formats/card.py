@@ -207,7 +207,7 @@ def _provenance(side: dict[str, Any]) -> str:
             middle = f"; {parity['median']:.3g} in the median token, rounding explains {parity['median_tolerance']:g}"
         blocks.append(
             f"**Exported by force**: the decode loop's features differ from training's (relative {parity['worst']:.3g} "
-            f"at {markdown(parity['where'])}, rounding explains {parity['tolerance']:g}{middle}); serving may accept "
+            f"at {code(parity['where'])}, rounding explains {parity['tolerance']:g}{middle}); serving may accept "
             "less than training promised."
         )
     if side.get("recipe"):

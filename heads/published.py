@@ -42,6 +42,8 @@ HELD_OUT, ANSWERS = "held-out conversations", "the target's own answers"
 BENCHMARKS = {"spec_bench", "mt_bench", "humaneval", "gsm8k", "gsm8k_test", "math", "alpaca", "question"}
 #: characters from which on a text is looked for inside others: a shorter one may be any word
 LONG = 8
+#: characters of a sentence, and parts of a path, up to which is looked where the path ends
+MOST, PARTS = 4096, 32
 #: how the names of data files end
 FILES = (".jsonl", ".json", ".gz")
 #: hosts that anybody knows, and those that are this machine
@@ -60,6 +62,9 @@ _ADDRESS = re.compile(
     r"\b([a-z][a-z0-9+.-]*)://((?:[^\s/?#'\"`]*@)?)([^\s/?#:'\"`]*)((?::\d+)?[^\s?#'\"`]*)(?:[?#][^\s'\"`]*)?", re.I
 )
 _PATH = re.compile(r"(?<![\w/:.…}])(?:~[\w.-]*|\.{1,2})?/[^\s'\"`,;:()\[\]{}<>|]+")
+#: what begins as a path does, and what may follow a folder that is there
+_BEGINS, _REST = re.compile(r"(~[\w.-]*|\.{1,2}|/[^/\n]+)/"), re.compile(r"/[^\s'\"`,;:()\[\]{}<>|]+")
+_ENDS = re.compile(r"[/\s'\"`,;:()\[\]{}<>|]|$")
 _QUOTED = re.compile(r"([\"'`])(?:~[\w.-]*|\.{1,2})?/[^\"'`\n]*/[^\"'`\n]*\1")
 _OPENS = re.compile(r"\$\{\s*oc\.env:\s*")
 #: quoted text, in which a brace is one of its letters, and braces
@@ -210,6 +215,7 @@ BY_KEY: dict[str, Callable[[str], str | None]] = {
 BY_PLACE: dict[tuple[str, str], Callable[[str], str | None]] = {
     ("target", "name"): name_of_target,
     ("head", "path"): name_of_head,
+    ("", "head"): name_of_head,
     ("engine", "model"): name_of_target,
     ("eval", "data"): name_of_data,
     ("recipe", "name"): _nothing,
@@ -249,7 +255,7 @@ class _Boundary:
             result = self.value(item, (*place, str(key)))
             if result is not None or item is None:
                 # keys are ours, or written in a recipe: no variable is read in them
-                kept[_text(key, {}) if isinstance(key, str) else key] = result
+                kept[_setting(key, {}) if isinstance(key, str) else key] = result
         if isinstance(value.get("parts"), list) and "path" in kept:
             kept["path"] = ", ".join(numbered([_source_name(part) for part in value["parts"]]))
         return kept
@@ -269,7 +275,8 @@ class _Boundary:
         if rule is not None:
             # a name that is the variable's value, however short
             return self.private.get(item) or _none_or_text(rule(item), self.private)
-        return _text(item, {} if OURS.intersection(place) else self.words)
+        words = {} if OURS.intersection(place) else self.words
+        return _setting(item, words) if "recipe" in place else _text(item, words)
 
     def task_names(self, names: list[Any]) -> list[str]:
         """Published names of all tasks of a report; those that have become the same are numbered."""
@@ -350,21 +357,48 @@ def numbered(names: Sequence[str]) -> list[str]:
     return [f"{name} {next(numbers)}" if name == OWN_DATA and own > 1 else name for name in names]
 
 
+def _setting(text: str, words: Mapping[str, str]) -> str:
+    """As `_text`, of what is no sentence: what begins as a path is one to its end, whatever letters it has."""
+    text = _without(text, words)
+    return LOCAL_PATH if _BEGINS.match(text) else _text(text, {})
+
+
 def _none_or_text(text: str | None, words: Mapping[str, str]) -> str | None:
     return None if text is None else _text(text, words)
 
 
-def _text(text: str, words: Mapping[str, str]) -> str:
+def _without(text: str, words: Mapping[str, str]) -> str:
     for word in sorted(words, key=len, reverse=True):  # the longest first: one may hold another
         if len(word) >= LONG or (len(word) > 3 and ("/" in word or "." in word)):
             text = text.replace(word, words[word])
-    text = _ADDRESS.sub(_address, without_defaults(text))
+    return text
+
+
+def _text(text: str, words: Mapping[str, str]) -> str:
+    text = _ADDRESS.sub(_address, without_defaults(_without(text, words)))
     home = os.path.expanduser("~")
     if len(home) > 1:
         text = text.replace(home, "~")
     # in quotes a path may hold spaces
     text = _QUOTED.sub(lambda found: f"{found[1]}{LOCAL_PATH}{found[1]}", text)
-    return _PATH.sub(_path, text)
+    shown, place = [], 0
+    while found := _PATH.search(text, place):
+        end = max(found.end(), _end_of_path(text, found.start()))
+        shown.append(text[place : found.start()] + _path(text[found.start() : end]))
+        place = end
+    return "".join([*shown, text[place:]])
+
+
+def _end_of_path(text: str, start: int) -> int:
+    """Where a path that is there ends: its folders and its name may hold spaces and signs."""
+    if len(text) > MOST or "\0" in text:
+        return start  # no sentence of ours
+    line = text[start:].partition("\n")[0]
+    ends = [found.start() for found in itertools.islice(_ENDS.finditer(line), PARTS) if found.start() > 1]
+    there = max((end for end in ends if os.path.exists(os.path.expanduser(line[:end]))), default=0)
+    # a file in the last folder need not be there (any more)
+    rest = _REST.match(line, there) if there else None
+    return start + (rest.end() if rest else there)
 
 
 def _address(found: re.Match[str]) -> str:
@@ -374,8 +408,7 @@ def _address(found: re.Match[str]) -> str:
     return f"{scheme}://{host if PUBLIC.fullmatch(host) else 'SERVER'}{rest}"
 
 
-def _path(found: re.Match[str]) -> str:
-    text = found[0]
+def _path(text: str) -> str:
     # `/red` alone may be anything, unless it is there
     return text if re.fullmatch(r"/[^/]*", text) and not os.path.exists(text) else LOCAL_PATH
 
@@ -407,7 +440,8 @@ def _command(command: str, private: dict[str, str]) -> str:
     except ValueError:
         return "headstart '…'"
     option, start = "", 3 if words[:2] == ["python", "-m"] else 2 if words[:1] == ["python"] else 1
-    known = words[:1] == ["headstart"] or (start == 3 and words[2].startswith(("headstart.", "accelerate.", "torch.")))
+    module = words[2] if start == 3 and len(words) > 2 else ""
+    known = words[:1] == ["headstart"] or module.split(".")[0] in ("headstart", "accelerate", "torch")
     shown = words[:start] if known else ["python", "SCRIPT.py"]
     for number, word in enumerate(words[start:]):
         name, equals, value = word.partition("=")

@@ -161,6 +161,27 @@ def test_tasks_that_become_the_same_stay_apart() -> None:
     assert published({"tasks": tasks}) == {"tasks": shown} == published({"tasks": shown})
 
 
+def test_a_tuning_names_its_head_as_a_report_does() -> None:
+    assert published({"head": "runs/acme/head", "prompts": 2}) == {"head": "a local head", "prompts": 2}
+    assert published({"head": "me/head@v1"}) == {"head": "me/head@v1"} and published({"head": None}) == {"head": None}
+
+
+def test_paths_with_spaces_end_where_they_end(tmp_path: Path) -> None:
+    there = tmp_path / "Acme (2), Inc" / "höme dir"
+    there.mkdir(parents=True)
+    (there / "a b.txt").write_text("")
+    assert published_text(f"{there}: full") == "LOCAL_PATH: full"
+    assert published_text(f"see {there}/a b.txt and {there}/gone") == "see LOCAL_PATH and LOCAL_PATH"
+    # a setting is no sentence: what begins as a path is one, there or not
+    settings = {"a": "/srv/Acme Inc/x y", "b": ["~/My Docs"], "/srv/Acme Inc/key": 1, "c": "see /srv/x y"}
+    shown = {"a": "LOCAL_PATH", "b": ["LOCAL_PATH"], "LOCAL_PATH": 1, "c": "see LOCAL_PATH y"}
+    assert published({"recipe": settings}) == {"recipe": shown}
+    command = "headstart run r \"data.template_kwargs={x: '/srv/Acme Inc/y'}\""
+    assert published_command(command) == "headstart run r 'data.template_kwargs={x: LOCAL_PATH}'"
+    slow = "/tmp " * 100_000
+    assert "tmp" not in published_text(slow)
+
+
 REPORT: dict[str, Any] = {
     "target": {"name": "/m/alice/llama-ft", "weight_hash": "ab"},
     "head": {"path": "runs/acme/head", "type": "eagle3"},
@@ -267,6 +288,8 @@ def test_a_document_without_end_is_refused() -> None:
         ("python -m headstart.bench_decode --out acme.json 0.5", "python -m headstart.bench_decode --out DIR 0.5"),
         ("python acme.py --tokens 5 /srv/acme", "python SCRIPT.py --tokens 5 FILE"),
         ("python -m acme.tool x", "python SCRIPT.py x"),
+        ("python -m headstart run /a/acme.yaml", "python -m headstart run RECIPE.yaml"),
+        ("python -m", "python SCRIPT.py"),
         ("headstart eval 'unbalanced", "headstart '…'"),
     ],
 )

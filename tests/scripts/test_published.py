@@ -37,7 +37,7 @@ def secretive(tmp_path: Path, tiny_target: Path, conversations: Path, monkeypatc
     (home / f"{SECRET}_talk.jsonl").write_text(without_ids)
     for name in ("asked", "one", "two"):
         (home / f"{SECRET}_{name}.jsonl").write_text('{"prompt": "Hello"}\n{"prompt": "Bye"}\n')
-    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HOME", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("MY_SECRET", f"{SECRET}-value")
     monkeypatch.setenv("MY_NUMBER", NUMBER)
     monkeypatch.setenv("MY_PLACE", str(home))

@@ -40,7 +40,7 @@ def test_a_device_is_measured_and_mfu_is_a_share_of_it(monkeypatch):
     meters.restart_clock()
     meters.add_host(10, 0.5, flops=3e9)
     now[0] += 10.0
-    values, _ = meters.read()
+    values, _, _ = meters.read()
     assert values["mfu"] == pytest.approx(0.3)
     assert values["tokens_per_s"] == pytest.approx(1.0)
     assert values["data_wait"] == pytest.approx(0.05)

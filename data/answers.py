@@ -11,27 +11,29 @@ from headstart.data.rendering import PROBE, Message, RefusedError, Renderer
 
 #: thoughts before an answer; where the prompt opens them, the answer only ends them
 THOUGHTS = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)
+#: an answer that has thoughts, or has begun with them
+THINKS = re.compile(r"\A\s*<think>|</think>")
 
 
 def parse_answer(renderer: Renderer, tokenizer: Any, token_ids: Sequence[int]) -> Message:
     """The assistant message (content, and reasoning_content or tool_calls) that a generated answer stands for.
 
     A tokenizer that has rules for it (transformers' response templates) parses it. Otherwise the answer's text is the
-    content. Where the template drops the thoughts of an earlier answer, `<think>…</think>` becomes reasoning_content,
-    which it drops as well. Either way the template must write the content back into a history.
+    content. Where the prompt opens the thoughts, or the template drops those of an earlier answer, `<think>…</think>`
+    becomes reasoning_content, as servers' parsers return it. Either way the template must write the content back into
+    a history.
 
     Args: token_ids: without the stop token.
     Raises: RefusedError when there is no such message: special tokens in a text (the channels of gpt-oss) cannot be
-        left out, because what was generated as several parts would become one text.
+        left out, because what was generated as several parts would become one text; or an answer ends in its thoughts.
     """
     ids = [int(token) for token in token_ids]
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     message: Message = {"role": "assistant", "content": text}
     if getattr(tokenizer, "response_template", None) is not None:
         message = _by_rules(renderer, tokenizer, text)
-    elif (thoughts := THOUGHTS.fullmatch(text)) and not _kept(renderer, text):
-        reasoning, content = (part.strip() for part in thoughts.groups())
-        message = {"role": "assistant", "content": content, "reasoning_content": reasoning}
+    elif _opens_thoughts(renderer) or (THINKS.search(text) and not _kept(renderer, text)):
+        message = _without_thoughts(text)
     # all_special_tokens lists those that have a name (eos, pad, …), not the channels of gpt-oss
     flagged = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special = {token for token in (*tokenizer.all_special_tokens, *flagged) if token} - {"<think>", "</think>"}
@@ -43,6 +45,21 @@ def parse_answer(renderer: Renderer, tokenizer: Any, token_ids: Sequence[int]) -
             )
     _require_written(renderer, message)
     return message
+
+
+def _without_thoughts(text: str) -> Message:
+    """The message of a text whose thoughts stand apart. Raises: RefusedError when they do not end."""
+    thoughts = THOUGHTS.fullmatch(text)
+    if thoughts is None:
+        raise RefusedError("an answer ends within its thoughts, so that there is none to put into a history")
+    reasoning, content = (part.strip() for part in thoughts.groups())
+    return {"role": "assistant", "content": content, "reasoning_content": reasoning}
+
+
+def _opens_thoughts(renderer: Renderer) -> bool:
+    """Whether a prompt ends within thoughts that the answer goes on with."""
+    prompt = renderer.render(PROBE[:1], add_generation_prompt=True)[0]
+    return prompt.rfind("<think>") > prompt.rfind("</think>")
 
 
 def _by_rules(renderer: Renderer, tokenizer: Any, text: str) -> Message:
@@ -68,7 +85,8 @@ def _history(renderer: Renderer, message: Message) -> str:
 
 
 def _kept(renderer: Renderer, text: str) -> bool:
-    """Whether a history keeps the thoughts of an answer given as one text."""
+    """Whether a history keeps the thoughts of an answer given as one text, once they have ended."""
+    text += "" if "</think>" in text else "</think>"
     return thoughts_stand(text, _history(renderer, {"role": "assistant", "content": text}))
 
 

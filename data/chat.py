@@ -33,11 +33,16 @@ LETTERS = 8
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids and the assistant turn of each (-1 = unsupervised)."""
+    """Token ids and the assistant turn of each (-1 = unsupervised).
+
+    Attributes:
+        broken: answers whose text goes on behind a stop token; what stands there does not train.
+    """
 
     token_ids: list[int]
     turn_ids: list[int]
     finish_reason: str
+    broken: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ class ChatFormat:
         Raises: TemplateError when the conversation cannot be rendered or masked, or the template leaves out a part.
         """
         self._probe()
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = answers_of(messages)
         found = find_turns(self.renderer, messages, answers if turns == "all" else answers[-1:], tools)
         groups: list[list[Turn]] = []
         for turn in reversed(found):
@@ -184,13 +189,14 @@ class ChatFormat:
         cut = self._split(text, [start for _, start, _ in spans])
         turn_ids = [-1] * len(cut.ids)
         stop_at = len(cut.ids)
+        broken = 0
         over: Turn | None = None
         for number, (turn, start, end) in enumerate(spans):
             if turn is over:
                 continue  # tags go on behind a stop token, after which nothing is generated
             first, final = cut.starts[number], number + 1 == len(spans)
-            # a tag may leave out the end-of-turn token that stands right behind it
-            limit = cut.after(end, first) + tagged
+            # the token right behind may end the turn: a tag leaves it out, or it begins the next message as well (GLM)
+            limit = cut.after(end, first) + 1
             stop = next((i for i in range(first, min(limit, len(cut.ids))) if cut.ids[i] in self.stop_token_ids), None)
             if stop is None:
                 past = self._content_end(text, cut, number, messages[turn.index], start, end)
@@ -203,12 +209,13 @@ class ChatFormat:
                     )
             else:
                 past, over = stop + 1, turn
+                broken += bool(text[cut.offsets[stop][1] : turn.spans[-1][1]].strip())
                 if final and finish_reason == "length":
                     past = stop  # the answer was cut: its end was never generated
             turn_ids[first:past] = [number] * (past - first)
             if final and finish_reason == "length":
                 stop_at = past
-        return Encoded(cut.ids[:stop_at], turn_ids[:stop_at], finish_reason)
+        return Encoded(cut.ids[:stop_at], turn_ids[:stop_at], finish_reason, broken)
 
     def _content_end(self, text: str, cut: _Cut, number: int, message: Message, start: int, end: int) -> int | None:
         """Index after the last token of an answer that no stop token ends (templates of base models).
@@ -306,6 +313,16 @@ class ChatFormat:
                 )
             return
         raise TemplateError(str(failed)) from failed
+
+
+def answers_of(messages: Sequence[Message]) -> list[int]:
+    """Indices of the assistant messages that answer something.
+
+    A greeting before the first question is context: no server is ever asked for it, and most templates cannot render
+    its prompt, which is empty.
+    """
+    asked = next((i for i, message in enumerate(messages) if message["role"] in ("user", "tool")), -1)
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > asked]
 
 
 def _goes_on(turn: Turn, following: Turn) -> bool:

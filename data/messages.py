@@ -153,12 +153,16 @@ def _object(text: str) -> Any:
 
 
 def wire_message(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as an OpenAI-compatible server takes it: `arguments` of tool calls as JSON text."""
+    """The message as an OpenAI-compatible server takes it: `arguments` of tool calls as JSON text.
+
+    Thoughts go by both names: vLLM from 0.12 on reads `reasoning` only, older versions and SGLang `reasoning_content`.
+    """
     calls = [
         {**call, "function": {**call["function"], "arguments": _arguments_text(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
-    return {**message, "tool_calls": calls} if calls else message
+    thoughts = {"reasoning": message["reasoning_content"]} if "reasoning_content" in message else {}
+    return message | thoughts | ({"tool_calls": calls} if calls else {})
 
 
 def _arguments_text(arguments: Any) -> str:

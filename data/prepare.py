@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 
-from headstart.data.chat import Encoded, RefusedError
+from headstart.data.chat import Encoded, RefusedError, answers_of
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prompts import Chats
 from headstart.data.records import Conversation, TokenTurn, unread_note
@@ -35,6 +35,8 @@ class TokenizeReport:
         truncated: ids of samples cut at max_length.
         open_ended: samples whose last answer has no end-of-turn token (finish_reason "length").
         split: conversations that became several samples because the template rewrites earlier turns.
+        broken: samples with an answer whose text goes on behind a stop token.
+        greetings: conversations whose first answer precedes every question, so that it is context.
         unread: field of messages that is not read → conversations that have it.
         template: how the chat template is used, where that is not as it is.
     """
@@ -47,6 +49,8 @@ class TokenizeReport:
     truncated: list[str] = field(default_factory=list)
     open_ended: int = 0
     split: int = 0
+    broken: list[str] = field(default_factory=list)
+    greetings: int = 0
     unread: dict[str, int] = field(default_factory=dict)
     template: list[str] = field(default_factory=list)
 
@@ -72,6 +76,13 @@ class TokenizeReport:
             lines.append(f"{self.open_ended} end without an end-of-turn token (answer cut by length)")
         if self.split:
             lines.append(f"{self.split} became one sample per answer (the chat template rewrites earlier turns)")
+        if self.broken:
+            lines.append(
+                f"{len(self.broken)} hold a stop token inside an answer; what stands behind it does not train "
+                f"({_some(self.broken)})"
+            )
+        if self.greetings:
+            lines.append(f"{self.greetings} begin with an answer that no question precedes: it is context only")
         if note := unread_note(self.unread):
             lines.append(note)
         return lines + self.template
@@ -99,8 +110,8 @@ class Ranks:
 
 
 ALONE = Ranks()
-#: tokens and turns, int32 [T], and the finish reason
-Tokens = tuple[np.ndarray, np.ndarray, str]
+#: tokens and turns, int32 [T], the finish reason, and the number of broken answers
+Tokens = tuple[np.ndarray, np.ndarray, str, int]
 
 
 def tokenize(
@@ -124,7 +135,8 @@ def tokenize(
             encoded = _encode(conversation, chats, stop_token_ids, config)
         except RefusedError as error:
             return error.reason
-        return [(np.asarray(e.token_ids, np.int32), np.asarray(e.turn_ids, np.int32), e.finish_reason) for e in encoded]
+        as_ints = lambda ids: np.asarray(ids, np.int32)  # noqa: E731
+        return [(as_ints(e.token_ids), as_ints(e.turn_ids), e.finish_reason, e.broken) for e in encoded]
 
     for conversation, encoded in share(conversations, encode, ranks):
         report.conversations += 1
@@ -134,6 +146,8 @@ def tokenize(
             report.drop(encoded, conversation.id)
             continue
         report.split += len(encoded) > 1
+        said = [message["role"] for message in conversation.messages].count("assistant")
+        report.greetings += not conversation.turns and said > len(answers_of(conversation.messages))
         for number, item in enumerate(encoded):
             name = conversation.id if len(encoded) == 1 else f"{conversation.id}/turn{number}"
             sample = _sample(name, item, conversation, config, report)
@@ -150,7 +164,7 @@ def _encode(
     """Raises: RefusedError when the conversation cannot be trained on."""
     if conversation.turns:
         return encode_token_turns(conversation.turns, stop_token_ids, config.turns)
-    if not any(message["role"] == "assistant" for message in conversation.messages):
+    if not answers_of(conversation.messages):
         raise RefusedError("no assistant answer")
     chat = chats.of(conversation)
     finish, tools = conversation.finish_reason, conversation.tools
@@ -183,7 +197,8 @@ def share(
             except Exception as error:
                 failed = number, ranks.rank, error
                 break
-        read = zlib.crc32(repr([(row.id, row.messages, row.turns) for row in block]).encode("utf-8", "replace"))
+        # all of a record but its place, which names a file of this machine
+        read = zlib.crc32(repr([replace(row, where="") for row in block]).encode("utf-8", "replace"))
         parts = ranks.gather((made, _portable(failed), len(block), read))
         failures = [part[1] for part in parts if part[1] is not None]
         if failures:
@@ -211,7 +226,7 @@ def _portable(failed: tuple[int, int, Exception] | None) -> tuple[int, int, Exce
 def _sample(
     name: str, item: Tokens, conversation: Conversation, config: DataConfig, report: TokenizeReport
 ) -> Sample | None:
-    tokens, turns, finish = item
+    tokens, turns, finish, broken = item
     whole = len(tokens)
     if whole > config.max_length:
         if config.too_long == "drop":
@@ -230,6 +245,8 @@ def _sample(
     report.tokens += len(tokens)
     report.supervised_tokens += supervised
     report.open_ended += finish == "length"
+    if broken:
+        report.broken.append(name)
     meta = {"conversation": conversation.id, "task": conversation.task, "prompt_key": prompt_key(conversation)}
     return Sample(name, tokens, turns, finish, meta)
 

@@ -1,8 +1,10 @@
 """Where each assistant turn begins and ends in the rendered text.
 
 For the assistant message i, `render(messages[: i + 1])` is the text and its answer starts where
-`render(messages[:i], add_generation_prompt=True)` ends (or where the template's `{% generation %}` tag begins): the
-very prompt a serving engine would answer. `turn_at` does just that; for n turns it renders n²/2 messages.
+`render(messages[:i], add_generation_prompt=True)` ends (or where, behind that, the template's `{% generation %}` tag
+begins): the very prompt a serving engine would answer. `turn_at` does just that; for n turns it renders n²/2 messages.
+Where a template writes the prompt otherwise once it is answered (Mistral's system message stands in the last message
+only), the text is the prompt with the answer as it is written behind a plain question (`_behind_prompt`).
 
 `stable_turns` renders a long conversation once. Each exchange is rendered alone behind a fixed context, and the whole
 must be these pieces one after another, to the character; real prefixes at halving lengths must be beginnings of the
@@ -65,34 +67,64 @@ def find_turns(
         turns = stable_turns(renderer, messages, answers, tools)
         if turns is not None:
             return turns
-    return [turn_at(renderer, messages, index, tools) for index in answers]
+    return [_turn(renderer, messages, index, tools) for index in answers]
+
+
+def _turn(renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]]) -> Turn:
+    """`turn_at`, or where the prompt is no beginning of its text, the answer put behind the prompt."""
+    try:
+        return turn_at(renderer, messages, index, tools)
+    except UnmaskableError:
+        turn = _behind_prompt(renderer, messages, index, tools)
+        if turn is None:
+            raise
+        return turn
+
+
+def _behind_prompt(
+    renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]]
+) -> Turn | None:
+    """The prompt, and behind it the answer as it stands behind a plain question.
+
+    None unless the text ends with this answer, and this prompt asks for one in the words in which the plain one does: a
+    prompt that opens thoughts, behind an answer without any, would teach what the target never says.
+    """
+    if renderer.tagged(tools):
+        return None
+
+    def asked(history: Sequence[Message]) -> tuple[str, str]:
+        base = renderer.render(history, tools=tools)[0]
+        prompt = renderer.render(history, add_generation_prompt=True, tools=tools)[0]
+        return prompt, prompt[len(os.path.commonprefix([base, prompt])) :]
+
+    try:
+        alone = turn_at(renderer, [PROBE[0], messages[index]], 1, tools)
+        answer, (prompt, words) = alone.text[alone.begin :], asked(messages[:index])
+        alike = words == asked(PROBE[:1])[1] and renderer.render(messages[: index + 1], tools=tools)[0].endswith(answer)
+    except RefusedError:
+        return None
+    return alone.moved(len(prompt) - alone.begin, prompt + answer, index) if alike else None
 
 
 def turn_at(renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]] = ()) -> Turn:
     """Assistant message `index` in the text that ends with it."""
     text, tags = renderer.render(messages[: index + 1], tools=tools)
     prompt = renderer.render(messages[:index], add_generation_prompt=True, tools=tools)[0]
+    if not text.startswith(prompt):
+        raise UnmaskableError(
+            "chat template: the prompt before an answer is not the beginning of the text with the answer",
+            f" (message {index}), so it would train in another context than it is served in: the prompt ends "
+            f"{prompt[-60:]!r}, the text there is {text[max(len(prompt) - 60, 0) : len(prompt) + 20]!r}. Set "
+            "data.template_kwargs (such as {enable_thinking: false}), give a template whose answers begin as its "
+            "prompts end (target.chat_template=FILE.jinja), or train on distilled answers (they carry token ids)",
+        )
     if not renderer.tagged(tools):
-        if not text.startswith(prompt):
-            raise UnmaskableError(
-                "chat template: the prompt before an answer is not the beginning of the text with the answer",
-                f" (message {index}), so its tokens cannot be told apart: the prompt ends {prompt[-60:]!r}, the "
-                f"text there is {text[max(len(prompt) - 60, 0) : len(prompt) + 20]!r}. Set data.template_kwargs "
-                "(such as {enable_thinking: false}), give target.chat_template=FILE.jinja with {% generation %} "
-                "tags, or train on distilled answers (they carry token ids)",
-            )
         return Turn(index, text, len(prompt), len(prompt), len(text), ((len(prompt), len(text)),))
     base = renderer.render(messages[:index], tools=tools)[0]
-    header = prompt[len(base) :] if prompt.startswith(base) else ""
     fresh = len(os.path.commonprefix([base, text]))
-    spans = []
-    for start, end in tags:
-        if start < fresh:
-            continue
-        if header and text[start:end].startswith(header):  # a tag around the whole message: the header is prompt
-            start += len(header)
-        spans.append((start, end))
-    return Turn(index, text, len(base), fresh, len(text), tuple(spans))
+    # a tag may stand around the whole message: what the prompt says is not the answer's
+    spans = tuple((max(start, len(prompt)), end) for start, end in tags if start >= fresh and end > len(prompt))
+    return Turn(index, text, len(base), fresh, len(text), spans)
 
 
 class _Unstable(Exception):

@@ -38,6 +38,34 @@ def test_thoughts_are_kept_apart_where_the_template_drops_them(make_chat):
     assert plain.answer_message(ids(plain, THOUGHTS)) == {"role": "assistant", "content": THOUGHTS}
 
 
+#: Nemotron 3 and others: the prompt opens the thoughts, and a history keeps what is given as text
+OPENED = (
+    TEMPLATES["chatml"]
+    .replace(
+        "message['content'] +",
+        "('<think>' + message.reasoning_content + '</think>' if message.reasoning_content else '') + "
+        "message['content'] +",
+    )
+    .replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+)
+
+
+def test_an_answer_that_goes_on_with_the_thoughts_of_its_prompt_leaves_no_loose_end_in_a_history(make_chat):
+    chat = make_chat("chatml", template=OPENED)
+    apart = {"role": "assistant", "content": "Hello there.", "reasoning_content": "Be brief"}
+    assert chat.answer_message(ids(chat, "Be brief\n</think>\n\nHello there.")) == apart
+    assert chat.answer_message(ids(chat, "\n</think>\n\nHello there.")) == {**apart, "reasoning_content": ""}
+    ask = {"role": "user", "content": "Hi"}
+    assert "<think>Be brief</think>Hello there.<|im_end|>" in chat.render([ask, apart, ask])
+
+
+@pytest.mark.parametrize(("template", "text"), [(OPENED, "Be brief"), (TEMPLATES["qwen3"], "<think>\nBe brief")])
+def test_an_answer_that_was_cut_in_its_thoughts_is_no_history(make_chat, template, text):
+    chat = make_chat("chatml", template=template)
+    with pytest.raises(RefusedError, match="ends within its thoughts"):
+        chat.answer_message(ids(chat, text))
+
+
 def test_special_tokens_are_refused_not_merged_into_the_text(make_chat):
     chat = make_chat("chatml", template=GPT_OSS_LIKE)
     with pytest.raises(RefusedError, match=r"special tokens that cannot be put into a history.*response_template"):

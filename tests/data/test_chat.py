@@ -193,6 +193,79 @@ def test_nothing_is_trained_behind_the_stop_token_of_an_answer(make_chat):
     assert text.count("«") == 2
 
 
+def test_a_tag_that_begins_before_the_prompt_ends_trains_nothing_of_the_prompt(make_chat):
+    """As the templates that TRL trains Qwen3.5 with: the tag holds the thoughts that the prompt has begun."""
+    thoughts = "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' + m.content + '<|im_end|>' }}"
+    tagged = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        + thoughts
+        + "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}"
+        "{% if quick %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+    )
+    thinking = [TWO_TURNS[0], {**TWO_TURNS[1], "reasoning_content": "Be brief"}]
+    ask = "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|<|im_start|>|assistant|⏎|<think>|"
+    chat = make_chat("chatml", template=tagged)
+    assert one(chat, thinking) == ask + "⏎|«0:Be| brief|⏎|</think>|⏎⏎|Hello| there|.|<|im_end|>»|⏎"
+    chat = make_chat("chatml", template=tagged, quick=True)
+    assert one(chat, TWO_TURNS[:2]) == ask + "⏎⏎|</think>|⏎⏎|«0:Hello| there|.|<|im_end|>»|⏎"
+    with pytest.raises(RefusedError, match="is not the beginning of the text with the answer"):
+        chat.encode(thinking)  # served, the prompt has closed the thoughts
+
+
+def test_the_first_token_of_the_next_message_may_end_an_answer(make_chat):
+    """GLM's answers end with the token that begins a question, Apertus' write their end before the next message."""
+    glm = (
+        "{% for m in messages %}{{ '<|im_end|>\n' if m.role == 'user' else '<|im_start|>\n' }}{{ m.content }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>\n' }}{% endif %}"
+    )
+    text = one(make_chat("chatml", template=glm), TWO_TURNS)
+    assert text == ("<|im_end|>|⏎|Hi|<|im_start|>|⏎|«0:Hello| there|.|<|im_end|>»|⏎|Bye|<|im_start|>|⏎|«1:Bye| bye»")
+
+
+def test_a_greeting_before_the_first_question_is_context(make_chat):
+    greeting = [{"role": "assistant", "content": "Hello"}, *TWO_TURNS[:2]]
+    assert one(make_chat("plain"), greeting) == "assistant|:|Hello|⏎⏎|user|:|Hi|⏎⏎|assistant|:|«0:Hello| there|.»|⏎⏎"
+    # most templates cannot render the greeting's own prompt, which is empty
+    with_system = [{"role": "system", "content": "Be kind"}, *greeting]
+    first = SYSTEM + "<|im_start|>|assistant|⏎|Hello|<|im_end|>|⏎|"
+    end = "<|im_start|>|user|⏎|Hi|<|im_end|>|⏎|<|im_start|>|assistant|⏎|«0:Hello| there|.|<|im_end|>»|⏎"
+    assert one(make_chat("chatml"), with_system) == first + end
+    strict = "{{ messages[0].role[:0] }}" + TEMPLATES["chatml"]
+    assert one(make_chat("chatml", template=strict), greeting).count("«") == 1
+
+
+#: Mistral 7B v0.3 and Nemo: the system message stands in a question only while it is the last message
+LATE = (
+    "{{ bos_token }}{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '[INST]' + (system + '\n\n' if system and loop.last else '') + m.content + '[/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_an_answer_stands_behind_its_prompt_where_the_template_then_writes_the_prompt_otherwise(make_chat):
+    chat = make_chat("mistral", template=LATE)
+    messages = [{"role": "system", "content": "Be kind"}, *TWO_TURNS]
+    assert [marked(chat, e) for e in chat.encode(messages)] == [
+        "<s>|[INST]|Be| kind|⏎⏎|Hi|[/INST]|«0: Hello| there|.|</s>»",
+        "<s>|[INST]|Hi|[/INST]| Hello| there|.|</s>|[INST]|Be| kind|⏎⏎|Bye|[/INST]|«0: Bye| bye|</s>»",
+    ]
+    for encoded, size in zip(chat.encode(messages), (2, 4), strict=True):
+        assert encoded.token_ids[: encoded.turn_ids.index(0)] == chat.prompt_ids(messages[:size])
+
+
+def test_a_prompt_that_opens_thoughts_in_some_conversations_is_not_answered_without_any(make_chat):
+    opening = TEMPLATES["chatml"].replace(
+        "assistant\n' }}{% endif %}", "assistant\n' }}{{ '<think>\n' if messages[0].content == 'think' }}{% endif %}"
+    )
+    chat = make_chat("chatml", template=opening)
+    assert one(chat, TWO_TURNS) == CHATML
+    with pytest.raises(RefusedError, match="is not the beginning of the text with the answer"):
+        chat.encode([{"role": "system", "content": "think"}, *TWO_TURNS])
+
+
 def test_refusals_of_the_template_are_told(make_chat):
     with pytest.raises(RefusedError, match="System role not supported"):
         make_chat("gemma").encode([{"role": "system", "content": "Be kind"}, *TWO_TURNS])

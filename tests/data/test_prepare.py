@@ -197,7 +197,7 @@ def test_conversation_the_template_refuses_is_dropped_and_told(make_chat):
 def test_conversation_that_cannot_be_masked_is_dropped_when_others_can(make_chat):
     chat = make_chat("chatml")
     chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace(
-        "+ message['content'] +", "+ (message['content'] if message['content'] != 'odd' else loop.length | string) +"
+        "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n' }}{{ 'now' if messages[-1].content == 'odd' }}"
     )
     odd = ({"role": "user", "content": "odd"}, {"role": "assistant", "content": "Bye bye"})
     samples, report = tokenize(
@@ -207,6 +207,22 @@ def test_conversation_that_cannot_be_masked_is_dropped_when_others_can(make_chat
     assert report.dropped == {
         "chat template: the prompt before an answer is not the beginning of the text with the answer": ["odd"]
     }
+
+
+def test_a_greeting_is_context_and_what_stands_behind_a_stop_token_is_told(tokenizer):
+    hi, welcome = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}
+    greeting = Conversation("greeting", (welcome, hi, {"role": "assistant", "content": "Bye"}))
+    alone = Conversation("alone", (welcome, hi))
+    broken = conversation("Hello<|im_end|> there", "broken")
+    samples, report = tokenize([greeting, alone, broken], tokenizer, config(), stops(tokenizer))
+    assert [s.id for s in samples] == ["greeting", "broken"]
+    shown = [tokenizer.decode([t for t, n in zip(s.token_ids, s.turn_ids, strict=True) if n >= 0]) for s in samples]
+    assert shown == ["Bye<|im_end|>", "Hello<|im_end|>"]
+    assert (report.greetings, report.broken, report.dropped) == (1, ["broken"], {"no assistant answer": ["alone"]})
+    assert "1 begin with an answer that no question precedes: it is context only" in report.lines()
+    told = "1 hold a stop token inside an answer; what stands behind it does not train (broken)"
+    assert told in report.lines()
+    assert report.as_dict()["broken"] == ["broken"]
 
 
 def test_what_the_template_leaves_out_is_counted_with_its_reason(tokenizer):

@@ -9,6 +9,7 @@ import pytest
 
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.distill import distill
+from headstart.data.messages import wire_message
 from headstart.data.prepare import tokenize
 from headstart.data.prompts import prompt_of
 from headstart.data.records import parse_record
@@ -294,3 +295,9 @@ def test_an_answer_of_prompt_and_response_has_its_reasoning_and_calls():
     conversation = parse_record(record, "f:1", "1")
     assert conversation.messages[1]["reasoning_content"] == "Hm" and conversation.messages[1]["tool_calls"]
     assert conversation.meta == {}
+
+
+def test_thoughts_reach_a_server_by_both_names():
+    thinking = {"role": "assistant", "content": "Hi", "reasoning_content": "Be brief"}
+    assert wire_message(thinking) == {**thinking, "reasoning": "Be brief"}
+    assert wire_message(ASK) == ASK

@@ -15,7 +15,8 @@ def encode_slowly(
     chat: ChatFormat, messages: list[dict[str, Any]], finish_reason: str = "stop", turns: str = "all", tools=()
 ) -> list[Encoded]:
     """`ChatFormat.encode` for conversations that the template takes and of which it leaves nothing out."""
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    asked = [message["role"] for message in messages].index("user")
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > asked]
     groups: list[list[tuple]] = []
     for index in reversed(answers if turns == "all" else answers[-1:]):
         text, spans = _turn(chat, messages, index, tools)
@@ -27,34 +28,27 @@ def encode_slowly(
         else:
             groups.append([(text, spans, content)])
     groups.reverse()
-    tagged = chat.renderer.tagged(tools)
-    return [_encode(chat, group, finish_reason if group is groups[-1] else "stop", tagged) for group in groups]
+    return [_encode(chat, group, finish_reason if group is groups[-1] else "stop") for group in groups]
 
 
 def _turn(chat: ChatFormat, messages: list[dict[str, Any]], index: int, tools):
     text, tags = chat.renderer.render(messages[: index + 1], tools=tools)
     prompt = chat.render(messages[:index], add_generation_prompt=True, tools=tools)
+    assert text.startswith(prompt)
     if not chat.renderer.tagged(tools):
-        assert text.startswith(prompt)
         return text, [(len(prompt), len(text))]
-    base = chat.render(messages[:index], tools=tools)
-    header = prompt[len(base) :] if prompt.startswith(base) else ""
-    fresh = len(os.path.commonprefix([base, text]))
-    return text, [
-        (start + len(header) if header and text[start:end].startswith(header) else start, end)
-        for start, end in tags
-        if start >= fresh
-    ]
+    fresh = len(os.path.commonprefix([chat.render(messages[:index], tools=tools), text]))
+    return text, [(max(start, len(prompt)), end) for start, end in tags if start >= fresh and end > len(prompt)]
 
 
-def _encode(chat: ChatFormat, group: list[tuple], finish_reason: str, tagged: bool) -> Encoded:
+def _encode(chat: ChatFormat, group: list[tuple], finish_reason: str) -> Encoded:
     text = group[-1][0]
     spans = [(start, end, content) for _, turn_spans, content in group for start, end in turn_spans]
     ids, offsets, starts, origins = _split(chat, text, [start for start, _, _ in spans])
     turn_ids, stop_at = [-1] * len(ids), len(ids)
     for number, (start, end, content) in enumerate(spans):
         first, final = starts[number], number + 1 == len(spans)
-        limit = next((i for i in range(first, len(ids)) if offsets[i][0] >= end), len(ids)) + tagged
+        limit = next((i for i in range(first, len(ids)) if offsets[i][0] >= end), len(ids)) + 1
         stops = [i for i in range(first, min(limit, len(ids))) if ids[i] in chat.stop_token_ids]
         if stops:
             past = stops[0] if final and finish_reason == "length" else stops[0] + 1

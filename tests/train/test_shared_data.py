@@ -115,3 +115,8 @@ def test_ranks_that_read_other_files_are_refused(tmp_path):
     configs = [write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", COUNT - 1)]
     for made in on_two_ranks(tmp_path, configs):
         assert made["error"].startswith("DataError: data.sources: found other conversations on some ranks")
+    text = (tmp_path / "a.jsonl").read_text()
+    (tmp_path / "b.jsonl").write_text(text.replace('"finish_reason": "length"', '"finish_reason": "stop"', 1))
+    (tmp_path / "again").mkdir()
+    for made in on_two_ranks(tmp_path / "again", configs):
+        assert made["error"].startswith("DataError: data.sources: found other conversations on some ranks")

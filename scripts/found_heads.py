@@ -64,7 +64,7 @@ def find_head(head: str, said: str = "--head") -> Path:
 def trained_date(directory: Path | None) -> str | None:
     """The day that the chat template showed when the head was trained, where its sidecar says one."""
     found: Any = notes(directory) if directory is not None else None
-    for name in ("provenance", "target", "template_date"):
+    for name in ("target", "template_date"):
         found = found.get(name) if isinstance(found, dict) else None
     return found if isinstance(found, str) and re.fullmatch(r"\d{4}-[01]\d-[0-3]\d", found) else None
 

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from headstart.found_heads import trained_date
+from headstart.heads.base import build_head
+from headstart.heads.eagle import EagleConfig
+from headstart.heads.formats import save_head
+from headstart.heads.target import Target, TargetConfig
 
 TEMPLATE = (
     "{{ 'On ' + strftime_now('%d %b %Y') + '\n' }}{% for m in messages %}"
@@ -63,14 +67,29 @@ def test_a_wrong_date_is_refused_before_any_work(headstart: Callable, recipe: Pa
 @pytest.mark.parametrize(
     ("sidecar", "expected"),
     [
-        ({"provenance": {"target": {"template_date": "2026-03-05"}}}, "2026-03-05"),
-        ({"provenance": {"target": {"template_date": "soon"}}}, None),
-        ({"provenance": {"target": ["template_date"]}}, None),
-        ({"provenance": None}, None),
+        ({"target": {"template_date": "2026-03-05"}}, "2026-03-05"),
+        ({"target": {"template_date": "soon"}}, None),
+        ({"target": ["template_date"]}, None),
+        ({"target": None}, None),
         ({}, None),
     ],
 )
-def test_a_head_is_evaluated_on_the_day_it_was_trained_for(tmp_path: Path, sidecar: dict, expected: str | None) -> None:
+def test_the_day_that_a_sidecar_says(tmp_path: Path, sidecar: dict, expected: str | None) -> None:
     (tmp_path / "headstart.json").write_text(json.dumps(sidecar))
     assert trained_date(tmp_path) == expected
     assert trained_date(None) is None
+
+
+def test_a_head_is_evaluated_on_the_day_it_was_trained_for(
+    headstart: Callable, tiny_target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dated.jinja").write_text(TEMPLATE)
+    dated = f"target.chat_template={tmp_path / 'dated.jinja'}"
+    on(monkeypatch, 5)
+    target = Target.load(TargetConfig(name=str(tiny_target), chat_template=str(tmp_path / "dated.jinja")))
+    save_head(build_head(EagleConfig(), target.dims), tmp_path / "head", {"target": target.fingerprint()})
+    on(monkeypatch, 6)
+    asked = ("eval", "--head", tmp_path / "head", "--target", tiny_target, "--data", prompts, "--out", tmp_path / "out")
+    result = headstart(*asked, dated, "eval.max_new_tokens=4", "eval.warmup_tokens=0", "--json")
+    assert result.code == 0, result.err
+    assert result.json["target"]["template_date"] == "2026-03-05"

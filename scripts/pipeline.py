@@ -61,6 +61,8 @@ WATCHING = (
     "keep",
     "disk_wait",
 )
+#: parts of a recipe that say how a head was made; the others say what is done with it
+MAKING = ("seed", "start_from", "head", "data", "train")
 #: tokens of each of two samples whose features are compared between training and serving before an export
 PARITY_TOKENS = 96
 #: file of a run that holds the day on which it began
@@ -145,6 +147,12 @@ class Run:
             digests = [{key: found[key] for key in found if key == "sha256"} for found in inputs[name]]
             node[name] = [{**source, **digest} for source, digest in zip(node[name], digests, strict=True)]
         return values
+
+    def as_trained(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A recipe's values, with those that the trained head was made by: it is measured, whatever this command says
+        of other heads."""
+        made = notes(self.head_dir).get("recipe") or {}
+        return values | {name: made[name] for name in MAKING if name in made}
 
     # -- what each step depends on ---------------------------------------------------------------------------------
 
@@ -568,7 +576,8 @@ class Run:
         else:
             head, info = untrained_head(self.recipe.head, self.target), UNTRAINED
         config = replace(self.recipe.eval, data=data)
-        report = measure(self.target, head, config, self.talk, to_dict(self.recipe), info, self.recipe.shorter_chains)
+        values = self.as_trained(to_dict(self.recipe))
+        report = measure(self.target, head, config, self.talk, values, info, self.recipe.shorter_chains)
         begin()
         path = report.save(self.dir)
         return {"report": str(path), **summary(report.to_json())}
@@ -612,7 +621,7 @@ class Run:
         check_export(self.recipe.export, read_json(self.head_dir / "headstart.json").get("type"))
         head = bound_head(self.head_dir, self.target, torch.float32)
         origin = {**read_json(self.head_dir / "headstart.json").get("provenance", {}), **provenance(self.target.device)}
-        origin |= {"recipe": self.recipe_facts(), "target": self.target.fingerprint()}
+        origin |= {"recipe": self.as_trained(self.recipe_facts()), "target": self.target.fingerprint()}
         data = self.prepare()
         samples = [sample for sample in [*data.held_out, *data.train] if len(sample) >= 4][:2]
         texts = [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
@@ -620,9 +629,9 @@ class Run:
         require_parity(parity, self.recipe.export.force)
         self.talk.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
         origin |= {"serving_parity": parity.to_json(), "tuned": notes(self.head_dir).get("tuned")}
-        place = self.dir / "export"
+        place, names = self.dir / "export", names_of(self.recipe.environment)
         begin()
-        return exported(export_head(head, place, self.recipe.export, published(origin)), self.talk)
+        return exported(export_head(head, place, self.recipe.export, published(origin, names)), self.talk)
 
 
 def answered(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -106,11 +106,20 @@ def ask_export(recipe: Recipe, target: Target) -> str:
     return f"{', '.join(recipe.export.engines)} in {recipe.export.dtype}"
 
 
+def ask_tracker(recipe: Recipe, target: Target) -> str:
+    """Whether what `train.tracker` needs is installed."""
+    from headstart.train.track import require_tracker
+
+    require_tracker(recipe.train.tracker)
+    return recipe.train.tracker
+
+
 QUESTIONS: dict[str, Question] = {
     "head": ask_head,
     "positions": ask_positions,
     "decoding": ask_decoding,
     "export": ask_export,
+    "tracker": ask_tracker,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -115,16 +116,36 @@ def last_step(path: Path) -> int:
     return max((int(step) for step in steps if math.isfinite(step)), default=0)
 
 
+#: tracker → the module that it needs, and what to do without it
+PACKAGES = {
+    "tensorboard": (
+        "torch.utils.tensorboard",
+        "tensorboard is not installed; `pip install tensorboard`, or set train.tracker=none",
+    ),
+    "wandb": (
+        "wandb",
+        "wandb is not installed; `pip install wandb` (offline: WANDB_MODE=offline), or set train.tracker=tensorboard "
+        "or none",
+    ),
+}
+
+
+def require_tracker(name: str) -> Any:
+    """The module that `train.tracker` needs, None for one that needs none. Raises ConfigError where it is missing."""
+    if name not in PACKAGES:
+        return None
+    module, remedy = PACKAGES[name]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"train.tracker: {remedy}") from error
+
+
 class TensorBoardTracker:
     def __init__(self, directory: Path, resume_step: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "train.tracker: tensorboard is not installed; `pip install tensorboard`, or set train.tracker=none"
-            ) from error
+        writer = require_tracker("tensorboard").SummaryWriter
         # purge_step hides what a killed run wrote after the checkpoint that this one continues from
-        self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1 if resume_step else None)
+        self._writer = writer(str(directory), purge_step=resume_step + 1 if resume_step else None)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -136,13 +157,7 @@ class TensorBoardTracker:
 
 class WandbTracker:
     def __init__(self, directory: Path, project: str, name: str, settings: dict[str, Any]):
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "train.tracker: wandb is not installed; `pip install wandb` (offline: WANDB_MODE=offline), "
-                "or set train.tracker=tensorboard or none"
-            ) from error
+        wandb = require_tracker("wandb")
         # a run that continues keeps its id; one that starts anew finds this directory moved away
         written = directory / "headstart-id"
         if not written.is_file():

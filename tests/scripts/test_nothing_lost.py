@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -45,16 +46,28 @@ def test_a_mistake_after_training_touches_nothing(headstart: Callable, recipe: P
         assert result.code == code and message in result.err, result.err
         assert contents(tmp_path / "run") == before
     assert "train: finished before" in headstart("run", recipe, *ONLY_FILES).err
+    # words about other heads and data do not change what is told of the trained one; those about this step do
+    other = ("head.depth=3", "data.pack_tokens=64", "data.sources=[]", "train.lr=0.5")
+    assert headstart("eval", recipe, *other, "eval.max_new_tokens=4").code == 0
+    exported = headstart("export", recipe, *ONLY_FILES, "head.depth=3", "train.lr=0.5", "export.dtype=float32")
+    assert exported.code == 0, exported.err
+    report, side = (json.loads((tmp_path / "run" / f).read_text()) for f in ("report.json", "export/headstart.json"))
+    for told in (report["recipe"], side["recipe"]):
+        assert told["head"]["depth"] == 2 and told["data"]["pack_tokens"] == 128 and told["train"]["lr"] == 1e-3
+        assert told["data"]["sources"][0]["sha256"]
+    assert report["recipe"]["eval"]["max_new_tokens"] == 4 and side["recipe"]["export"]["dtype"] == "float32"
 
 
 def test_wrong_engines_and_data_are_told_before_training_and_before_the_target_is_loaded(
-    headstart: Callable, recipe: Path, tmp_path: Path, tiny_target: Path
+    headstart: Callable, recipe: Path, tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": 5}\n')
     (tmp_path / "head").mkdir()
     options = ("--target", tiny_target, "--head", tmp_path / "head")
     for words, code, message in (
         (("run", recipe, "export.engines=[tgi]"), 2, "TGI does not serve eagle3"),
+        (("run", recipe, "train.tracker=wandb"), 2, "wandb is not installed"),
         (("run", recipe, "eval.data=bad.jsonl"), 1, "bad.jsonl:2"),
         (("run", recipe, "data.sources=[{path: bad.jsonl}]"), 1, "bad.jsonl:2"),
         (("export", *options, "export.engines=[nonsense]"), 2, "export.engines: found ['nonsense']"),

@@ -1,4 +1,3 @@
-import builtins
 import errno
 import io
 import json
@@ -67,14 +66,7 @@ def test_records_that_a_full_disk_refuses_are_written_later(tmp_path):
 
 @pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
 def test_missing_tracker_package_says_what_to_install(tmp_path, monkeypatch, tracker, package):
-    real = builtins.__import__
-
-    def refuse(name, *rest, **kwargs):
-        if name == package:
-            raise ImportError(name)
-        return real(name, *rest, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=f"train.tracker: {tracker} is not installed; `pip install {tracker}`"):
         open_tracker(TrainConfig(steps=1, tracker=tracker), tmp_path, 0, {})
 

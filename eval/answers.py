@@ -61,8 +61,10 @@ class Served:
         event = parsed(content, where)
         if not isinstance(event, dict):
             raise ServerError(f"{where}: an event of the stream is {found(event)}, expected an object")
-        if event.get("error") is not None:
-            raise ServerError(f"{where}: the server reports an error: {_said(event['error'])}")
+        # older vLLMs send the error itself, and [DONE] behind it
+        error = event if event.get("object") == "error" else event.get("error")
+        if error is not None:
+            raise ServerError(f"{where}: the server reports an error: {_said(error)}")
         return self._add(event, where)
 
     def _add(self, event: dict[str, Any], where: str) -> bool:
@@ -80,6 +82,8 @@ class Served:
         for choice in optional(event.get("choices"), list, f"{where}: choices") or []:
             if not isinstance(choice, dict):
                 raise ServerError(f"{where}: choices: found {found(choice)}, expected objects")
+            if choice.get("index") is not None:
+                whole(choice["index"], f"{where}: choices.index (one answer was asked for)", 0, 0)
             delta = optional(choice.get("delta"), dict, f"{where}: choices.delta") or {}
             self.text += optional(choice.get("text"), str, f"{where}: choices.text") or ""
             self.text += optional(delta.get("content"), str, f"{where}: choices.delta.content") or ""

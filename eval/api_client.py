@@ -49,7 +49,7 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None = None):
-        self.url, host = _address(url)
+        self.url, host = _address(url.strip())
         self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             if not (key.isascii() and key.isprintable() and " " not in key):
@@ -173,10 +173,7 @@ class Client:
         except TimeoutError as error:
             raise ServerError(f"{where}: {late()}; see the server's log, and whether it is overloaded") from error
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
-            raise ServerError(
-                f"{self.url}: no server answers there ({_cause(error)}). Check --url, and that the server has finished "
-                "loading."
-            ) from error
+            raise ServerError(f"{self.url}: {_unreached(_cause(error))}") from error
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
             happened = "the answer broke off" if begun else "no answer in HTTP"
             raise ServerError(
@@ -262,6 +259,18 @@ def _is_this_machine(host: str) -> bool:
         address = ipaddress.ip_address(host)
         return address.is_loopback or address.is_unspecified
     return False
+
+
+def _unreached(cause: str) -> str:
+    """What to say where no connection was made."""
+    if "CERTIFICATE_VERIFY_FAILED" in cause:
+        return (
+            f"its certificate is not trusted here ({cause}). Give --url the name that the certificate is for; where an "
+            "authority of your own signed it, set SSL_CERT_FILE to that authority's certificate"
+        )
+    if "SSL" in cause:
+        return f"no TLS is spoken there ({cause}). Give --url an address with http: where the server has no certificate"
+    return f"no server answers there ({cause}). Check --url, and that the server has finished loading."
 
 
 def _cause(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -172,13 +173,18 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler: type[Handler] = Handler, **settings: Any) -> Iterator[tuple[str, State]]:
+def serving(
+    handler: type[Handler] = Handler, tls: ssl.SSLContext | None = None, **settings: Any
+) -> Iterator[tuple[str, State]]:
     """(address, state) of a running fake."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     server.state = State(**settings)  # type: ignore[attr-defined]
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", server.state  # type: ignore[attr-defined]
+        scheme = "http" if tls is None else "https"
+        yield f"{scheme}://127.0.0.1:{server.server_address[1]}", server.state  # type: ignore[attr-defined]
     finally:
         server.shutdown()
         server.server_close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import time
 from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_server import State, serving
+from fake_server import Handler, State, serving
 from faulty_server import CHUNKED, DONE, STREAM, Fault, chunk, event, http, misbehaving
 
 from headstart.eval import answers, api_client, served
@@ -175,6 +178,10 @@ STREAMS: dict[str, tuple[Any, str]] = {
     "an error": (
         [STREAM, event(error={"message": "\x1b[31mout of\nmemory" + "!" * 9000}), DONE], r": \?\[31mout of memory!+…",
     ),
+    "an error as older vLLMs say it": (
+        [*FULL, b'data: {"object": "error", "message": "no memory", "code": 500}\n\n', DONE], "an error: no memory",
+    ),
+    "two answers": ([STREAM, event(2, choices=[{"index": 0}, {"index": 1}]), DONE], "one answer was asked.*found 1"),
     "an error that is a list": ([STREAM, event(error=[[[]]]), DONE], "reports an error: a list"),
     "400": ([http({"error": "max_tokens"}, "400 Bad Request")], "HTTP 400.*max_tokens"),
 }  # fmt: skip
@@ -322,6 +329,70 @@ def test_nobody_accepts_the_connection(data: Path) -> None:
         with pytest.raises(ServerError, match="no server answers there|no whole answer"):
             evaluate_server("vllm", url, EvalConfig(data=str(data)))
         assert time.monotonic() - began < 0.7 + SLACK
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
+def test_a_certificate_of_ones_own_authority(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, *names]
+    subprocess.run(command, check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    config = EvalConfig(data=str(data), warmup_tokens=0)
+    with serving(tls=tls) as (url, _):
+        named = url.replace("127.0.0.1", "localhost")
+        with pytest.raises(ServerError, match="certificate is not trusted here .*set SSL_CERT_FILE"):
+            evaluate_server("vllm", named, config)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert evaluate_server("vllm", named, config).tau == pytest.approx(8 / 3)
+        with pytest.raises(ServerError, match="not trusted here .*Give --url the name that the certificate is for"):
+            evaluate_server("vllm", url, config)
+    with serving() as (url, _), pytest.raises(ServerError, match="no TLS is spoken there"):
+        evaluate_server("vllm", url.replace("http:", "https:"), config)
+
+
+class Unusual(Handler):
+    """Right, as other servers are: chunks of one byte, CRLF, comments and fields beside the data, UTF-8."""
+
+    protocol_version = "HTTP/1.1"
+    EVENTS = (
+        ": wait\r\n\r\n" * 9,
+        'data: {"choices":[{"index":0,"text":"a"}],"usage":{"completion_tokens":1}}\r\n\r\n',
+        'event: message\r\nid: 4\r\nretry: 9\r\ndata:{"choices":[{"text":"\u00fc"}],"usage":null}\r\n\r\n',
+        'data: {"choices":[{"text":"b","finish_reason":"stop"}],"usage":{"completion_tokens":5}}\r\n\r\n',
+        "data: [DONE]\r\n\r\n",
+    )
+
+    def do_GET(self) -> None:
+        self.path = self.path.removeprefix("/team/api")
+        super().do_GET()
+
+    def do_POST(self) -> None:
+        assert self.path == "/team/api/v1/completions"
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for byte in "".join(self.EVENTS).encode():
+            self.wfile.write(b"1\r\n" + bytes([byte]) + b"\r\n")
+        self.wfile.write(b"0\r\n\r\n")
+        self.server.state.count([1, 1])  # type: ignore[attr-defined]
+
+
+class Old(Handler):
+    protocol_version = "HTTP/1.0"
+
+
+@pytest.mark.parametrize(
+    ("handler", "path", "tau"),
+    [(Unusual, "/team/api", 2), (Unusual, "/team/api/v1/", 2), (Old, "/", 8 / 3), (Old, "/v1 ", 8 / 3)],
+)
+def test_a_server_that_is_right_in_its_own_way(handler: type[Handler], path: str, tau: float, data: Path) -> None:
+    with serving(handler) as (url, _):
+        report = evaluate_server("vllm", url + path, EvalConfig(data=str(data), max_new_tokens=64, warmup_tokens=0))
+    assert report.tau == pytest.approx(tau)
 
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,9 @@ def text_decoder(model: Any) -> nn.Module:
             inner = found.get_decoder()
         except (AttributeError, NotImplementedError):
             inner = found
-        if inner is found and _has_output(found):
+        if inner is not None and inner is _output_of(found):
+            inner = getattr(found, "base_model", found)  # ModernBERT calls its output matrix `decoder`
+        if inner is found and _output_of(found) is not None:
             # a language model that takes itself for its decoder (Llama 4): the part that holds its embeddings
             table = found.get_input_embeddings()
             inner = next((part for part in found.children() if part is not table and table in part.modules()), None)
@@ -34,11 +37,11 @@ def text_decoder(model: Any) -> nn.Module:
         found = inner
 
 
-def _has_output(module: Any) -> bool:
+def _output_of(module: Any) -> nn.Module | None:
     try:
-        return module.get_output_embeddings() is not None
+        return module.get_output_embeddings()
     except (AttributeError, NotImplementedError):
-        return False
+        return None
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -90,16 +93,39 @@ def record_layer_inputs(model: Any, layer_ids: tuple[int, ...]) -> Iterator[dict
             handle.remove()
 
 
-def keep_short_factors(model: Any) -> None:
-    """Have LongRoPE turn every position by its short factors, however long a forward is.
+@contextmanager
+def counted_calls(layers: nn.ModuleList) -> Iterator[list[int]]:
+    """While open, the calls of each layer are counted in the yielded list."""
+    calls = [0] * len(layers)
 
-    transformers takes the long ones, for all positions of a forward, once one of them is beyond the original length.
-    The last trees of a context reach past its end, and would be verified by another model than decoded the rest.
+    def hook(number: int):
+        def count(_module: nn.Module, _args: tuple) -> None:
+            calls[number] += 1
+
+        return count
+
+    handles = [layer.register_forward_pre_hook(hook(number)) for number, layer in enumerate(layers)]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def keep_first_frequencies(model: Any) -> None:
+    """Have LongRoPE and dynamic rope turn every position by their first frequencies, however long a forward is.
+
+    transformers takes others, for all positions of a forward, once one of them is beyond the original length. The last
+    trees of a context reach past its end, and would be verified by another model than decoded the rest.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for prefix, kind in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
             stem = f"{prefix}_" if prefix else ""
-            short = getattr(module, f"{stem}original_inv_freq", None)
-            if kind == "longrope" and short is not None:
-                setattr(module, f"{stem}long_inv_freq", short.detach().clone())
+            first = getattr(module, f"{stem}original_inv_freq", None)
+            if kind == "longrope" and first is not None:
+                setattr(module, f"{stem}long_inv_freq", first.detach().clone())
+            elif kind == "dynamic" and first is not None:
+                # what is not longer than these is not computed again
+                module.original_max_seq_len = sys.maxsize
+                setattr(module, f"{stem}max_seq_len_cached", sys.maxsize)

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from headstart.heads.base import Teacher
 from headstart.heads.errors import HeadstartError, TargetError
-from headstart.heads.locate import record_layer_inputs, text_decoder
+from headstart.heads.locate import counted_calls, decoder_layers, record_layer_inputs, text_decoder
 from headstart.heads.numerics import wide
 
 #: tokens of the probe
@@ -194,10 +194,12 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
         without_traces(model),
         watched(model, decoder) as seen,
         record_layer_inputs(model, inner) as streams,
+        counted_calls(decoder_layers(model)) as calls,
     ):
         answer = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=states)
     with explained(name):
         alone = decoder(input_ids=tokens_BT, use_cache=False)
+    _require_once(calls, name)
     if seen.hidden_BTD is None:
         raise TargetError(f"{name}: its text decoder ({type(decoder).__name__}) took no part in a forward")
     tolerance = TOLERANCE.get(seen.hidden_BTD.dtype, 1e-3)
@@ -210,6 +212,7 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
     found = _with_rule(teacher, seen, answer.logits, model.config, name)
     place = found.weight_VD.device
     logits_TV = answer.logits[0, :, : teacher.weight_VD.shape[0]].to(place)
+    tolerance = max(tolerance, TOLERANCE.get(logits_TV.dtype, 0.0))
     _require_near(f"{name}: the logits of its output matrix", found.logits(captured.to(place)), logits_TV, tolerance)
     return found
 
@@ -226,6 +229,15 @@ def explained(name: str) -> Iterator[None]:
             f"{name}: a forward fails with {type(error).__name__}: {error}. This architecture, or this version of "
             "transformers, cannot be a target"
         ) from error
+
+
+def _require_once(calls: list[int], name: str) -> None:
+    if odd := [(number, count) for number, count in enumerate(calls) if count != 1]:
+        number, count = odd[0]
+        raise TargetError(
+            f"{name}: its decoder layer {number} runs {count} times in a forward, expected once: heads read the input "
+            "of every layer, and such a target has several or none"
+        )
 
 
 def _check_streams(name: str, captured: dict[int, Tensor], states: Any, tolerance: float) -> None:
@@ -248,7 +260,9 @@ def _with_rule(teacher: Teacher, seen: Seen, logits_BTV: Tensor, config: Any, na
         )
     width = min(seen.product_BTV.shape[-1], logits_BTV.shape[-1])
     product_TV = seen.product_BTV[-1, :, :width]
-    rule = fit_rule(product_TV, logits_BTV[-1, :, :width].to(product_TV.device), config, product_TV.dtype)
+    # the coarser of the two: some models multiply in float32 and round what they give
+    dtype = max(product_TV.dtype, logits_BTV.dtype, key=lambda kind: TOLERANCE.get(kind, 0.0))
+    rule = fit_rule(product_TV, logits_BTV[-1, :, :width].to(product_TV.device), config, dtype)
     if rule is None:
         raise TargetError(
             f"{name}: what the model makes of its output matrix's product is neither a factor nor a soft-cap, which is "
@@ -323,10 +337,33 @@ def rule_without_weights(model: Any) -> OutputRule | None:
         return None
     finally:
         for module in (*without, matrix):
-            del module.forward
+            vars(module).pop("forward", None)
     seen.hidden_BTD = hidden_BTD
     if seen.product_BTV is None:
         return None
     alone = Teacher(matrix.weight, getattr(matrix, "bias", None))
     found = _with_rule(alone, seen, logits_BTV, model.config, type(model).__name__)
     return OutputRule(found.scale, found.softcap)
+
+
+@torch.no_grad()
+def require_single_pass(model: Any, name: str) -> None:
+    """Refuse a model on the meta device that runs its layers several times: their forwards only pass on their input.
+
+    Where the model's own code asks for more than that, loading it will tell.
+    Raises: TargetError, as measured_teacher would.
+    """
+    layers, decoder = decoder_layers(model), text_decoder(model)
+    embedded = model.get_input_embeddings().weight
+    for layer in layers:
+        layer.forward = lambda *args, **kwargs: args[0] if args else kwargs["hidden_states"]
+    try:
+        with torch.device(embedded.device), without_traces(model), counted_calls(layers) as calls:
+            mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=embedded.dtype)
+            decoder(torch.zeros(1, LENGTH, dtype=torch.int64), attention_mask=mask, use_cache=False)
+    except Exception:  # whatever a model's own code raises without its weights
+        return
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+    _require_once(calls, name)

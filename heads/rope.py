@@ -122,6 +122,18 @@ def positions_with_one_rope(rope: dict[str, Any]) -> int | None:
     LongRoPE has two sets of them. Beyond the original length transformers takes the long ones, for all positions of a
     forward; vLLM takes those when it is launched with a longer context. Keys in the cache stay as they were turned. So
     a head is trained, measured and served within the original length, where everybody takes the short ones; the
-    target is held to those (locate.keep_short_factors).
+    target is held to those (locate.keep_first_frequencies).
     """
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else None
+
+
+def dynamic_note(rope: dict[str, Any]) -> str | None:
+    """What a user should know of a dynamic rope: vLLM and SGLang put the factor for the length that is turned."""
+    if rope.get("rope_type") != "dynamic" or rope.get("factor", 1.0) == 1.0:
+        return None
+    base = rope["factor"] ** 2 - rope["factor"] + 1
+    return (
+        f"dynamic rope: vLLM and SGLang turn every position, of the target too, as if its base were {base:g}^(d/(d-2)) "
+        "times as large (d: rotary width), where transformers, and so the training, does that only beyond the original "
+        "length: expect them to accept less than is measured here"
+    )

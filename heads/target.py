@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, Teacher
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, TargetError
 from headstart.heads.files import explain_read, read_bounded, sha256_text
-from headstart.heads.locate import decoder_layers, final_norm, keep_short_factors, record_layer_inputs, text_decoder
-from headstart.heads.probe import measured_teacher, rule_without_weights
+from headstart.heads.locate import (
+    decoder_layers,
+    final_norm,
+    keep_first_frequencies,
+    record_layer_inputs,
+    text_decoder,
+)
+from headstart.heads.probe import measured_teacher, require_single_pass, rule_without_weights
+from headstart.heads.rope import dynamic_note
 from headstart.heads.template_date import fix_dates, shown_date
 
 #: the longest chat templates have some tens of KiB
@@ -218,7 +225,7 @@ class Target:
         self.model, self.tokenizer, self.config = model.eval().requires_grad_(False), tokenizer, config
         self.revision = revision
         self.dims = HeadDims.from_hf_config(model.config)
-        keep_short_factors(model)
+        keep_first_frequencies(model)
         output = model.get_output_embeddings()
         if output is None:
             raise TargetError(f"{config.name}: the model has no output embedding; expected a causal language model")
@@ -304,6 +311,7 @@ class Target:
         """The teacher with the model's own factor and soft-cap. Raises: TargetError, see probe.measured_teacher."""
         if not matrix.weight_VD.is_meta:
             return measured_teacher(self.model, matrix, self.config.name, states=not self.lockstep)
+        require_single_pass(self.model, self.config.name)
         rule = rule_without_weights(self.model)
         return matrix if rule is None else replace(matrix, softcap=rule.softcap, scale=rule.scale)
 
@@ -318,6 +326,8 @@ class Target:
                 f"LongRoPE: heads are trained, measured and served within its first {limit} positions, of "
                 f"{self.dims.max_position_embeddings}; launch engines with a context of at most {limit} tokens"
             )
+        if note := dynamic_note(self.dims.rope_parameters):
+            facts.append(note)
         return facts
 
     def _stop_token_ids(self) -> tuple[int, ...]:

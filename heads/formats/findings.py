@@ -19,7 +19,7 @@ from headstart.heads.formats.raw import RawCheckpoint
 from headstart.heads.formats.read_eagle import LLAMA_DEFAULTS, is_eagle3, unnest
 from headstart.heads.formats.read_medusa import MEDUSA_KEYS, is_medusa
 from headstart.heads.formats.readers import is_dflash
-from headstart.heads.rope import positions_with_one_rope, same_rope
+from headstart.heads.rope import dynamic_note, positions_with_one_rope, same_rope
 
 
 class Verdict(StrEnum):
@@ -294,13 +294,14 @@ def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]
 
 
 def one_rope_note(config: dict[str, Any]) -> list[str]:
-    """That a head with LongRoPE is served within its original length only."""
+    """That a head with LongRoPE is served within its original length only, and what engines make of a dynamic rope."""
     try:
-        limit = positions_with_one_rope(rope_parameters(config, "config.json"))
+        rope = rope_parameters(config, "config.json")
     except FormatError:
         return []
+    limit = positions_with_one_rope(rope)
     if limit is None:
-        return []
+        return [note] if (note := dynamic_note(rope)) else []
     return [
         f"LongRoPE: launch the engine with a context of at most {limit} tokens (vLLM: --max-model-len {limit}); with a "
         "longer one it turns every position, of the target too, by the long factors, which this head never saw"

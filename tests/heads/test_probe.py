@@ -151,6 +151,47 @@ def test_what_is_neither_a_factor_nor_a_soft_cap_is_refused(kind: type[Changed])
         rule_without_weights(empty)
 
 
+class Rounding(Changed):
+    """Multiplies in float32 and gives bfloat16."""
+
+    def change(self, logits: Tensor) -> Tensor:
+        return (logits * 0.3).to(torch.bfloat16)
+
+
+def test_logits_that_are_rounded_behind_the_product_are_no_other_rule() -> None:
+    assert Target.from_model(changed(Rounding)).teacher.scale == pytest.approx(0.3, rel=3e-3)
+
+
+def test_a_target_that_runs_layers_twice_is_refused_with_and_without_weights() -> None:
+    model = model_of("Llama")
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    for found in (model, empty):
+        found.model.layers[4] = found.model.layers[3]
+        with pytest.raises(TargetError, match="its decoder layer 3 runs 2 times in a forward, expected once"):
+            Target.from_model(found)
+        assert not any("forward" in vars(layer) or layer._forward_pre_hooks for layer in found.model.layers)
+
+
+def test_a_list_of_layers_that_is_not_there_is_missed_without_weights() -> None:
+    model = model_of("Llama")
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    empty.config.num_hidden_layers = 9
+    with pytest.raises(TargetError, match="no list of 9 decoder layers found"):
+        Target.from_model(empty)
+
+
+def test_an_output_matrix_called_decoder_is_none() -> None:
+    if not hasattr(transformers, "ModernBertDecoderConfig"):
+        pytest.skip("this transformers has no such model")
+    model = model_of("ModernBertDecoder")
+    assert text_decoder(model) is model.model and len(decoder_layers(model)) == 6
+    # a layer with weights stands between its last hidden state and the matrix
+    with pytest.raises(TargetError, match="its output matrix does not read the last hidden state"):
+        Target.from_model(model)
+
+
 def test_a_matrix_that_reads_something_else_is_refused() -> None:
     model = model_of("Llama")
 

@@ -206,6 +206,22 @@ def test_architectures_that_no_draft_layer_can_follow_are_refused():
         HeadDims.from_hf_config(config)
 
 
+def test_dynamic_rope_turns_as_at_first_past_the_end_too():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0}
+    model = build("Llama", rope_parameters=rope, max_position_embeddings=16)()
+    tokens = torch.randint(0, VOCAB, (24,), generator=torch.Generator().manual_seed(0))
+    switched = alone(model, tokens)[1][:12]
+    alone(model, tokens[:12])  # transformers goes back to the first frequencies
+    target = Target.from_model(model)
+    plain = build("Llama", max_position_embeddings=16)()
+    plain.load_state_dict(model.state_dict())
+    for length in (24, 12, 24):
+        torch.testing.assert_close(alone(model, tokens[:length])[1], alone(plain, tokens[:length])[1])
+    assert (switched - alone(plain, tokens)[1][:12]).abs().max() > 1e-4
+    # vLLM's base is constant: (6 · 6 L / L - (6 - 1)) ^ (d / (d - 2)) times the target's
+    assert target.positions == 16 and "as if its base were 31^(d/(d-2)) times as large" in target.notes[0]
+
+
 def test_longrope_turns_by_its_short_factors_past_the_end_too():
     """A tree at the end of a context reaches beyond the original length: the rows before must not change by it."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}

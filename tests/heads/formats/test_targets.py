@@ -134,6 +134,13 @@ def test_longrope_says_the_length_that_it_is_served_with(tmp_path: Path) -> None
         assert any("LongRoPE: launch the engine with a context of at most 64 tokens" in note for note in notes)
 
 
+def test_what_engines_make_of_a_dynamic_rope_is_said(tmp_path: Path) -> None:
+    dims = dims_of("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    save_head(head_for(dims, FAMILIES["eagle3"]), tmp_path, {})
+    report = check_directory(tmp_path, dims)
+    assert report.loads("vllm") and any("3^(d/(d-2)) times as large" in n for n in report.engines["vllm"].notes)
+
+
 @pytest.mark.parametrize(
     ("rope", "named"),
     [

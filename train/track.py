@@ -33,7 +33,7 @@ SHOWN = {
     "valid/loss": "valid loss",
     "valid/coverage": "valid coverage",
     "valid/walked_tau": "valid walked τ",
-    "valid/tau": "τ",
+    "valid/tau": "decoded τ",
     "lr": "lr",
     "tokens_per_s": "tokens/s",
     "mfu": "MFU",
@@ -273,17 +273,18 @@ class Reporter:
         if self._bar is not None:
             self._bar.update(self._task, completed=min(done, self._total), note=note)
         elif self._show:
-            left = "" if self._started is None else f"  {self._time_left(done)} left"
-            self._console.print(f"train step {step}, {done:.0f} of {self._total:g} {self._unit}{left}  {note}")
+            line = f"train step {step}, {done:.0f} of {self._total:g} {self._unit}{self._time_left(done)}  {note}"
+            self._console.print(line, soft_wrap=True)
         if self._started is None:
             self._started = (time.monotonic(), done)
 
     def _time_left(self, done: float) -> str:
-        """At the pace since the first record."""
-        assert self._started is not None
-        since, first = self._started
+        """At the pace since the first record; empty where that says nothing: at the first, and at the end."""
+        since, first = self._started or (0.0, done)
+        if not first < done < self._total:
+            return ""
         pace = (done - first) / max(time.monotonic() - since, 1e-9)
-        return str(timedelta(seconds=round(max(self._total - done, 0.0) / pace))) if pace > 0 else "?"
+        return f"  {timedelta(seconds=round((self._total - done) / pace))} left"
 
     def say(self, message: str) -> None:
         if self._show:

@@ -177,3 +177,16 @@ def test_progress_shows_numbers_on_rank_0_only(terminal):
         assert ("left" in out.getvalue()) is show  # the bar's time, or the line's
         assert ("loss 1.25" in out.getvalue()) is show
         assert ("note" in out.getvalue()) is show
+
+
+def test_a_log_has_one_line_per_record_and_the_time_left_only_where_it_is_known():
+    """Also where a record is wider than the 80 columns of a log file."""
+    out = io.StringIO()
+    reporter = Reporter(True, 10, "steps", Console(file=out, width=80))
+    values = {"train/loss": 1.25, "train/coverage": 0.5, "train/walked_tau": 1.5, "lr": 0.001, "tokens_per_s": 123.4}
+    for step, done in ((5, 5), (6, 6), (10, 10), (10, 10)):
+        reporter.record(step, values, done)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4
+    assert all(line.endswith("loss 1.25  coverage 0.5  walked τ 1.5  lr 0.001  tokens/s 123.4") for line in lines)
+    assert [" left" in line for line in lines] == [False, True, False, False]

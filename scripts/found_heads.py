@@ -26,6 +26,8 @@ from headstart.heads.repository import check_head_name
 from headstart.heads.target import Target
 from headstart.talk import Talk
 
+#: what a head's acceptance depends on in its target: part of the fingerprint → its name
+TRAINED_ON = {"weight_hash": "set of weights", "tokenizer_hash": "tokenizer", "template_hash": "chat template"}
 #: fields of `head` that decide which tensors a head has, and what it reads
 STRUCTURE = (
     "num_layers",
@@ -63,10 +65,32 @@ def find_head(head: str, said: str = "--head") -> Path:
 
 def trained_date(directory: Path | None) -> str | None:
     """The day that the chat template showed when the head was trained, where its sidecar says one."""
-    found: Any = notes(directory) if directory is not None else None
-    for name in ("target", "template_date"):
-        found = found.get(name) if isinstance(found, dict) else None
+    found = _trained_on(directory).get("template_date")
     return found if isinstance(found, str) and re.fullmatch(r"\d{4}-[01]\d-[0-3]\d", found) else None
+
+
+def _trained_on(directory: Path | None) -> dict[str, Any]:
+    """The fingerprint of the target that a head was trained on, {} where nothing tells it."""
+    found = notes(directory).get("target") if directory is not None else None
+    return found if isinstance(found, dict) else {}
+
+
+def trained_otherwise(directory: Path | None, target: Target) -> str | None:
+    """A warning that names what the target has otherwise than the one that the head was trained on, or None.
+
+    Weights are compared in one precision only: rounding makes others of them.
+    """
+    then, now = _trained_on(directory), target.fingerprint()
+    known = [name for name in TRAINED_ON if then.get(name) is not None and now.get(name) is not None]
+    other = [TRAINED_ON[name] for name in known if then[name] != now[name]]
+    if TRAINED_ON["weight_hash"] in other and then.get("dtype") != now["dtype"]:
+        other.remove(TRAINED_ON["weight_hash"])
+    if not other:
+        return None
+    return (
+        f"WARNING: the head was trained on a target with another {' and another '.join(other)}: its acceptance here "
+        "says nothing about that target"
+    )
 
 
 def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None) -> Head:
@@ -187,6 +211,8 @@ def export_found(
     place = find_head(head)
     check_out(place, out)
     drafted = bound_head(place, target, torch.float32)
+    if warning := trained_otherwise(place, target):
+        talk.say(warning)
     parity = compare_features(target, drafted.spec, probe_sequences(target))
     require_parity(parity, config.force)
     talk.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from headstart.eval.benchmark import evaluate
 from headstart.eval.config import EvalConfig
 from headstart.eval.prompts import eval_sources
 from headstart.eval.report import Report
+from headstart.found_heads import trained_otherwise
 from headstart.heads.base import Head
 from headstart.heads.published import OWN_DATA, name_of_data, numbered
 from headstart.heads.target import Target
@@ -26,15 +28,20 @@ def measure(
     recipe: dict[str, Any] | None = None,
     head_info: dict[str, Any] | None = None,
     shorter_chains: bool = False,
+    place: Path | None = None,
 ) -> Report:
     """`evaluate` with a progress bar.
 
     Args:
         shorter_chains: also time every shorter chain against the same baseline; a note names the fastest.
+        place: directory of the head; what its target had otherwise is told and noted.
     """
-    _say_own_data(config.data, talk)
+    warning = trained_otherwise(place, target)
+    if warning is not None:
+        talk.say(warning)
     with talk.progress("eval", "prompts") as advance:
         report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=_counting(advance))
+    report.notes += [warning] if warning is not None else []
     if head_info == UNTRAINED:
         report.notes.append(
             "an untrained head drafted: its weights are random, its acceptance is what was asked for, the speed is real"
@@ -56,8 +63,8 @@ def measure(
     return report
 
 
-def _say_own_data(data: Any, talk: Talk) -> None:
-    """Which file is which: reports number own data, they do not name its files."""
+def say_own_data(data: Any, talk: Talk) -> None:
+    """Which file is which, before a report is shown: reports number own data, they do not name its files."""
     sources = eval_sources(data) if data is not None else []
     names = numbered([name_of_data(str(source.path)) if source.path else source.name for source in sources])
     own = [f"{name} is {source.path}" for name, source in zip(names, sources, strict=True) if OWN_DATA in name]

@@ -540,6 +540,7 @@ class Run:
     def eval(self) -> dict[str, Any]:
         """Measure the trained head; writes report.json and report.md."""
         from headstart.eval.prompts import describe_data
+        from headstart.measure import say_own_data
 
         config = self.recipe.eval
         data = config.data or str(self.held_out_path)
@@ -564,6 +565,7 @@ class Run:
         result = self.steps.run("eval", inputs, [report], lambda begin: self._eval(data, begin), leftovers=[rendered])
         if not rendered.is_file():
             render_saved(report, self.talk.say)
+        say_own_data(config.data, self.talk)
         return result
 
     def _eval(self, data: Any, begin: Begin) -> dict[str, Any]:
@@ -571,13 +573,14 @@ class Run:
 
         self.check_eval_data()
 
-        if self.head_dir.is_dir():
-            head, info = bound_head(self.head_dir, self.target), {"path": str(self.head_dir)}
+        place = self.head_dir if self.head_dir.is_dir() else None
+        if place is not None:
+            head, info = bound_head(place, self.target), {"path": str(place)}
         else:
             head, info = untrained_head(self.recipe.head, self.target), UNTRAINED
-        config = replace(self.recipe.eval, data=data)
+        config, shorter = replace(self.recipe.eval, data=data), self.recipe.shorter_chains
         values = self.as_trained(to_dict(self.recipe))
-        report = measure(self.target, head, config, self.talk, values, info, self.recipe.shorter_chains)
+        report = measure(self.target, head, config, self.talk, values, info, shorter, place)
         begin()
         path = report.save(self.dir)
         return {"report": str(path), **summary(report.to_json())}

@@ -128,7 +128,8 @@ def _of_head(
         if drafted is None and settings.eval.drafter == "auto" and settings.eval.synthetic_acceptance is not None:
             config = load_recipe(recipe, overrides).head if recipe is not None else None
             drafted, info = untrained_head(config, loaded), UNTRAINED
-        _write(measure(loaded, drafted, settings.eval, talk, to_dict(settings), info), place, talk)
+        report = measure(loaded, drafted, settings.eval, talk, to_dict(settings), info, place=place_of_head)
+        _write(report, place, settings.eval, talk)
     return place
 
 
@@ -169,12 +170,12 @@ def _of_server(
         shown = to_dict(settings)
         report.recipe = {"seed": shown["seed"], "eval": shown["eval"]}
         if place is not None:
-            _write(report, place, talk)
+            _write(report, place, settings.eval, talk)
             return place
     label = f"{engine}-{report.target['name'].rstrip('/').split('/')[-1]}"[:150]
     place = Path("runs") / "eval" / f"{label}-{data_name}"
     with locked(place, "--out", wait=True):
-        _write(report, place, talk)
+        _write(report, place, settings.eval, talk)
     return place
 
 
@@ -187,10 +188,13 @@ def place_of(out: str | None) -> Path | None:
     return Path(out) if out else None
 
 
-def _write(report: Report, place: Path, talk: Talk) -> None:
+def _write(report: Report, place: Path, config: EvalConfig, talk: Talk) -> None:
     """Write the report where an earlier one may be, which is kept."""
+    from headstart.measure import say_own_data
+
     keep_earlier(place, "eval", ("report.json", "report.md"), talk)
     report.write(place, talk.say)
+    say_own_data(config.data, talk)
 
 
 def one_or_all(data: list[str] | None) -> str | list[str] | None:

@@ -64,7 +64,7 @@ def _tune(
     from headstart.eval.launch import wake_compiler
     from headstart.eval.tune import tune
     from headstart.eval.tune_report import tuning_table, tuning_text, write_tuning
-    from headstart.found_heads import bound_head, find_head, trained_date
+    from headstart.found_heads import bound_head, find_head, trained_date, trained_otherwise
     from headstart.heads.published import published
     from headstart.heads.target import Target
     from headstart.pipeline import Run
@@ -89,6 +89,8 @@ def _tune(
         for note in loaded.notes:
             talk.say(f"target: {note}")
         drafting = bound_head(place, loaded) if place is not None else None
+        if warning := trained_otherwise(place, loaded):
+            talk.say(warning)
         with talk.progress("tune", "steps") as advance:
             found = tune(loaded, drafting, settings.eval, settings.tune, advance)
         keep_earlier(folder, "tune", ("tune.json", "tune.md"), talk)

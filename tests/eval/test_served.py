@@ -246,6 +246,15 @@ def test_the_command_line(data: Path, tmp_path: Path, capfd: Any) -> None:
     assert (out / "report.md").is_file()
 
 
+def test_files_that_the_report_numbers_are_named_on_the_terminal(data: Path, tmp_path: Path, capfd: Any) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(data.read_bytes())
+    with serving() as (url, _):
+        asked = ["--engine", "vllm", "--url", url, "--data", str(data), "--data", str(other), "--out", str(tmp_path)]
+        assert command(*asked) == 0
+    assert f"in the report own data 1 is {data}, own data 2 is {other}\n" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

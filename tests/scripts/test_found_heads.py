@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headstart import serving_check
-from headstart.found_heads import continued_head
+from headstart.found_heads import continued_head, trained_date, trained_otherwise
 from headstart.heads.base import FeatureSpec, Head, build_head
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
@@ -175,3 +175,35 @@ def test_a_recipe_that_describes_another_head(target: Target, tmp_path: Path, co
         continued_head(str(theirs), config, target)  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="start_from .*no such directory"):
         continued_head(str(tmp_path / "gone"), config, target)  # type: ignore[arg-type]
+
+
+def test_a_saved_head_tells_what_its_target_was(target: Target, tmp_path: Path) -> None:
+    def other(**changes: str | None) -> str | None:
+        save_head(eagle3(target), tmp_path, {"target": {**target.fingerprint(), **changes}})
+        return trained_otherwise(tmp_path, target)
+
+    assert other() is None
+    assert other(template_date="2026-03-05") is None and trained_date(tmp_path) == "2026-03-05"
+    assert other(template_hash=None) is None, "of a target without a template nothing is known"
+    assert "trained on a target with another chat template: its" in str(other(template_hash="0" * 64))
+    assert "another set of weights and another tokenizer:" in str(other(weight_hash="0" * 64, tokenizer_hash="0" * 64))
+    assert other(weight_hash="0" * 64, dtype="bfloat16") is None, "rounded weights are not compared"
+    assert trained_otherwise(None, target) is None
+    (tmp_path / "headstart.json").unlink()
+    assert trained_otherwise(tmp_path, target) is None
+
+
+def test_an_evaluation_on_another_template_says_so(
+    headstart: Callable, tiny_target: Path, target: Target, prompts: Path, tmp_path: Path
+) -> None:
+    """A head drafts badly on text that it was not trained on: τ alone would look like a bad head."""
+    save_head(eagle3(target), tmp_path / "head", {"target": target.fingerprint()})
+    template = tmp_path / "other.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}[assistant] ")
+    asked = ("eval", "--head", tmp_path / "head", "--target", tiny_target, "--data", prompts, "eval.max_new_tokens=2")
+    same = headstart(*asked, "--out", tmp_path / "same")
+    assert same.code == 0 and "WARNING" not in same.err + same.out, same.err
+    changed = headstart(*asked, f"target.chat_template={template}", "--out", tmp_path / "changed")
+    assert changed.code == 0, changed.err
+    for shown in (changed.err, changed.out, (tmp_path / "changed" / "report.md").read_text()):
+        assert "WARNING: the head was trained on a target with another chat template" in shown

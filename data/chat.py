@@ -100,6 +100,11 @@ class ChatFormat:
                 "characters of each token): load it with a tokenizer.json"
             )
         self.renderer = Renderer(tokenizer, self.template_kwargs)
+        if foot := self.renderer.find_foot():
+            text = self.renderer.render(PROBE)[0].removesuffix(foot)
+            # where nothing else ends an answer, the last one ends with it
+            ended = self.stop_token_ids.intersection(self._ids(text[text.rfind(PROBE[1]["content"]) :]))
+            self.renderer.foot = foot if ended else ""
         self._probed = False
         self._head: tuple[str, list[int]] = "", []
 

@@ -79,9 +79,12 @@ def _require_history(message: Message, before: _Text, whole: _Text) -> None:
             raise _left_out(NAMES.get(role, f"a message of role {role}"), content)
     else:
         said = content.split("</think>")[-1]  # the thoughts of an earlier answer may go
+        place = before.place
         if not before.find(said):
             raise _left_out("an earlier answer", said)
         _require_calls(message, before, "an earlier answer")
+        if message.get("tool_calls"):
+            before.place = place  # Gemma 4 writes the results between the calls and what was said with them
 
 
 def _require_answer(message: Message, text: _Text) -> None:

@@ -80,6 +80,9 @@ def call_arguments(call: dict[str, Any]) -> Any:
 class Renderer:
     """A tokenizer's chat template with the variables it is given.
 
+    Attributes:
+        foot: what the template writes behind the last message of any conversation, and `render` leaves out.
+
     Raises: TemplateError when the tokenizer has no chat template.
     """
 
@@ -88,6 +91,7 @@ class Renderer:
         #: models with several templates have one for conversations with tools
         self.tool_template = fix_date(chat_template(tokenizer, [{"type": "function"}]))
         self.variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self.foot = ""
         self.form = Form()
         self.form = find_form(self)
 
@@ -120,7 +124,21 @@ class Renderer:
         except Exception as error:  # a template is a program of the model's repository: whatever it raises
             raise RefusedError(f"the chat template refuses it: {str(error) or type(error).__name__}") from error
         rendered, tags = result
-        return rendered[0], [(start, end) for start, end in tags[0]] if tagged else []
+        text = rendered[0] if add_generation_prompt else rendered[0].removesuffix(self.foot)
+        return text, [(start, min(end, len(text))) for start, end in tags[0]] if tagged else []
+
+    def find_foot(self) -> str:
+        """The end of text that stands behind the last message of any role, and behind no earlier one (Phi-3); or "".
+
+        No server writes it, and with it no conversation is the beginning of a longer one.
+        """
+        foot = self.variables.get("eos_token") or ""
+        try:
+            asked, answered, more = (self.render(m)[0] for m in (PROBE[:1], PROBE, [*PROBE, PROBE[0]]))
+        except RefusedError:
+            return ""
+        ended = all(text.endswith(foot) for text in (asked, answered, more))
+        return foot if ended and more.startswith(answered.removesuffix(foot)) and not more.startswith(answered) else ""
 
     def notes(self) -> list[str]:
         """What a reader of the data report should know about how this template is used."""

@@ -118,6 +118,11 @@ TEMPLATES["numbered"] = (
     .replace("'<|im_start|>' + message", "loop.index0 | string + '<|im_start|>' + message")
     .replace("{{ '<|im_start|>assistant", "{{ messages | length | string + '<|im_start|>assistant")
 )
+# an end of text stands behind the last message, whoever said it, as Phi-3 has it
+TEMPLATES["phi3"] = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
 # the system message stands in the last question
 TEMPLATES["late_system"] = (
     "{% set system = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages %}"
@@ -148,6 +153,7 @@ ENDS = {
     "qwen3": ("<|im_end|>", None, ("<|im_end|>",)),
     "gemma": ("<bos>", "<bos>", ("<end_of_turn>",)),
     "mistral": ("</s>", "<s>", ("</s>",)),
+    "phi3": ("</s>", None, ("</s>", "<|im_end|>")),
     "tagged": ("<|im_end|>", None, ("<|im_end|>",)),
     "tagged_wide": ("<|im_end|>", None, ("<|im_end|>",)),
     "plain": (None, None, ()),

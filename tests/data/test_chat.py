@@ -58,6 +58,10 @@ EXPECTED = {
     "mistral": "<s>|[INST]| Hi| |[/INST]|«0: Hello| there|.|</s>»|[INST]| Bye| |[/INST]|«1: Bye| bye|</s>»",
     "tagged": CHATML.removeprefix(SYSTEM),
     "tagged_wide": CHATML.removeprefix(SYSTEM),
+    "phi3": (
+        "<s>|user|⏎|Hi|<|im_end|>|⏎|<s>|assistant|⏎|«0:Hello| there|.|<|im_end|>»|⏎|"
+        "<s>|user|⏎|Bye|<|im_end|>|⏎|<s>|assistant|⏎|«1:Bye| bye|<|im_end|>»|⏎"
+    ),
     "plain": "user|:|Hi|⏎⏎|assistant|:|«0:Hello| there|.»|⏎⏎|user|:|Bye|⏎⏎|assistant|:|«1:Bye| bye»|⏎⏎",
 }
 
@@ -222,6 +226,14 @@ def test_the_first_token_of_the_next_message_may_end_an_answer(make_chat):
     )
     text = one(make_chat("chatml", template=glm), TWO_TURNS)
     assert text == ("<|im_end|>|⏎|Hi|<|im_start|>|⏎|«0:Hello| there|.|<|im_end|>»|⏎|Bye|<|im_start|>|⏎|«1:Bye| bye»")
+
+
+def test_an_end_of_text_behind_the_last_message_ends_the_answer_where_nothing_else_does(make_chat):
+    chat = make_chat("phi3", template=TEMPLATES["phi3"].replace("<|im_end|>", ""))
+    assert [marked(chat, encoded) for encoded in chat.encode(TWO_TURNS)] == [
+        "<s>|user|⏎|Hi|⏎|<s>|assistant|⏎|«0:Hello| there|.|⏎|</s>»",
+        "<s>|user|⏎|Hi|⏎|<s>|assistant|⏎|Hello| there|.|⏎|<s>|user|⏎|Bye|⏎|<s>|assistant|⏎|«0:Bye| bye|⏎|</s>»",
+    ]
 
 
 def test_a_greeting_before_the_first_question_is_context(make_chat):

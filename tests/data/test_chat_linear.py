@@ -14,8 +14,9 @@ from headstart.data.rendering import Renderer
 from headstart.data.turns import stable_turns, turn_at
 
 FAMILIES = ("chatml", "llama3", "qwen3", "gemma", "mistral", "tagged", "tagged_wide", "plain", "parts", "trimming",
-            "numbered", "late_system", "forgetful", "tools")  # fmt: skip
-STABLE = ("chatml", "llama3", "gemma", "mistral", "tagged", "tagged_wide", "plain", "parts", "trimming", "tools")
+            "numbered", "late_system", "forgetful", "tools", "phi3")  # fmt: skip
+STABLE = ("chatml", "llama3", "gemma", "mistral", "tagged", "tagged_wide", "plain", "parts", "trimming", "tools",
+          "phi3")  # fmt: skip
 #: answers may begin and end with white space, hold empty lines, and repeat one another
 TEXTS = (
     "Hi",

@@ -206,3 +206,15 @@ def test_a_prompt_that_opens_the_thoughts_takes_answers_that_have_some(make_chat
     assert trained(chat, [USER, answer]) == ["Be brief\n</think>\nHello<|im_end|>"]
     with pytest.raises(RefusedError, match="is not the beginning of the text with the answer"):
         chat.encode([USER, {"role": "assistant", "content": "Hello"}])
+
+
+def test_a_result_may_stand_before_what_was_said_with_its_call(make_chat):
+    """Gemma 4: call, result and only then the content of the message that called."""
+    calls = CALLS["json"][0].removeprefix("{{ m.content }}")
+    result = "{{ m.content }}{{ messages[loop.index0 - 1].content if m.role == 'tool' }}"
+    body = f"{{% if m.tool_calls %}}{calls}{{{{ m.content if loop.last }}}}{{% else %}}{result}{{% endif %}}"
+    messages = [USER, {**CALLING, "content": "Be kind"}, RESULT, {"role": "assistant", "content": "Bye"}]
+    assert trained(make_chat("chatml", template=template(body)), messages)[-1] == "Bye<|im_end|>"
+    lost = template(body.replace("{{ m.content }}{{ mess", "{{ m.content if m.role != 'tool' }}{{ mess"))
+    with pytest.raises(RefusedError, match="leaves out a tool's result"):
+        make_chat("chatml", template=lost).encode(messages)

@@ -33,10 +33,12 @@ def write_scripts(directory: Path) -> list[Path]:
     from headstart.heads.files import explain_disk, umask, write_text
 
     texts = {directory / name: path.read_text(encoding="utf-8") for name, path in shipped_files().items()}
-    with explain_disk(directory):
+    with explain_disk(directory, "headstart scripts DIR"):
         for path, text in texts.items():
             if path.exists() and path.read_bytes() != text.encode():
                 raise StorageError(f"{path}: is there and holds something else: move it away, or give another folder")
+        for path in texts:
+            path.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         write_text(path, text)
         if path.suffix == ".sh":

@@ -274,3 +274,5 @@ def test_scripts_that_were_written_elsewhere_launch_from_there(place: Path, tmp_
     with pytest.raises(StorageError, match="node.sh: is there and holds something else"):
         write_scripts(tmp_path / "my cluster")
     assert node.read_text() == "mine"
+    with pytest.raises(StorageError, match="choose another place with headstart scripts DIR"):
+        write_scripts(node / "below a file")

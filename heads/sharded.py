@@ -253,8 +253,7 @@ def load_sharded(config: TargetConfig, device: torch.device, dtype: torch.dtype)
     tokenizer = load_tokenizer(config, place, shared)
     directory, revision = model_directory(place, config.revision, bool(shared["local_files_only"]))
     settings = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-    if getattr(settings, "quantization_config", None) is not None:
-        raise TargetError(f"{config.name}: found quantised weights, expected plain ones to shard: {REMEDY}")
+    check_plain(settings, config.name)
 
     def make(attention: str) -> Any:
         with torch.device("meta"):
@@ -357,12 +356,38 @@ def check_names(model: nn.Module, files: Weights, tied: bool) -> dict[str, nn.Pa
 
 def restore_buffers(model: nn.Module, device: torch.device) -> None:
     """Compute again what a model without memory could not: rotary frequencies, by building their modules anew."""
-    for name, module in list(model.named_modules()):
-        if not module._buffers or all(b is None for b in module._buffers.values()):
-            continue
-        config = getattr(module, "config", None)
-        if config is None or any(True for _ in module.parameters(recurse=False)):
-            raise TargetError(f"{type(model).__name__}: cannot compute the buffers of {name}: {REMEDY}")
+    for name, module in with_buffers(model):
         owner, _, leaf = name.rpartition(".")
-        fresh = type(module)(config=config).to(device)
+        fresh = type(module)(config=module.config).to(device)
         setattr(model.get_submodule(owner), leaf, fresh)
+
+
+def with_buffers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that hold buffers. Raises: TargetError for one that cannot be built anew from its config alone."""
+    found = []
+    for name, module in model.named_modules():
+        if all(buffer is None for buffer in module._buffers.values()):
+            continue
+        if getattr(module, "config", None) is None or any(True for _ in module.parameters(recurse=False)):
+            raise TargetError(f"{type(model).__name__}: cannot compute the buffers of {name}: {REMEDY}")
+        found.append((name, module))
+    return found
+
+
+def check_plain(settings: Any, name: str) -> None:
+    """Raises: TargetError for quantised weights."""
+    if getattr(settings, "quantization_config", None) is not None:
+        raise TargetError(f"{name}: found quantised weights, expected plain ones to shard: {REMEDY}")
+
+
+def check_shardable(target: Target) -> None:
+    """Refuse what `load_sharded` would refuse, without weights: buffers, and names of tensors where the files are here.
+
+    Raises: TargetError naming the first that cannot be sharded.
+    """
+    model, (place, _, _) = target.model, locate(target.config)
+    check_plain(model.config, target.config.name)
+    with_buffers(model)
+    if Path(place).is_dir() and any(Path(place).glob("*.safetensors*")):
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        check_names(model, WeightFiles(Path(place)), tied)

@@ -1,8 +1,8 @@
 """What later steps would refuse, asked of a recipe and its target before anything costs.
 
-Every question is the later step's own check, put to a head without memory: building it, decoding the target, reading
-what the recipe is long for, saving and exporting. `doctor` and `--plan` ask without the target's weights, and so does
-every command before the first step that is not done.
+Every question is the later step's own check, put to a head without memory: sharding the target, building the head,
+decoding the target, reading what the recipe is long for, saving and exporting. `doctor` and `--plan` ask without the
+target's weights, and so does every command before the first step that is not done.
 """
 
 from __future__ import annotations
@@ -114,7 +114,17 @@ def ask_tracker(recipe: Recipe, target: Target) -> str:
     return recipe.train.tracker
 
 
+def ask_sharding(recipe: Recipe, target: Target) -> str:
+    """Whether the target can be shared out over ranks as the recipe asks."""
+    if recipe.target.parallel == "fsdp2":
+        from headstart.heads.sharded import check_shardable
+
+        check_shardable(target)
+    return f"target.parallel={recipe.target.parallel}"
+
+
 QUESTIONS: dict[str, Question] = {
+    "sharding": ask_sharding,
     "head": ask_head,
     "positions": ask_positions,
     "decoding": ask_decoding,

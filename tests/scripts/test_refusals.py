@@ -96,6 +96,9 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
     "soft-cap": (
         "Gemma2", SMALL, ["inherit=[]", "head={type: medusa}"], ConfigError, "medusa needs .*a soft-cap of 30",
     ),
+    "buffers of a sharded target": (
+        "Gemma2", SMALL, ["target.parallel=fsdp2"], TargetError, "cannot compute the buffers of .*target.parallel=none",
+    ),
     "one file": (
         "Llama", {}, ["head={type: medusa, depth: 2}", "export.engines=[tgi]", "export.max_shard_size=20KB"],
         FormatError, "export.max_shard_size: .* its readers open no second file",
@@ -119,6 +122,20 @@ def test_later_refusals_come_first(case: str, recipe: Path, target_of: Callable[
     settings = load_recipe(recipe, overrides)
     with pytest.raises(kind, match=words):
         refuse_ahead(settings, light_target(settings.target))
+
+
+def test_tensors_that_shards_cannot_be_filled_from(recipe: Path, target_of: Callable[..., Path]) -> None:
+    """A mixture of experts is saved under other names than transformers computes with."""
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    place = target_of("Qwen3Moe", weights=True, **SMALL, **experts)
+    sharded = load_recipe(recipe, [f"target.name={place}", "target.parallel=fsdp2"])
+    with pytest.raises(TargetError, match="do not hold the model's tensors as it names them: missing"):
+        refuse_ahead(sharded, light_target(sharded.target))
+    whole = load_recipe(recipe, [f"target.name={place}"])
+    refuse_ahead(whole, light_target(whole.target))
+    shutil.rmtree(place)
+    sharded = load_recipe(recipe, [f"target.name={target_of('Llama', weights=True)}", "target.parallel=fsdp2"])
+    refuse_ahead(sharded, light_target(sharded.target))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma", "Gemma2", "GptOss", "Phi", "Starcoder2", "Nemotron", "GPTNeoX"])

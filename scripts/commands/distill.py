@@ -12,7 +12,8 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
         from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe
 
-        run = Run(load_recipe(recipe, overrides or []), talk)
+        # the answers are trained on: what training would refuse is asked before the first of them
+        run = Run(load_recipe(recipe, overrides or []), talk, ahead=("train",))
         with run.steps.lock():
             result = run.distill()
             if result is None:

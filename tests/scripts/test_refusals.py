@@ -158,7 +158,8 @@ def test_every_command_asks(headstart: Callable, recipe: Path, target_of: Callab
     assert doctor.code == 1 and status["export"] == "fail"
     assert [status[name] for name in ("target", "head", "positions", "decoding")] == ["ok"] * 4
     plan = headstart("train", recipe, *overrides, "--plan", "--gpu-memory", "80", "--samples", "9")
-    for result in (plan, headstart("run", recipe, *overrides), headstart("train", recipe, *overrides)):
+    commands = [headstart(command, recipe, *overrides) for command in ("run", "distill", "train")]
+    for result in (plan, *commands):
         assert result.code == 1 and "hidden_act is 'gelu'; its MLP knows silu" in result.err
         assert "Traceback" not in result.err and "loading target" not in result.err
     assert not (tmp_path / "run" / "data" / "distilled.jsonl").exists()

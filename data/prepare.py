@@ -20,6 +20,14 @@ from headstart.data.split import Split, given_held_out, prompt_key, split_held_o
 from headstart.heads.errors import DataError, HeadstartError
 
 T = TypeVar("T")
+#: how the reason begins for which conversations are dropped → what helps
+REMEDIES = {
+    "no assistant answer": "prompts alone belong in data.distill.prompts: the target answers them",
+    "the chat template leaves out": (
+        "to train on what the chat template leaves out, give one that writes it (target.chat_template=FILE, served "
+        "likewise); to train without, take it out of the records"
+    ),
+}
 #: conversations that each rank encodes before the ranks exchange what they have
 BLOCK = 256
 
@@ -70,6 +78,7 @@ class TokenizeReport:
         ]
         for reason, names in sorted(self.dropped.items()):
             lines.append(f"dropped {len(names)}: {reason} ({_some(names)})")
+        lines += [told for begin, told in REMEDIES.items() if any(reason.startswith(begin) for reason in self.dropped)]
         if self.truncated:
             lines.append(f"truncated {len(self.truncated)} at max_length ({_some(self.truncated)})")
         if self.open_ended:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headstart.commands.common import Json, speaking
 
+if TYPE_CHECKING:
+    from headstart.data.config import DataConfig, SourceConfig
+    from headstart.heads.target import Target
+
+#: records of a file that are looked at
+LOOKED = 100
 #: (name, status, what was found): status is ok, warn or fail
 Check = tuple[str, str, str]
 
@@ -104,7 +111,8 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
     def sources() -> str:
         data = settings.data
         found = identity.of_sources([*data.sources, *data.held_out, *data.distill.prompts])
-        return f"{len(found)} sources"
+        files = f"{len(found)} {'source' if len(found) == 1 else 'sources'}"
+        return f"{files}; {looked}" if (looked := _look(settings.data, box.get("target"))) else files
 
     def asked(question: Question) -> Callable[[], str]:
         return lambda: question(settings, box["target"])
@@ -116,6 +124,29 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
         checks += [_try(name, asked(question)) for name, question in QUESTIONS.items()]
     checks.append(_try("data", sources))
     return checks
+
+
+def _look(data: DataConfig, target: Target | None) -> str:
+    """What becomes of the first LOOKED records of every file; those of the Hub are not fetched.
+
+    Raises: DataError where one cannot be read, or none of them can be trained on.
+    """
+    from headstart.data.prepare import tokenize
+    from headstart.data.sources import load_conversations, read_prompts
+    from headstart.heads.errors import DataError
+
+    def first(sources: list[SourceConfig]) -> list[SourceConfig]:
+        return [replace(s, limit=min(s.limit or LOOKED, LOOKED)) for s in sources if s.path is not None]
+
+    read_prompts(first(data.distill.prompts))
+    files = first([*data.sources, *data.held_out])
+    if target is None or not files:
+        return ""
+    samples, report = tokenize(load_conversations(files), target.tokenizer, data, target.stop_token_ids)
+    if not samples and not data.distill.prompts:
+        raise DataError("none of the first records can be trained on\n" + "\n".join(report.lines()))
+    left = f", {report.dropped_count} dropped (headstart inspect tells why)" if report.dropped else ""
+    return f"{report.conversations} records read{left}"
 
 
 def _try(name: str, check: Callable[[], str]) -> Check:

@@ -85,6 +85,7 @@ def test_report_counts(tokenizer):
     )
     assert (report.conversations, report.samples, report.dropped_count) == (3, 1, 2)
     assert report.dropped["no assistant answer"] == ["p"]
+    assert "prompts alone belong in data.distill.prompts: the target answers them" in report.lines()
     assert report.dropped["fewer than min_supervised=2 supervised tokens"] == ["empty"]
     assert report.tokens == len(samples[0]) and report.supervised_tokens == 4  # Hello | there | . | end
 
@@ -244,3 +245,5 @@ def test_what_the_template_leaves_out_is_counted_with_its_reason(tokenizer):
         "the chat template leaves out the tool calls of an answer": ["calling"],
     }
     assert "dropped 1: the chat template leaves out the tools (tools)" in report.lines()
+    assert sum("target.chat_template=FILE" in line for line in report.lines()) == 1
+    assert not any("target.chat_template" in line for line in tokenize(rows[:1], tokenizer, config(), ())[1].lines())

@@ -241,3 +241,21 @@ def test_a_config_that_its_code_does_not_fit_is_a_clear_error(target_of: Callabl
     for load in (light_target, Target.load):
         with pytest.raises(TargetError, match="cannot be loaded: KeyError: 'spiral'. Its config or its code does not"):
             load(TargetConfig(name=str(place), device="cpu"))
+
+
+def test_doctor_looks_at_the_data(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
+    """As training would, a few records of each file: one that names its field otherwise is found before the target
+    is loaded, and so is one of which the template leaves something out."""
+    files = ("data.distill.prompts=[]",)
+    shown = {check["name"]: check for check in headstart("doctor", recipe, *files, "--json").json["checks"]}
+    assert shown["data"]["found"] == "1 source; 24 records read"
+    said = '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "reasoning": "Be kind"}]'
+    for line, found in (
+        ('{"text": "Hi"}', "mine.jsonl:1: found fields 'text'"),
+        (f'{{"messages": {said}}}', "dropped 1: the chat template leaves out the reasoning of an answer (mine:1)"),
+        ('{"prompt": "Hi"}', "prompts alone belong in data.distill.prompts"),
+    ):
+        (tmp_path / "mine.jsonl").write_text(line + "\n")
+        result = headstart("doctor", recipe, *files, "data.sources=[{path: mine.jsonl}]", "--json")
+        (check,) = (check for check in result.json["checks"] if check["name"] == "data")
+        assert result.code == 1 and check["status"] == "fail" and found in check["found"]

@@ -16,7 +16,10 @@ from headstart.eval.checks import LARGEST, found
 from headstart.eval.decode import Cycle
 from headstart.heads.errors import ServerError
 
-SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+#: name, labels (braces may stand inside their quotes), value; a time and an exemplar, which has a value of its own
+SAMPLE = re.compile(
+    r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}\s*|\s+)([^\s#]\S*)(?:\s+-?[\d.]+)?(?:\s+#.*)?'
+)
 LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"\s*,?')
 #: draft depths, and bins of a histogram, that are believed
 DEEPEST = 1024

@@ -288,6 +288,21 @@ def test_metrics_text() -> None:
     assert Metrics(samples, "m").mean("y") is None and not Metrics(samples, "m").has("z")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'x_total{model_name="m"} 5.0 # {trace_id="t"} 1.0 1712345678.9',  # an exemplar, as OpenMetrics has them
+        'x_total{model_name="m"} 5.0 1712345678.9 # {} 2',
+        'x_total{a="}",model_name="m"}5',
+        'x_total{model_name="m",}   5e0   # nothing',
+    ],
+)
+def test_the_value_of_a_sample_is_its_own(line: str) -> None:
+    samples = parse_metrics(line + "\n")
+    assert len(samples) == 1 and samples[0].labels["model_name"] == "m"
+    assert Metrics(samples, "m").total("x") == 5
+
+
 def test_hostile_metrics_take_no_time() -> None:
     for line in (
         "a" * 10**6,

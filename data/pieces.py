@@ -102,20 +102,25 @@ def _require_calls(message: Message, text: _Text, of: str) -> None:
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         name, arguments = str(function.get("name", "")), call_arguments(function)
-        missing = None if text.holds(name) else name
-        if missing is None and not _holds_value(text, arguments):
-            # not as JSON: names and values one by one
-            pairs = list(arguments.items()) if isinstance(arguments, dict) else [("", arguments)]
-            missing = next((str(k) for k, v in pairs if not (text.holds(str(k)) and _holds_value(text, v))), None)
-        if missing is not None:
-            raise _left_out(f"the tool calls of {of}", missing)
+        if not text.holds(name):
+            raise _left_out(f"the tool calls of {of}", name)
+        if not _holds_value(text, arguments):
+            raise _left_out(f"the tool calls of {of}", json.dumps(arguments, ensure_ascii=False))
 
 
 def _holds_value(text: _Text, value: Any) -> bool:
-    """Whether a value stands in the text: as text or as JSON, in its order or sorted."""
+    """Whether a value stands in the text: as text, as JSON in its order or sorted, or its names and values one by one.
+
+    Gemma 4 writes names without and texts with quotes of its own, others write elements of XML.
+    """
     dumps = [json.dumps(value, ensure_ascii=ascii, sort_keys=ordered) for ascii in (False, True)
              for ordered in (False, True)]  # fmt: skip
-    return any(text.holds(form) for form in {str(value), *dumps})
+    if any(text.holds(form) for form in {str(value), *dumps}):
+        return True
+    if isinstance(value, dict):
+        given = {str(key): inside for key, inside in value.items() if inside is not None}  # null may be left out
+        return all(text.holds(key) and _holds_value(text, inside) for key, inside in given.items())
+    return isinstance(value, list) and all(inside is None or _holds_value(text, inside) for inside in value)
 
 
 def _left_out(what: str, piece: str) -> RefusedError:

@@ -208,6 +208,27 @@ def test_a_prompt_that_opens_the_thoughts_takes_answers_that_have_some(make_chat
         chat.encode([USER, {"role": "assistant", "content": "Hello"}])
 
 
+NESTED = (
+    "{% macro write(v) %}{% if v is mapping %}{% for k, x in v.items() %}{{ k }}:{{ write(x) }},{% endfor %}"
+    "{% elif v is string %}'{{ v }}'{% elif v is iterable %}[{% for x in v %}{{ write(x) }},{% endfor %}]"
+    "{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+)
+
+
+def test_nested_arguments_may_be_written_in_a_way_of_the_templates_own(make_chat):
+    body = CALLS["json"][0].replace("c.function.arguments | tojson", "write(c.function.arguments)")
+    deep = {"where": {"city": "Zürich", "near": ["now", {"day": 1}]}, "none": None, "empty": {}}
+    messages = [USER, {**CALLING, "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": deep}}]}]
+    chat = make_chat("chatml", template=NESTED + template(body))
+    assert len(trained(chat, messages)) == 1
+    assert chat.render(messages).endswith(
+        "weatherwhere:city:'Zürich',near:['now',day:1,,],,none:null,empty:,<|im_end|>\n"
+    )
+    shallow = NESTED.replace("[{% for x in v %}{{ write(x) }},{% endfor %}]", "[…]")
+    with pytest.raises(RefusedError, match="leaves out the tool calls of an answer"):
+        make_chat("chatml", template=shallow + template(body)).encode(messages)
+
+
 def test_a_result_may_stand_before_what_was_said_with_its_call(make_chat):
     """Gemma 4: call, result and only then the content of the message that called."""
     calls = CALLS["json"][0].removeprefix("{{ m.content }}")

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from headstart.heads import HEADS
 from headstart.heads.errors import ConfigError
+from headstart.heads.files import is_file
 from headstart.recipes.environment import from_environment, put_back
 from headstart.recipes.read import (
     PARSING,
@@ -99,6 +100,8 @@ def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
     hint = f"did you mean {near[0]!r}? " if near else ""
     if other is not None:
         hint = f"what is there is {'a directory' if other.is_dir() else 'no regular file'}. "
+        if is_file(other / "recipe.yaml"):
+            hint = f"what is there is a run's directory; its recipe is {other / 'recipe.yaml'}. "
     # quoted where it would be overlooked or disturb the line
     quoted = text if text.isprintable() and 0 < len(text) <= SHOWN else shown(text)
     raise ConfigError(f"{quoted}: no such recipe; {hint}Give a YAML file or a shipped recipe: {', '.join(names)}")

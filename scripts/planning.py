@@ -129,7 +129,8 @@ def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
     parallel = recipe.train.parallel
     if parallel == "auto":
         parallel = "replicated"
-        notes.append("train.parallel=auto: planned as replicated; add train.parallel=fsdp2 for that launch")
+        if node_ranks * launch.nodes > 1:
+            notes.append("train.parallel=auto: planned as replicated; add train.parallel=fsdp2 for that launch")
     layout = Layout(
         ranks=node_ranks * launch.nodes,
         ranks_per_node=node_ranks,

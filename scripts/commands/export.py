@@ -128,6 +128,9 @@ def _check(directory: str, target: str | None, talk: Talk) -> None:
 
     if not Path(directory).is_dir():
         raise FormatError(f"--check {directory}: no such directory; expected one with config.json and weights")
+    inside = next((place for name in ("export", "head") if (place := Path(directory) / name).is_dir()), None)
+    if inside is not None and not (Path(directory) / "config.json").is_file():
+        raise FormatError(f"--check {directory}: found a run's directory; look at {inside}")
     report = check_directory(Path(directory), target_dims(target) if target is not None else None)
     talk.result(report.to_json(), report.render())
     if report.wrong or not report.served:

@@ -176,6 +176,10 @@ def test_a_runs_directory_is_not_its_head(headstart: Callable, recipe: Path, tin
     result = headstart("eval", "--head", tmp_path / "run", "--target", tiny_target, "--data", data)
     check(result, 1, f"found a run's directory; its head is {tmp_path / 'run/head'}")
     assert "loading target" not in result.err
+    looked = headstart("export", "--check", tmp_path / "run")
+    check(looked, 1, f"found a run's directory; look at {tmp_path / 'run/head'}")
+    (tmp_path / "run/recipe.yaml").write_text("name: x\n")
+    check(headstart("eval", tmp_path / "run"), 2, f"a run's directory; its recipe is {tmp_path / 'run/recipe.yaml'}.")
 
 
 def test_an_export_that_cannot_be_leaves_the_one_that_is_there(

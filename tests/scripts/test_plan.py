@@ -33,6 +33,8 @@ def test_a_plan_in_words(headstart: Callable, recipe: Path) -> None:
     assert shown.code == 0, shown.err
     for words in ("target weights", "optimiser moments", "peak", "steps of", "disk:", "1000 samples of 64 tokens"):
         assert words in shown.out
+    assert "fsdp2 for that launch" not in shown.out, "one process is no launch"
+    assert "fsdp2 for that launch" in headstart("train", recipe, "--plan", *stated, "--gpus", "2").out
 
 
 def test_what_cannot_fit_is_shown_and_refused(headstart: Callable, recipe: Path) -> None:

@@ -44,3 +44,10 @@ def test_a_device_is_measured_and_mfu_is_a_share_of_it(monkeypatch):
     assert values["mfu"] == pytest.approx(0.3)
     assert values["tokens_per_s"] == pytest.approx(1.0)
     assert values["data_wait"] == pytest.approx(0.05)
+
+
+def test_a_cpu_that_others_use_meanwhile_is_measured_by_its_fastest_product(monkeypatch):
+    """Most runs are interrupted for 99 s: the share of such a speed would be above 1 once the others are gone."""
+    ticks = iter([0.0, 100.0] * 12 + [0.0, 2.0] + [0.0, 100.0] * 9)
+    monkeypatch.setattr("headstart.train.flops.time.perf_counter", lambda: next(ticks))
+    assert matmul_flops(torch.device("cpu"), torch.float32, size=10) == 1000

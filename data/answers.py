@@ -58,8 +58,8 @@ def _without_thoughts(text: str) -> Message:
 
 def _opens_thoughts(renderer: Renderer) -> bool:
     """Whether a prompt ends within thoughts that the answer goes on with."""
-    prompt = renderer.render(PROBE[:1], add_generation_prompt=True)[0]
-    return prompt.rfind("<think>") > prompt.rfind("</think>")
+    words = renderer.prompt(PROBE[:1])[1]
+    return words.rfind("<think>") > words.rfind("</think>")
 
 
 def _by_rules(renderer: Renderer, tokenizer: Any, text: str) -> Message:

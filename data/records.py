@@ -28,8 +28,8 @@ from headstart.heads.errors import DataError
 
 #: finish reasons of serving engines, by whether the answer has its end-of-turn token
 FINISH = {
-    "stop": "stop", "eos": "stop", "tool_calls": "stop", "function_call": "stop", "length": "length",
-    "content_filter": "length",
+    "stop": "stop", "eos": "stop", "eos_token": "stop", "end_turn": "stop", "tool_calls": "stop",
+    "function_call": "stop", "length": "length", "max_tokens": "length", "content_filter": "length",
 }  # fmt: skip
 #: the fields that say what layout a record has, and how messages name them; the first that is there counts
 LAYOUTS = {

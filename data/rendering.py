@@ -8,6 +8,7 @@ vanishes, or arrives encoded twice. So the form is found out by rendering a smal
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -126,6 +127,11 @@ class Renderer:
         rendered, tags = result
         text = rendered[0] if add_generation_prompt else rendered[0].removesuffix(self.foot)
         return text, [(start, min(end, len(text))) for start, end in tags[0]] if tagged else []
+
+    def prompt(self, history: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[str, str]:
+        """The text that an answer follows, and the end of it with which the template asks for one."""
+        before, text = (self.render(history, asking, tools)[0] for asking in (False, True))
+        return text, text[len(os.path.commonprefix([before, text])) :]
 
     def find_foot(self) -> str:
         """The end of text that stands behind the last message of any role, and behind no earlier one (Phi-3); or "".

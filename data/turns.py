@@ -91,16 +91,11 @@ def _behind_prompt(
     """
     if renderer.tagged(tools):
         return None
-
-    def asked(history: Sequence[Message]) -> tuple[str, str]:
-        base = renderer.render(history, tools=tools)[0]
-        prompt = renderer.render(history, add_generation_prompt=True, tools=tools)[0]
-        return prompt, prompt[len(os.path.commonprefix([base, prompt])) :]
-
     try:
         alone = turn_at(renderer, [PROBE[0], messages[index]], 1, tools)
-        answer, (prompt, words) = alone.text[alone.begin :], asked(messages[:index])
-        alike = words == asked(PROBE[:1])[1] and renderer.render(messages[: index + 1], tools=tools)[0].endswith(answer)
+        answer, (prompt, words) = alone.text[alone.begin :], renderer.prompt(messages[:index], tools)
+        text = renderer.render(messages[: index + 1], tools=tools)[0]
+        alike = text.endswith(answer) and words == renderer.prompt(PROBE[:1], tools)[1]
     except RefusedError:
         return None
     return alone.moved(len(prompt) - alone.begin, prompt + answer, index) if alike else None

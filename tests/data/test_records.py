@@ -301,3 +301,12 @@ def test_thoughts_reach_a_server_by_both_names():
     thinking = {"role": "assistant", "content": "Hi", "reasoning_content": "Be brief"}
     assert wire_message(thinking) == {**thinking, "reasoning": "Be brief"}
     assert wire_message(ASK) == ASK
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("eos_token", "stop"), ("end_turn", "stop"), ("tool_calls", "stop"), ("max_tokens", "length")]
+)
+def test_finish_reasons_of_other_servers(given, read):
+    """TGI says eos_token; Anthropic's interface end_turn and max_tokens."""
+    record = {"prompt": "x", "response": "y", "finish_reason": given}
+    assert parse_record(record, "f:1", "1").finish_reason == read

@@ -204,6 +204,8 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
         raise TargetError(f"{name}: its text decoder ({type(decoder).__name__}) took no part in a forward")
     tolerance = TOLERANCE.get(seen.hidden_BTD.dtype, 1e-3)
     captured = seen.hidden_BTD[0]
+    _require_finite(f"{name}: its last hidden states", captured)
+    _require_finite(f"{name}: its logits", answer.logits[0])
     # another forward: in a mixture of experts rounding sends a token elsewhere now and then, a fault shifts every row
     last_TD, what = alone.last_hidden_state[0], f"{name}: the last hidden state of its decoder alone"
     _require_near(what, last_TD, captured, tolerance, median=True)
@@ -229,6 +231,14 @@ def explained(name: str) -> Iterator[None]:
             f"{name}: a forward fails with {type(error).__name__}: {error}. This architecture, or this version of "
             "transformers, cannot be a target"
         ) from error
+
+
+def _require_finite(what: str, values: Tensor) -> None:
+    """Raises: TargetError for NaN and +inf; a model may forbid a token by -inf."""
+    if not bool((values < torch.inf).all()):
+        dtype = str(values.dtype).removeprefix("torch.")
+        wider = "set target.dtype=bfloat16 or float32, which hold larger values, or " if dtype == "float16" else ""
+        raise TargetError(f"{what} hold NaN or infinite values in {dtype}: {wider}copy its weights again")
 
 
 def _require_once(calls: list[int], name: str) -> None:

@@ -227,6 +227,19 @@ def test_hidden_states_that_are_not_what_is_captured_are_refused() -> None:
         assert found.teacher.scale == 1.0
 
 
+def test_values_that_are_no_numbers_are_named() -> None:
+    model = model_of("Llama")
+    model.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(TargetError, match="its logits hold NaN or infinite values in float32: copy its weights again"):
+        Target.from_model(model)
+    model = model_of("Llama", torch.float16)
+    mlp = model.model.layers[2].mlp  # overflows, as it would not in bfloat16
+    for matrix in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        matrix.weight.data *= 3e4
+    with pytest.raises(TargetError, match="its last hidden states hold NaN .*float16: set target.dtype=bfloat16"):
+        Target.from_model(model)
+
+
 def test_a_model_whose_forward_fails_is_a_clear_error() -> None:
     model = model_of("Llama")
     model.model.norm = None

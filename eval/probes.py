@@ -264,7 +264,8 @@ class Sglang:
         if not mean:
             raise ServerError(
                 f"{self.client.url}: the server says nothing about acceptance: neither answers (return_meta_info) nor "
-                "/get_server_info nor /metrics. Start it with --enable-metrics and speculation on."
+                "/get_server_info nor /metrics. Start it with --enable-metrics and speculation on, or name another "
+                "--engine."
             )
         if not 1 <= mean <= (self.most or DEEPEST):
             raise ServerError(

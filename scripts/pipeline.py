@@ -497,7 +497,8 @@ class Run:
         inside, rows = measure_coverage(head, source, self.recipe.seed)
         if rows:
             share = f"{inside / rows:.1%} of {rows} supervised rows of some training samples"
-            self.talk.say(f"draft vocabulary: the target's choice is in it on {share}; the others carry no loss")
+            more = "" if inside / rows >= 0.9 else "; a larger head.draft_vocab_size lets more of them train"
+            self.talk.say(f"draft vocabulary: the target's choice is in it on {share}; the others carry no loss{more}")
 
     def chain(self, head: Head) -> int:
         """Drafts of the chain that training measures: the evaluation's depth, unless `train.tau_depth` says another."""

@@ -167,7 +167,7 @@ def test_no_speculation(data: Path) -> None:
 def test_no_metrics(data: Path) -> None:
     fails("vllm", data, {"metrics": False}, "/metrics: cannot be read.*--disable-log-stats")
     nothing = {"metrics": False, "histogram": False, "verify_count": False, "counter": False}
-    fails("sglang", data, nothing, "--enable-metrics")
+    fails("sglang", data, nothing, "--enable-metrics and speculation on, or name another --engine")
 
 
 def test_another_engine_behind_the_address(data: Path) -> None:

@@ -161,6 +161,23 @@ def with_attention(make: Callable[[str], Any], attention: str) -> tuple[Any, lis
     return model, [f"{type(model).__name__} has no sdpa attention: target.attn_implementation=eager is taken"]
 
 
+def require_whole(name: str, model: nn.Module, found: dict[str, Any]) -> None:
+    """Refuse a model of which transformers made parameters up: they are random, and nothing else would tell.
+
+    Args: found: its loading info, `missing_keys` and `mismatched_keys` (name, shape in the file, shape in the model).
+    Raises: TargetError naming the first.
+    """
+    wrong = [f"{key} is {list(has)}, expected {list(wants)}" for key, has, wants in sorted(found["mismatched_keys"])]
+    learned = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    wrong += [f"{key} is missing" for key in sorted(learned & set(found["missing_keys"]))]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise TargetError(
+            f"target {name!r}: its weights are not those of its config.json: {wrong[0]}{more}. Copy the model again, "
+            "or mend its config.json"
+        )
+
+
 def sample_weight(name: str, weight: Tensor) -> bytes:
     """Name, shape and 4,096 values (as bfloat16) of a weight."""
     flat = weight.detach().flatten()
@@ -269,9 +286,12 @@ class Target:
             spread = {"device_map": "auto"} if config.parallel == "device_map" else {}
 
             def make(attention: str) -> Any:
-                return AutoModelForCausalLM.from_pretrained(
-                    place, dtype=dtype, attn_implementation=attention, **spread, **shared
-                )
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    place, dtype=dtype, attn_implementation=attention, output_loading_info=True,
+                    ignore_mismatched_sizes=True, **spread, **shared,
+                )  # fmt: skip
+                require_whole(config.name, model, found)
+                return model
 
             model, notes = with_attention(make, config.attn_implementation)
             revision = getattr(model.config, "_commit_hash", None) or config.revision

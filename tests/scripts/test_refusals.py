@@ -259,3 +259,23 @@ def test_doctor_looks_at_the_data(headstart: Callable, recipe: Path, tmp_path: P
         result = headstart("doctor", recipe, *files, "data.sources=[{path: mine.jsonl}]", "--json")
         (check,) = (check for check in result.json["checks"] if check["name"] == "data")
         assert result.code == 1 and check["status"] == "fail" and found in check["found"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 9}, "model.layers.8.input_layernorm.weight is missing .and 8 more"),
+        ({"model_type": "qwen3"}, "model.layers.0.self_attn.k_norm.weight is missing"),
+        ({"attention_bias": True}, "model.layers.0.self_attn.k_proj.bias is missing"),
+        ({"vocab_size": 300}, r"lm_head.weight is \[259, 32\], expected \[300, 32\] .and 1 more"),
+    ],
+)
+def test_weights_that_would_be_made_up_are_refused(
+    changes: dict[str, Any], words: str, target_of: Callable[..., Path]
+) -> None:
+    place = target_of("Llama", weights=True)
+    config = json.loads((place / "config.json").read_text())
+    assert Target.load(TargetConfig(name=str(place), device="cpu")).dims.num_layers == 8
+    (place / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(TargetError, match=f"its weights are not those of its config.json: {words}"):
+        Target.load(TargetConfig(name=str(place), device="cpu"))

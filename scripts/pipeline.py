@@ -213,10 +213,11 @@ class Run:
         from headstart.refusals import refuse_ahead
 
         refuse_ahead(recipe, self.light)
-        if data.distill.prompts and not self.distilled_path.is_file():
-            # read again when it is their turn: a bad line must not come to light after hours of answering
-            for _ in load_conversations([*data.sources, *data.held_out]):
-                pass
+        # read again when it is their turn: a bad line must not come to light after hours of answering, nor after the
+        # minutes that a large target takes to load (rows of the Hub come but once)
+        hours = bool(data.distill.prompts) and not self.distilled_path.is_file()
+        for _ in load_conversations([s for s in (*data.sources, *data.held_out) if hours or s.path is not None]):
+            pass
 
     def check_eval_data(self) -> None:
         """Raise DataError or ConfigError where `eval.data` is given and cannot be read."""

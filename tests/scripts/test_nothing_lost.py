@@ -70,6 +70,7 @@ def test_wrong_engines_and_data_are_told_before_training_and_before_the_target_i
         (("run", recipe, "train.tracker=wandb"), 2, "wandb is not installed"),
         (("run", recipe, "eval.data=bad.jsonl"), 1, "bad.jsonl:2"),
         (("run", recipe, "data.sources=[{path: bad.jsonl}]"), 1, "bad.jsonl:2"),
+        (("run", recipe, "data.sources=[{path: bad.jsonl}]", "data.distill.prompts=[]"), 1, "bad.jsonl:2"),
         (("export", *options, "export.engines=[nonsense]"), 2, "export.engines: found ['nonsense']"),
         (("export", *options, "export.max_shard_size=9e400"), 2, "export.max_shard_size"),
         (("eval", *options, "--data", "bad.jsonl"), 1, "bad.jsonl:2"),

@@ -30,7 +30,7 @@ from headstart.data.sources import read_jsonl
 from headstart.heads.errors import DataError
 from headstart.heads.files import explain_disk, read_json, write_json
 from headstart.heads.sampling import distribution
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 
 #: progress(done, total, message): answers finished, answers planned, a line worth showing or ""
 Progress = Callable[[int, int, str], None]

@@ -23,10 +23,10 @@ from headstart.data.samples import Sample, answers_of, check_vocabulary
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import DataError, StorageError, TargetError
 from headstart.heads.files import read_json, require_disk, sha256_file, write_json, write_safetensors
-from headstart.heads.locate import text_decoder
 from headstart.heads.provenance import provenance
-from headstart.heads.sharded import ShardedTarget
-from headstart.heads.target import DTYPES, Target
+from headstart.heads.targets.locate import text_decoder
+from headstart.heads.targets.sharded import ShardedTarget
+from headstart.heads.targets.target import DTYPES, Target
 
 SCHEMA = 1
 #: fingerprint fields a store must share with the target it is used with; the name is how it was found, not what it is

@@ -13,7 +13,7 @@ from headstart.data.features import Progress, argmax_rows, store_bytes
 from headstart.data.samples import Sample, answers_of
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 from headstart.heads.transfer import to_device
 
 #: part of the free device memory that features may take; the rest is the head's, its optimiser's and activations'

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headstart.heads.errors import TemplateError
-from headstart.heads.template_date import fix_date, fixed_date
+from headstart.heads.targets.template_date import fix_date, fixed_date
 
 Message = dict[str, Any]
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.errors import ConfigError, TargetError
+from headstart.heads.errors import TargetError
 from headstart.heads.numerics import wide
 from headstart.heads.positions import Anchors, find_anchors
 from headstart.heads.rope import drafted_rope, positions_with_one_rope
@@ -398,15 +398,3 @@ class Head(nn.Module, ABC):
             scale_K: float32 [K]. The caller's promise that what it differentiates is a multiple of
                 `(loss_K * scale_K).sum()`: a head may form gradients with it. None = any combination of depths.
         """
-
-
-def build_head(config: HeadConfig, dims: HeadDims) -> Head:
-    """Construct the family named by `config.type`; weights are random until `init_from_target`.
-
-    Raises: ConfigError for an unknown family or a configuration the target cannot carry.
-    """
-    from headstart.heads import HEADS
-
-    if config.type not in HEADS:
-        raise ConfigError(f"head.type: found {config.type!r}, expected one of {sorted(HEADS)}")
-    return HEADS[config.type].head(config, dims)

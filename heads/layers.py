@@ -1,6 +1,6 @@
 """The blocks draft heads are made of: RMSNorm, rope as the target's, MLP, attention projections, one draft layer.
 
-Attention itself is handed in as `attend`, so that training (attention.py) and decoding (the drafter's cache)
+Attention itself is handed in as `attend`, so that training (kernels/attention.py) and decoding (the drafter's cache)
 run the same layer.
 """
 
@@ -17,8 +17,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.heads.base import HeadDims
-from headstart.heads.elementwise import rotate, swiglu
 from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.kernels.elementwise import rotate, swiglu
 from headstart.heads.rope import checked_rope
 
 #: (q [B, h, N, d], k [B, g, N, d], v [B, g, N, d]) → context [B, h, N, d]; k and q are already rotated

@@ -23,11 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.heads.attention import TrainAttention
 from headstart.heads.base import FeatureBatch
-from headstart.heads.layers import DraftLayer, RMSNorm, Rope
-from headstart.heads.numerics import weight_grad, wide
-from headstart.heads.rows import (
+from headstart.heads.kernels.attention import TrainAttention
+from headstart.heads.kernels.rows import (
     add_rows,
     collect_steps,
     gated,
@@ -36,6 +34,8 @@ from headstart.heads.rows import (
     rms_norm_backward,
     rotate_heads,
 )
+from headstart.heads.layers import DraftLayer, RMSNorm, Rope
+from headstart.heads.numerics import weight_grad, wide
 
 
 @dataclass(frozen=True)

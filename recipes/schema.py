@@ -20,7 +20,7 @@ from headstart.heads.formats.export import check_export as check_engines
 from headstart.heads.formats.hub import check_published_name
 from headstart.heads.formats.sidecar import MAX_LAYERS
 from headstart.heads.repository import check_head_name
-from headstart.heads.target import DTYPES, TARGET_KINDS, TargetConfig
+from headstart.heads.targets.target import DTYPES, TARGET_KINDS, TargetConfig
 from headstart.recipes.read import shown
 from headstart.train.config import TrainConfig
 

@@ -33,21 +33,21 @@ import torch
 from torch import Tensor
 
 from headstart.bench_train import PRESETS, print_kernels, random_target
-from headstart.eval import attention
-from headstart.eval.attention import Visibility
-from headstart.eval.candidates import Growth
 from headstart.eval.config import EvalConfig, TreeConfig
-from headstart.eval.decode import Decoded, decode, slots_needed
+from headstart.eval.decoding.decode import Decoded, decode, slots_needed
+from headstart.eval.decoding.engine import Engine, attention_windows
+from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.graphs import CycleGraphs
+from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters import AutoregressiveDrafter, Drafter, build_drafter
-from headstart.eval.engine import Engine, attention_windows
-from headstart.eval.fused import FusedModel
-from headstart.eval.graphs import CycleGraphs
-from headstart.eval.linear import graph_time, measure
-from headstart.eval.sampling import Sampling
+from headstart.eval.kernels import attention
+from headstart.eval.kernels.attention import Visibility
+from headstart.eval.kernels.candidates import Growth
+from headstart.eval.kernels.linear import graph_time, measure
 from headstart.found_heads import untrained_head
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 
 #: acceptance by level: τ = 1 + Σ Π = 2.8 in a chain of 3, 6.1 in a tree of 8 levels
 CHAIN_RATES, TREE_RATES = (0.766,) * 3, (0.899,) * 8

@@ -51,17 +51,17 @@ from headstart.bench_train import PRESETS, refuse_ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
 from headstart.ending import Ending
-from headstart.heads import HEADS
-from headstart.heads.base import HeadDims, build_head
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
-from headstart.heads.sharded import ShardedTarget, fill, shard_group
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.sharded import ShardedTarget, fill, shard_group
+from headstart.heads.targets.target import Target, TargetConfig
 from headstart.train.config import TrainConfig
+from headstart.train.launching.setup import make_accelerator
+from headstart.train.launching.watch import Watch
 from headstart.train.loop import train
-from headstart.train.setup import make_accelerator
-from headstart.train.watch import Watch
 
 
 @dataclass(frozen=True)

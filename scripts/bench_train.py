@@ -37,12 +37,12 @@ from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import plan_packs
 from headstart.data.prepare import prepare
 from headstart.data.samples import Sample
-from headstart.heads import HEADS
-from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher, build_head
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.target import Target, TargetConfig
 from headstart.train.captured import CapturedBackward, PackShape
 from headstart.train.config import TrainConfig
 from headstart.train.flops import multiply_adds
@@ -136,7 +136,7 @@ def real_samples(data: Path, target: str) -> list[Sample]:
     """The conversations of a file as training samples of the target (tokenizer only)."""
     from transformers import AutoTokenizer
 
-    from headstart.heads.fetch import locate_target
+    from headstart.heads.targets.fetch import locate_target
 
     tokenizer = AutoTokenizer.from_pretrained(locate_target(target)[0], local_files_only=True)
     config = DataConfig(sources=[SourceConfig(path=str(data))])

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from headstart.heads.base import Head, HeadConfig, HeadDims, build_head
+from headstart.heads import build_head
+from headstart.heads.base import Head, HeadConfig, HeadDims
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
 from headstart.heads.errors import ConfigError, FormatError
-from headstart.heads.fetch import hub_refusal
 from headstart.heads.files import read_json
 from headstart.heads.formats import ExportConfig, check_embeddings, export_head, fetch_head, load_head
 from headstart.heads.formats.launch import NAMES, launch_commands, why_tokens
@@ -23,7 +23,8 @@ from headstart.heads.formats.sidecar import SIDECAR, notes
 from headstart.heads.provenance import provenance
 from headstart.heads.published import published
 from headstart.heads.repository import check_head_name
-from headstart.heads.target import Target
+from headstart.heads.targets.fetch import hub_refusal
+from headstart.heads.targets.target import Target
 from headstart.talk import Talk
 
 #: what a head's acceptance depends on in its target: part of the fingerprint → its name

@@ -13,7 +13,7 @@ from headstart.data.config import SourceConfig
 from headstart.data.sources import source_path
 from headstart.heads.files import explain_read, json_text, read_json, sha256_file
 from headstart.heads.formats.sidecar import SIDECAR, seal
-from headstart.heads.target import TargetConfig
+from headstart.heads.targets.target import TargetConfig
 
 
 def of_file(path: Path) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.target import Target, TargetConfig, load_tokenizer, loading, locate, with_attention
+from headstart.heads.targets.target import Target, TargetConfig, load_tokenizer, loading, locate, with_attention
 
 
 def light_target(config: TargetConfig) -> Target:

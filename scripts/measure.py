@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headstart.eval.benchmark import evaluate
 from headstart.eval.config import EvalConfig
+from headstart.eval.measuring.benchmark import evaluate
+from headstart.eval.measuring.report import Report
 from headstart.eval.prompts import eval_sources
-from headstart.eval.report import Report
 from headstart.found_heads import trained_otherwise
 from headstart.heads.base import Head
 from headstart.heads.published import OWN_DATA, name_of_data, numbered
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 from headstart.talk import Advance, Talk
 
 #: what a report says of a head that only its shape counts of

@@ -114,7 +114,7 @@ def engine_cycles(answer: dict[str, Any], depth: int) -> list[Any]:
     Every forward drafts `depth` tokens and, save the last, commits its accepted drafts and one more token. What the
     last one accepted before it was cut follows from the engine's counter.
     """
-    from headstart.eval.decode import Cycle
+    from headstart.eval.decoding.decode import Cycle
 
     committed = answer["committed"]
     cycles = [Cycle(depth, kept - 1, kept) for kept in committed[:-1]]
@@ -167,9 +167,16 @@ def parser() -> argparse.ArgumentParser:
 def compare(arguments: argparse.Namespace) -> int:
     """Returns 0 when every family passes, 1 otherwise."""
     import headstart.heads.errors as errors
-    from headstart.heads.target import Target, TargetConfig
+    from headstart.heads.targets.target import Target, TargetConfig
 
-    for needed in ("eval.decode", "eval.metrics", "eval.served", "found_heads", "pipeline", "serve_vllm"):
+    for needed in (
+        "eval.decoding.decode",
+        "eval.measuring.metrics",
+        "eval.servers.served",
+        "found_heads",
+        "pipeline",
+        "serve_vllm",
+    ):
         importlib.import_module(f"headstart.{needed}")  # a run takes hours: the checkout may change meanwhile
     if not arguments.vllm_python or not Path(arguments.vllm_python).exists():
         raise errors.ConfigError(
@@ -260,7 +267,7 @@ def compare_family(
 ) -> dict[str, Any]:
     import torch
 
-    from headstart.eval.metrics import acceptance
+    from headstart.eval.measuring.metrics import acceptance
     from headstart.found_heads import bound_head
     from headstart.heads.formats import ExportConfig, export_head
     from headstart.heads.provenance import git_revision
@@ -311,8 +318,8 @@ def pairs(here: Any, there: Any) -> list[tuple[float, float]]:
 
 
 def run_ours(head: Any, target: Any, prompts: list[list[int]], arguments: argparse.Namespace) -> list[Any]:
-    from headstart.eval.benchmark import Decoder
     from headstart.eval.config import EvalConfig, TreeConfig
+    from headstart.eval.decoding.session import Decoder
     from headstart.eval.drafters import build_drafter
 
     config = EvalConfig(tree=TreeConfig(kind="chain", depth=arguments.depth))
@@ -361,7 +368,7 @@ def measure_served(
 ) -> dict[str, Any]:
     """The same prompts through `vllm serve`, measured from its metrics as `headstart eval --engine vllm` does."""
     from headstart.eval.config import EvalConfig
-    from headstart.eval.served import evaluate_server
+    from headstart.eval.servers.served import evaluate_server
     from headstart.serve_vllm import vllm_server
 
     speculative = {"method": family, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth}

@@ -27,11 +27,11 @@ from headstart.data.prepare import ALONE, PreparedData, Ranks, prepare
 from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import load_conversations, read_prompts
 from headstart.data.split import SPLIT_RULE
-from headstart.eval.launch import wake_compiler
-from headstart.eval.report import render_saved
+from headstart.eval.kernels.launch import wake_compiler
+from headstart.eval.measuring.report import render_saved
 from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
-from headstart.heads import vocab
-from headstart.heads.base import Head, build_head
+from headstart.heads import build_head, vocab
+from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, FormatError, Terminated
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats import check_export, save_head
@@ -39,14 +39,14 @@ from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.formats.sidecar import notes
 from headstart.heads.provenance import provenance
 from headstart.heads.published import published
-from headstart.heads.target import Target, TargetConfig
-from headstart.heads.template_date import shown_date
+from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.targets.template_date import shown_date
 from headstart.recipes.environment import names_of
 from headstart.recipes.load import to_dict, to_yaml
 from headstart.recipes.schema import Recipe
 from headstart.steps import Begin, Steps, no_begin
 from headstart.talk import Talk
-from headstart.train.resume import TRAINED
+from headstart.train.checkpoints.resume import TRAINED
 
 #: settings that change how training is watched, not what it makes
 WATCHING = (
@@ -253,7 +253,7 @@ class Run:
             raise ConfigError(f"target.parallel: found fsdp2, but {what}, which one process does: {remedy}")
 
     def _distill(self, begin: Begin) -> dict[str, Any]:
-        from headstart.eval.generation import EngineGenerator
+        from headstart.eval.decoding.generation import EngineGenerator
 
         self._alone(
             "the prompts are not answered yet",
@@ -395,7 +395,7 @@ class Run:
 
     def check_layout(self, ranks: int, node_ranks: int, kind: str | None = None) -> None:
         """Raise ConfigError where so many ranks cannot train this recipe; see train.setup.check_layout."""
-        from headstart.train.setup import check_layout
+        from headstart.train.launching.setup import check_layout
 
         check_layout(kind or self.recipe.train.parallel, self.recipe.train, self.recipe.target, ranks, node_ranks)
 
@@ -519,7 +519,7 @@ class Run:
         return StoredFeatures(self.dir / "features" / name, depth, device, head.spec, fingerprint, samples)
 
     def _validator(self, data: PreparedData, head: Head, accelerator: Any) -> Any:
-        from headstart.eval.benchmark import tau_probe
+        from headstart.eval.measuring.benchmark import tau_probe
         from headstart.train.step import autocast_dtype
         from headstart.train.validate import Validator
 

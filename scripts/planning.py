@@ -14,15 +14,16 @@ from rich.text import Text
 
 from headstart.data.packing import WINDOW, plan_packs
 from headstart.data.sources import read_prompts
-from headstart.heads.base import build_head
+from headstart.heads import build_head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
-from headstart.heads.target import DTYPES
+from headstart.heads.targets.target import DTYPES
 from headstart.light import light_target
 from headstart.pipeline import Run, dated_target
 from headstart.recipes.schema import Recipe
 from headstart.refusals import refuse_ahead
 from headstart.talk import Talk
 from headstart.train.flops import matmul_flops
+from headstart.train.launching.setup import check_layout
 from headstart.train.plan import (
     CARD_FLOPS,
     GIB,
@@ -34,7 +35,6 @@ from headstart.train.plan import (
     make_plan,
     require_fit,
 )
-from headstart.train.setup import check_layout
 from headstart.train.stream import idle_note
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from headstart.found_heads import find_head, require_same_head
-from headstart.heads.base import FeatureSpec, Head, HeadDims, build_head
+from headstart.heads import build_head
+from headstart.heads.base import FeatureSpec, Head, HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.loading import check_shapes, plan_load, skeleton
 from headstart.heads.formats.raw import open_checkpoint
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 from headstart.recipes.schema import Recipe
 
 #: what is asked, in the order in which the steps come; each returns what was found, and raises as the step would
@@ -71,7 +72,7 @@ def ask_head(recipe: Recipe, target: Target) -> str:
 
 def ask_positions(recipe: Recipe, target: Target) -> str:
     """Whether what the recipe is long for fits the target's positions."""
-    from headstart.eval.sweep import check_contexts
+    from headstart.eval.measuring.sweep import check_contexts
 
     limit = target.positions
     whole = target.dims.max_position_embeddings
@@ -92,7 +93,7 @@ def ask_positions(recipe: Recipe, target: Target) -> str:
 
 def ask_decoding(recipe: Recipe, target: Target) -> str:
     """Whether the decode loop, which evaluates and proves exports, can run the target."""
-    from headstart.eval.engine import check_decodable
+    from headstart.eval.decoding.engine import check_decodable
 
     windows = check_decodable(target.model)
     kinds = ", ".join(f"{kind} {window}" if window else kind for kind, window in windows.items())
@@ -108,7 +109,7 @@ def ask_export(recipe: Recipe, target: Target) -> str:
 
 def ask_tracker(recipe: Recipe, target: Target) -> str:
     """Whether what `train.tracker` needs is installed."""
-    from headstart.train.track import require_tracker
+    from headstart.train.tracking.track import require_tracker
 
     require_tracker(recipe.train.tracker)
     return recipe.train.tracker
@@ -117,7 +118,7 @@ def ask_tracker(recipe: Recipe, target: Target) -> str:
 def ask_sharding(recipe: Recipe, target: Target) -> str:
     """Whether the target can be shared out over ranks as the recipe asks."""
     if recipe.target.parallel == "fsdp2":
-        from headstart.heads.sharded import check_shardable
+        from headstart.heads.targets.sharded import check_shardable
 
         check_shardable(target)
     return f"target.parallel={recipe.target.parallel}"
@@ -140,7 +141,7 @@ def require_decoding(target: Target, spec: FeatureSpec, force: bool) -> None:
     every row, from rounding, which spoils a few.
     Raises: TargetError, unless the export is forced (`export.force`).
     """
-    from headstart.heads.probe import explained, without_traces
+    from headstart.heads.targets.probe import explained, without_traces
     from headstart.serving_check import compare_features, probe_sequences, require_parity
 
     if force or target.lockstep:

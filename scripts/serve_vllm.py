@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headstart.eval.api_client import Client
+from headstart.eval.servers.api_client import Client
 from headstart.heads.errors import ServerError
 
 #: seconds until the server must answer

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.eval.engine import Engine, Rows
+from headstart.eval.decoding.engine import Engine, Rows
 from headstart.eval.tree import Tree
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import TargetError
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 
 #: largest error of a row, relative to the size of that row, that rounding explains
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.03}

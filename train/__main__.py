@@ -1,4 +1,4 @@
-"""`python -m headstart.train RECIPE`: see headstart.train.ranks, whose imports take seconds."""
+"""`python -m headstart.train RECIPE`: see headstart.ranks, whose imports take seconds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from headstart.ending import Ending
 
 if __name__ == "__main__":
     launcher, early, ending = os.getppid(), EarlyStop(), Ending()
-    from headstart.train.distributed import is_distributed
-    from headstart.train.ranks import main
+    from headstart.ranks import main
+    from headstart.train.sharing.distributed import is_distributed
 
     code = main(early=early, launcher=launcher)
     # taking down the process group of a launch that failed would wait for the rank that is gone

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.attention import same_length
 from headstart.heads.base import FeatureBatch
+from headstart.heads.kernels.attention import same_length
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class CapturedPacks:
             self._shape = self._shape.union(needed)
         step = max(128, -(-self._shape.rows // 16 // 128) * 128)
         anchors = max(step, -(-needed.anchors // step) * step)
-        # documents of one length are attended to by a kernel that is told it (attention.py)
+        # documents of one length are attended to by a kernel that is told it (heads/kernels/attention.py)
         length = same_length(batch)
         key = (anchors, 0 if length is None else len(batch.doc_lengths), length)
         if key not in self._graphs:

@@ -26,10 +26,17 @@ from headstart.heads.errors import TrainingError
 from headstart.heads.provenance import provenance as make_provenance
 from headstart.heads.transfer import to_device
 from headstart.train.captured import CapturedPacks
-from headstart.train.checkpoint import CheckpointStore
+from headstart.train.checkpoints.checkpoint import CheckpointStore
+from headstart.train.checkpoints.resume import RunState, capture, restore, state_values
+from headstart.train.checkpoints.saver import Saver, write_all
 from headstart.train.config import TrainConfig
 from headstart.train.coverage import untrained
-from headstart.train.distributed import (
+from headstart.train.flops import matmul_flops, step_flops
+from headstart.train.launching.setup import captures, make_accelerator, make_parallel, recompute_activations
+from headstart.train.launching.watch import Watch
+from headstart.train.nonfinite import Window, bad_weights, dump
+from headstart.train.optim import Budget, lr_factor, set_rate
+from headstart.train.sharing.distributed import (
     Agreement,
     StopSignal,
     from_main,
@@ -37,18 +44,11 @@ from headstart.train.distributed import (
     on_main,
     sum_over_ranks,
 )
-from headstart.train.flops import matmul_flops, step_flops
-from headstart.train.meters import Meters
-from headstart.train.nonfinite import Window, bad_weights, dump
-from headstart.train.optim import Budget, lr_factor, set_rate
-from headstart.train.parallel import Parallel, make_parallel, resolve_kind
-from headstart.train.resume import RunState, capture, restore, state_values
-from headstart.train.saver import Saver, write_all
-from headstart.train.setup import captures, make_accelerator, recompute_activations
+from headstart.train.sharing.parallel import Parallel, resolve_kind
 from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, idle_note, subsample
-from headstart.train.track import Reporter, Tracker, open_tracker
-from headstart.train.watch import Watch
+from headstart.train.tracking.meters import Meters
+from headstart.train.tracking.track import Reporter, Tracker, open_tracker
 
 #: values that ride with the counts of a step: clock, stop requests, an unwritten save, room for the next one
 RIDERS = 4

@@ -16,7 +16,7 @@ from torch import nn
 
 from headstart.heads.base import FeatureBatch
 from headstart.heads.files import write_json, write_safetensors
-from headstart.train.distributed import gather_objects
+from headstart.train.sharing.distributed import gather_objects
 from headstart.train.stream import Pack
 
 #: (step, packs of the window, sample ids of this rank's packs by place)

@@ -26,8 +26,8 @@ from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
 from headstart.heads.layers import DraftLayer
-from headstart.heads.locate import decoder_layers, text_decoder
-from headstart.heads.target import Target
+from headstart.heads.targets.locate import decoder_layers, text_decoder
+from headstart.heads.targets.target import Target
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
 from headstart.train.optim import Budget

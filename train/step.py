@@ -112,7 +112,7 @@ def accumulate_window(
     Captured steps leave each rank with its own part, which Parallel.sum_gradients sums.
 
     Args:
-        module: LossModule, possibly wrapped (parallel.py).
+        module: LossModule, possibly wrapped (sharing/parallel.py).
         packs, batches, places: this rank's packs, their features, their places 0 … P-1 in the window; may be empty.
         counts_K: N_d over the window and all ranks; a depth that nobody supervises (0) contributes 0.
         weights_K: λ_d.

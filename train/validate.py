@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import FeatureBatch, Head, Teacher
-from headstart.train.distributed import sum_over_ranks
+from headstart.train.sharing.distributed import sum_over_ranks
 from headstart.train.step import LossModule
 from headstart.train.stream import FeatureSource, explained
 

@@ -16,7 +16,7 @@ from headstart.data.config import DistillConfig
 from headstart.data.distill import distill
 from headstart.data.prompts import Prompt
 from headstart.heads.files import write_text
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.target import Target, TargetConfig
 
 EMAIL = "Write a short thank-you email to a customer who bought {}."
 LOOKS = ("new", "red", "handmade", "vintage", "lightweight")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from headstart.eval.config import EvalConfig
+from headstart.eval.decoding.drafter import Drafter
+from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
-from headstart.eval.drafters.base import Drafter
 from headstart.eval.drafters.medusa import MedusaDrafter
 from headstart.eval.drafters.ngram import NgramDrafter
-from headstart.eval.sampling import Sampling
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.eval.attention import Visibility
-from headstart.eval.candidates import Growth
-from headstart.eval.choose import argmax
 from headstart.eval.config import TreeConfig
-from headstart.eval.control import Lined, line_up
-from headstart.eval.draft import DraftStep
-from headstart.eval.engine import Rows, synchronize
-from headstart.eval.fused import Buffers
-from headstart.eval.launch import compile_ahead
-from headstart.eval.linear import Linear
-from headstart.eval.pointwise import take_rows
-from headstart.eval.sampling import Sampling, draw, penalise, probabilities
+from headstart.eval.decoding.engine import Rows, synchronize
+from headstart.eval.decoding.fused import Buffers
+from headstart.eval.decoding.sampling import Sampling, draw, penalise, probabilities
+from headstart.eval.drafters.draft import DraftStep
+from headstart.eval.kernels.argmax import argmax
+from headstart.eval.kernels.attention import Visibility
+from headstart.eval.kernels.bookkeeping import Lined, line_up
+from headstart.eval.kernels.candidates import Growth
+from headstart.eval.kernels.launch import compile_ahead
+from headstart.eval.kernels.linear import Linear
+from headstart.eval.kernels.pointwise import take_rows
 from headstart.eval.tree import Tree, chain
 from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import FeatureSpec

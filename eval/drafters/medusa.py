@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.eval.candidates import top_ids
 from headstart.eval.config import TreeConfig
-from headstart.eval.engine import Rows
-from headstart.eval.linear import Linear
-from headstart.eval.sampling import Sampling, best, draw, penalise, probabilities
+from headstart.eval.decoding.engine import Rows
+from headstart.eval.decoding.sampling import Sampling, best, draw, penalise, probabilities
+from headstart.eval.kernels.candidates import top_ids
+from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import StaticShape, Tree, chain, static_paths, static_shape
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.eval.engine import Rows
-from headstart.eval.linear import Linear
+from headstart.eval.decoding.engine import Rows
+from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree, chain
 from headstart.heads.base import FeatureSpec
 

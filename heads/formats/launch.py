@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from headstart.heads.escape import table
-from headstart.heads.fetch import TARGETS
 from headstart.heads.repository import is_repository
 from headstart.heads.rope import positions_with_one_rope
+from headstart.heads.targets.fetch import TARGETS
 
 #: engine key → its name in text
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "tgi": "TGI", "tensorrt_llm": "TensorRT-LLM (PyTorch backend)"}

@@ -15,7 +15,7 @@ from headstart.commands.common import Json, speaking
 
 if TYPE_CHECKING:
     from headstart.data.config import DataConfig, SourceConfig
-    from headstart.heads.target import Target
+    from headstart.heads.targets.target import Target
 
 #: records of a file that are looked at
 LOOKED = 100
@@ -51,8 +51,8 @@ def command(
 def _machine() -> list[Check]:
     import torch
 
-    from headstart.heads.fetch import TARGETS, default_cache, find_damage
     from headstart.heads.provenance import device_name, git_revision, versions
+    from headstart.heads.targets.fetch import TARGETS, default_cache, find_damage
 
     checks: list[Check] = [("versions", "ok", ", ".join(f"{k} {v}" for k, v in versions().items()))]
     checks.append(("git revision", "ok", git_revision()))

@@ -19,8 +19,8 @@ from headstart.talk import Talk
 
 if TYPE_CHECKING:
     from headstart.eval.config import EvalConfig
-    from headstart.eval.report import Report
-    from headstart.heads.target import Target
+    from headstart.eval.measuring.report import Report
+    from headstart.heads.targets.target import Target
 
 
 def command(
@@ -59,7 +59,7 @@ def command(
     With --engine and --url, the prompts go to a server at temperature 0 and τ comes from its counters.
     """
     with speaking(json, "eval") as talk:
-        from headstart.eval.report import Report, render_tables
+        from headstart.eval.measuring.report import Report, render_tables
         from headstart.heads.errors import ConfigError
 
         recipe, words = split_recipe(arguments)
@@ -101,9 +101,9 @@ def _of_head(
     out: str | None,
     talk: Talk,
 ) -> Path:
-    from headstart.eval.launch import wake_compiler
+    from headstart.eval.kernels.launch import wake_compiler
     from headstart.found_heads import bound_head, find_head, trained_date, untrained_head
-    from headstart.heads.target import Target
+    from headstart.heads.targets.target import Target
     from headstart.measure import UNTRAINED, measure
     from headstart.recipes.load import load_evaluation, load_recipe, to_dict
     from headstart.steps import locked
@@ -142,7 +142,7 @@ def _of_server(
     out: str | None,
     talk: Talk,
 ) -> Path:
-    from headstart.eval.served import evaluate_server
+    from headstart.eval.servers.served import evaluate_server
     from headstart.heads.errors import ConfigError
     from headstart.recipes.load import load_evaluation, to_dict
     from headstart.steps import locked

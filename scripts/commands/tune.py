@@ -61,12 +61,12 @@ def _tune(
     write: bool,
     talk: Talk,
 ) -> None:
-    from headstart.eval.launch import wake_compiler
-    from headstart.eval.tune import tune
-    from headstart.eval.tune_report import tuning_table, tuning_text, write_tuning
+    from headstart.eval.kernels.launch import wake_compiler
+    from headstart.eval.tuning.tune import tune
+    from headstart.eval.tuning.tune_report import tuning_table, tuning_text, write_tuning
     from headstart.found_heads import bound_head, find_head, trained_date, trained_otherwise
     from headstart.heads.published import published
-    from headstart.heads.target import Target
+    from headstart.heads.targets.target import Target
     from headstart.pipeline import Run
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_evaluation, load_recipe

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headstart.data.samples import Sample
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.target import Target, TargetConfig
 
 for place in (Path(__file__).resolve().parent, Path(__file__).resolve().parents[1]):
     if str(place) not in sys.path:  # chat_templates and reference, under --import-mode=importlib

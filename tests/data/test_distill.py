@@ -16,7 +16,7 @@ from headstart.data.prepare import tokenize
 from headstart.data.prompts import Prompt
 from headstart.data.row_random import draw_at, uniforms
 from headstart.data.sources import load_conversations
-from headstart.eval.generation import EngineGenerator
+from headstart.eval.decoding.generation import EngineGenerator
 from headstart.heads.errors import DataError, StorageError, TemplateError
 
 TEXTS = ["Hi", "Hello there", "Be brief now", "One two three", "Bye", "How are you", "thanks", "more"]

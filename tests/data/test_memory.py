@@ -13,7 +13,7 @@ from headstart.data.memory import MemoryFeatures
 from headstart.data.samples import Sample, supervise_everything
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import StorageError
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 
 
 @pytest.fixture(scope="module")

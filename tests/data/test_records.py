@@ -14,13 +14,13 @@ from headstart.data.prepare import tokenize
 from headstart.data.prompts import prompt_of
 from headstart.data.records import parse_record
 from headstart.data.sources import load_conversations, read_prompts
-from headstart.eval.benchmark import first_contexts
 from headstart.eval.config import EvalConfig
-from headstart.eval.probes import Sglang, Vllm
+from headstart.eval.measuring.benchmark import first_contexts
 from headstart.eval.prompts import load_prompts
-from headstart.eval.served import chat_fields
+from headstart.eval.servers.probes import Sglang, Vllm
+from headstart.eval.servers.served import chat_fields
 from headstart.heads.errors import DataError
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.target import Target, TargetConfig
 
 #: shows everything that a record can bring along
 TEMPLATE = (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.eval.decode import Answer
-from headstart.heads.target import Target
+from headstart.eval.decoding.decode import Answer
+from headstart.heads.targets.target import Target
 
 for place in (Path(__file__).resolve().parent, Path(__file__).resolve().parents[1]):
     if str(place) not in sys.path:  # eval_help and reference, under --import-mode=importlib

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.eval.benchmark import Decoder
-from headstart.eval.decode import Answer, decode, slots_needed
+from headstart.eval.decoding.decode import Answer, decode, slots_needed
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter
-from headstart.eval.engine import Engine
-from headstart.eval.sampling import Sampling
-from headstart.heads import HEADS
-from headstart.heads.base import FeatureBatch, Head, build_head
-from headstart.heads.target import Target
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import FeatureBatch, Head
+from headstart.heads.targets.target import Target
 
 #: where kernels run: on a GPU, or in Triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import HEADS, elementwise, rows
-from headstart.heads.attention import TrainAttention
-from headstart.heads.base import FeatureBatch, HeadDims, Teacher, build_head
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import FeatureBatch, HeadDims, Teacher
+from headstart.heads.kernels import elementwise, rows
+from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.losses import eager, fused
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 from headstart.train import loop
 from headstart.train.captured import CapturedPacks
 from headstart.train.config import TrainConfig

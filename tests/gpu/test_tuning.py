@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.eval.benchmark import evaluate
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig
-from headstart.eval.tune import tree_name, tune
-from headstart.heads import HEADS
-from headstart.heads.base import Head, build_head
-from headstart.heads.target import Target
+from headstart.eval.measuring.benchmark import evaluate
+from headstart.eval.tuning.tune import tree_name, tune
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import Head
+from headstart.heads.targets.target import Target
 
 pytestmark = [
     pytest.mark.gpu,

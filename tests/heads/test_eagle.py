@@ -24,8 +24,8 @@ from reference.tiny import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads import EagleConfig
-from headstart.heads.base import HeadDims, build_head
+from headstart.heads import EagleConfig, build_head
+from headstart.heads.base import HeadDims
 from headstart.heads.eagle import EagleHead
 from headstart.heads.errors import ConfigError
 from headstart.heads.losses import fused

@@ -26,8 +26,8 @@ from reference.tiny import (
     teacher_of,
 )
 
-from headstart.heads import Eagle3Config
-from headstart.heads.base import HeadDims, build_head
+from headstart.heads import Eagle3Config, build_head
+from headstart.heads.base import HeadDims
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.errors import ConfigError
 

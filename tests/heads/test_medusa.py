@@ -22,8 +22,8 @@ from reference.tiny import (
     teacher_of,
 )
 
-from headstart.heads import MedusaConfig
-from headstart.heads.base import HeadDims, Teacher, build_head
+from headstart.heads import MedusaConfig, build_head
+from headstart.heads.base import HeadDims, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.medusa import MedusaHead
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import HEADS
-from headstart.heads.base import FeatureBatch, Head, build_head
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import FeatureBatch, Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.target import Target
-from headstart.train.setup import recompute_activations
+from headstart.heads.targets.target import Target
+from headstart.train.launching.setup import recompute_activations
 
 
 def built(family: str) -> tuple[Head, Target]:

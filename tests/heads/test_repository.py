@@ -9,10 +9,10 @@ import pytest
 from headstart.data.config import SourceConfig
 from headstart.eval.prompts import eval_sources
 from headstart.found_heads import find_head
-from headstart.heads import fetch
 from headstart.heads.errors import ConfigError, HeadstartError, TargetError
-from headstart.heads.fetch import locate_target
 from headstart.heads.repository import check_head_name, is_repository
+from headstart.heads.targets import fetch
+from headstart.heads.targets.fetch import locate_target
 from headstart.recipes.load import load_exporting, load_recipe
 
 BAD = ["me/he ad", "me/a--b", "me/x..y", "me/" + "x" * 97, "-me/x", "me/x.git", "me/ü"]

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from headstart.heads.base import HeadDims
-from headstart.heads.elementwise import rotate
+from headstart.heads.kernels.elementwise import rotate
 from headstart.heads.layers import Rope
 
 ROPES = {

@@ -10,7 +10,7 @@ import torch
 from headstart.data.config import DistillConfig
 from headstart.data.distill import choose
 from headstart.data.row_random import draw_at
-from headstart.eval.sampling import Sampling, probabilities
+from headstart.eval.decoding.sampling import Sampling, probabilities
 from headstart.heads.sampling import distribution
 
 RULES = [

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from headstart import serving_check
 from headstart.found_heads import continued_head, trained_date, trained_otherwise
-from headstart.heads.base import FeatureSpec, Head, build_head
+from headstart.heads import build_head
+from headstart.heads.base import FeatureSpec, Head
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError
@@ -21,7 +22,7 @@ from headstart.heads.formats import check_directory, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.sidecar import annotate
 from headstart.heads.medusa import MedusaConfig
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.target import Target, TargetConfig
 
 #: the head of the `recipe` fixture
 SHAPE = Eagle3Config(depth=2, draft_vocab_size=64, intermediate_size=32)

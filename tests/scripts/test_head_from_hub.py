@@ -19,10 +19,10 @@ from fake_hub import local_hub  # noqa: E402
 def test_a_head_is_measured_by_revision(
     headstart: Callable, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headstart.heads.base import build_head
+    from headstart.heads import build_head
     from headstart.heads.eagle import EagleConfig
     from headstart.heads.formats import save_head
-    from headstart.heads.target import Target, TargetConfig
+    from headstart.heads.targets.target import Target, TargetConfig
 
     target = Target.load(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
     save_head(build_head(EagleConfig(), target.dims), tmp_path / "head", {})

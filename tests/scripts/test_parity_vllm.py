@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headstart import parity_vllm
-from headstart.eval.decode import Cycle
-from headstart.eval.metrics import acceptance
+from headstart.eval.decoding.decode import Cycle
+from headstart.eval.measuring.metrics import acceptance
 
 
 def answer(committed: list[int], accepted: int, per_position: list[int] | None = None) -> dict[str, Any]:

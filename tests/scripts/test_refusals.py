@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 
-from headstart.heads.base import build_head
+from headstart.heads import build_head
 from headstart.heads.errors import ConfigError, FormatError, HeadstartError, TargetError
 from headstart.heads.formats import save_head
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.target import Target, TargetConfig
 from headstart.light import light_target
 from headstart.recipes.load import load_recipe
 from headstart.refusals import planned_head, refuse_ahead, require_decoding

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.eval import engine as engine_module
+from headstart.eval.decoding import engine as engine_module
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import TargetError
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 from headstart.serving_check import compare_features, require_parity
 
 SPEC = FeatureSpec((1, 2, 3))

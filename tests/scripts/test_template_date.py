@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from headstart.found_heads import trained_date
-from headstart.heads.base import build_head
+from headstart.heads import build_head
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.formats import save_head
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.target import Target, TargetConfig
 
 TEMPLATE = (
     "{{ 'On ' + strftime_now('%d %b %Y') + '\n' }}{% for m in messages %}"
@@ -28,7 +28,7 @@ def on(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
         def now(cls, tz=None):
             return cls(2026, 3, day, tzinfo=tz)
 
-    monkeypatch.setattr("headstart.heads.template_date.datetime", Day)
+    monkeypatch.setattr("headstart.heads.targets.template_date.datetime", Day)
 
 
 def test_a_run_goes_on_with_the_day_on_which_it_began(

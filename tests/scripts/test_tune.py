@@ -12,13 +12,12 @@ import torch
 from headstart import identity
 from headstart.commands.evaluate import nearest_tuned
 from headstart.eval.config import TreeConfig
-from headstart.eval.tune_report import overrides
-from headstart.heads import HEADS
-from headstart.heads.base import build_head
+from headstart.eval.tuning.tune_report import overrides
+from headstart.heads import HEADS, build_head
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import load_head, save_head
 from headstart.heads.formats.sidecar import annotate, notes
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.target import Target, TargetConfig
 
 
 @pytest.fixture

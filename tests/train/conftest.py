@@ -22,4 +22,4 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def patient_saver(monkeypatch):
     """Which checkpoints exist must not depend on the speed of the disk."""
-    monkeypatch.setattr("headstart.train.saver.Saver.free", lambda saver: saver.idle(60.0))
+    monkeypatch.setattr("headstart.train.checkpoints.saver.Saver.free", lambda saver: saver.idle(60.0))

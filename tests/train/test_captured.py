@@ -12,7 +12,7 @@ from headstart.heads.base import FeatureBatch
 from headstart.heads.errors import ConfigError
 from headstart.train.captured import PackShape, tensors_of
 from headstart.train.config import TrainConfig
-from headstart.train.setup import captures
+from headstart.train.launching.setup import captures
 
 
 def documents(*lengths: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -13,7 +13,7 @@ from train_fakes import DIMS, FakeHead, FakeSource, in_order, make_documents, te
 from headstart.heads.base import FeatureBatch, HeadLoss
 from headstart.heads.errors import TrainingError
 from headstart.train import coverage, loop
-from headstart.train.checkpoint import CheckpointStore
+from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.coverage import measure_coverage
 from headstart.train.loop import TrainResult, train

@@ -2,10 +2,10 @@ import pytest
 import torch
 from train_fakes import FakeHead, FakeSource, make_documents
 
-from headstart.heads import HEADS
-from headstart.heads.base import FeatureBatch, HeadDims, build_head
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import FeatureBatch, HeadDims
 from headstart.train.flops import matmul_flops, multiply_adds, step_flops
-from headstart.train.meters import Meters
+from headstart.train.tracking.meters import Meters
 
 DIMS = HeadDims(
     hidden_size=8, vocab_size=20, num_layers=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=16
@@ -35,7 +35,7 @@ def test_heads_without_a_layer_count_their_matrices_on_supervised_rows():
 def test_a_device_is_measured_and_mfu_is_a_share_of_it(monkeypatch):
     assert matmul_flops(torch.device("cpu"), torch.float32, size=64) > 1e6
     now = [100.0]
-    monkeypatch.setattr("headstart.train.meters.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("headstart.train.tracking.meters.time.perf_counter", lambda: now[0])
     meters = Meters(1, torch.device("cpu"), peak_flops=1e9)
     meters.restart_clock()
     meters.add_host(10, 0.5, flops=3e9)

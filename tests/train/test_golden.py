@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample, token_counts
-from headstart.eval.benchmark import tau_probe
-from headstart.heads import HEADS
-from headstart.heads.base import Head, build_head
-from headstart.heads.target import Target
+from headstart.eval.measuring.benchmark import tau_probe
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import Head
+from headstart.heads.targets.target import Target
 from headstart.heads.vocab import choose_draft_vocab
 from headstart.train.config import TrainConfig
 from headstart.train.loop import TrainResult, train

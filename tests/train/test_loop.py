@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher
 
 from headstart.heads.errors import ConfigError, DiskFullError, StorageError, TrainingError
-from headstart.train.checkpoint import CheckpointStore
+from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.loop import TrainResult, train
 
@@ -688,7 +688,7 @@ def test_no_supervised_position_is_an_error(tmp_path):
 def test_disk_full_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     import errno
 
-    from headstart.train import checkpoint
+    from headstart.train.checkpoints import checkpoint
 
     calls = []
     real = checkpoint.write_safetensors
@@ -709,7 +709,7 @@ def test_disk_full_keeps_the_last_checkpoint(tmp_path, monkeypatch):
 
 def test_a_full_disk_pauses_the_run_and_nothing_is_lost(tmp_path, monkeypatch):
     """Checkpoint, best head and final state all find the disk full at first; the pause is in no time or rate."""
-    from headstart.train import checkpoint, saver
+    from headstart.train.checkpoints import checkpoint, saver
 
     clock = [0.0]
     refused = []
@@ -750,7 +750,7 @@ def test_a_tensor_file_that_finds_the_disk_full_pauses_the_run(tmp_path, monkeyp
     from safetensors import SafetensorError
 
     from headstart.heads import files
-    from headstart.train import saver
+    from headstart.train.checkpoints import saver
 
     refused, pauses = [], []
     real = files.save_file
@@ -774,7 +774,7 @@ def test_a_tensor_file_that_finds_the_disk_full_pauses_the_run(tmp_path, monkeyp
 
 
 def test_a_signal_ends_a_pause(tmp_path, monkeypatch):
-    from headstart.train import checkpoint, saver
+    from headstart.train.checkpoints import checkpoint, saver
 
     def full(path, *rest, **more):
         raise DiskFullError(f"{path}: the disk is full")

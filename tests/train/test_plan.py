@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headstart.heads import HEADS
-from headstart.heads.base import FeatureBatch, Head, build_head
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import FeatureBatch, Head
 from headstart.heads.errors import ConfigError, StorageError
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
 from headstart.train.plan import (

@@ -15,14 +15,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
-from headstart.heads import HEADS
-from headstart.heads.base import FeatureBatch, FeatureSpec, build_head
+from headstart.heads import HEADS, build_head
+from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import ConfigError, TargetError
-from headstart.heads.sharded import RowsTeacher, rows_of
-from headstart.heads.target import Target, TargetConfig
+from headstart.heads.targets.sharded import RowsTeacher, rows_of
+from headstart.heads.targets.target import Target, TargetConfig
 from headstart.train.config import TrainConfig
+from headstart.train.launching.setup import make_accelerator
 from headstart.train.loop import train
-from headstart.train.setup import make_accelerator
 from headstart.train.validate import Validator
 
 SHAPE = dict(

@@ -17,7 +17,7 @@ from headstart.data import prepare as preparing
 from headstart.data.chat import ChatFormat
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import PreparedData, prepare
-from headstart.train.distributed import all_ranks
+from headstart.train.sharing.distributed import all_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 from chat_templates import TEMPLATES, word_tokenizer  # noqa: E402

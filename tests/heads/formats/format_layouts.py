@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.heads.base import Head, HeadConfig, HeadDims, Teacher, build_head
+from headstart.heads import build_head
+from headstart.heads.base import Head, HeadConfig, HeadDims, Teacher
 
 D, V, U, I, A, G = 32, 97, 40, 64, 32, 16  # noqa: E741
 LLAMA3 = {

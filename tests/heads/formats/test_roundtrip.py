@@ -10,7 +10,8 @@ import torch
 from format_layouts import DIMS, LLAMA3, U, our_head, same_state
 from transformers import AutoConfig
 
-from headstart.heads.base import HeadConfig, HeadDims, build_head
+from headstart.heads import build_head
+from headstart.heads.base import HeadConfig, HeadDims
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError

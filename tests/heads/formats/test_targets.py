@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 
-from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, build_head
+from headstart.heads import build_head
+from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError
@@ -20,7 +21,7 @@ from headstart.heads.formats import ExportConfig, check_directory, export_head, 
 from headstart.heads.formats.launch import launch_commands
 from headstart.heads.formats.sidecar import SIDECAR, seal
 from headstart.heads.medusa import MedusaConfig
-from headstart.heads.target import Target
+from headstart.heads.targets.target import Target
 
 SIZES = {
     "vocab_size": 97,

@@ -1,0 +1,176 @@
+"""The decode loop: propose, verify, commit, until every row has stopped. Plain decoding is the loop without drafts.
+
+Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headstart.eval.decoding.drafter import Drafter
+from headstart.eval.decoding.engine import Engine, synchronize
+from headstart.eval.decoding.graphs import CycleGraphs
+from headstart.eval.decoding.loop import COUNT, DRAFTED, LENGTH, NEXT, Loop
+from headstart.eval.decoding.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One target forward of one row.
+
+    Attributes:
+        drafted: levels drafted (0 = nothing).
+        accepted: accepted drafts that were kept (what lies beyond a stop token or the length limit is not).
+        committed: tokens kept: accepted + 1, less what was cut.
+    """
+
+    drafted: int
+    accepted: int
+    committed: int
+
+
+@dataclass
+class Answer:
+    """One decoded row: all tokens (the stop token included), one Cycle per target forward after prefill."""
+
+    tokens: list[int] = field(default_factory=list)
+    cycles: list[Cycle] = field(default_factory=list)
+    finish_reason: str = "length"
+
+
+@dataclass
+class Decoded:
+    """Answers of a batch and what they took in wall-clock seconds.
+
+    Attributes:
+        prefill_s: until the first tokens were there (device synchronised).
+        decode_s: from then until the last token arrived.
+        cycle_s: seconds of each cycle of the batch, as the host sees its tokens arrive.
+    """
+
+    answers: list[Answer]
+    prefill_s: float
+    decode_s: float
+    cycle_s: list[float] = field(default_factory=list)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens that the decode phase produced: all but each row's first, which prefill gives."""
+        return sum(max(len(answer.tokens) - 1, 0) for answer in self.answers)
+
+
+def slots_needed(longest_context: int, max_new_tokens: int, drafter: Drafter | None) -> int:
+    """KV slots per row for `decode`: a last cycle may overshoot the limit by its whole tree before it is cut."""
+    nodes = drafter.max_nodes if drafter is not None else 0
+    return longest_context + max_new_tokens + 2 * (nodes + 1)
+
+
+def roomy(slots: int) -> int:
+    """`slots` rounded up to a fourth of its octave (at least 512), so that buffers, and the graphs on them, last.
+
+    >>> [roomy(n) for n in (1, 600, 1025, 5000)]
+    [512, 1024, 1536, 5120]
+    """
+    step = 1 << max(9, (slots - 1).bit_length() - 3)
+    return -(-slots // step) * step
+
+
+@torch.inference_mode()
+def decode(
+    engine: Engine,
+    contexts: list[list[int]],
+    drafter: Drafter | None,
+    sampling: Sampling,
+    max_new_tokens: int | list[int],
+    stop_ids: set[int] | list[set[int]],
+    generator: torch.Generator | None = None,
+    graphs: CycleGraphs | None = None,
+    row_seeds: Tensor | None = None,
+) -> Decoded:
+    """Decode a batch to the end.
+
+    Args:
+        contexts: one non-empty token list per row of the engine.
+        drafter: None = plain decoding (τ = 1).
+        max_new_tokens, stop_ids: for all rows, or one per row.
+        generator: on the engine's device; used at temperature > 0 and by synthetic acceptance.
+        graphs: where captured cycles are kept; None = every cycle runs operation by operation.
+        row_seeds: int64 [B], plain decoding only: every row draws by its own seed, whatever it is batched with.
+    """
+    book = _Rows(len(contexts), max_new_tokens, stop_ids)
+    device = engine.device
+    synchronize(device)
+    loop = Loop(engine, drafter, sampling, generator, row_seeds)
+    began, preparing = time.perf_counter(), loop.prepare_s
+    loop.start(contexts, book.limits, book.stops)
+    synchronize(device)
+    prefilled = time.perf_counter()
+    began += loop.prepare_s - preparing
+    arrivals = [prefilled]
+
+    for row, token in enumerate(loop.roots_B.tolist()):
+        book.take(row, [token])
+    if graphs is not None and loop.captures:
+        if book.any_active:
+            for table in graphs.run(loop):
+                arrivals.append(time.perf_counter())
+                book.cycle(table)
+                if not book.any_active:
+                    break
+    else:
+        while book.any_active:
+            rows_table = loop.verify().tolist()
+            engine.longest = max(line[LENGTH] for line in rows_table)
+            book.cycle(rows_table)
+            arrivals.append(time.perf_counter())
+            loop.commit()
+    # a captured cycle beyond the last one is under way; no token waits for it
+    synchronize(device)
+    cycle_s = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    return Decoded(book.answers, prefilled - began, arrivals[-1] - prefilled, cycle_s)
+
+
+class _Rows:
+    """Host side of the loop: answers, stops, limits."""
+
+    def __init__(self, batch: int, max_new_tokens: int | list[int], stop_ids: set[int] | list[set[int]]):
+        self.limits = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        self.stops = list(stop_ids) if isinstance(stop_ids, list) else [set(stop_ids)] * batch
+        if len(self.limits) != batch or len(self.stops) != batch or min(self.limits, default=0) < 1:
+            raise ValueError(
+                f"decode: found {batch} contexts, limits {self.limits}, {len(self.stops)} sets of stop tokens; "
+                "expected at least one context, and for each a limit of 1 or more and a set"
+            )
+        self.answers = [Answer() for _ in range(batch)]
+        self.active = [True] * batch
+
+    @property
+    def any_active(self) -> bool:
+        return any(self.active)
+
+    def take(self, row: int, tokens: list[int]) -> int:
+        """Append until a stop token or the limit; returns how many tokens were kept."""
+        answer = self.answers[row]
+        for kept, token in enumerate(tokens, start=1):
+            answer.tokens.append(token)
+            if token in self.stops[row]:
+                answer.finish_reason = "stop"
+                self.active[row] = False
+            elif len(answer.tokens) >= self.limits[row]:
+                self.active[row] = False
+            if not self.active[row]:
+                return kept
+        return len(tokens)
+
+    def cycle(self, table: list[list[int]]) -> None:
+        """Book one cycle."""
+        for row, line in enumerate(table):
+            if not self.active[row]:
+                continue
+            count = line[COUNT]
+            kept = self.take(row, [*line[1:count], line[NEXT]])
+            self.answers[row].cycles.append(Cycle(line[DRAFTED], min(count - 1, kept), kept))

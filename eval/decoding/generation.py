@@ -1,0 +1,35 @@
+"""Answers for distillation by the decode engine: plain decoding in captured cycles where the target can be fused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headstart.data.config import DistillConfig
+from headstart.eval.config import EvalConfig
+from headstart.eval.decoding.session import Decoder
+from headstart.heads.targets.target import Target
+
+
+class EngineGenerator:
+    """What data.distill.generate does, by the engine: one set of buffers and graphs serves all batches.
+
+    Args: engine: see `eval.engine`.
+    Rows are padded to the configured batch with one-token answers, as another batch size would need other graphs.
+    """
+
+    def __init__(self, target: Target, config: DistillConfig, engine: str = "auto"):
+        sampling = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+        self.decoder = Decoder(target, EvalConfig(drafter="none", engine=engine, **sampling))  # type: ignore[arg-type]
+
+    def __call__(
+        self, target: Target, prompts: Sequence[Sequence[int]], config: DistillConfig, seeds: Sequence[int]
+    ) -> list[list[int]]:
+        """Args: as data.distill.generate's; `target` and `config` are those of the constructor."""
+        missing = max(config.batch_size - len(prompts), 0)
+        contexts = [list(prompt) for prompt in prompts] + [[prompts[0][0]]] * missing
+        limits = [config.max_new_tokens] * len(prompts) + [1] * missing
+        row_seeds = torch.tensor([*seeds, *[0] * missing], dtype=torch.int64, device=target.device)
+        decoded = self.decoder.run(contexts, None, limits, 0, row_seeds=None if config.temperature == 0 else row_seeds)
+        return [answer.tokens for answer in decoded.answers[: len(prompts)]]

@@ -1,0 +1,161 @@
+"""One batch in the decode loop: propose, verify, commit, on device tensors only.
+
+Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, S stop tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.data.row_random import draw_at, uniforms
+from headstart.eval.decoding.drafter import Drafter
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.sampling import Sampling, best, draw, probabilities
+from headstart.eval.decoding.verify import Verdict, verify
+from headstart.eval.kernels.bookkeeping import advance, stops_at, take_path
+from headstart.eval.kernels.choices import compile_ways, decide
+from headstart.eval.kernels.launch import compiling
+from headstart.eval.tree import empty
+
+#: columns of a cycle's table that follow the committed tokens: how many, the next root, levels drafted, context length
+COUNT, NEXT, DRAFTED, LENGTH = -4, -3, -2, -1
+
+
+class Loop:
+    """Propose, verify, commit for one batch: device tensors only, so that a cycle can be captured.
+
+    Attributes:
+        roots_B: int64, tokens that the target has chosen and not yet read.
+        active_B: bool, rows that go on.
+        left_B: int64, tokens that a row may still commit.
+        stop_BS: int64, stop tokens of each row, -1 = none.
+        seen_BV: bool, tokens of each context, where the repetition penalty asks for it.
+        seeds_B: int64, seeds of rows that draw by themselves, or None.
+        rate_K: float32, synthetic acceptance by level, or None.
+        logits_BV: the target's, at the last root.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter | None,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        seeds_B: Tensor | None = None,
+    ):
+        if seeds_B is not None and (drafter is not None or sampling.synthetic is not None):
+            raise ValueError("row seeds: rows draw by themselves in plain decoding only, found a drafter")
+        self.engine, self.drafter, self.sampling, self.generator = engine, drafter, sampling, generator
+        self.seeds_B = seeds_B
+        rates = sampling.synthetic
+        self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)
+        self.seen_BV: Tensor | None = None
+
+    @property
+    def captures(self) -> bool:
+        return self.engine.captures and (self.drafter is None or self.drafter.captures)
+
+    @property
+    def prepare_s(self) -> float:
+        """Seconds that capturing prompts' chunks and making the drafter ready have taken so far."""
+        return self.engine.capture_s + (0.0 if self.drafter is None else self.drafter.prepare_s)
+
+    @property
+    def state(self) -> list[tuple[object, str]]:
+        """Where the tensors live that a cycle reads and changes, KV apart."""
+        extra = [name for name in ("seen_BV", "seeds_B", "rate_K") if getattr(self, name) is not None]
+        names = ["roots_B", "active_B", "left_B", "stop_BS", *extra]
+        owners: list[tuple[object, list[str]]] = [(self, names), (self.engine, self.engine.state)]
+        if self.drafter is not None:
+            owners.append((self.drafter, self.drafter.state))
+        return [(owner, name) for owner, names in owners for name in names]
+
+    def tensors(self) -> list[Tensor]:
+        """What stands at `state` now."""
+        return [getattr(owner, name) for owner, name in self.state]
+
+    def attach(self, tensors: list[Tensor]) -> None:
+        """Put these tensors at `state`."""
+        for (owner, name), tensor in zip(self.state, tensors, strict=True):
+            setattr(owner, name, tensor)
+
+    def tune(self) -> None:
+        """Choose how the products of a cycle run (CUDA only), after `start`."""
+        engine, drafter = self.engine, self.drafter
+        rows = engine.batch * (1 if drafter is None else drafter.max_nodes + 1)
+        drafts = [] if drafter is None else drafter.products(engine.batch)
+        with compiling():
+            # all are compiled before the first is timed
+            if engine.fused is not None:
+                engine.fused.compile(rows)
+            for linears, count in drafts:
+                compile_ways(linears, count, engine.choices)
+            if engine.fused is not None:
+                engine.fused.tune(rows)
+            for linears, count in drafts:
+                decide(linears, count, engine.choices)
+
+    def start(self, contexts: list[list[int]], limits: list[int], stops: list[set[int]]) -> None:
+        """Prefill, choose the first roots, hand the contexts to the drafter."""
+        engine, device = self.engine, self.engine.device
+        self.logits_BV, context = engine.prefill(contexts)
+        if self.sampling.penalises:
+            self.seen_BV = _seen(context.tokens_BJ, context.count_B, self.logits_BV.shape[-1])
+        self.roots_B = self._choose(self.logits_BV)
+        widest = max(1, *(len(stop) for stop in stops))
+        padded = [[*sorted(stop), *[-1] * (widest - len(stop))] for stop in stops]
+        self.stop_BS = torch.tensor(padded, device=device)
+        self.left_B = torch.tensor(limits, device=device) - 1
+        self.active_B = (self.left_B > 0) & ~stops_at(self.roots_B[:, None], self.stop_BS)[:, 0]
+        if self.drafter is not None:
+            self.drafter.start(context, engine.capacity)
+
+    def _choose(self, logits_BV: Tensor, ahead: int = 0) -> Tensor:
+        """The target's own next token of every row, which will stand `ahead` places after the context's end."""
+        if self.sampling.greedy:
+            return best(logits_BV, self.sampling, self.seen_BV)
+        p_BV = probabilities(logits_BV, self.sampling, self.seen_BV)
+        if self.seeds_B is not None:
+            return draw_at(p_BV, uniforms(self.seeds_B, self.engine.length_B + ahead))
+        return draw(p_BV, self.generator)
+
+    def verify(self) -> Tensor:
+        """Propose and verify. Returns the cycle's table: int64 [B, J + 4], see COUNT; `commit` must follow."""
+        engine, roots_B, active_B = self.engine, self.roots_B, self.active_B
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
+        if self.drafter is not None:
+            tree = self.drafter.propose(roots_B, self.generator).limit(active_B)
+        else:
+            tree = empty(engine.batch, engine.device)
+        step = engine.verify(roots_B, tree)
+        self.logits_BV = step.logits_BMV[:, 0]
+        if self.seeds_B is not None:
+            verdict = Verdict(tree.tokens_BN, torch.zeros_like(roots_B), self._choose(self.logits_BV, ahead=1))
+        else:
+            verdict = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV, self.rate_K)
+        taken = take_path(tree, roots_B, verdict.path_BK, active_B, engine.length_B, engine.kv.bin)
+        self.accepted = accepted = engine.take(tree, step, taken)
+        if self.seen_BV is not None:
+            self.seen_BV = self.seen_BV | _seen(accepted.tokens_BJ, accepted.count_B, self.seen_BV.shape[1])
+        progress = advance(tree, taken, verdict.next_B, roots_B, self.left_B, active_B, self.stop_BS)
+        self.roots_B, self.left_B, self.active_B = progress.roots_B, progress.left_B, progress.active_B
+        return progress.table
+
+    def commit(self) -> None:
+        """Give the drafter the rows of the last `verify`."""
+        if self.drafter is not None:
+            self.drafter.commit(self.accepted)
+
+    def cycle(self) -> Tensor:
+        table = self.verify()
+        self.commit()
+        return table
+
+
+def _seen(tokens_BJ: Tensor, count_B: Tensor, vocab: int) -> Tensor:
+    """bool [B, V]: which tokens occur among the first `count_B` of each row."""
+    inside_BJ = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device) < count_B[:, None]
+    counts = torch.zeros((tokens_BJ.shape[0], vocab), dtype=torch.int32, device=tokens_BJ.device)
+    return counts.scatter_add_(1, tokens_BJ, inside_BJ.int()) > 0

@@ -1,0 +1,77 @@
+"""Logits → probabilities: the processors that the target's p and the draft's q both go through (methods §10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.eval.config import EvalConfig, synthetic_rates
+from headstart.eval.kernels.argmax import argmax
+from headstart.heads.numerics import wide
+from headstart.heads.sampling import distribution
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Processors in the order they apply: repetition penalty, temperature, top-k, top-p, min-p."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    #: None = lossless; (ε, δ) = Medusa's typical acceptance, lossy at temperature > 0
+    typical: tuple[float, float] | None = None
+    #: probabilities by level that a draft is accepted, whatever the target says (lossy); None = the target decides
+    synthetic: tuple[float, ...] | None = None
+
+    @classmethod
+    def from_config(cls, config: EvalConfig) -> Sampling:
+        typical = (config.typical_epsilon, config.typical_delta) if config.acceptance == "typical" else None
+        return cls(
+            config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty, typical,
+            synthetic_rates(config),
+        )  # fmt: skip
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1.0
+
+    @property
+    def lossy(self) -> bool:
+        return self.synthetic is not None or (self.typical is not None and not self.greedy)
+
+
+def penalise(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
+    """Repetition penalty in float32 (float64 stays): `logits` […, V], `seen` bool, broadcastable, or None."""
+    logits = wide(logits)
+    if seen is None or not sampling.penalises:
+        return logits
+    penalty = sampling.repetition_penalty
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def best(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
+    """Most likely token after the repetition penalty, the lower id where two tie: […, V] → int64 […]."""
+    return argmax(logits if seen is None else penalise(logits, sampling, seen))
+
+
+def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+    """Distribution after all processors, […, V], float32 (float64 stays): see heads.sampling.distribution."""
+    logits = penalise(logits, sampling, seen)
+    return distribution(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+
+
+def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Sample token ids from distributions […, V] → int64 […].
+
+    A race of exponential clocks: the first of Exp(1) / p to ring is token x with probability p(x).
+    """
+    clock = torch.empty_like(p).exponential_(generator=generator)
+    return (p / clock.clamp(min=torch.finfo(p.dtype).tiny)).argmax(-1)

@@ -1,0 +1,111 @@
+"""A target that decodes batch after batch: one engine, captured cycles and kernels for all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.eval.config import EvalConfig
+from headstart.eval.decoding.decode import Decoded, decode, roomy, slots_needed
+from headstart.eval.decoding.drafter import Drafter
+from headstart.eval.decoding.engine import Engine, attention_windows
+from headstart.eval.decoding.fused import FusedModel, Unfusable
+from headstart.eval.decoding.graphs import CycleGraphs
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.kernels.choices import Choices
+from headstart.heads.errors import ConfigError
+from headstart.heads.targets.target import Target
+
+
+class Decoder:
+    """A target's engine, resized as needed and shared by plain and speculative decoding.
+
+    Attributes:
+        unfused: why `eval.engine: auto` had to take transformers' own forward, else None.
+        graphs: captured cycles, with the seconds that took.
+    """
+
+    def __init__(self, target: Target, config: EvalConfig):
+        self.target, self.config = target, config
+        self.sampling = Sampling.from_config(config)
+        self.engine: Engine | None = None
+        self.unfused: str | None = None
+        self.fused = self._fuse()
+        self.graphs = CycleGraphs()
+        # one generator for all runs: captured graphs hold on to it
+        self.generator = torch.Generator(target.device)
+
+    def _fuse(self) -> FusedModel | None:
+        kind, model = self.config.engine, self.target.model
+        if kind == "transformers" or (kind == "auto" and self.target.device.type != "cuda"):
+            return None
+        try:
+            device, choices = self.target.device, None
+            if device.type == "cuda":
+                choices = Choices.of(device, fresh=self.config.measure_kernels)
+            return FusedModel(model, attention_windows(model.config), choices)
+        except Unfusable as reason:
+            if kind == "fused":
+                raise ConfigError(f"eval.engine: found 'fused', but {reason}; set eval.engine=transformers") from reason
+            self.unfused = str(reason)
+            return None
+
+    def limits(self, contexts: list[list[int]]) -> list[int]:
+        """New tokens of every row: `eval.max_new_tokens`, or as many as the target's positions leave (one at least)."""
+        most, positions = self.config.max_new_tokens, positions_of(self.target)
+        return [max(min(most, positions - len(context)), 1) for context in contexts]
+
+    def gap(self, context: list[int]) -> float:
+        """The target's top-1 minus top-2 logit after a context."""
+        engine = Engine(
+            self.target.model, 1, len(context) + 1, prefill_chunk=self.config.prefill_chunk, fused=self.fused
+        )
+        top = engine.prefill([context])[0].float().topk(2).values[0]
+        return float(top[0] - top[1])
+
+    def run(
+        self,
+        contexts: list[list[int]],
+        drafter: Drafter | None,
+        max_new_tokens: int | list[int],
+        seed: int,
+        row_seeds: Tensor | None = None,
+    ) -> Decoded:
+        """`decode` on buffers that fit. Args: row_seeds: see `decode`."""
+        longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
+        needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
+        engine = self.engine
+        if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
+            bucket = self.config.kv_bucket
+            # captured cycles last as long as the buffers, and kernels read no more of them than is in use
+            capacity = roomy(needed) if self.fused is not None else -(-needed // bucket) * bucket
+            # free the old buffers before the new ones are made
+            self.engine = engine = None
+            self.graphs.clear()
+            self.engine = engine = Engine(
+                self.target.model,
+                len(contexts),
+                capacity,
+                bucket=bucket,
+                prefill_chunk=self.config.prefill_chunk,
+                fused=self.fused,
+            )
+        engine.spec = drafter.spec if drafter is not None else None
+        self.generator.manual_seed(seed)
+        stops = set(self.target.stop_token_ids)
+        before = self.graphs.seconds
+        decoded = decode(
+            engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator,
+            graphs=self.graphs, row_seeds=row_seeds,
+        )  # fmt: skip
+        # capturing happens once per buffers, in whichever batch comes first: it is no part of decoding
+        preparing = self.graphs.seconds - before
+        if preparing:
+            decoded.decode_s -= preparing
+            decoded.cycle_s[0] -= preparing
+        return decoded
+
+
+def positions_of(target: Target) -> int:
+    """Tokens that the target reads at most, prompt and answer together."""
+    return target.positions

@@ -1,0 +1,241 @@
+"""Which drafts the target accepts (methods §10). Pure functions of the tree, the target's logits and random draws.
+
+Every verifier splits in two: a deterministic part (distributions, acceptance probabilities, residuals) and a walk
+driven by random draws, so that tests can enumerate the draws and prove the output distribution exact.
+Shape legend: B batch, N nodes, M = N + 1 rows of the target (row 0 is the root, row n + 1 is node n), K levels,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.eval.decoding.sampling import Sampling, best, draw, probabilities
+from headstart.eval.kernels.bookkeeping import synthetic_kernel, walk_kernel
+from headstart.eval.kernels.pointwise import wants_kernel
+from headstart.eval.tree import Tree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one verification commits.
+
+    Attributes:
+        path_BK: int64, accepted node indices from the first level on, -1 after the end.
+        accepted_B: int64, accepted drafts.
+        next_B: int64, the target's own token after the accepted path: the next root.
+    """
+
+    path_BK: Tensor
+    accepted_B: Tensor
+    next_B: Tensor
+
+
+def verify(
+    tree: Tree,
+    logits_BMV: Tensor,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+    seen_BV: Tensor | None = None,
+    rate_K: Tensor | None = None,
+) -> Verdict:
+    """Accept drafts by the rule that fits them: greedy, point mass, drawn from q, typical or synthetic (both lossy).
+
+    Args:
+        logits_BMV: the target's raw logits at the root and at every node.
+        seen_BV: bool, tokens of each context with its root; needed by the repetition penalty only.
+        rate_K: `sampling.synthetic` as a float32 tensor on the device, which a captured cycle cannot make.
+    """
+    seen_BMV = seen_tokens(tree, seen_BV) if seen_BV is not None and sampling.penalises else None
+    if sampling.synthetic is not None:
+        if sampling.greedy:
+            choice_BM = best(logits_BMV, sampling, seen_BMV)
+        else:
+            choice_BM = draw(probabilities(logits_BMV, sampling, seen_BMV), generator)
+        if rate_K is None:
+            rate_K = torch.tensor(sampling.synthetic, device=choice_BM.device)
+        return synthetic(tree, choice_BM, rate_K, generator)
+    if sampling.greedy:
+        return walk_choices(tree, best(logits_BMV, sampling, seen_BMV))
+    p_BMV = probabilities(logits_BMV, sampling, seen_BMV)
+    if sampling.typical is not None:
+        return typical(tree, p_BMV, draw(p_BMV, generator), *sampling.typical)
+    if tree.q_BNV is None:
+        return walk_choices(tree, draw(p_BMV, generator))
+    ratio_BN, residual_BMV = acceptance(tree, p_BMV)
+    uniform_BN = torch.rand(ratio_BN.shape, dtype=ratio_BN.dtype, device=ratio_BN.device, generator=generator)
+    end_B, path_BK, accepted_B = walk_accepted(tree, uniform_BN < ratio_BN)
+    last_BV = residual_BMV[torch.arange(end_B.shape[0], device=end_B.device), end_B]
+    return Verdict(path_BK, accepted_B, draw(last_BV, generator))
+
+
+def seen_tokens(tree: Tree, seen_BV: Tensor) -> Tensor:
+    """bool [B, M, V]: tokens in the context of each row of the target, its own path included."""
+    batch, vocab = seen_BV.shape
+    seen_BMV = seen_BV[:, None, :].expand(batch, tree.nodes + 1, vocab).clone()
+    mask_BNN = tree.mask_BNN
+    for n in range(tree.nodes):
+        token_B1V = torch.zeros_like(seen_BV).scatter_(1, tree.tokens_BN[:, n : n + 1], True)[:, None, :]
+        seen_BMV[:, 1:] |= mask_BNN[:, :, n : n + 1] & token_B1V
+    return seen_BMV
+
+
+def walk_choices(tree: Tree, choice_BM: Tensor) -> Verdict:
+    """Follow the target's own choice at each row while it is among the children.
+
+    With choice = argmax this is greedy verification; with choice drawn from p it is exact sampling for
+    deterministic trees: accepting children in order with p(x), then the renormalised rest, is the same as drawing
+    once and looking whether the draw is a child.
+    """
+    return Verdict(*walk_kernel(tree, choice_BM)) if wants_kernel(choice_BM) else walk_choices_eager(tree, choice_BM)
+
+
+def walk_choices_eager(tree: Tree, choice_BM: Tensor) -> Verdict:
+    ok_BN = tree.tokens_BN == choice_BM.gather(1, tree.parent_BN + 1)
+    end_B, path_BK, accepted_B = walk_accepted(tree, ok_BN)
+    return Verdict(path_BK, accepted_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+
+
+def walk_accepted(tree: Tree, accept_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow, from the root, the first accepted child of each accepted node.
+
+    Returns: end_B (row of the target after the last accepted node: 0 = root, n + 1 = node n), path_BK, accepted_B.
+    """
+    accept_BN = accept_BN & tree.valid_BN
+    if not tree.linear:
+        earlier_NN = torch.ones((tree.nodes, tree.nodes), dtype=torch.bool, device=accept_BN.device).tril(-1)
+        sibling_BNN = (tree.parent_BN[:, :, None] == tree.parent_BN[:, None, :]) & earlier_NN
+        accept_BN = accept_BN & ~(sibling_BNN & accept_BN[:, None, :]).any(-1)
+    on_path_BN = _closed(tree, accept_BN)
+    return _path(tree, on_path_BN)
+
+
+def _closed(tree: Tree, ok_BN: Tensor) -> Tensor:
+    """Nodes all of whose ancestors, themselves included, are ok."""
+    if tree.linear:
+        return ok_BN.long().cumprod(1).bool()
+    return ~(tree.mask_BNN & ~ok_BN[:, None, :]).any(-1)
+
+
+def _path(tree: Tree, on_path_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay the marked nodes (one per depth, closed under parents) out by depth."""
+    batch, nodes = on_path_BN.shape
+    depth_BN = torch.where(on_path_BN, tree.depth_BN, 0)
+    index_BN = torch.arange(nodes, device=depth_BN.device).expand(batch, nodes)
+    # column 0 collects every node off the path
+    path_BK = torch.full((batch, tree.levels + 1), -1, dtype=torch.int64, device=depth_BN.device)
+    path_BK = path_BK.scatter(1, depth_BN, index_BN)[:, 1:]
+    accepted_B = on_path_BN.sum(1)
+    last_BK = torch.cat([path_BK.new_full((batch, 1), -1), path_BK], 1)
+    end_B = last_BK.gather(1, accepted_B[:, None])[:, 0] + 1
+    return end_B, path_BK, accepted_B
+
+
+def acceptance(tree: Tree, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
+    """Acceptance probabilities and residuals for drafts drawn from q (siblings without replacement).
+
+    For the children of a node in order: accept x with min(1, p(x)/q(x)), else p ← normalise(max(p - q, 0)) and q
+    loses x. Without q (point mass) this is "accept with p(x), else strike x out".
+
+    Returns:
+        ratio_BN: probability that the node is accepted, given its parent accepted and its earlier siblings rejected.
+        residual_BMV: distribution of the target's own token at each row once all its children are rejected.
+    """
+    if tree.linear and tree.q_BNV is not None and tree.nodes:
+        return _chain_acceptance(tree, tree.q_BNV, p_BMV)
+    residual_BMV = p_BMV.clone()
+    drawn_BMV = torch.zeros_like(p_BMV, dtype=torch.bool)
+    rows_B = torch.arange(p_BMV.shape[0], device=p_BMV.device)
+    ratio_BN = torch.zeros(tree.tokens_BN.shape, dtype=p_BMV.dtype, device=p_BMV.device)
+    for n in range(tree.nodes):
+        parent_B, token_B1, valid_B = tree.parent_BN[:, n] + 1, tree.tokens_BN[:, n : n + 1], tree.valid_BN[:, n]
+        p_BV = residual_BMV[rows_B, parent_B]
+        if tree.q_BNV is None:
+            q_BV = torch.zeros_like(p_BV).scatter(1, token_B1, 1.0)
+        else:
+            q_BV = tree.q_BNV[:, n].to(p_BV.dtype)
+            # targets pad their output matrix beyond the vocabulary; drafts never go there
+            q_BV = torch.nn.functional.pad(q_BV, (0, p_BV.shape[1] - q_BV.shape[1]))
+            q_BV = q_BV.masked_fill(drawn_BMV[rows_B, parent_B], 0.0)
+            q_BV = q_BV / q_BV.sum(1, keepdim=True).clamp(min=torch.finfo(q_BV.dtype).tiny)
+        p_x, q_x = p_BV.gather(1, token_B1)[:, 0], q_BV.gather(1, token_B1)[:, 0]
+        # 0/0 (a token that neither would say) is a rejection
+        ratio_BN[:, n] = torch.where(q_x > 0, (p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)).clamp(max=1.0), 0.0)
+        left_BV = (p_BV - q_BV).clamp(min=0.0)
+        total_B1 = left_BV.sum(1, keepdim=True)
+        # p equal to q leaves nothing: such a draft is never rejected, so what stands here is never drawn
+        left_BV = torch.where(total_B1 > 0, left_BV / total_B1.clamp(min=torch.finfo(p_BV.dtype).tiny), p_BV)
+        residual_BMV[rows_B, parent_B] = torch.where(valid_B[:, None], left_BV, p_BV)
+        drawn_BMV[rows_B, parent_B] |= torch.zeros_like(p_BV, dtype=torch.bool).scatter(1, token_B1, True)
+    return ratio_BN, residual_BMV
+
+
+def _chain_acceptance(tree: Tree, q_BNV: Tensor, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
+    """`acceptance` where every row of the target has one child at most: all levels at once."""
+    tiny = torch.finfo(p_BMV.dtype).tiny
+    before_BNV, token_BN1 = p_BMV[:, :-1], tree.tokens_BN[:, :, None]
+    q_BNV = torch.nn.functional.pad(q_BNV.to(p_BMV.dtype), (0, p_BMV.shape[2] - q_BNV.shape[2]))
+    q_BNV = q_BNV / q_BNV.sum(2, keepdim=True).clamp(min=tiny)
+    p_x, q_x = before_BNV.gather(2, token_BN1)[..., 0], q_BNV.gather(2, token_BN1)[..., 0]
+    ratio_BN = torch.where(q_x > 0, (p_x / q_x.clamp(min=tiny)).clamp(max=1.0), 0.0)
+    left_BNV = (before_BNV - q_BNV).clamp(min=0.0)
+    total_BN1 = left_BNV.sum(2, keepdim=True)
+    left_BNV = torch.where(total_BN1 > 0, left_BNV / total_BN1.clamp(min=tiny), before_BNV)
+    residual_BNV = torch.where(tree.valid_BN[:, :, None], left_BNV, before_BNV)
+    return ratio_BN, torch.cat([residual_BNV, p_BMV[:, -1:]], 1)
+
+
+def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta: float) -> Verdict:
+    """Typical acceptance (methods §1). LOSSY: the output distribution is not the target's.
+
+    A token is accepted if p(x) > min(ε, δ · exp(-H(p))); the longest accepted path wins, ties by Σ log p.
+    `choice_BM`: tokens drawn from p at every row; the one at the end of the path is committed after it.
+    """
+    entropy_BM = -(p_BMV * p_BMV.clamp(min=torch.finfo(p_BMV.dtype).tiny).log()).sum(-1)
+    threshold_BM = (delta * (-entropy_BM).exp()).clamp(max=epsilon)
+    rows_B1 = torch.arange(p_BMV.shape[0], device=p_BMV.device)[:, None]
+    p_BN = p_BMV[rows_B1, tree.parent_BN + 1, tree.tokens_BN]
+    accepted_BN = _closed(tree, tree.valid_BN & (p_BN > threshold_BM.gather(1, tree.parent_BN + 1)))
+    if tree.nodes == 0:
+        end_B, path_BK, count_B = _path(tree, accepted_BN)
+        return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+    mask_BNN = tree.mask_BNN
+    log_p_BN = p_BN.clamp(min=torch.finfo(p_BN.dtype).tiny).log()
+    score_BN = (mask_BNN * log_p_BN[:, None, :]).sum(-1)
+    depth_BN = torch.where(accepted_BN, tree.depth_BN, 0)
+    deepest_BN = accepted_BN & (depth_BN == depth_BN.amax(1, keepdim=True))
+    best_B1 = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1, keepdim=True)
+    on_path_BN = mask_BNN[rows_B1, best_B1][:, 0] & accepted_BN
+    end_B, path_BK, count_B = _path(tree, on_path_BN)
+    return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+
+
+def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Generator | None = None) -> Verdict:
+    """Accept level d with probability `rate_K[d - 1]` if all earlier levels were. LOSSY: the target is not asked.
+
+    The path leads to the first of a row's deepest nodes; levels beyond the rates are refused. `choice_BM`: the target's
+    own token at every row; the one at the end of the path is committed after it.
+    """
+    shape = (choice_BM.shape[0], tree.levels)
+    uniform_BK = torch.rand(shape, device=choice_BM.device, generator=generator)
+    if wants_kernel(choice_BM):
+        return Verdict(*synthetic_kernel(tree, choice_BM, uniform_BK, rate_K))
+    return synthetic_eager(tree, choice_BM, uniform_BK, rate_K)
+
+
+def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: Tensor) -> Verdict:
+    if tree.nodes == 0:
+        end_B, path_BK, count_B = _path(tree, tree.valid_BN)
+        return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+    known = min(len(rate_K), tree.levels)
+    passed_BK = torch.zeros_like(uniform_BK, dtype=torch.bool)
+    passed_BK[:, :known] = uniform_BK[:, :known] < rate_K[:known]
+    levels_B = passed_BK.long().cumprod(1).sum(1)
+    deepest_B1 = torch.where(tree.valid_BN, tree.depth_BN, 0).argmax(1, keepdim=True)
+    rows_B = torch.arange(uniform_BK.shape[0], device=uniform_BK.device)
+    ancestors_BN = tree.mask_BNN[rows_B, deepest_B1[:, 0]]
+    end_B, path_BK, count_B = _path(tree, ancestors_BN & tree.valid_BN & (tree.depth_BN <= levels_B[:, None]))
+    return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])

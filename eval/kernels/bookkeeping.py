@@ -1,0 +1,460 @@
+"""What a decoding cycle decides between its products, one kernel each on CUDA, eager twins elsewhere.
+
+Laying a tree out for the target, walking it along the target's choices, taking the accepted path over, and who goes on.
+As single torch operations these are some hundred launches a cycle, which for a small target cost more than its layers.
+Shape legend: B batch, N nodes, M = N + 1 (row 0 is the root), K levels, J = K + 1 tokens of an accepted path, S stops,
+W rows that a draft pass takes over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.eval.kernels.launch import launch
+from headstart.eval.kernels.pointwise import launch_options, wants_kernel
+from headstart.eval.tree import Tree, with_root
+
+try:
+    import triton
+    import triton.language as tl
+
+    from headstart.eval.kernels.pointwise import await_previous
+except ImportError:  # CPU builds of torch come without Triton
+    triton = None
+
+
+def _rows(tensor_BN: Tensor) -> Tensor:
+    """The tensor with its last axis contiguous; rows may stand anywhere, expanded ones on top of each other."""
+    return tensor_BN if tensor_BN.stride(-1) == 1 or tensor_BN.shape[-1] <= 1 else tensor_BN.contiguous()
+
+
+# The tree in front of the target ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Root and nodes as the target reads them.
+
+    Attributes:
+        tokens_BM, position_BM, write_BM: int64; the root at slot and position `length`, node n at slot length + 1 + n.
+        mask_BMM: bool, tree.with_root's; None for chains, where every token sees all that stand before it.
+    """
+
+    tokens_BM: Tensor
+    position_BM: Tensor
+    write_BM: Tensor
+    mask_BMM: Tensor | None
+
+
+def lay_out_eager(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
+    tokens_BM = torch.cat([roots_B[:, None], tree.tokens_BN], 1)
+    depth_BM = torch.cat([torch.zeros_like(roots_B)[:, None], tree.depth_BN], 1)
+    write_BM = length_B[:, None] + torch.arange(tree.nodes + 1, device=roots_B.device)
+    return Layout(tokens_BM, length_B[:, None] + depth_BM, write_BM, None if tree.linear else with_root(tree.mask_BNN))
+
+
+def lay_out(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
+    """Args: roots_B, length_B: int64, each row's root and its context's length."""
+    return (lay_out_kernel if wants_kernel(roots_B) else lay_out_eager)(tree, roots_B, length_B)
+
+
+def lay_out_kernel(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
+    batch, count = roots_B.shape[0], tree.nodes + 1
+    tokens_BM, position_BM, write_BM = (roots_B.new_empty((batch, count)) for _ in range(3))
+    mask = None if tree.linear else torch.empty((batch, count, count), dtype=torch.bool, device=roots_B.device)
+    tokens, parent, depth = (_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.depth_BN))
+    launch(_lay_out_kernel, (batch, count),
+        tokens, parent, depth, roots_B, length_B, tokens_BM, position_BM, write_BM,
+        tokens_BM if mask is None else mask.view(torch.uint8), count, tree.levels,
+        tokens.stride(0), parent.stride(0), depth.stride(0),
+        TREE=mask is not None, BM=triton.next_power_of_2(count), num_warps=1, **launch_options(roots_B.device),
+    )  # fmt: skip
+    return Layout(tokens_BM, position_BM, write_BM, mask)
+
+
+# The target's choices ---------------------------------------------------------------------------------------------
+
+
+def walk_kernel(tree: Tree, choice_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """verify.walk_choices: (path_BK, accepted_B, next_B)."""
+    batch, levels = choice_BM.shape[0], tree.levels
+    choice_BM = choice_BM.contiguous()
+    path_BK = choice_BM.new_empty((batch, levels))
+    accepted_B, next_B = choice_BM.new_empty(batch), choice_BM.new_empty(batch)
+    tokens, parent, valid = (_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.valid_BN))
+    launch(_walk_kernel, (batch,),
+        tokens, parent, valid.view(torch.uint8), choice_BM, path_BK, accepted_B, next_B, tree.nodes, levels,
+        tokens.stride(0), parent.stride(0), valid.stride(0),
+        BN=triton.next_power_of_2(max(tree.nodes, 1)), num_warps=1, **launch_options(choice_BM.device),
+    )  # fmt: skip
+    return path_BK, accepted_B, next_B
+
+
+def synthetic_kernel(
+    tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """verify.synthetic_eager: (path_BK, accepted_B, next_B)."""
+    batch, levels = choice_BM.shape[0], tree.levels
+    choice_BM = choice_BM.contiguous()
+    path_BK = choice_BM.new_empty((batch, levels))
+    accepted_B, next_B = choice_BM.new_empty(batch), choice_BM.new_empty(batch)
+    parent, depth, valid = (_rows(part) for part in (tree.parent_BN, tree.depth_BN, tree.valid_BN))
+    launch(_synthetic_kernel, (batch,),
+        parent, depth, valid.view(torch.uint8), choice_BM, uniform_BK, rate_K, path_BK, accepted_B, next_B,
+        tree.nodes, levels, rate_K.shape[0], parent.stride(0), depth.stride(0), valid.stride(0),
+        BN=triton.next_power_of_2(max(tree.nodes, 1)), BK=triton.next_power_of_2(levels + 1), num_warps=1,
+        **launch_options(choice_BM.device),
+    )  # fmt: skip
+    return path_BK, accepted_B, next_B
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The accepted path of every row, and where it stands.
+
+    Attributes:
+        tokens_BJ: int64, the root, then accepted drafts; `count_B` of them count (0 in rows that are idle).
+        column_BJ: int64, the target's row of each; 0 beyond the path.
+        length_B: int64, contexts with the path.
+        source_BK, target_BK: int64, slots that are to be copied onto which; the bin where nothing is.
+    """
+
+    tokens_BJ: Tensor
+    count_B: Tensor
+    column_BJ: Tensor
+    length_B: Tensor
+    source_BK: Tensor
+    target_BK: Tensor
+
+
+def take_path_eager(
+    tree: Tree, roots_B: Tensor, path_BK: Tensor, active_B: Tensor, length_B: Tensor, bin: int
+) -> Taken:
+    kept_BK = (path_BK >= 0) & active_B[:, None]
+    count_B = kept_BK.sum(1) + active_B
+    step_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
+    source_BK = torch.where(kept_BK, length_B[:, None] + 1 + path_BK, bin)
+    target_BK = torch.where(kept_BK, length_B[:, None] + step_K, bin)
+    column_BJ = torch.cat([torch.zeros_like(roots_B)[:, None], (path_BK + 1).clamp(min=0)], 1)
+    tokens_BJ = torch.cat([roots_B[:, None], tree.tokens_BN], 1).gather(1, column_BJ)
+    return Taken(tokens_BJ, count_B, column_BJ, length_B + count_B, source_BK, target_BK)
+
+
+def take_path(tree: Tree, roots_B: Tensor, path_BK: Tensor, active_B: Tensor, length_B: Tensor, bin: int) -> Taken:
+    """Args: path_BK: Verdict's; active_B: rows that take anything; bin: slot that padding is written to."""
+    run = take_path_kernel if wants_kernel(roots_B) else take_path_eager
+    return run(tree, roots_B, path_BK, active_B, length_B, bin)
+
+
+def take_path_kernel(
+    tree: Tree, roots_B: Tensor, path_BK: Tensor, active_B: Tensor, length_B: Tensor, bin: int
+) -> Taken:
+    batch, levels = path_BK.shape
+    made = [roots_B.new_empty(shape) for shape in ((batch, levels + 1), (batch,), (batch, levels + 1), (batch,))]
+    moves = [roots_B.new_empty((batch, levels)) for _ in range(2)]
+    tokens = _rows(tree.tokens_BN)
+    launch(_take_path_kernel, (batch,),
+        tokens, roots_B, path_BK.contiguous(), active_B.view(torch.uint8), length_B, *made, *moves, levels,
+        tokens.stride(0), bin, BJ=triton.next_power_of_2(levels + 1), num_warps=1, **launch_options(roots_B.device),
+    )  # fmt: skip
+    return Taken(*made, *moves)
+
+
+# Who goes on ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Rows after a cycle.
+
+    Attributes:
+        table: int64 [B, J + 4]: tokens_BJ, then decode.COUNT, NEXT, DRAFTED, LENGTH.
+        roots_B: int64, the next roots. left_B: int64, tokens that may still follow. active_B: bool, who goes on.
+    """
+
+    table: Tensor
+    roots_B: Tensor
+    left_B: Tensor
+    active_B: Tensor
+
+
+def advance_eager(
+    tree: Tree, taken: Taken, next_B: Tensor, roots_B: Tensor, left_B: Tensor, active_B: Tensor, stop_BS: Tensor
+) -> Progress:
+    roots_B = torch.where(active_B, next_B, roots_B)
+    left_B = left_B - taken.count_B
+    # new tokens are the accepted drafts (the root before them is old) and the next root
+    column_J = torch.arange(taken.tokens_BJ.shape[1], device=roots_B.device)
+    fresh_BJ = (column_J > 0) & (column_J < taken.count_B[:, None])
+    said_B = (stops_at(taken.tokens_BJ, stop_BS) & fresh_BJ).any(1) | stops_at(roots_B[:, None], stop_BS)[:, 0]
+    active_B = active_B & ~said_B & (left_B > 0)
+    columns = [taken.count_B, roots_B, drafted_levels(tree), taken.length_B]
+    return Progress(torch.cat([taken.tokens_BJ, torch.stack(columns, 1)], 1), roots_B, left_B, active_B)
+
+
+def advance(
+    tree: Tree, taken: Taken, next_B: Tensor, roots_B: Tensor, left_B: Tensor, active_B: Tensor, stop_BS: Tensor
+) -> Progress:
+    """Which rows go on after a cycle: none that has said a stop token or all it may.
+
+    Args:
+        next_B: the target's token after the path. roots_B, left_B, active_B: as before the cycle.
+        stop_BS: int64, stop tokens of each row, -1 = none.
+    """
+    run = advance_kernel if wants_kernel(roots_B) else advance_eager
+    return run(tree, taken, next_B, roots_B, left_B, active_B, stop_BS)
+
+
+def advance_kernel(
+    tree: Tree, taken: Taken, next_B: Tensor, roots_B: Tensor, left_B: Tensor, active_B: Tensor, stop_BS: Tensor
+) -> Progress:
+    batch, width = taken.tokens_BJ.shape
+    table, after = roots_B.new_empty((batch, width + 4)), [torch.empty_like(x) for x in (roots_B, left_B, active_B)]
+    depth, valid, stops = (_rows(part) for part in (tree.depth_BN, tree.valid_BN, stop_BS))
+    launch(_advance_kernel, (batch,),
+        taken.tokens_BJ, taken.count_B, taken.length_B, next_B, roots_B, left_B, active_B.view(torch.uint8), stops,
+        depth, valid.view(torch.uint8), table, after[0], after[1], after[2].view(torch.uint8), width, tree.nodes,
+        stops.shape[1], stops.stride(0), depth.stride(0), valid.stride(0), BJ=triton.next_power_of_2(width),
+        BN=triton.next_power_of_2(max(tree.nodes, 1)), num_warps=1, **launch_options(roots_B.device),
+    )  # fmt: skip
+    return Progress(table, *after)
+
+
+def stops_at(tokens_BJ: Tensor, stop_BS: Tensor) -> Tensor:
+    """bool [B, J]: which tokens are stop tokens of their row."""
+    return (tokens_BJ[:, :, None] == stop_BS[:, None, :]).any(-1)
+
+
+def drafted_levels(tree: Tree) -> Tensor:
+    """int64 [B], deepest valid level of each row."""
+    if tree.nodes == 0:
+        return tree.tokens_BN.new_zeros(tree.tokens_BN.shape[0])
+    return torch.where(tree.valid_BN, tree.depth_BN, 0).amax(1)
+
+
+# The draft's own rows ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lined:
+    """Committed rows as an autoregressive draft takes them over.
+
+    Attributes:
+        tokens_BW: int64, the token each row consumes: the one after it, the new root in the last row.
+        position_BW, write_BW: int64; rows beyond the count write to the bin.
+        last_B1: int64, the last row that counts. length_B: int64, rows of the draft with these.
+        ahead_DB: int64, positions of the rows that a chain of D levels drafts after them.
+    """
+
+    tokens_BW: Tensor
+    position_BW: Tensor
+    write_BW: Tensor
+    last_B1: Tensor
+    length_B: Tensor
+    ahead_DB: Tensor
+
+
+def line_up_eager(
+    tokens_BW: Tensor, count_B: Tensor, roots_B: Tensor, length_B: Tensor, bin: int, levels: int
+) -> Lined:
+    column_W = torch.arange(tokens_BW.shape[1], device=tokens_BW.device)
+    last_B1 = (count_B - 1).clamp(min=0)[:, None]
+    shifted_BW = torch.cat([tokens_BW[:, 1:], tokens_BW[:, :1]], 1).scatter(1, last_B1, roots_B[:, None])
+    position_BW = length_B[:, None] + column_W
+    write_BW = torch.where(column_W < count_B[:, None], position_BW, bin)
+    length_B = length_B + count_B
+    ahead_DB = torch.arange(levels, device=tokens_BW.device)[:, None] + length_B
+    return Lined(shifted_BW, position_BW, write_BW, last_B1, length_B, ahead_DB)
+
+
+def line_up(tokens_BW: Tensor, count_B: Tensor, roots_B: Tensor, length_B: Tensor, bin: int, levels: int) -> Lined:
+    """Args: tokens_BW: committed tokens, `count_B` of each row, roots_B: what follows them, length_B: rows before."""
+    run = line_up_kernel if wants_kernel(roots_B) else line_up_eager
+    return run(tokens_BW, count_B, roots_B, length_B, bin, levels)
+
+
+def line_up_kernel(
+    tokens_BW: Tensor, count_B: Tensor, roots_B: Tensor, length_B: Tensor, bin: int, levels: int
+) -> Lined:
+    batch, width = tokens_BW.shape
+    tokens_BW = tokens_BW.contiguous()
+    shifted_BW, position_BW, write_BW = (torch.empty_like(tokens_BW) for _ in range(3))
+    last_B1, after_B, ahead_DB = (roots_B.new_empty(shape) for shape in ((batch, 1), (batch,), (levels, batch)))
+    launch(_line_up_kernel, (batch,),
+        tokens_BW, count_B, roots_B, length_B, shifted_BW, position_BW, write_BW, last_B1, after_B, ahead_DB,
+        width, levels, batch, bin,
+        BW=triton.next_power_of_2(max(width, levels)), num_warps=1, **launch_options(roots_B.device),
+    )  # fmt: skip
+    return Lined(shifted_BW, position_BW, write_BW, last_B1, after_B, ahead_DB)
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["count", "levels", "stride_t", "stride_p", "stride_d"])
+    def _lay_out_kernel(
+        tokens, parent, depth, roots, length, tokens_out, position, write, mask,
+        count, levels, stride_t, stride_p, stride_d,
+        TREE: tl.constexpr, BM: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One program per row and token."""
+        await_previous(OVERLAP)
+        batch = tl.program_id(0).to(tl.int64)
+        own = tl.program_id(1)
+        row = batch * count + own
+        node = tl.maximum(own - 1, 0)
+        base = tl.load(length + batch)
+        token = tl.load(tokens + batch * stride_t + node, mask=own > 0, other=0)
+        level = tl.load(depth + batch * stride_d + node, mask=own > 0, other=0)
+        tl.store(tokens_out + row, tl.where(own > 0, token, tl.load(roots + batch)))
+        tl.store(position + row, base + level)
+        tl.store(write + row, base + own)
+        if TREE:
+            column = tl.arange(0, BM)
+            seen = (column == 0) | (column == own)
+            current = tl.load(parent + batch * stride_p + node, mask=own > 0, other=-1)
+            for _ in range(1, levels):
+                seen = seen | (column == current + 1)
+                above = tl.load(parent + batch * stride_p + tl.maximum(current, 0), mask=current >= 0, other=-1)
+                current = above
+            tl.store(mask + row * count + column, seen.to(tl.uint8), mask=column < count)
+
+    @triton.jit(do_not_specialize=["nodes", "levels", "stride_t", "stride_p", "stride_v"])
+    def _walk_kernel(
+        tokens, parent, valid, choice, path, accepted, following, nodes, levels, stride_t, stride_p, stride_v,
+        BN: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One program per row: from the root, the first child that is the target's choice, as long as there is one."""
+        await_previous(OVERLAP)
+        batch = tl.program_id(0).to(tl.int64)
+        node = tl.arange(0, BN)
+        inside = node < nodes
+        token = tl.load(tokens + batch * stride_t + node, mask=inside, other=-1)
+        above = tl.load(parent + batch * stride_p + node, mask=inside, other=-2)
+        there = tl.load(valid + batch * stride_v + node, mask=inside, other=0) != 0
+        chosen = choice + batch * (nodes + 1)
+        wanted = tl.load(chosen)
+        current = wanted * 0 - 1
+        count = wanted * 0
+        for level in range(levels):
+            hit = there & (above == current) & (token == wanted)
+            found = tl.min(tl.where(hit, node, BN), 0)
+            going = found < BN
+            tl.store(path + batch * levels + level, tl.where(going, found, -1).to(tl.int64))
+            # where nothing is found nothing is found later on: no node hangs under N
+            current = tl.where(going, found, BN).to(tl.int64)
+            wanted = tl.where(going, tl.load(chosen + current + 1, mask=going, other=0), wanted)
+            count += going.to(tl.int64)
+        tl.store(accepted + batch, count)
+        tl.store(following + batch, wanted)
+
+    @triton.jit(do_not_specialize=["nodes", "levels", "known", "stride_p", "stride_d", "stride_v"])
+    def _synthetic_kernel(
+        parent, depth, valid, choice, uniform, rates, path, accepted, following, nodes, levels, known,
+        stride_p, stride_d, stride_v, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One program per row: from its first deepest node up to the root."""
+        await_previous(OVERLAP)
+        batch = tl.program_id(0).to(tl.int64)
+        level = tl.arange(0, BK)
+        chance = tl.load(rates + level, mask=level < known, other=0.0)
+        drawn = tl.load(uniform + batch * levels + level, mask=level < levels, other=2.0)
+        passed = tl.min(tl.where(drawn < chance, BK, level), 0)
+        node = tl.arange(0, BN)
+        there = tl.load(valid + batch * stride_v + node, mask=node < nodes, other=0) != 0
+        deep = tl.where(there, tl.load(depth + batch * stride_d + node, mask=node < nodes, other=0), 0)
+        top = tl.max(deep, 0)
+        count = tl.minimum(passed.to(tl.int64), top)
+        current = tl.min(tl.where(deep == top, node, BN), 0).to(tl.int64)
+        end = top * 0 - 1
+        for step in range(levels):
+            at = levels - step
+            on = at <= top
+            tl.store(path + batch * levels + at - 1, tl.where(on & (at <= count), current, -1))
+            end = tl.where(on & (at == count), current, end)
+            current = tl.where(on, tl.load(parent + batch * stride_p + current, mask=on, other=-1), current)
+        tl.store(accepted + batch, count)
+        tl.store(following + batch, tl.load(choice + batch * (nodes + 1) + end + 1))
+
+    @triton.jit(do_not_specialize=["levels", "stride_t", "bin"])
+    def _take_path_kernel(
+        tokens, roots, path, active, length, tokens_out, count_out, column_out, length_out, source, target,
+        levels, stride_t, bin, BJ: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One program per row; column j holds level j, the root in column 0."""
+        await_previous(OVERLAP)
+        batch = tl.program_id(0).to(tl.int64)
+        level = tl.arange(0, BJ)
+        drafted = (level > 0) & (level <= levels)
+        at = tl.load(path + batch * levels + level - 1, mask=drafted, other=-1)
+        on = tl.load(active + batch) != 0
+        base = tl.load(length + batch)
+        token = tl.load(tokens + batch * stride_t + at, mask=at >= 0, other=0)
+        kept = (at >= 0) & on
+        count = tl.sum(kept.to(tl.int64), 0) + on.to(tl.int64)
+        place = batch * (levels + 1) + level
+        tl.store(tokens_out + place, tl.where(at >= 0, token, tl.load(roots + batch)), mask=level <= levels)
+        tl.store(column_out + place, tl.maximum(at + 1, 0), mask=level <= levels)
+        tl.store(count_out + batch, count)
+        tl.store(length_out + batch, base + count)
+        move = batch * levels + level - 1
+        tl.store(source + move, tl.where(kept, base + 1 + at, bin), mask=drafted)
+        tl.store(target + move, tl.where(kept, base + level, bin), mask=drafted)
+
+    @triton.jit(do_not_specialize=["width", "nodes", "several", "stride_s", "stride_d", "stride_v"])
+    def _advance_kernel(
+        tokens, count, length, following, roots, left, active, stops, depth, valid,
+        table, roots_out, left_out, active_out, width, nodes, several, stride_s, stride_d, stride_v,
+        BJ: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One program per row."""
+        await_previous(OVERLAP)
+        batch = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BJ)
+        token = tl.load(tokens + batch * width + column, mask=column < width, other=-2)
+        new = tl.load(count + batch)
+        on = tl.load(active + batch) != 0
+        root = tl.where(on, tl.load(following + batch), tl.load(roots + batch))
+        remaining = tl.load(left + batch) - new
+        fresh = (column > 0) & (column < new)
+        said = new * 0
+        for number in range(several):
+            stop = tl.load(stops + batch * stride_s + number)
+            said += tl.sum((fresh & (token == stop)).to(tl.int64), 0) + (root == stop).to(tl.int64)
+        node = tl.arange(0, BN)
+        there = tl.load(valid + batch * stride_v + node, mask=node < nodes, other=0) != 0
+        level = tl.load(depth + batch * stride_d + node, mask=node < nodes, other=0)
+        row = table + batch * (width + 4)
+        tl.store(row + column, token, mask=column < width)
+        tl.store(row + width, new)
+        tl.store(row + width + 1, root)
+        tl.store(row + width + 2, tl.max(tl.where(there, level, 0), 0))
+        tl.store(row + width + 3, tl.load(length + batch))
+        tl.store(roots_out + batch, root)
+        tl.store(left_out + batch, remaining)
+        tl.store(active_out + batch, (on & (said == 0) & (remaining > 0)).to(tl.uint8))
+
+    @triton.jit(do_not_specialize=["width", "levels", "batches", "bin"])
+    def _line_up_kernel(
+        tokens, count, roots, length, tokens_out, position, write, last_out, length_out, ahead, width, levels, batches,
+        bin, BW: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One program per row."""
+        await_previous(OVERLAP)
+        batch = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BW)
+        inside = column < width
+        new = tl.load(count + batch)
+        base = tl.load(length + batch)
+        last = tl.maximum(new - 1, 0)
+        following = tl.load(tokens + batch * width + tl.where(column + 1 < width, column + 1, 0), mask=inside, other=0)
+        token = tl.where(column == last, tl.load(roots + batch), following)
+        place = batch * width + column
+        tl.store(tokens_out + place, token, mask=inside)
+        tl.store(position + place, base + column, mask=inside)
+        tl.store(write + place, tl.where(column < new, base + column, bin), mask=inside)
+        tl.store(last_out + batch, last)
+        tl.store(length_out + batch, base + new)
+        tl.store(ahead + column * batches + batch, base + new + column, mask=column < levels)

@@ -1,0 +1,139 @@
+"""What a card runs fastest, kept on disk: measuring it again would take longer than many an evaluation.
+
+One file per card, versions, kernels' source, sizes of the products and number of rows:
+`~/.cache/headstart/kernels/CARD/….json` ($HEADSTART_CACHE moves it). A file that does not fit is measured anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.eval.kernels.linear import Linear, Measured, Tiles, candidates, compile_candidates, tune, undecided
+from headstart.heads.errors import HeadstartError
+from headstart.heads.files import is_file, read_json, write_json
+from headstart.heads.targets.fetch import cache_folder
+
+#: files below eval/ whose code decides what is fastest
+SOURCES = ("kernels/attention.py", "decoding/fused.py", "kernels/linear.py", "kernels/pointwise.py")
+UNKEPT = "which kernels run fastest is not kept, and the next run measures again: {}"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an earlier run chose: microseconds by product, and bytes that attention fetches ahead (0 in drafts)."""
+
+    microseconds: dict[str, float]
+    hidden_bytes: int
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices of one card.
+
+    Attributes:
+        folder: where they lie.
+        card: what they depend on besides the products: the card's name, versions, the kernels' source.
+        fresh: nothing is read, so that all is measured and written anew.
+    """
+
+    folder: Path
+    card: dict[str, str]
+    fresh: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device, folder: Path | None = None, fresh: bool = False) -> Choices | None:
+        """The choices of `device`, a GPU; None, with a warning, where there is no place to keep them.
+
+        Args: folder: None = `kernels` in Headstart's cache.
+        """
+        import triton
+
+        try:
+            folder = folder or cache_folder("kernels")
+        except HeadstartError as error:
+            warnings.warn(UNKEPT.format(error), stacklevel=2)
+            return None
+        name = torch.cuda.get_device_name(device)
+        source = hashlib.sha256(b"".join((Path(__file__).parents[1] / file).read_bytes() for file in SOURCES))
+        card = {
+            "card": name,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "kernels": source.hexdigest()[:16],
+        }
+        return cls(folder / re.sub(r"\W+", "-", name), card, fresh)
+
+    def read(self, groups: list[list[Linear]], rows: int, about: str = "") -> Kept | None:
+        """Set how the products run, as an earlier run chose; None, with nothing set, where none did.
+
+        Args:
+            groups: products, those of one shape together.
+            about: what else the choice depends on.
+        """
+        path = self._path(groups, rows, about)
+        if self.fresh or not is_file(path):
+            return None
+        try:
+            found = read_json(path)
+            ways = [_way(product["way"]) for product in found["products"]]
+            times = {str(product["product"]): float(product["microseconds"]) for product in found["products"]}
+            kept = Kept(times, int(found["hidden_bytes"]))
+        except (HeadstartError, OSError, KeyError, TypeError, ValueError, OverflowError):
+            return None
+        if len(ways) != len(groups) or any(
+            way not in candidates(members[0], rows) for way, members in zip(ways, groups, strict=True)
+        ):
+            return None
+        for way, members in zip(ways, groups, strict=True):
+            Measured(members, {}).choose(rows, way)
+        return kept
+
+    def keep(self, found: list[Measured], rows: int, hidden_bytes: int = 0, about: str = "") -> None:
+        """Write down what was chosen. A folder that cannot be written is warned of, and costs only a later start."""
+        products = [
+            {
+                "product": measured.name(),
+                "way": None if (way := measured.chosen(rows)) is None else asdict(way),
+                "microseconds": round(measured.times[way], 3),
+            }
+            for measured in found
+        ]
+        value = {**self.card, "rows": rows, "about": about, "hidden_bytes": hidden_bytes, "products": products}
+        try:
+            write_json(self._path([measured.linears for measured in found], rows, about), value)
+        except (HeadstartError, OSError) as error:
+            warnings.warn(UNKEPT.format(error), stacklevel=2)
+
+    def _path(self, groups: list[list[Linear]], rows: int, about: str) -> Path:
+        sizes = [[*map(str, members[0].product), str(members[0].weight_NK.dtype), len(members)] for members in groups]
+        key = json.dumps([self.card, rows, about, sizes], sort_keys=True)
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def compile_ways(linears: list[Linear], rows: int, choices: Choices | None) -> None:
+    """Compile what `decide` would measure."""
+    groups = undecided(linears, rows)
+    if groups and (choices is None or choices.read(groups, rows) is None):
+        compile_candidates(groups, rows)
+
+
+def decide(linears: list[Linear], rows: int, choices: Choices | None) -> None:
+    """Choose how a draft's products of `rows` rows run, as `choices` say or by measurement (CUDA only)."""
+    groups = undecided(linears, rows)
+    if not groups or (choices is not None and choices.read(groups, rows)):
+        return
+    found = tune(linears, rows)
+    if choices is not None:
+        choices.keep(found, rows)
+
+
+def _way(found: dict[str, Any] | None) -> Tiles | None:
+    return None if found is None else Tiles(**found)

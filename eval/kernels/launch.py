@@ -1,0 +1,165 @@
+"""How Triton kernels start: `launch` runs one; within `compile_ahead` it only compiles it, several at a time.
+
+Triton compiles a kernel at its first launch, a third of a second of one core each. A decoding cycle has dozens, and
+choosing among the ways of a product a hundred: one after the other they took most of a short evaluation.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+try:
+    import triton
+except ImportError:  # CPU builds of torch come without Triton
+    triton = None
+
+#: threads that compile; each spends most of its time in the compiler's own code, outside Python
+THREADS = 16
+#: what makes tensors without writing them
+UNWRITTEN = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+)
+
+
+class _Compiler:
+    """Kernels under way: what they are compiled for → Triton's kernel, or None once it is loaded."""
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self.pool = pool
+        self.kernels: dict[Any, Any] = {}
+
+    def add(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # layers launch the same kernels again and again
+        key = (id(kernel), *map(_kind, arguments), *options.items())
+        if key not in self.kernels:
+            self.kernels[key] = kernel.warmup(*arguments, grid=grid, **options)
+
+    def finish(self) -> None:
+        waiting = [kernel for kernel in self.kernels.values() if kernel is not None]
+        found = (kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel for kernel in waiting)
+        different = {id(kernel): kernel for kernel in found if kernel is not None}
+        # loading compiles the launcher's C code, which takes as long as the kernel
+        list(self.pool.map(_load, different.values(), repeat(torch.cuda.current_device())))
+        self.kernels = dict.fromkeys(self.kernels)
+
+
+_compiler: ContextVar[_Compiler | None] = ContextVar("compiler", default=None)
+#: whether `launch` compiles instead of launching
+_dry: ContextVar[bool] = ContextVar("dry", default=False)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel, or within `compile_ahead` compile it."""
+    compiler = _compiler.get()
+    if compiler is not None and _dry.get():
+        compiler.add(kernel, grid, arguments, options)
+    else:
+        kernel[grid](*arguments, **options)
+
+
+def compiles_ahead() -> bool:
+    """Whether this Triton compiles in several threads, for a GPU (its interpreter compiles nothing)."""
+    return hasattr(triton, "AsyncCompileMode") and torch.cuda.is_available() and not triton.knobs.runtime.interpret
+
+
+def wake_compiler() -> None:
+    """Let Triton set itself up in the background, which takes a second: call it before a target is loaded."""
+
+    def wake() -> None:
+        with suppress(Exception):  # such as a machine without a C compiler: the first launch will say it
+            triton.runtime.driver.active.get_current_target()
+
+    if compiles_ahead():
+        threading.Thread(target=wake, daemon=True).start()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """While open, `compile_ahead` starts compiling and does not wait; at the end all kernels are compiled and loaded.
+
+    A launch meanwhile waits for its own kernel. What is timed meanwhile is disturbed: call `wait_compiled` first.
+    """
+    if not compiles_ahead() or _compiler.get() is not None:
+        yield
+        return
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        compiler = _Compiler(pool)
+        token = _compiler.set(compiler)
+        try:
+            with triton.AsyncCompileMode(pool, ignore_errors=True):
+                yield
+            compiler.finish()
+        finally:
+            _compiler.reset(token)
+
+
+def wait_compiled() -> None:
+    """Wait for the kernels that `compile_ahead` has started to compile."""
+    compiler = _compiler.get()
+    if compiler is not None:
+        compiler.finish()
+
+
+def compile_ahead(run: Callable[[], object]) -> None:
+    """Call `run` with `launch` compiling kernels instead of launching them.
+
+    `run` computes with zeros: tensors that kernels would have written hold zeros, so that an index made of them is a
+    valid one. The caller restores the state that `run` changes. `run` is not called where kernels are not compiled
+    ahead (`compiles_ahead`): there they are compiled at their first launch, as ever. Returns when all are compiled, or
+    within `compiling` at once.
+
+    A kernel that does not compile, or that the card cannot hold, fails when it is launched.
+    """
+    if not compiles_ahead():
+        return
+    with compiling():
+        token = _dry.set(True)
+        try:
+            with _Zeros():
+                run()
+        finally:
+            _dry.reset(token)
+
+
+def warm_up(run: Callable[[], object], device: torch.device | None = None) -> None:
+    """Run once before a capture, on a stream of its own: kernels compile and libraries set themselves up here."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _kind(argument: Any) -> Any:
+    """What a kernel is compiled for: a tensor's dtype and alignment, of others the value."""
+    return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, torch.Tensor) else argument
+
+
+def _load(kernel: Any, card: int) -> None:
+    torch.cuda.set_device(card)  # a kernel is loaded for the thread's card, and a thread starts on the first one
+    try:
+        kernel.run  # noqa: B018 - a property that loads
+    except (RuntimeError, triton.runtime.errors.OutOfResources):
+        pass  # the launch will say it
+
+
+class _Zeros(TorchDispatchMode):
+    """New tensors hold zeros instead of what memory held."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in UNWRITTEN else made

@@ -1,0 +1,75 @@
+"""What the parts of a decoding cycle cost: drafting, the target's forward, and the rest."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from headstart.eval.decoding.decode import synchronize
+from headstart.eval.decoding.loop import Loop
+from headstart.eval.drafters import Drafter
+from headstart.eval.kernels.linear import graph_time
+
+if TYPE_CHECKING:
+    from headstart.eval.decoding.session import Decoder
+
+
+def cycle_parts(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], repeats: int = 5) -> dict[str, float]:
+    """Milliseconds of one cycle after the given contexts: {"draft_ms", "verify_ms", "rest_ms"}.
+
+    `verify_ms` is the target's forward over the tree; the rest accepts, compacts and hands features over. On a GPU all
+    are device time of captured graphs.
+    """
+    loop = started_loop(decoder, drafter, contexts)
+    if loop.captures:
+        loop.tune()
+    with torch.inference_mode():
+        before = loop.tensors()
+        tree = drafter.propose(loop.roots_B, loop.generator)
+        loop.attach(before)
+    draft = loop_seconds(loop, lambda: drafter.propose(loop.roots_B, loop.generator), repeats)
+    verify = loop_seconds(loop, lambda: loop.engine.verify(loop.roots_B, tree), repeats)
+    whole = loop_seconds(loop, loop.cycle, repeats)
+    return {"draft_ms": draft * 1e3, "verify_ms": verify * 1e3, "rest_ms": max(whole - draft - verify, 0.0) * 1e3}
+
+
+def started_loop(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]) -> Loop:
+    """A started loop whose buffers hold the contexts and one tree more."""
+    # one token: buffers are made, no cycle runs
+    decoder.run(contexts, drafter, 1, seed=0)
+    assert decoder.engine is not None
+    # a capture draws from the device's own generator, everything else from the decoder's
+    generator = None if decoder.engine.captures else decoder.generator
+    loop = Loop(decoder.engine, drafter, decoder.sampling, generator)
+    stops: list[set[int]] = [set() for _ in contexts]
+    with torch.inference_mode():
+        loop.start(contexts, [2] * len(contexts), stops)
+    return loop
+
+
+def loop_seconds(loop: Loop, run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of `run` on the loop's state, which is left as it was."""
+    before = loop.tensors()
+
+    def again() -> None:
+        loop.attach(before)
+        run()
+
+    with torch.inference_mode():
+        try:
+            if loop.captures:
+                return graph_time(again, repeats) / 1e3
+            device, times = loop.roots_B.device, []
+            for _ in range(repeats + 1):
+                synchronize(device)
+                began = time.perf_counter()
+                again()
+                synchronize(device)
+                times.append(time.perf_counter() - began)
+            return statistics.median(times[1:])
+        finally:
+            loop.attach(before)

@@ -1,0 +1,180 @@
+"""τ and acceptance from cycles, by the one definition of methods §0; speed and latency from what was timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headstart.eval.decoding.decode import Cycle, Decoded
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a set of cycles says.
+
+    Attributes:
+        tau: tokens committed per target forward after prefill, forwards that drafted nothing included. Tokens cut by a
+            stop token or the length limit do not count, so forwards × tau is exactly what was decoded.
+        per_position: unconditional: drafts accepted at depth d ÷ number of drafts (cycles that drafted anything).
+        per_position_conditional: the same given that all earlier depths were accepted; None where that never happened.
+        forwards, tokens, drafts: counts behind them.
+    """
+
+    tau: float
+    per_position: list[float]
+    per_position_conditional: list[float | None]
+    forwards: int
+    tokens: int
+    drafts: int
+
+
+def acceptance(cycles: Iterable[Cycle]) -> Acceptance:
+    """Summarise cycles of any number of rows. Without any forward (one-token answers) τ is 1 by convention."""
+    cycles = list(cycles)
+    tokens = sum(cycle.committed for cycle in cycles)
+    drafts = sum(cycle.drafted > 0 for cycle in cycles)
+    deepest = max((cycle.drafted for cycle in cycles), default=0)
+    reached = [sum(cycle.accepted >= depth for cycle in cycles if cycle.drafted) for depth in range(deepest + 1)]
+    return Acceptance(
+        tau=tokens / len(cycles) if cycles else 1.0,
+        per_position=[count / drafts for count in reached[1:]],
+        per_position_conditional=[
+            count / before if before else None for before, count in zip(reached, reached[1:], strict=False)
+        ],
+        forwards=len(cycles),
+        tokens=tokens,
+        drafts=drafts,
+    )
+
+
+def bootstrap_tau(per_prompt: Sequence[Sequence[Cycle]], resamples: int, seed: int) -> tuple[float, float] | None:
+    """95 % interval of τ over prompts resampled with replacement; None with fewer than two prompts or no resamples.
+
+    Resamples without any forward (one-token answers) count as `acceptance` counts them: τ is 1.
+    """
+    if len(per_prompt) < 2 or resamples < 1:
+        return None
+    tokens = np.array([sum(c.committed for c in cycles) for cycles in per_prompt], dtype=np.float64)
+    forwards = np.array([len(cycles) for cycles in per_prompt], dtype=np.float64)
+    chosen = np.random.default_rng(seed).integers(0, len(tokens), (resamples, len(tokens)))
+    drawn = forwards[chosen].sum(1)
+    taus = np.where(drawn > 0, tokens[chosen].sum(1) / np.maximum(drawn, 1), 1.0)
+    low, high = np.quantile(taus, (0.025, 0.975))
+    return float(low), float(high)
+
+
+@dataclass
+class Pace:
+    """Tokens of the decode phase and the seconds they took, of one prompt both ways (prompts decoded alone)."""
+
+    plain_tokens: int = 0
+    plain_s: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def bootstrap_speedup(paces: Sequence[Pace], resamples: int, seed: int) -> tuple[float, float] | None:
+    """95 % interval of the speed-up over prompts resampled with replacement.
+
+    None as for `bootstrap_tau`, where a prompt was decoded one way only, or where one way decoded nothing beyond each
+    prompt's first token. Resamples that decoded nothing plainly tell no speed-up and are left out.
+    """
+    if len(paces) < 2 or resamples < 1 or not all(pace.plain_s and pace.seconds for pace in paces):
+        return None
+    if not any(pace.plain_tokens for pace in paces) or not any(pace.tokens for pace in paces):
+        return None
+    columns = [(pace.plain_tokens, pace.plain_s, pace.tokens, pace.seconds) for pace in paces]
+    table = np.array(columns, dtype=np.float64)
+    chosen = np.random.default_rng(seed).integers(0, len(table), (resamples, len(table)))
+    sums = table[chosen].sum(1)
+    plain_tokens, plain_s, tokens, seconds = sums[sums[:, 0] > 0].T
+    if not len(plain_tokens):
+        return None
+    low, high = np.quantile(tokens / seconds / (plain_tokens / plain_s), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def expected_tau(rates: Sequence[float]) -> float:
+    """τ = 1 + Σ_d Π_{i ≤ d} rate_i of drafts accepted at level d with probability `rates[d - 1]` given earlier levels.
+
+    Answers' last cycles are cut by a stop token or the length limit, so measured τ lies a little below.
+    """
+    return 1.0 + float(np.cumprod(np.asarray(rates, dtype=np.float64)).sum())
+
+
+@dataclass
+class Timed:
+    """Seconds and tokens of one way of decoding, gathered over batches.
+
+    Attributes:
+        first_s: seconds to the first token, one per prompt (all prompts of a batch wait for the batch's prefill).
+        token_s: seconds per token of the decode phase, one per token: a cycle's seconds spread over the tokens that it
+            committed for a row.
+        rows: rows that were still decoding, summed over the batches' cycles; cycles: the number of those.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    tokens: int = 0
+    first_s: list[float] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+    rows: int = 0
+    cycles: int = 0
+
+    def add(self, decoded: Decoded) -> None:
+        self.prefill_s += decoded.prefill_s
+        self.decode_s += decoded.decode_s
+        self.tokens += decoded.decode_tokens
+        self.first_s += [decoded.prefill_s] * len(decoded.answers)
+        self.token_s += token_seconds(decoded)
+        self.rows += sum(len(answer.cycles) for answer in decoded.answers)
+        self.cycles += max(len(answer.cycles) for answer in decoded.answers)
+
+    @classmethod
+    def sum(cls, parts: Iterable[Timed]) -> Timed:
+        total = cls()
+        for part in parts:
+            total.prefill_s += part.prefill_s
+            total.decode_s += part.decode_s
+            total.tokens += part.tokens
+            total.first_s += part.first_s
+            total.token_s += part.token_s
+            total.rows += part.rows
+            total.cycles += part.cycles
+        return total
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens / self.decode_s if self.tokens and self.decode_s else None
+
+    @property
+    def row_tokens_per_s(self) -> float | None:
+        """Tokens per second of a row while it decodes: what a batch loses as its rows end does not count."""
+        return len(self.token_s) / sum(self.token_s) if self.token_s and sum(self.token_s) else None
+
+    @property
+    def active(self) -> float | None:
+        """Rows that a cycle decoded on average: a batch thins out as its rows end."""
+        return self.rows / self.cycles if self.cycles else None
+
+    def latency(self) -> dict[str, float | None] | None:
+        """Milliseconds to the first token and per later token, median and 95th percentile; None where nothing ran."""
+        if not self.first_s:
+            return None
+        return {
+            f"{name}_p{percent}_ms": float(np.percentile(values, percent)) * 1e3 if values else None
+            for name, values in (("first_token", self.first_s), ("token", self.token_s))
+            for percent in (50, 95)
+        }
+
+
+def token_seconds(decoded: Decoded) -> list[float]:
+    """Seconds of every token of the decode phase: a cycle's seconds ÷ the tokens it committed for the row."""
+    return [
+        seconds / cycle.committed
+        for answer in decoded.answers
+        for cycle, seconds in zip(answer.cycles, decoded.cycle_s, strict=False)
+        for _ in range(cycle.committed)
+    ]

@@ -1,0 +1,155 @@
+"""Speed-up over batch sizes and context lengths: where the gain of speculation ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain as joined
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from headstart.eval.config import EvalConfig
+from headstart.eval.decoding.session import positions_of
+from headstart.eval.drafters import Drafter
+from headstart.eval.measuring.metrics import Timed, acceptance
+from headstart.heads.errors import ConfigError
+from headstart.heads.targets.target import Target
+
+if TYPE_CHECKING:
+    from headstart.eval.decoding.session import Decoder
+
+T = TypeVar("T")
+CONTEXT_NOTE = "contexts are made by repeating each prompt's own tokens (or keeping the last of them)"
+
+
+def sweep_points(config: EvalConfig) -> int:
+    return len(config.batch_sizes) + len(config.context_lengths)
+
+
+def check_contexts(lengths: Sequence[int], config: EvalConfig, target: Target, field: str) -> None:
+    """Raises ConfigError naming `field` when a context and its answer go beyond the target's positions."""
+    limit, longest = positions_of(target), max(lengths, default=0)
+    if longest and longest + config.max_new_tokens > limit:
+        raise ConfigError(
+            f"{field}: found {longest} with eval.max_new_tokens={config.max_new_tokens}, the target has "
+            f"{limit} positions: give at most {limit - config.max_new_tokens}"
+        )
+
+
+def fit(context: list[int], length: int) -> list[int]:
+    """`length` tokens that end as `context` does: its last ones, with the whole of it repeated before them.
+
+    >>> fit([1, 2, 3], 5)
+    [2, 3, 1, 2, 3]
+    """
+    return (context * -(-length // len(context)))[-length:]
+
+
+def spread(values: Sequence[T], most: int) -> list[T]:
+    """At most `most` of the values, evenly by place, the first and the last among them.
+
+    >>> spread([1, 2, 3, 4, 5, 6, 7], 4)
+    [1, 3, 5, 7]
+    """
+    if len(values) <= most or most < 2:
+        return list(values[:most])
+    return [values[round(n * (len(values) - 1) / (most - 1))] for n in range(most)]
+
+
+def row_batches(contexts: list[list[int]], least: int, batch: int) -> list[list[list[int]]]:
+    """Whole batches of at least `least` rows: the contexts, evenly chosen from or repeated.
+
+    >>> row_batches([[1], [2], [3]], 3, 2)
+    [[[1], [2]], [[3], [1]]]
+    """
+    count = -(-least // batch) * batch
+    chosen = spread(contexts, count)
+    return [[chosen[n % len(chosen)] for n in range(start, start + batch)] for start in range(0, count, batch)]
+
+
+def sweep(
+    decoder: Decoder,
+    drafter: Drafter | None,
+    config: EvalConfig,
+    contexts: list[list[int]],
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Time `eval.batch_sizes` and `eval.context_lengths`.
+
+    Args:
+        contexts: the prompts' first contexts.
+        progress: called with what is timed next, once per point.
+    Returns: the report's `sweeps`: {"batch": {"points", "gain_ends", "says"}, "context": {"points", "note"}}; a sweep
+        that was not asked for is left out. A point whose batch does not fit into memory ends its sweep.
+    """
+    found: dict[str, Any] = {}
+    for name, values in (("batch", config.batch_sizes), ("context", config.context_lengths)):
+        points = []
+        for value in sorted(values):
+            if progress is not None:
+                progress(f"{name} {value}")
+            batch = value if name == "batch" else config.batch_size
+            given = contexts if name == "batch" else [fit(context, value) for context in contexts]
+            try:
+                points.append({name: value, **measure_point(decoder, drafter, config, given, batch)})
+            except torch.OutOfMemoryError:
+                decoder.engine = None
+                points.append({name: value, "out_of_memory": True})
+                break
+        if points:
+            found[name] = {"points": points}
+    if "batch" in found and drafter is not None:
+        found["batch"] |= gain_ends(found["batch"]["points"])
+    if "context" in found:
+        found["context"]["note"] = CONTEXT_NOTE
+    return found
+
+
+def measure_point(
+    decoder: Decoder, drafter: Drafter | None, config: EvalConfig, contexts: list[list[int]], batch: int
+) -> dict[str, Any]:
+    """Plain and speculative decoding of at least `eval.sweep_prompts` rows, `batch` at a time, same rows both ways.
+
+    `speedup` is by the clock, so batches that thin out as their rows end count as they are; `row_speedup` is by the
+    time that rows spent decoding, as where ended rows are replaced at once.
+    """
+    batches = row_batches(contexts, max(batch, config.sweep_prompts), batch)
+    count = len(batches) * batch
+    point: dict[str, Any] = {"rows": count, "prompts": min(len(contexts), count)}
+    rates: dict[str, float | None] = {}
+    row_rates: dict[str, float | None] = {}
+    for way, name in ((None, "baseline"), (drafter, "speculative")):
+        if name == "speculative" and drafter is None:
+            continue
+        if config.warmup_tokens > 0:
+            decoder.run(batches[0], way, config.warmup_tokens, config.seed)
+        timed, answers = Timed(), []
+        for number, some in enumerate(batches):
+            decoded = decoder.run(some, way, decoder.limits(some), config.seed + number * batch)
+            timed.add(decoded)
+            answers += decoded.answers
+        rates[name], row_rates[name] = timed.tokens_per_s, timed.row_tokens_per_s
+        point |= {f"{name}_tokens_per_s": timed.tokens_per_s, f"{name}_latency": timed.latency()}
+        point[f"{name}_active_rows"] = timed.active
+        if way is not None:
+            point["tau"] = acceptance(joined.from_iterable(answer.cycles for answer in answers)).tau
+    for key, found in (("speedup", rates), ("row_speedup", row_rates)):
+        plain, speculative = found["baseline"], found.get("speculative")
+        point[key] = speculative / plain if plain and speculative else None
+    return point
+
+
+def gain_ends(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """{"gain_ends": first measured batch without a gain, or None, "says": the same in words}."""
+    measured = [(point["batch"], point["speedup"]) for point in points if point.get("speedup") is not None]
+    lost = next((n for n, (_, speedup) in enumerate(measured) if speedup <= 1), None)
+    if not measured:
+        says = "no speed-up was measured"
+    elif lost is None:
+        says = f"speculation gains at every batch measured ({measured[-1][1]:.2f}× at {measured[-1][0]})"
+    elif lost == 0:
+        says = f"speculation gains nothing from batch {measured[0][0]} on ({measured[0][1]:.2f}×)"
+    else:
+        (before, gain), (batch, loss) = measured[lost - 1], measured[lost]
+        says = f"the gain ends at batch {batch} ({loss:.2f}×); batch {before} still gains ({gain:.2f}×)"
+    return {"gain_ends": None if lost is None else measured[lost][0], "says": says}

@@ -1,0 +1,179 @@
+"""Greedy acceptance from one teacher-forced pass, when the target's greedy answers are known.
+
+The greedy continuation is fixed, so what a drafter would draft at *every* position can be computed in one batched
+pass (K passes of a small head), and the decode loop's cycles follow by walking: accept, jump, accept, jump. The result
+equals the loop's τ exactly, up to rounding ties. (Averaging over all positions would not: a cycle starts where the last
+one ended.)
+
+    python -m headstart.eval.measuring.teacher_forced --head DIR --target NAME --data tau_check.jsonl --depth 5
+
+prints τ of a float32 greedy chain over records with `prompt_token_ids` and `greedy_token_ids`, one line per `set`.
+Shape legend: B documents, T tokens, A roots of a document, K depth, h heads, g kv heads, d head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headstart.eval.decoding.decode import Cycle
+from headstart.eval.measuring.metrics import Acceptance, acceptance
+from headstart.heads.acceptance import find_cycles
+from headstart.heads.autoregressive import AutoregressiveHead
+from headstart.heads.base import Head
+from headstart.heads.errors import ConfigError
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.targets.target import Target
+
+
+def teacher_forced_tau(
+    target: Target,
+    head: Head,
+    items: list[tuple[list[int], list[int]]],
+    depth: int,
+    max_forward_tokens: int = 8192,
+) -> Acceptance:
+    """Acceptance of a greedy chain of `depth` over known greedy answers.
+
+    Args:
+        items: (prompt token ids, the target's greedy token ids incl. the stop token), as in `tau_check.jsonl`.
+        max_forward_tokens: padded tokens per batched forward.
+    """
+    cycles: list[Cycle] = []
+    for row_cycles in teacher_forced_cycles(target, head, items, depth, max_forward_tokens):
+        cycles += row_cycles
+    return acceptance(cycles)
+
+
+@torch.inference_mode()
+def teacher_forced_cycles(
+    target: Target, head: Head, items: list[tuple[list[int], list[int]]], depth: int, max_forward_tokens: int = 8192
+) -> list[list[Cycle]]:
+    """The decode loop's cycles of each item, in the order of `items`."""
+    found: list[list[Cycle]] = [[] for _ in items]
+    order = sorted((n for n in range(len(items)) if len(items[n][1]) > 1), key=lambda n: sum(map(len, items[n])))
+    while order:
+        longest = sum(map(len, items[order[-1]]))
+        group = [order.pop() for _ in range(min(max(max_forward_tokens // longest, 1), len(order)))]
+        drafts = draft_everywhere(target, head, [items[n] for n in group], depth)
+        for n, drafts_AK in zip(group, drafts, strict=True):
+            found[n] = walk(items[n][1], drafts_AK)
+    return found
+
+
+def walk(answer: list[int], drafts_AK: list[list[int]]) -> list[Cycle]:
+    """Cycles of the decode loop over a known answer; `drafts_AK[a]` is what is drafted after root `answer[a]`."""
+    last = len(answer) - 1
+    hits = [0] * len(answer)
+    for at, drafts in enumerate(drafts_AK[:last]):
+        while hits[at] < min(len(drafts), last - at) and drafts[hits[at]] == answer[at + hits[at] + 1]:
+            hits[at] += 1
+    place = torch.arange(len(answer))
+    kept, starts = find_cycles(torch.tensor(hits, dtype=torch.int64), last - place, place == 0)
+    return [
+        Cycle(len(drafts_AK[at]), min(hits[at], int(kept[at])), int(kept[at]))
+        for at in torch.nonzero(starts)[:, 0].tolist()
+    ]
+
+
+def draft_everywhere(
+    target: Target, head: Head, items: list[tuple[list[int], list[int]]], depth: int
+) -> list[list[list[int]]]:
+    """Greedy drafts after every token of every answer but the last: per item, [answer length - 1][≤ depth] ids."""
+    documents = [[*prompt, *answer] for prompt, answer in items]
+    longest = max(map(len, documents))
+    tokens_BT = torch.tensor([doc + [0] * (longest - len(doc)) for doc in documents], device=target.device)
+    hidden_BTD, streams = target.forward_documents(tokens_BT, head.spec.layer_ids)
+    # the draft row of root x_{p+1} is p: rows from the last prompt token to the one before the answer's last root
+    first_B1 = torch.tensor([[len(prompt) - 1] for prompt, _ in items], device=target.device)
+    count = max(len(answer) for _, answer in items) - 1
+    row_BA = (first_B1 + torch.arange(count, device=target.device)).clamp(max=longest - 2)
+    if isinstance(head, AutoregressiveHead):
+        stacked = torch.stack([streams[k] for k in head.spec.layer_ids], 2) if head.spec.layer_ids else None
+        drafts_BAK = _autoregressive(head, tokens_BT, head.fuse(hidden_BTD, stacked), row_BA, depth)
+    elif isinstance(head, MedusaHead):
+        batch = torch.arange(len(items), device=target.device)[:, None]
+        hidden_AD = hidden_BTD[batch, row_BA].flatten(0, 1)
+        parts = [head.draft_logits(part)[:, :depth].argmax(-1) for part in hidden_AD.split(256)]
+        drafts_BAK = torch.cat(parts).unflatten(0, row_BA.shape)
+    else:
+        raise ConfigError(f"no teacher-forced drafts for a head of type {type(head).__name__}")
+    table = drafts_BAK.tolist()
+    return [rows[: len(answer) - 1] for rows, (_, answer) in zip(table, items, strict=True)]
+
+
+def _autoregressive(head: AutoregressiveHead, tokens_BT: Tensor, g_BTH: Tensor, row_BA: Tensor, depth: int) -> Tensor:
+    """int64 [B, A, K]: each root's row rolls out on its own drafts, seeing context rows up to itself and its own."""
+    batch, rows = tokens_BT.shape
+    device = tokens_BT.device
+    batch_B1 = torch.arange(batch, device=device)[:, None]
+    later_TT = torch.ones((rows, rows), dtype=torch.bool, device=device).triu(1)
+    scale = head.head_dim**-0.5
+    stored: list[tuple[Tensor, Tensor]] = []
+
+    def attend_context(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> Tensor:
+        stored.append((_widen(k_BgTd, head), _widen(v_BgTd, head)))
+        return _weigh(q_BhTd, *stored[0], later_TT, [], scale)
+
+    def attend_rollout(q_BhAd: Tensor, k_BgAd: Tensor, v_BgAd: Tensor) -> Tensor:
+        stored.append((_widen(k_BgAd, head), _widen(v_BgAd, head)))
+        hidden_BAT = torch.arange(rows, device=device) > row_BA[:, :, None]
+        return _weigh(q_BhAd, *stored[0], hidden_BAT[:, None], stored[1:], scale)
+
+    next_BT = torch.roll(tokens_BT, -1, dims=1)
+    g_BTH, logits_BTU = head.step(next_BT, g_BTH, torch.arange(rows, device=device).expand(batch, rows), attend_context)
+    g_BAH, choice_BA = g_BTH[batch_B1, row_BA], logits_BTU[batch_B1, row_BA].argmax(-1)
+    del logits_BTU
+    drafts = [head.target_ids(choice_BA)]
+    for step in range(1, depth):
+        g_BAH, logits_BAU = head.step(drafts[-1], g_BAH, row_BA + step, attend_rollout)
+        drafts.append(head.target_ids(logits_BAU.argmax(-1)))
+    return torch.stack(drafts, -1)
+
+
+def _widen(x_BgNd: Tensor, head: AutoregressiveHead) -> Tensor:
+    return x_BgNd.repeat_interleave(head.num_heads // head.num_kv_heads, dim=1)
+
+
+def _weigh(
+    q_BhNd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, hidden: Tensor, own: list[tuple[Tensor, Tensor]], scale: float
+) -> Tensor:
+    """Attention over context keys (where not `hidden`) and each row's own keys, in float32."""
+    scores = (q_BhNd.float() @ k_BhTd.float().transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
+    own_scores = [(q_BhNd.float() * k.float()).sum(-1, keepdim=True) * scale for k, _ in own]
+    weights = torch.cat([scores, *own_scores], -1).softmax(-1)
+    context = weights[..., : k_BhTd.shape[2]] @ v_BhTd.float()
+    for n, (_, v) in enumerate(own):
+        context = context + weights[..., k_BhTd.shape[2] + n, None] * v.float()
+    return context.to(q_BhNd.dtype)
+
+
+def main() -> None:
+    from headstart.heads.formats import load_head
+    from headstart.heads.targets.target import TargetConfig
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", type=Path, required=True, help="directory of a saved head")
+    parser.add_argument("--target", required=True, help="name, directory or Hub id")
+    parser.add_argument("--data", type=Path, required=True, help="JSONL with prompt_token_ids and greedy_token_ids")
+    parser.add_argument("--depth", type=int, default=5, help="drafts of the chain")
+    arguments = parser.parse_args()
+    records = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()]
+    target = Target.load(TargetConfig(name=arguments.target, dtype="float32"))
+    head = load_head(arguments.head).float().to(target.device).eval()
+    if isinstance(head, AutoregressiveHead | MedusaHead):
+        head.bind(target.embed_VD, target.teacher)
+    for name in sorted({str(record.get("set", "all")) for record in records}):
+        chosen = [record for record in records if str(record.get("set", "all")) == name]
+        items = [(record["prompt_token_ids"], record["greedy_token_ids"]) for record in chosen]
+        found = teacher_forced_tau(target, head, items, arguments.depth)
+        print(json.dumps({"set": name, "prompts": len(items), **asdict(found)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

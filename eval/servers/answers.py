@@ -1,0 +1,150 @@
+"""A streamed answer: lines of a server-sent event stream → text, token counts and clock readings."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.eval.servers.checks import found, one_line, optional, whole
+from headstart.heads.errors import ServerError
+
+#: bytes of one line of a stream
+LINE = 1 << 20
+
+
+@dataclass
+class Served:
+    """One answer of a server.
+
+    Attributes:
+        limit: tokens that were asked for at most.
+        text: what was generated.
+        tokens: number of tokens generated, the stop token included.
+        steps: tokens of every message of the stream, where the server said them.
+        details: what the server adds about its speculation (SGLang).
+        finish: why it ended, where the server said it.
+        done: whether the stream came to its own end.
+        sent, first, last: clock readings in seconds.
+    """
+
+    limit: int
+    text: str = ""
+    tokens: int = 0
+    steps: list[int] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    finish: str | None = None
+    done: bool = False
+    sent: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+
+    @property
+    def committed(self) -> int:
+        """Tokens after the one that prefill gives."""
+        return max(self.tokens - 1, 0)
+
+    @property
+    def seen(self) -> bool:
+        """Whether the stream's messages account for every token, the first one alone."""
+        return bool(self.steps) and self.steps[0] == 1 and sum(self.steps) == self.tokens
+
+    def read(self, line: bytes, where: str) -> bool:
+        """Take in one line of the stream; whether it brought tokens. Raises: ServerError for what is no such line."""
+        if not line.startswith(b"data:"):  # empty lines, comments that keep the connection alive
+            return False
+        content = line[5:].strip()
+        if content == b"[DONE]":
+            self.done = True
+            return False
+        event = parsed(content, where)
+        if not isinstance(event, dict):
+            raise ServerError(f"{where}: an event of the stream is {found(event)}, expected an object")
+        # older vLLMs send the error itself, and [DONE] behind it
+        error = event if event.get("object") == "error" else event.get("error")
+        if error is not None:
+            raise ServerError(f"{where}: the server reports an error: {_said(error)}")
+        return self._add(event, where)
+
+    def _add(self, event: dict[str, Any], where: str) -> bool:
+        now, before = time.perf_counter(), self.tokens
+        usage = optional(event.get("usage"), dict, f"{where}: usage") or {}
+        if usage.get("completion_tokens") is not None:
+            name = f"{where}: usage.completion_tokens"
+            total = whole(usage["completion_tokens"], name, self.tokens, self.limit)
+            if total > self.tokens:
+                self.steps.append(total - self.tokens)
+                self.tokens, self.last = total, now
+                self.first = self.first or now
+        extension = optional(event.get("sglext"), dict, f"{where}: sglext") or {}
+        details = extension.get("spec_tokens_details")
+        for choice in optional(event.get("choices"), list, f"{where}: choices") or []:
+            if not isinstance(choice, dict):
+                raise ServerError(f"{where}: choices: found {found(choice)}, expected objects")
+            if choice.get("index") is not None:
+                whole(choice["index"], f"{where}: choices.index (one answer was asked for)", 0, 0)
+            delta = optional(choice.get("delta"), dict, f"{where}: choices.delta") or {}
+            self.text += optional(choice.get("text"), str, f"{where}: choices.text") or ""
+            self.text += optional(delta.get("content"), str, f"{where}: choices.delta.content") or ""
+            self.finish = optional(choice.get("finish_reason"), str, f"{where}: finish_reason") or self.finish
+            details = choice.get("meta_info") or details
+            self.first = self.first or now
+        details = optional(details, dict, f"{where}: details of the speculation") or {}
+        self.details |= {name: value for name, value in details.items() if name.startswith("spec_")}
+        return self.tokens > before
+
+    def check(self, where: str) -> None:
+        """Refuse what is not a whole answer. Raises: ServerError naming the remedy."""
+        if not self.done:
+            raise ServerError(
+                f"{where}: the stream ended after {self.tokens} tokens and without [DONE]: the answer is not whole. "
+                "See the server's log, or whether a proxy in between cuts long answers"
+            )
+        if self.finish in ("abort", "error"):
+            raise ServerError(f"{where}: the server gave up an answer (finish_reason {self.finish}); see its log")
+        if not self.tokens:
+            raise ServerError(
+                f"{where}: the server did not say how many tokens it generated (stream_options.include_usage)"
+            )
+
+
+class Lines:
+    """Bytes as they arrive → whole lines; one that does not end is refused."""
+
+    def __init__(self, where: str):
+        self.where, self._open = where, bytearray()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        *ended, rest = chunk.split(b"\n")
+        lines = []
+        for piece in ended:
+            lines.append((bytes(self._open) + piece).rstrip(b"\r"))
+            self._open.clear()
+        self._open += rest
+        if len(self._open) > LINE:
+            raise ServerError(
+                f"{self.where}: a line of the stream is longer than {LINE} bytes; is this the right server?"
+            )
+        return lines
+
+
+def parsed(content: bytes, where: str) -> Any:
+    """JSON of a server. Raises: ServerError for other bytes, for numbers that JSON has not, for endless nesting."""
+    try:
+        return json.loads(content.decode(), parse_constant=_no_constant)
+    except RecursionError:
+        cause = "nested too deeply"
+    except ValueError as error:
+        cause = one_line(str(error), 100)
+    raise ServerError(f"{where}: the answer is not JSON ({cause}); is this an OpenAI-compatible server?")
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _said(error: Any) -> str:
+    """The message of an error object."""
+    message = error.get("message", error.get("type")) if isinstance(error, dict) else error
+    return one_line(message) if isinstance(message, str) else found(message)

@@ -1,0 +1,210 @@
+"""What a cycle costs on this device: verification by tokens, drafting by depth, and what is left of a whole cycle.
+
+Times are device events around replays of captured graphs on CUDA where the engine can be captured, else wall time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from headstart.eval.config import TreeConfig
+from headstart.eval.decoding.loop import Loop
+from headstart.eval.drafters import Drafter
+from headstart.eval.kernels.choices import decide
+from headstart.eval.measuring.breakdown import loop_seconds, started_loop
+from headstart.eval.measuring.sweep import spread
+from headstart.eval.tree import Tree, chain, static_paths
+
+if TYPE_CHECKING:
+    from headstart.eval.decoding.session import Decoder
+
+#: new tokens behind the time of whole cycles
+CYCLE_TOKENS = 48
+#: sizes at which the target's forward is timed, at most, for chains and for trees
+FORWARDS = 7
+
+
+def node_count(tree: TreeConfig) -> int:
+    """Nodes that a tree verifies, the root apart.
+
+    A dynamic tree of few levels has fewer candidates than `total_tokens - 1`: k, and k · k for every further level.
+    """
+    if tree.kind == "chain":
+        return tree.depth
+    if tree.kind == "static":
+        return len(static_paths(tree, tree.depth))
+    return min(tree.total_tokens - 1, tree.k + (tree.depth - 1) * tree.k**2)
+
+
+def way_of(tree: TreeConfig) -> str:
+    """The name under which drafting is timed: trees of one `k` differ in depth only."""
+    return f"dynamic{tree.k}" if tree.kind == "dynamic" else tree.kind
+
+
+@dataclass
+class Costs:
+    """Seconds at one batch size.
+
+    Attributes:
+        context: tokens in front of a row's next one, on average.
+        plain_s: a whole cycle of plain decoding.
+        verify_s: "chain" or "tree" → tokens in the forward (nodes + 1) → seconds of the target's forward.
+        draft_s: `way_of` → levels → seconds of drafting.
+        rest_s: tree kind → nodes → what a whole cycle takes beyond the two (acceptance, KV moves, features, host).
+    Between measured points times are interpolated linearly; beyond them the nearest holds.
+    """
+
+    batch: int
+    context: int
+    plain_s: float
+    verify_s: dict[str, dict[int, float]] = field(default_factory=dict)
+    draft_s: dict[str, dict[int, float]] = field(default_factory=dict)
+    rest_s: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    def cycle_s(self, tree: TreeConfig) -> float:
+        nodes = node_count(tree)
+        shape = "chain" if tree.kind == "chain" else "tree"
+        return (
+            _at(self.verify_s[shape], nodes + 1)
+            + _at(self.draft_s[way_of(tree)], tree.depth)
+            + _at(self.rest_s[tree.kind], nodes)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        tables = {
+            name: {key: {str(n): s * 1e3 for n, s in sorted(points.items())} for key, points in table.items()}
+            for name, table in (("verify_ms", self.verify_s), ("draft_ms", self.draft_s), ("rest_ms", self.rest_s))
+        }
+        return {"batch": self.batch, "context": self.context, "plain_ms": self.plain_s * 1e3, **tables}
+
+
+def _at(points: dict[int, float], where: int) -> float:
+    known = sorted(points)
+    return float(np.interp(where, known, [points[n] for n in known]))
+
+
+def anchors(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
+    """Trees whose whole cycles are timed: of every kind the ones with fewest and with most nodes."""
+    kinds: dict[str, list[TreeConfig]] = {}
+    for tree in trees:
+        kinds.setdefault(tree.kind, []).append(tree)
+    chosen = []
+    for members in kinds.values():
+        ordered = sorted(members, key=lambda tree: (node_count(tree), tree.depth))
+        chosen += ordered[:1] if node_count(ordered[0]) == node_count(ordered[-1]) else [ordered[0], ordered[-1]]
+    return chosen
+
+
+def draft_points(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
+    """Trees whose drafting is timed: of every way the shallowest, a middle and the deepest."""
+    ways: dict[str, dict[int, TreeConfig]] = {}
+    for tree in trees:
+        ways.setdefault(way_of(tree), {})[tree.depth] = tree
+    chosen = []
+    for members in ways.values():
+        depths = sorted(members)
+        chosen += [members[depth] for depth in sorted({depths[0], depths[len(depths) // 2], depths[-1]})]
+    return chosen
+
+
+def measure_costs(
+    decoder: Decoder,
+    build: Callable[[TreeConfig], Drafter],
+    trees: list[TreeConfig],
+    contexts: list[list[int]],
+    repeats: int = 5,
+    advance: Callable[[], None] | None = None,
+) -> Costs:
+    """Time everything that `Costs.cycle_s` needs for `trees`.
+
+    Args:
+        build: makes the drafter of a tree.
+        contexts: token ids of one batch, as long as they are to be when the costs are paid.
+        repeats: replays (calls on a CPU) behind each median.
+        advance: called after every measurement; `measurements` tells how many there are.
+    """
+    done = advance or (lambda: None)
+    context = round(statistics.mean(map(len, contexts)))
+    costs = Costs(len(contexts), context, _cycle_seconds(decoder, None, contexts))
+    done()
+    largest = max(trees, key=node_count)
+    for tree in draft_points(trees):
+        drafter = build(tree)
+        costs.draft_s.setdefault(way_of(tree), {})[tree.depth] = _draft_seconds(decoder, drafter, contexts, repeats)
+        done()
+    drafter = build(largest)
+    loop = started_loop(decoder, drafter, contexts)
+    for shape, tokens in forwards(trees):
+        costs.verify_s.setdefault(shape, {})[tokens] = _verify_seconds(loop, shape, tokens, repeats)
+        done()
+    for tree in anchors(trees):
+        whole = _cycle_seconds(decoder, build(tree), contexts)
+        costs.rest_s.setdefault(tree.kind, {})[node_count(tree)] = 0.0
+        costs.rest_s[tree.kind][node_count(tree)] = max(whole - _parts(costs, tree), 0.0)
+        done()
+    return costs
+
+
+def measurements(trees: list[TreeConfig]) -> int:
+    return 1 + len(draft_points(trees)) + len(forwards(trees)) + len(anchors(trees))
+
+
+def forwards(trees: Iterable[TreeConfig]) -> list[tuple[str, int]]:
+    """("chain" or "tree", tokens) of the forwards that are timed: of either shape the extremes and some between."""
+    sizes: dict[str, set[int]] = {}
+    for tree in trees:
+        sizes.setdefault("chain" if tree.kind == "chain" else "tree", set()).add(node_count(tree) + 1)
+    return [(shape, tokens) for shape in sorted(sizes) for tokens in spread(sorted(sizes[shape]), FORWARDS)]
+
+
+def _parts(costs: Costs, tree: TreeConfig) -> float:
+    shape = "chain" if tree.kind == "chain" else "tree"
+    return _at(costs.verify_s[shape], node_count(tree) + 1) + _at(costs.draft_s[way_of(tree)], tree.depth)
+
+
+def _cycle_seconds(decoder: Decoder, drafter: Drafter | None, contexts: list[list[int]]) -> float:
+    """Median seconds of a whole cycle in the decode loop itself."""
+    decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0)
+    seconds = decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0).cycle_s
+    # captured cycles hold on to their drafters
+    decoder.graphs.clear()
+    # the first waits for what was queued before
+    return statistics.median(seconds[1:] or seconds)
+
+
+def _draft_seconds(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], repeats: int) -> float:
+    if not drafter.captures:
+        # a drafter that works on the host is part of the rest of its cycles
+        return 0.0
+    loop = started_loop(decoder, drafter, contexts)
+    if loop.captures:
+        for linears, rows in drafter.products(len(contexts)):
+            decide(linears, rows, loop.engine.choices)
+    return loop_seconds(loop, lambda: drafter.propose(loop.roots_B, None), repeats)
+
+
+def _verify_seconds(loop: Loop, shape: str, tokens: int, repeats: int) -> float:
+    engine = loop.engine
+    if loop.engine.captures and engine.fused is not None:
+        engine.fused.tune(engine.batch * tokens)
+    tree = chain(loop.roots_B[:, None].expand(-1, tokens - 1)) if shape == "chain" else _bush(loop, tokens - 1)
+    return loop_seconds(loop, lambda: engine.verify(loop.roots_B, tree), repeats)
+
+
+def _bush(loop: Loop, nodes: int) -> Tree:
+    """A tree of some width to verify; which one does not matter to its cost."""
+    batch, device = len(loop.roots_B), loop.roots_B.device
+    parent_N = (torch.arange(nodes, device=device) - 3) // 2
+    parent_N = parent_N.clamp(min=-1)
+    depth = [0] * nodes
+    for node, parent in enumerate(parent_N.tolist()):
+        depth[node] = 1 if parent < 0 else depth[parent] + 1
+    depth_BN = torch.tensor(depth, device=device).expand(batch, nodes)
+    token_BN = loop.roots_B[:, None].expand(batch, nodes)
+    return Tree(token_BN, parent_N.expand(batch, nodes), depth_BN, torch.ones_like(depth_BN).bool(), max(depth))

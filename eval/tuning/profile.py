@@ -1,0 +1,229 @@
+"""Acceptance profiles: what a head's drafts would have been worth in any smaller tree, from decoding prompts once.
+
+One run with the largest tree tells the accepted length in every smaller one, cycle by cycle: a shorter chain is a
+prefix, a smaller dynamic tree keeps the best-scored candidates, of which parents always rank before children, and a
+static tree takes any set of ranks once all heads' candidates are known.
+Shape legend: B batch, N nodes, K levels, R ranks, C cycles.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headstart.eval.config import TreeConfig
+from headstart.eval.decoding.decode import Answer
+from headstart.eval.decoding.engine import Rows
+from headstart.eval.drafters import Drafter
+from headstart.eval.kernels.linear import Linear
+from headstart.eval.tree import StaticShape, Tree, static_paths, static_shape
+
+#: rank of what was not accepted: in no tree
+NEVER = np.iinfo(np.int64).max
+
+
+class Profile(Protocol):
+    """Acceptance of one kind of tree on given prompts."""
+
+    @property
+    def cycles(self) -> int: ...
+
+    def tau(self, tree: TreeConfig) -> float:
+        """Tokens per target forward with this tree. A last cycle's cut is not taken off."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChainProfile:
+    """accepted_C: int [C], accepted drafts of each cycle of the longest chain."""
+
+    accepted_C: NDArray[np.int64]
+
+    @property
+    def cycles(self) -> int:
+        return len(self.accepted_C)
+
+    def tau(self, tree: TreeConfig) -> float:
+        return 1.0 + float(np.minimum(self.accepted_C, tree.depth).mean())
+
+
+@dataclass(frozen=True)
+class DynamicProfile:
+    """Cycles of the largest dynamic tree with one `k`.
+
+    Attributes:
+        rank_CKK: int [C, K, K]: entry (c, j - 1, d - 1) is the rank of the accepted node of level j among the verified
+            nodes of levels up to d, best score first; NEVER where level j was not accepted or lies beyond d.
+    With `total_tokens` = n + 1 and `depth` = d a tree holds the n best candidates of levels up to d, hence exactly the
+    accepted nodes of rank below n: exact while the largest tree verified n nodes of those levels, else a lower bound.
+    """
+
+    rank_CKK: NDArray[np.int64]
+
+    @property
+    def cycles(self) -> int:
+        return len(self.rank_CKK)
+
+    def tau(self, tree: TreeConfig) -> float:
+        depth = min(tree.depth, self.rank_CKK.shape[1])
+        kept_CK = self.rank_CKK[:, :, depth - 1] < tree.total_tokens - 1
+        return 1.0 + float(kept_CK.sum(1).mean())
+
+
+@dataclass(frozen=True)
+class StaticProfile:
+    """rank_CK: int [C, K], rank of the true token among the candidates of each head; NEVER where it is none of them.
+
+    The accepted length of a static tree is the longest prefix of the row that is a path of the tree.
+    """
+
+    rank_CK: NDArray[np.int64]
+
+    @property
+    def cycles(self) -> int:
+        return len(self.rank_CK)
+
+    def _prefixes(self) -> Counter[tuple[int, ...]]:
+        counts: Counter[tuple[int, ...]] = Counter()
+        for row in self.rank_CK.tolist():
+            for length in range(1, len(row) + 1):
+                if row[length - 1] == NEVER:
+                    break
+                counts[tuple(row[:length])] += 1
+        return counts
+
+    def tau(self, tree: TreeConfig) -> float:
+        counts = self._prefixes()
+        paths = set(static_paths(tree, min(tree.depth, self.rank_CK.shape[1])))
+        return 1.0 + sum(counts[path] for path in paths) / self.cycles
+
+    def best_paths(self, nodes: int) -> list[list[int]]:
+        """The `nodes` paths that were right most often: no static tree of that size accepts more on these cycles.
+
+        A path is right at most as often as its parent, so the set is closed; ties prefer the shallower path.
+        """
+        ordered = sorted(self._prefixes().items(), key=lambda item: (-item[1], len(item[0]), item[0]))
+        return [list(path) for path, _ in ordered[:nodes]]
+
+
+class Recorder:
+    """A drafter that passes everything on to another and notes what was accepted of its trees.
+
+    Cycles run operation by operation, because the notes are taken on the host.
+    """
+
+    captures = False
+    state: list[str] = []  # noqa: RUF012
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.name, self.spec, self.max_nodes = drafter.name, drafter.spec, drafter.max_nodes
+        self.accepted: list[int] = []
+        self.ranks: list[NDArray[np.int64]] = []
+        #: per row of the batch: (drafts committed before, candidates) of every cycle; see `static_profile`
+        self.proposals: list[list[tuple[int, NDArray[np.int64]]]] = []
+
+    @property
+    def prepare_s(self) -> float:
+        return self.drafter.prepare_s
+
+    def products(self, batch: int) -> list[tuple[list[Linear], int]]:
+        return self.drafter.products(batch)
+
+    def start(self, context: Rows, capacity: int) -> None:
+        self.offsets = [0] * context.tokens_BJ.shape[0]
+        self.proposals = [[] for _ in self.offsets]
+        self.drafter.start(context, capacity)
+
+    def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
+        self.tree = self.drafter.propose(roots_B, generator)
+        return self.tree
+
+    def commit(self, accepted: Rows) -> None:
+        counts, tokens = accepted.count_B.tolist(), accepted.tokens_BJ.tolist()
+        rank_BKN = None if self.tree.score_BN is None else ranks_by_depth(self.tree).cpu().numpy()
+        parent, drafted = self.tree.parent_BN.tolist(), self.tree.tokens_BN.tolist()
+        for row, count in enumerate(counts):
+            if count == 0:
+                continue
+            self.accepted.append(count - 1)
+            self.proposals[row].append((self.offsets[row], np.array(drafted[row])))
+            self.offsets[row] += count
+            if rank_BKN is not None:
+                path = follow(parent[row], drafted[row], tokens[row][1:count])
+                self.ranks.append(path_ranks(rank_BKN[row], path))
+        self.drafter.commit(accepted)
+
+    def chain_profile(self) -> ChainProfile:
+        return ChainProfile(np.array(self.accepted, dtype=np.int64))
+
+    def dynamic_profile(self) -> DynamicProfile:
+        return DynamicProfile(np.stack(self.ranks))
+
+    def static_ranks(self, shape: StaticShape, answers: list[Answer]) -> NDArray[np.int64]:
+        """`StaticProfile.rank_CK` of the last batch, which drafted `spine` trees.
+
+        Cycles whose continuation the answer does not hold in full are left out.
+        """
+        depth_N, rank_N = shape.depth_N.cpu().numpy(), shape.rank_N.cpu().numpy()
+        found = []
+        for answer, proposals in zip(answers, self.proposals, strict=True):
+            for offset, token_N in proposals:
+                following = answer.tokens[offset + 1 : offset + 1 + shape.levels]
+                if len(following) == shape.levels:
+                    truth_N = np.array(following)[depth_N - 1]
+                    row = np.full(shape.levels, NEVER)
+                    right = token_N == truth_N
+                    row[depth_N[right] - 1] = rank_N[right]
+                    found.append(row)
+        return np.stack(found) if found else np.zeros((0, shape.levels), dtype=np.int64)
+
+
+def spine(levels: int, ranks: int) -> StaticShape:
+    """A static tree in which every candidate of every head is a node: the best path with all its siblings."""
+    return static_shape([(*(0,) * level, rank) for level in range(levels) for rank in range(ranks)])
+
+
+def ranks_by_depth(tree: Tree) -> Tensor:
+    """int64 [B, K, N]: entry (b, d - 1, n) is node n's rank among the valid nodes of levels up to d, best score first.
+
+    Nodes deeper than d rank last. Ties keep the nodes' order: the shallower first, as `select` chose.
+    """
+    if tree.score_BN is None:
+        raise ValueError("the tree carries no scores: only dynamic trees rank their nodes")
+    ranks = []
+    for depth in range(1, tree.levels + 1):
+        inside_BN = tree.valid_BN & (tree.depth_BN <= depth)
+        order_BN = torch.sort(
+            tree.score_BN.masked_fill(~inside_BN, -torch.inf), dim=1, descending=True, stable=True
+        ).indices
+        ranks.append(order_BN.argsort(dim=1))
+    return torch.stack(ranks, 1)
+
+
+def follow(parent_N: list[int], token_N: list[int], accepted: list[int]) -> list[int]:
+    """Nodes of an accepted path, from its tokens: siblings of a tree never share a token.
+
+    >>> follow([-1, -1, 1], [7, 8, 9], [8, 9])
+    [1, 2]
+    """
+    path, node = [], -1
+    for token in accepted:
+        node = next(n for n in range(len(parent_N)) if parent_N[n] == node and token_N[n] == token)
+        path.append(node)
+    return path
+
+
+def path_ranks(rank_KN: NDArray[np.int64], path: list[int]) -> NDArray[np.int64]:
+    """int64 [K, K]: see `DynamicProfile.rank_CKK`."""
+    levels = rank_KN.shape[0]
+    found_KK = np.full((levels, levels), NEVER)
+    for level, node in enumerate(path):
+        found_KK[level, level:] = rank_KN[level:, node]
+    return found_KK

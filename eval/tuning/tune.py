@@ -1,0 +1,389 @@
+"""Which tree pays on this device: costs measured here × acceptance measured on the user's prompts, per batch size.
+
+    speed-up = τ(tree) · t_plain(batch) / (t_draft(tree) + t_verify(nodes + 1) + rest)          (methods §11)
+
+τ of every tree follows from a few runs with large ones (`profile.py`). They tell it where the large ones' cycles
+began; a smaller tree's begin more often where drafts are good, as its own run shows: the best few trees get one. The
+best of each batch size is then decoded for real, and the measured speed-up stands beside the predicted one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune, tree_label
+from headstart.eval.decoding.decode import Decoded
+from headstart.eval.decoding.session import Decoder
+from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
+from headstart.eval.measuring.benchmark import attach, first_contexts
+from headstart.eval.measuring.metrics import acceptance
+from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, row_batches, spread
+from headstart.eval.prompts import describe_data, load_prompts
+from headstart.eval.tree import MEDUSA_RANKS
+from headstart.eval.tuning.costs import Costs, measure_costs, measurements, node_count
+from headstart.eval.tuning.profile import Profile, Recorder, StaticProfile, spine
+from headstart.heads.autoregressive import AutoregressiveHead
+from headstart.heads.base import Head
+from headstart.heads.errors import ConfigError, DataError
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.provenance import command_line, device_name, git_revision, versions
+from headstart.heads.targets.target import Target
+
+#: how far predicted and measured speed-up may lie apart
+AGREEMENT = 0.1
+#: contexts decoded together while acceptance is recorded
+PROFILE_BATCH = 16
+#: best trees by their profile whose τ is taken from runs of their own
+FINALISTS = 3
+
+
+def expected_speedup(tau: float, costs: Costs, tree: TreeConfig) -> float:
+    """τ · t_plain / t_cycle of a tree, every row of the batch decoding (methods §11)."""
+    return tau * costs.plain_s / costs.cycle_s(tree)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    tree: TreeConfig
+    tau: float
+    speedup: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "label": tree_label(self.tree, node_count(self.tree)), "tree": asdict(self.tree), "tau": self.tau,
+            "predicted_speedup": self.speedup,
+        }  # fmt: skip
+
+
+@dataclass
+class Choice:
+    """What to do at one batch size.
+
+    Attributes:
+        best: the fastest tree by prediction, whether or not it gains; its τ and the chain's are of their own runs.
+        best_chain: the same among chains, which is what serving engines mostly draft; None where none was searched.
+        measured: `measure_point` of `best`; `measured_speedup` is per row, so that rows which end early do not count.
+    """
+
+    costs: Costs
+    best: Candidate
+    best_chain: Candidate | None
+    measured: dict[str, Any]
+
+    @property
+    def speculate(self) -> bool:
+        return self.measured_speedup > 1
+
+    @property
+    def measured_speedup(self) -> float:
+        return float(self.measured["row_speedup"])
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.best.speedup / self.measured_speedup - 1) <= AGREEMENT
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "batch": self.costs.batch, "speculate": self.speculate, **self.best.to_json(),
+            "measured_speedup": self.measured_speedup, "measured_tau": self.measured["tau"], "agrees": self.agrees,
+            "best_chain": None if self.best_chain is None else self.best_chain.to_json(),
+            "costs": self.costs.to_json(), "measured": self.measured,
+        }  # fmt: skip
+
+
+@dataclass
+class Tuning:
+    """Everything that `tune` found: what reports and the head's sidecar are written from."""
+
+    drafter: str
+    target: dict[str, Any]
+    data: dict[str, Any]
+    device: str
+    dtype: str
+    temperature: float
+    context: int
+    prompts: int
+    cycles: dict[str, int]
+    #: τ by the profiles of every tree that was compared
+    taus: dict[str, float]
+    choices: list[Choice]
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "choices"}
+        return {
+            **values, "choices": [choice.to_json() for choice in self.choices], "command": command_line(),
+            "versions": versions(), "git_revision": git_revision(),
+        }  # fmt: skip
+
+    def entry(self) -> dict[str, Any]:
+        """What the head's sidecar keeps: the choice per batch size and what it holds for."""
+        kept = ("label", "tree", "speculate", "tau", "predicted_speedup", "measured_speedup", "agrees", "best_chain")
+        batches = {str(c.costs.batch): {name: c.to_json()[name] for name in kept} for c in self.choices}
+        return {
+            "device": self.device, "dtype": self.dtype, "temperature": self.temperature, "context": self.context,
+            "data": self.data, "batches": batches, "versions": versions(), "git_revision": git_revision(),
+        }  # fmt: skip
+
+
+def tune(
+    target: Target,
+    head: Head | None,
+    config: EvalConfig,
+    search: TuneConfig,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Tuning:
+    """Find the best tree per batch size.
+
+    Args:
+        head: on the target's device; None with `eval.drafter=ngram`.
+        config: prompts, sampling, limits; its `tree` is not used.
+        progress: called with (steps done, steps in all, what is done next).
+    Raises: ConfigError, DataError naming field or file.
+    """
+    check_config(config)
+    check_tune(search)
+    check_contexts([search.context] if search.context else [], config, target, "tune.context")
+    if config.synthetic_acceptance is not None:
+        raise ConfigError("eval.synthetic_acceptance: tune measures the head's own acceptance: unset it")
+    if config.acceptance != "lossless":
+        raise ConfigError(f"eval.acceptance: found {config.acceptance!r}, tune knows lossless verification only")
+    if config.data is None:
+        raise ConfigError("eval.data is not set: give the prompts that the head is to be tuned for")
+    kinds = tree_kinds(head, config)
+    prompts = load_prompts(config.data, config.limit, config.limit_per_task, 1, config.task_field)
+    contexts = first_contexts(spread(prompts, search.prompts), target, config)
+    if search.context is not None:
+        contexts = [fit(context, search.context) for context in contexts]
+    if head is not None:
+        attach(head, target)
+        head.eval()
+    search = replace(search, depth=deepest(head, search))
+    session = _Session(target, head, config, search, contexts, progress)
+    profiles, halfway = session.profiles(kinds)
+    trees = candidates(profiles, search)
+    session.plan(trees)
+    choices: list[Choice] = []
+    for batch in sorted(set(search.batch_sizes)):
+        try:
+            choices.append(session.choose(batch, halfway, trees, profiles))
+        except torch.OutOfMemoryError:
+            if not choices:
+                raise
+            session.say(f"batch {batch} does not fit into memory: it and larger ones are left out")
+            break
+    session.total = session.done
+    session.say("done")
+    return Tuning(
+        drafter=head.family if head is not None else config.drafter,
+        target=target.fingerprint(),
+        data=describe_data(config.data),
+        device=device_name(target.device),
+        dtype=str(target.dtype).removeprefix("torch."),
+        temperature=float(config.temperature),
+        context=mean_length(halfway),
+        prompts=len(contexts),
+        cycles={name: profile.cycles for name, profile in profiles.items()},
+        taus={tree_name(tree): _of(profiles, tree).tau(tree) for tree in trees},
+        choices=choices,
+    )
+
+
+def mean_length(contexts: list[list[int]]) -> int:
+    return round(statistics.mean(map(len, contexts)))
+
+
+def usual_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
+    """Of the batches that `measure_point` decodes the one with the median of their longest contexts.
+
+    One row alone is as long as the contexts are on average, since the rows' times add up.
+    """
+    if batch == 1:
+        return [fit(contexts[0], mean_length(contexts))]
+    batches = row_batches(contexts, max(batch, len(contexts)), batch)
+    return sorted(batches, key=lambda some: max(map(len, some)))[len(batches) // 2]
+
+
+def tree_kinds(head: Head | None, config: EvalConfig) -> tuple[str, ...]:
+    if config.drafter == "ngram":
+        return ("chain",)
+    if isinstance(head, AutoregressiveHead):
+        return ("chain", "dynamic")
+    if isinstance(head, MedusaHead):
+        return ("chain", "static")
+    raise ConfigError("tune: give a head, or eval.drafter=ngram")
+
+
+def deepest(head: Head | None, search: TuneConfig) -> int:
+    return min(search.depth, head.depth) if isinstance(head, MedusaHead) else search.depth
+
+
+def tree_name(tree: TreeConfig) -> str:
+    """Names every candidate: `chain3`, `dynamic k10 d6 n47`, `static n15`."""
+    nodes = node_count(tree)
+    if tree.kind == "dynamic":
+        return f"dynamic k{tree.k} d{tree.depth} n{nodes}"
+    return f"chain{nodes}" if tree.kind == "chain" else f"static n{nodes}"
+
+
+def candidates(profiles: dict[str, Profile], search: TuneConfig) -> list[TreeConfig]:
+    """Every tree that is compared; none twice."""
+    trees = [TreeConfig("chain", depth) for depth in range(1, search.depth + 1)]
+    for k in search.k if f"dynamic{search.k[0]}" in profiles else []:
+        for depth in range(1, search.depth + 1):
+            sizes = {node_count(TreeConfig("dynamic", depth, k, total)) for total in search.total_tokens}
+            trees += [TreeConfig("dynamic", depth, k, nodes + 1) for nodes in sorted(sizes) if nodes > 1]
+    static = profiles.get("static")
+    if isinstance(static, StaticProfile):
+        found = {len(paths): paths for paths in map(static.best_paths, (n - 1 for n in sorted(search.total_tokens)))}
+        for nodes, paths in found.items():
+            if nodes:
+                depth = max(map(len, paths))
+                trees.append(TreeConfig("static", depth, total_tokens=nodes + 1, paths=paths))
+    return trees
+
+
+def _of(profiles: dict[str, Profile], tree: TreeConfig) -> Profile:
+    return profiles[f"dynamic{tree.k}" if tree.kind == "dynamic" else tree.kind]
+
+
+def rank(profiles: dict[str, Profile], costs: Costs, trees: list[TreeConfig]) -> list[Candidate]:
+    """Candidates by predicted speed-up, the best first; equals prefer fewer nodes."""
+    made = []
+    for tree in trees:
+        tau = _of(profiles, tree).tau(tree)
+        made.append(Candidate(tree, tau, expected_speedup(tau, costs, tree)))
+    return by_speedup(made)
+
+
+def by_speedup(made: list[Candidate]) -> list[Candidate]:
+    return sorted(made, key=lambda candidate: (-candidate.speedup, node_count(candidate.tree)))
+
+
+def finalists(ranked: list[Candidate]) -> list[Candidate]:
+    """The best few, with the best chain among them: it competes, as its own run may show it to be the fastest."""
+    chains = [candidate for candidate in ranked if candidate.tree.kind == "chain"]
+    return ranked[:FINALISTS] + [chain for chain in chains[:1] if chain not in ranked[:FINALISTS]]
+
+
+class _Session:
+    """Runs of one tuning, with a count of what is done."""
+
+    def __init__(
+        self,
+        target: Target,
+        head: Head | None,
+        config: EvalConfig,
+        search: TuneConfig,
+        contexts: list[list[int]],
+        progress: Callable[[int, int, str], None] | None,
+    ):
+        self.target, self.head, self.config, self.search, self.contexts = target, head, config, search, contexts
+        self.progress, self.done, self.total = progress, 0, 0
+        #: `tree_name` → τ of the tree's own run
+        self.own_taus: dict[str, float] = {}
+        self.decoder = Decoder(target, config)
+
+    def say(self, what: str = "", step: int = 0) -> None:
+        self.done += step
+        if self.progress is not None:
+            self.progress(self.done, max(self.total, self.done), what)
+
+    def plan(self, trees: list[TreeConfig]) -> None:
+        self.total = self.done + len(self.search.batch_sizes) * (measurements(trees) + 2)
+
+    def build(self, tree: TreeConfig) -> Drafter:
+        drafter = build_drafter(self.head, replace(self.config, tree=tree))
+        assert drafter is not None
+        return drafter
+
+    def profiles(self, kinds: tuple[str, ...]) -> tuple[dict[str, Profile], list[list[int]]]:
+        """Acceptance of every kind of tree, and the contexts that costs are to be measured for."""
+        depth, most = self.search.depth, max(self.search.total_tokens)
+        runs = [("chain", TreeConfig("chain", depth))]
+        if "dynamic" in kinds:
+            runs += [(f"dynamic{k}", TreeConfig("dynamic", depth, k, most)) for k in self.search.k]
+        if "static" in kinds:
+            runs.append(("static", TreeConfig("static", depth)))
+        batches = -(-len(self.contexts) // PROFILE_BATCH)
+        self.total = len(runs) * batches
+        found: dict[str, Profile] = {}
+        lengths: list[int] = []
+        for name, tree in runs:
+            found[name], answers = self._profile(name, tree)
+            lengths = lengths or answers
+        if self.search.context is not None:
+            return found, self.contexts
+        # halfway through an answer; a batch waits for its longest context, so they keep their own lengths
+        half, limits = round(statistics.mean(lengths) / 2), self.decoder.limits(self.contexts)
+        return found, [
+            fit(context, len(context) + min(half, limit // 2))
+            for context, limit in zip(self.contexts, limits, strict=True)
+        ]
+
+    def _profile(self, name: str, tree: TreeConfig) -> tuple[Profile, list[int]]:
+        """Decode the prompts with the largest tree of a kind; also the lengths of the answers."""
+        static = name == "static"
+        shape = spine(self.search.depth, MEDUSA_RANKS) if static else None
+        if shape is not None:
+            assert isinstance(self.head, MedusaHead)
+            recorder = Recorder(MedusaDrafter(self.head, tree, self.decoder.sampling, shape))
+        else:
+            recorder = Recorder(self.build(tree))
+        lengths: list[int] = []
+        ranks = []
+        self.say(f"acceptance of {name}")
+        for decoded in self._decoded(recorder):
+            lengths += [len(answer.tokens) for answer in decoded.answers]
+            if shape is not None:
+                ranks.append(recorder.static_ranks(shape, decoded.answers))
+            self.say(step=1)
+        profile: Profile
+        if static:
+            profile = StaticProfile(np.concatenate(ranks))
+        else:
+            profile = recorder.dynamic_profile() if name.startswith("dynamic") else recorder.chain_profile()
+        if not profile.cycles:
+            raise DataError("tune: the answers are too short to tell what is accepted: give longer ones")
+        return profile, lengths
+
+    def choose(
+        self, batch: int, halfway: list[list[int]], trees: list[TreeConfig], profiles: dict[str, Profile]
+    ) -> Choice:
+        """Args: halfway: the contexts that costs are measured for."""
+        rows = usual_batch(halfway, batch)
+        self.say(f"costs at batch {batch}")
+        costs = measure_costs(self.decoder, self.build, trees, rows, self.search.repeats, lambda: self.say(step=1))
+        ranked = rank(profiles, costs, trees)
+        refined = by_speedup([self.refine(candidate, costs) for candidate in finalists(ranked)])
+        best, best_chain = refined[0], next((c for c in refined if c.tree.kind == "chain"), None)
+        self.say(step=1)
+        self.say(f"decoding with {tree_name(best.tree)} at batch {batch}")
+        point_config = replace(self.config, sweep_prompts=min(self.search.prompts, len(self.contexts)))
+        measured = measure_point(self.decoder, self.build(best.tree), point_config, self.contexts, batch)
+        self.say(step=1)
+        return Choice(costs, best, best_chain, measured)
+
+    def refine(self, candidate: Candidate, costs: Costs) -> Candidate:
+        """The candidate with τ of its own run over all prompts."""
+        name = tree_name(candidate.tree)
+        if name not in self.own_taus:
+            self.say(f"acceptance of {name}")
+            runs = self._decoded(self.build(candidate.tree))
+            cycles = [cycle for decoded in runs for answer in decoded.answers for cycle in answer.cycles]
+            # captured cycles hold on to their drafters
+            self.decoder.graphs.clear()
+            self.own_taus[name] = acceptance(cycles).tau
+        tau = self.own_taus[name]
+        return Candidate(candidate.tree, tau, expected_speedup(tau, costs, candidate.tree))
+
+    def _decoded(self, drafter: Drafter) -> Iterator[Decoded]:
+        """All prompts, a batch after the other."""
+        for number, start in enumerate(range(0, len(self.contexts), PROFILE_BATCH)):
+            batch = self.contexts[start : start + PROFILE_BATCH]
+            yield self.decoder.run(batch, drafter, self.decoder.limits(batch), self.config.seed + number)

@@ -1,0 +1,162 @@
+"""What a tuning found, for people: terminal table, Markdown, and the overrides that use it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from headstart.eval.config import TreeConfig
+from headstart.eval.measuring.report import number
+from headstart.eval.tuning.tune import AGREEMENT, Choice, Tuning, tree_name
+from headstart.heads.escape import code, line, markdown, table
+from headstart.heads.files import atomic_write, write_json, write_text
+from headstart.heads.formats.plots import new_figure, save_figure
+from headstart.heads.published import published
+
+PLOT = "tune.png"
+
+COLUMNS = (
+    "batch", "plain ms", "best tree", "τ", "cycle ms", "predicted", "measured", "measured τ", "do", "best chain",
+)  # fmt: skip
+
+
+def overrides(tree: TreeConfig) -> str:
+    """`eval.tree.*` words that give this tree on the command line."""
+    default = TreeConfig()
+    changed = [f.name for f in fields(TreeConfig) if getattr(tree, f.name) != getattr(default, f.name)]
+    words = []
+    for name in changed:
+        value = getattr(tree, name)
+        text = json.dumps(value).replace(" ", "") if isinstance(value, list) else str(value)
+        words.append(f"eval.tree.{name}={text}")
+    return shlex.join(words)
+
+
+def _cells(choice: Choice) -> tuple[str, ...]:
+    chain = choice.best_chain
+    return (
+        str(choice.costs.batch), number(choice.costs.plain_s * 1e3), tree_name(choice.best.tree),
+        number(choice.best.tau), number(choice.costs.cycle_s(choice.best.tree) * 1e3),
+        number(choice.best.speedup, 2, "×"), number(choice.measured_speedup, 2, "×") + ("" if choice.agrees else " !"),
+        number(choice.measured["tau"]), "speculate" if choice.speculate else "decode plainly",
+        "–" if chain is None else f"{chain.tree.depth} ({chain.speedup:.2f}×)",
+    )  # fmt: skip
+
+
+def _title(tuning: Tuning) -> str:
+    return (
+        f"{tuning.drafter} on {tuning.target['name']} · temperature {tuning.temperature:g} · {tuning.dtype} · "
+        f"context {tuning.context} · {tuning.device}"
+    )
+
+
+def _remarks(tuning: Tuning, text: Callable[[str], str] = str, command: Callable[[str], str] = str) -> list[str]:
+    """Sentences; `text` and `command` write a sentence and a command in the language of the document."""
+    lines = [
+        "predicted = τ · plain ÷ (draft + verify + rest); measured in the decode loop on the same prompts, per row "
+        "while it decodes"
+    ]
+    for choice in tuning.choices:
+        if not choice.agrees:
+            lines.append(
+                f"! at batch {choice.costs.batch} prediction and measurement differ by more than {AGREEMENT:.0%}: "
+                "trust the measured one"
+            )
+    uses = []
+    for choice in tuning.choices:
+        if choice.speculate:
+            uses.append(f"batch {choice.costs.batch}: {command(overrides(choice.best.tree))}")
+    return [*map(text, lines), *uses]
+
+
+def tuning_table(tuning: Tuning) -> Table:
+    shown = Table(title=Text(line(_title(tuning))), title_justify="left")
+    for n, column in enumerate(COLUMNS):
+        shown.add_column(column, justify="left" if n in (2, 8) else "right")
+    for choice in tuning.choices:
+        shown.add_row(*(Text(line(cell)) for cell in _cells(choice)))
+    return shown
+
+
+def tuning_text(tuning: Tuning) -> str:
+    """What is said under the table."""
+    return "\n".join(_remarks(tuning))
+
+
+def tuning_markdown(tuning: Tuning) -> str:
+    heading = markdown(f"Tuning of {tuning.drafter} on {tuning.target['name']}")
+    lines = [f"# {heading}", "", markdown(_title(tuning)), ""]
+    lines += [*table(COLUMNS, [_cells(choice) for choice in tuning.choices]), ""]
+    lines += [f"- {remark}" for remark in _remarks(tuning, markdown, code)]
+    lines += [f"- data: {markdown(tuning.data['path'])}, {tuning.prompts} prompts", ""]
+    lines += ["## Costs in ms", ""]
+    for choice in tuning.choices:
+        costs = choice.costs.to_json()
+        lines += [f"Batch {costs['batch']}, context {costs['context']}: plain {costs['plain_ms']:.3f}", ""]
+        rows = []
+        for part, size in (("verify", "tokens"), ("draft", "levels"), ("rest", "nodes")):
+            for name, points in costs[f"{part}_ms"].items():
+                shown = ", ".join(f"{n}: {ms:.3f}" for n, ms in points.items())
+                rows.append((f"{part} ({size})", name, shown))
+        lines += [*table(("part", "of", "size: ms"), rows), ""]
+    ordered = sorted(tuning.taus.items(), key=lambda item: -item[1])
+    lines += ["## τ of every tree on these prompts", ""]
+    lines += table(("tree", "τ"), [(name, number(tau)) for name, tau in ordered])
+    return "\n".join(lines) + "\n"
+
+
+def write_tuning(
+    tuning: Tuning,
+    directory: Path,
+    more: dict[str, Any] | None = None,
+    say: Callable[[str], None] = print,
+    environment: Iterable[str] = (),
+) -> Path:
+    """Write tune.json, then tune.md and its plot, whose failure is told to `say`; returns the path of tune.json.
+
+    They are shown to others: of paths and files they hold what `heads/published.py` lets out.
+
+    Args: environment: names of the variables that the settings read.
+    """
+    names = list(environment)
+    place = directory / "tune.json"
+    write_json(place, published({**tuning.to_json(), **(more or {})}, names))
+    facts = published({"target": tuning.target, "data": tuning.data}, names)
+    shown = replace(tuning, target=facts["target"], data=facts["data"])
+    try:
+        atomic_write(directory / PLOT, partial(_plot, tuning))
+        write_text(directory / "tune.md", f"{tuning_markdown(shown)}\n![speed-up by batch]({PLOT})\n")
+    except Exception as error:  # noqa: BLE001 - whatever drawing meets, what was found is saved
+        cause = f"{type(error).__name__}: {error}"
+        say(f"WARNING: {place} holds what was found, but tune.md could not be written ({cause})")
+    return place
+
+
+def _plot(tuning: Tuning, place: Path) -> None:
+    """Predicted and measured speed-up of every batch size's best tree, and of its best chain."""
+    figure, axes = new_figure(6, 3.6)
+    batches = [choice.costs.batch for choice in tuning.choices]
+    for label, values in (
+        ("predicted", [choice.best.speedup for choice in tuning.choices]),
+        ("measured", [choice.measured_speedup for choice in tuning.choices]),
+        ("best chain, predicted", [c.best_chain.speedup if c.best_chain else None for c in tuning.choices]),
+    ):
+        if None not in values:
+            axes.plot(batches, values, marker="o", linestyle="-" if label == "measured" else "--", label=label)
+    for choice in tuning.choices:
+        axes.annotate(tree_name(choice.best.tree), (choice.costs.batch, choice.measured_speedup), fontsize=6)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set(xlabel="batch", ylabel="speed-up", title="Speed-up of the tuned tree (plain decoding = 1)")
+    axes.legend(fontsize="small")
+    save_figure(figure, place)

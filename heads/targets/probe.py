@@ -1,0 +1,379 @@
+"""What a target computes is measured on a few tokens when it is loaded, not guessed from the names of config fields.
+
+The teacher must give the model's own logits, or every soft loss learns another distribution (its argmax would hide
+that). So the values that leave the output matrix are replaced by known ones in one row of a short forward, and what the
+model makes of them shows its rule: a factor, a soft-cap, or something that heads cannot copy. The other row is an
+ordinary forward: its logits and hidden states are compared with the teacher's and with what hooks capture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from headstart.heads.base import Teacher
+from headstart.heads.errors import HeadstartError, TargetError
+from headstart.heads.numerics import wide
+from headstart.heads.targets.locate import counted_calls, decoder_layers, record_layer_inputs, text_decoder
+
+#: tokens of the probe
+LENGTH = 8
+#: largest relative error of a row that rounding explains
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+#: how near a measured number must be to one of the config to be taken for it
+SNAP = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-3, torch.bfloat16: 5e-3}
+#: products below this show the factor alone, soft-caps being far larger
+SMALL = 3e-3
+
+
+@dataclass(frozen=True)
+class OutputRule:
+    """What a model makes of the product z of its output matrix: `softcap · tanh(scale · z / softcap)`.
+
+    Attributes:
+        softcap: None: `scale · z`.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, z: Tensor) -> Tensor:
+        z = z * self.scale
+        return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
+
+
+@dataclass
+class Seen:
+    """What hooks saw of one forward.
+
+    Attributes:
+        hidden_BTD: what the decoder returned, post-norm.
+        read_BTD: what the output matrix read. None: the matrix was not called as a module.
+        product_BTV: what it gave; the last row's was replaced.
+    """
+
+    hidden_BTD: Tensor | None = None
+    read_BTD: Tensor | None = None
+    product_BTV: Tensor | None = None
+
+
+def ramp_like(product_TV: Tensor) -> Tensor:
+    """Values of both signs from 1e-3 to 1e4 (1e3 where more would overflow), as many as the product of one row has."""
+    count, top = product_TV.numel(), 3 if product_TV.dtype == torch.float16 else 4
+    size_N = torch.logspace(-3, top, count, dtype=torch.float64, device="cpu")
+    size_N[1::2] *= -1
+    return size_N.to(product_TV.device, product_TV.dtype).view_as(product_TV)
+
+
+def known_number(value: float, config: Any, tolerance: float) -> float:
+    """`value` without the rounding of the measurement: 1, or a number of the config, or its inverse, near to it."""
+    texts = [config.get_text_config(), config]
+    numbers = [n for c in texts for n in vars(c).values() if isinstance(n, int | float) and not isinstance(n, bool)]
+    candidates = [1.0, *(float(n) for n in numbers if n), *(1 / n for n in numbers if n)]
+    near = [n for n in candidates if math.isfinite(n) and abs(n - value) <= tolerance * abs(value)]
+    return min(near, key=lambda n: (n != 1.0, abs(n - value))) if near else value
+
+
+def fit_factor(x: Tensor, y: Tensor, tolerance: float) -> float | None:
+    """a of y = a · x by least squares, or None where a row of it differs by more than `tolerance`."""
+    x, y = x.double(), y.double()
+    total = float((x * x).sum())
+    factor = float((x * y).sum()) / total if total else math.nan
+    error = float((y - factor * x).norm()) / max(float(y.norm()), 1e-30)
+    return factor if error <= tolerance else None
+
+
+def fit_rule(z: Tensor, y: Tensor, config: Any, dtype: torch.dtype) -> OutputRule | None:
+    """The rule by which known products z [N] became the logits y [N]; None where it is no OutputRule."""
+    tolerance, snap = TOLERANCE[dtype], SNAP[dtype]
+    z, y = z.double().flatten(), y.double().flatten()
+    if not bool(torch.isfinite(y).all()):
+        return None
+    small = z.abs() <= SMALL
+    scale = fit_factor(z[small], y[small], tolerance)
+    if scale is None or scale == 0:
+        return None
+    for softcap in (None, _softcap(z, y, scale)):
+        if softcap is not None and not math.isfinite(softcap):
+            continue
+        rule = OutputRule(
+            known_number(scale, config, snap), None if softcap is None else known_number(softcap, config, snap)
+        )
+        if bool(((rule.apply(z) - y).abs() <= tolerance * y.abs() + 1e-9).all()):
+            return rule
+    return None
+
+
+def _softcap(z: Tensor, y: Tensor, scale: float) -> float:
+    """c of y = c · tanh(u), u = scale · z / c, from the largest z: tanh(u) / u = y / (scale · z) falls as u grows."""
+    place = int(z.abs().argmax())
+    straight, found = abs(scale * float(z[place])), abs(float(y[place]))
+    if not 0 < found < straight:
+        return math.nan
+    low, high = 1e-6, 1e9
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if math.tanh(middle) / middle > found / straight else (low, middle)
+    return straight / low
+
+
+@contextmanager
+def watched(model: Any, decoder: nn.Module) -> Iterator[Seen]:
+    """While open, forwards of `model` are seen, and the product of the last row is replaced by `ramp_like`.
+
+    Args: decoder: the module that returns `last_hidden_state`.
+    """
+    seen = Seen()
+
+    def after_decoder(_module: nn.Module, _args: tuple, output: Any) -> None:
+        seen.hidden_BTD = output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+    def after_matrix(_module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        seen.read_BTD = args[0] if args else next(iter(kwargs.values()))
+        seen.product_BTV = output.clone()
+        seen.product_BTV[-1] = ramp_like(output[-1])
+        return seen.product_BTV.clone()
+
+    handles = [
+        decoder.register_forward_hook(after_decoder),
+        model.get_output_embeddings().register_forward_hook(after_matrix, with_kwargs=True),
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def without_traces(model: nn.Module) -> Iterator[None]:
+    """Take away what a forward leaves on a model's modules: transformers installs hooks, for good, when it is first
+    asked for hidden states, and torch.compile would break its graph of a layer at each of them."""
+    flag = "_output_capturing_hooks_installed"
+    before = [(m, set(m._forward_hooks), set(m._forward_pre_hooks), flag in vars(m)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, after, ahead, flagged in before:
+            for hooks, kept in ((module._forward_hooks, after), (module._forward_pre_hooks, ahead)):
+                for key in set(hooks) - kept:
+                    del hooks[key]
+            if not flagged:
+                vars(module).pop(flag, None)
+
+
+def probe_tokens(vocab_size: int, device: torch.device) -> Tensor:
+    """int64 [2, T], both rows alike: drawn from the whole vocabulary, the same ones for every call."""
+    tokens_T = torch.randint(vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(0), device="cpu")
+    return tokens_T.expand(2, LENGTH).to(device)
+
+
+@torch.no_grad()
+def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = True) -> Teacher:
+    """`teacher` (matrix and bias alone) with the factor and soft-cap that the model puts on its logits.
+
+    Two forwards of eight tokens; every rank of a sharded target makes them.
+    Args:
+        states: compare hidden states as well. A sharded model, whose layers are of other classes, gives none itself.
+    Raises: TargetError when the model cannot run, its logits follow another rule, or its hidden states are not what is
+    captured: naming what was found.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    tokens_BT = probe_tokens(teacher.weight_VD.shape[0], model.get_input_embeddings().weight.device)
+    decoder = text_decoder(model)
+    inner = tuple(range(1, layers))
+    with (
+        explained(name),
+        without_traces(model),
+        watched(model, decoder) as seen,
+        record_layer_inputs(model, inner) as streams,
+        counted_calls(decoder_layers(model)) as calls,
+    ):
+        answer = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=states)
+    with explained(name):
+        alone = decoder(input_ids=tokens_BT, use_cache=False)
+    _require_once(calls, name)
+    if seen.hidden_BTD is None:
+        raise TargetError(f"{name}: its text decoder ({type(decoder).__name__}) took no part in a forward")
+    tolerance = TOLERANCE.get(seen.hidden_BTD.dtype, 1e-3)
+    captured = seen.hidden_BTD[0]
+    _require_finite(f"{name}: its last hidden states", captured)
+    _require_finite(f"{name}: its logits", answer.logits[0])
+    # another forward: in a mixture of experts rounding sends a token elsewhere now and then, a fault shifts every row
+    last_TD, what = alone.last_hidden_state[0], f"{name}: the last hidden state of its decoder alone"
+    _require_near(what, last_TD, captured, tolerance, median=True)
+    if states:
+        _check_streams(name, {**streams, layers: seen.hidden_BTD}, answer.hidden_states, tolerance)
+    found = _with_rule(teacher, seen, answer.logits, model.config, name)
+    place = found.weight_VD.device
+    logits_TV = answer.logits[0, :, : teacher.weight_VD.shape[0]].to(place)
+    tolerance = max(tolerance, TOLERANCE.get(logits_TV.dtype, 0.0))
+    _require_near(f"{name}: the logits of its output matrix", found.logits(captured.to(place)), logits_TV, tolerance)
+    return found
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """What a model's own code raises becomes a TargetError. Memory that runs out stays what it is."""
+    try:
+        yield
+    except (HeadstartError, torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except Exception as error:
+        raise TargetError(
+            f"{name}: a forward fails with {type(error).__name__}: {error}. This architecture, or this version of "
+            "transformers, cannot be a target"
+        ) from error
+
+
+def _require_finite(what: str, values: Tensor) -> None:
+    """Raises: TargetError for NaN and +inf; a model may forbid a token by -inf."""
+    if not bool((values < torch.inf).all()):
+        dtype = str(values.dtype).removeprefix("torch.")
+        wider = "set target.dtype=bfloat16 or float32, which hold larger values, or " if dtype == "float16" else ""
+        raise TargetError(f"{what} hold NaN or infinite values in {dtype}: {wider}copy its weights again")
+
+
+def _require_once(calls: list[int], name: str) -> None:
+    if odd := [(number, count) for number, count in enumerate(calls) if count != 1]:
+        number, count = odd[0]
+        raise TargetError(
+            f"{name}: its decoder layer {number} runs {count} times in a forward, expected once: heads read the input "
+            "of every layer, and such a target has several or none"
+        )
+
+
+def _check_streams(name: str, captured: dict[int, Tensor], states: Any, tolerance: float) -> None:
+    """The inputs of layers and the last hidden state against the model's own hidden_states."""
+    count = max(captured) + 1
+    if states is None or len(states) != count:
+        raise TargetError(
+            f"{name}: gives {'no' if states is None else len(states)} hidden states, expected {count}: heads read the "
+            "input of every layer and the last hidden state, which decoding could not give them"
+        )
+    for k, stream_BTD in captured.items():
+        _require_near(f"{name}: the captured hidden_states[{k}]", stream_BTD[0], states[k][0], tolerance)
+
+
+def _with_rule(teacher: Teacher, seen: Seen, logits_BTV: Tensor, config: Any, name: str) -> Teacher:
+    if seen.product_BTV is None or seen.read_BTD is None or seen.hidden_BTD is None:
+        raise TargetError(
+            f"{name}: its output matrix is not called as a module, so what the model makes of its product cannot be "
+            "measured: heads cannot be trained for it"
+        )
+    width = min(seen.product_BTV.shape[-1], logits_BTV.shape[-1])
+    product_TV = seen.product_BTV[-1, :, :width]
+    # the coarser of the two: some models multiply in float32 and round what they give
+    dtype = max(product_TV.dtype, logits_BTV.dtype, key=lambda kind: TOLERANCE.get(kind, 0.0))
+    rule = fit_rule(product_TV, logits_BTV[-1, :, :width].to(product_TV.device), config, dtype)
+    if rule is None:
+        raise TargetError(
+            f"{name}: what the model makes of its output matrix's product is neither a factor nor a soft-cap, which is "
+            "all that a teacher can copy: heads cannot be trained for it"
+        )
+    before = _input_factor(teacher, seen.hidden_BTD[0], seen.read_BTD[0], config, name)
+    return Teacher(teacher.weight_VD, teacher.bias_V, rule.softcap, rule.scale * before, teacher.norm_D)
+
+
+def _input_factor(teacher: Teacher, hidden_TD: Tensor, read_TD: Tensor, config: Any, name: str) -> float:
+    """Factor on what the output matrix reads (MiniCPM): as good as one behind it, where it has no bias."""
+    tolerance = TOLERANCE[hidden_TD.dtype]
+    factor = None
+    if read_TD.shape == hidden_TD.shape:
+        factor = fit_factor(hidden_TD, read_TD.to(hidden_TD.device), tolerance)
+    if factor is not None:
+        factor = known_number(factor, config, SNAP[hidden_TD.dtype])
+    if factor is None or (factor != 1.0 and teacher.bias_V is not None):
+        raise TargetError(
+            f"{name}: its output matrix does not read the last hidden state"
+            + ("" if factor is None else f" but {factor:.4g} times it, and adds a bias")
+            + ": a teacher cannot copy that"
+        )
+    return factor
+
+
+def _require_near(what: str, found: Tensor, expected: Tensor, tolerance: float, median: bool = False) -> None:
+    """Raises: TargetError unless every row of `found` (its median row) is `expected` but for rounding."""
+    if found.shape != expected.shape:
+        raise TargetError(f"{what} have shape {list(found.shape)}, the model's are {list(expected.shape)}")
+    found, expected = wide(found), wide(expected).to(found.device)
+    size_T = expected.flatten(1).norm(dim=1)
+    error_T = (found - expected).flatten(1).norm(dim=1) / size_T.clamp(min=1e-6 * float(size_T.max()) + 1e-30)
+    worst = float(error_T.median() if median else error_T.max())
+    if not worst <= tolerance:
+        factor = float((found * expected).sum() / (found * found).sum().clamp(min=1e-30))
+        raise TargetError(
+            f"{what} differ from the model's own by {worst:.2g} (relative; rounding explains {tolerance:g}; the best "
+            f"factor between them is {factor:.4g}): heads would be trained for another model"
+        )
+
+
+class _Given(BaseModelOutputWithPast):
+    """A decoder's output without a decoder: whatever else a model asks of it is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+@torch.no_grad()
+def rule_without_weights(model: Any) -> OutputRule | None:
+    """The rule of a model on the meta device: its decoder is given random hidden states, its matrix known products.
+
+    Returns: None where the model's own code asks for more than that; loading it will tell.
+    Raises: TargetError where the rule is none that a teacher can copy.
+    """
+    text, matrix = model.config.get_text_config(), model.get_output_embeddings()
+    noise = torch.Generator().manual_seed(0)
+    hidden_BTD = torch.randn(1, LENGTH, text.hidden_size, generator=noise, device="cpu")
+    given, rows, decoder = _Given(last_hidden_state=hidden_BTD), matrix.weight.shape[0], text_decoder(model)
+    # whichever of the wrappers the model calls
+    without = [module for module in {decoder, model.base_model} if module is not model]
+    for module in without:
+        module.forward = lambda *args, **kwargs: given
+    matrix.forward = lambda x: x.new_zeros(*x.shape[:-1], rows)
+    try:
+        with torch.device("cpu"), watched(model, decoder) as seen:
+            logits_BTV = model(input_ids=torch.zeros(1, LENGTH, dtype=torch.int64), use_cache=False).logits
+    except Exception:  # whatever a model's own code raises without its weights
+        return None
+    finally:
+        for module in (*without, matrix):
+            vars(module).pop("forward", None)
+    seen.hidden_BTD = hidden_BTD
+    if seen.product_BTV is None:
+        return None
+    alone = Teacher(matrix.weight, getattr(matrix, "bias", None))
+    found = _with_rule(alone, seen, logits_BTV, model.config, type(model).__name__)
+    return OutputRule(found.scale, found.softcap)
+
+
+@torch.no_grad()
+def require_single_pass(model: Any, name: str) -> None:
+    """Refuse a model on the meta device that runs its layers several times: their forwards only pass on their input.
+
+    Where the model's own code asks for more than that, loading it will tell.
+    Raises: TargetError, as measured_teacher would.
+    """
+    layers, decoder = decoder_layers(model), text_decoder(model)
+    embedded = model.get_input_embeddings().weight
+    for layer in layers:
+        layer.forward = lambda *args, **kwargs: args[0] if args else kwargs["hidden_states"]
+    try:
+        with torch.device(embedded.device), without_traces(model), counted_calls(layers) as calls:
+            mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=embedded.dtype)
+            decoder(torch.zeros(1, LENGTH, dtype=torch.int64), attention_mask=mask, use_cache=False)
+    except Exception:  # whatever a model's own code raises without its weights
+        return
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+    _require_once(calls, name)

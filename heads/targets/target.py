@@ -1,0 +1,465 @@
+"""The frozen target model: loading, features, output head, and the facts other rooms need about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, Teacher
+from headstart.heads.errors import ConfigError, DataError, HeadstartError, TargetError
+from headstart.heads.files import explain_read, read_bounded, sha256_text
+from headstart.heads.rope import dynamic_note
+from headstart.heads.targets.locate import (
+    decoder_layers,
+    final_norm,
+    keep_first_frequencies,
+    record_layer_inputs,
+    text_decoder,
+)
+from headstart.heads.targets.probe import measured_teacher, require_single_pass, rule_without_weights
+from headstart.heads.targets.template_date import fix_dates, shown_date
+
+#: the longest chat templates have some tens of KiB
+MAX_TEMPLATE_BYTES = 1 << 22
+#: values of target.parallel
+TARGET_KINDS = ("none", "fsdp2", "device_map")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class TargetConfig:
+    """Recipe node `target`."""
+
+    #: a name that `headstart target fetch` knows, a local directory, or a Hub id
+    name: str = "???"
+    #: Hub revision (branch, tag or commit)
+    revision: str | None = None
+    #: auto (bfloat16 on a GPU, float32 on a CPU) | float32 | bfloat16 | float16
+    dtype: str = "auto"
+    #: auto | cpu | cuda | cuda:N
+    device: str = "auto"
+    #: attention implementation of transformers used for features and distillation
+    attn_implementation: str = "sdpa"
+    #: compile the decoder layers for feature extraction with torch.compile: one graph for all layers and lengths
+    compile: bool = False
+    #: Jinja file that replaces the tokenizer's chat template
+    chat_template: str | None = None
+    #: the day that a chat template which writes the date shows, like 2026-01-31; null: that on which the run began
+    template_date: str | None = None
+    #: run code that the model repository ships: only if you trust it
+    trust_remote_code: bool = False
+    #: none (whole on every rank) | fsdp2 (sharded over the ranks of a node, never whole anywhere) | device_map (one
+    #: process, its layers over all its GPUs: for distilling and storing features of a target larger than one card)
+    parallel: str = "none"
+    #: ranks that share one copy under fsdp2; null: those of a node
+    shard_ranks: int | None = None
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device that a recipe names. A card named by its number becomes the current one: kernels are launched and
+    graphs captured there, wherever their tensors are.
+
+    Raises: ConfigError for what is no device, and for a card that is not there.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"target.device: found {device!r}, expected auto, cpu, cuda or cuda:N") from error
+    if found.type == "cuda" and found.index is not None:
+        if found.index >= (cards := torch.cuda.device_count()):
+            raise ConfigError(f"target.device: found {device!r}, this machine has {cards} GPUs, expected one of them")
+        torch.cuda.set_device(found)
+    return found
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(f"target.dtype: found {dtype!r}, expected auto or one of {sorted(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def locate(config: TargetConfig) -> tuple[str, dict[str, Any], str | None]:
+    """(directory or Hub id, keyword arguments of every `from_pretrained`, why the Hub is left out)."""
+    from headstart.heads.targets.fetch import locate_target
+
+    if config.name == "???":
+        raise ConfigError(
+            "target.name is not set: give a name, a directory or a Hub id, e.g. target.name=smollm2-135m-instruct"
+        )
+    place, hub_refusal = locate_target(config.name)
+    local = hub_refusal is not None
+    shared = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, "local_files_only": local}
+    return place, shared, hub_refusal
+
+
+def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> Any:
+    """The tokenizer, with the recipe's chat template, which shows one day. Raises TargetError for a missing file."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(place, **shared)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(Path(config.chat_template))
+    fix_dates(tokenizer, config.template_date)
+    return tokenizer
+
+
+def read_template(path: Path) -> str:
+    """A Jinja file. Raises TargetError when it is missing, no regular file, or no text."""
+    try:
+        with explain_read(path):
+            return read_bounded(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except (DataError, UnicodeDecodeError) as error:
+        raise TargetError(f"target.chat_template: {error}; expected a Jinja file") from error
+
+
+@contextmanager
+def loading(name: str, hub_refusal: str | None) -> Iterator[None]:
+    """What reading a target raises, in a library's code or its own, becomes a TargetError that names the remedy."""
+    from headstart.heads.targets.fetch import TARGETS
+
+    try:
+        yield
+    except (HeadstartError, torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except ImportError as error:
+        raise TargetError(
+            f"target {name!r} cannot be loaded: {str(error).strip()}\nInstall the package it names, or do without: "
+            "target.attn_implementation=sdpa, a target whose weights are not quantised"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise TargetError(
+            f"target {name!r} cannot be loaded: {hub_refusal or error}\n"
+            f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
+        ) from error
+    except Exception as error:  # configs and code of a thousand architectures, theirs or the repository's
+        raise TargetError(
+            f"target {name!r} cannot be loaded: {type(error).__name__}: {error}. Its config or its code does not fit "
+            "this version of transformers: update transformers, or name another target or revision"
+        ) from error
+
+
+def with_attention(make: Callable[[str], Any], attention: str) -> tuple[Any, list[str]]:
+    """`make(attention)`, with eager attention where the model has no sdpa; and what there is to say about it."""
+    try:
+        return make(attention), []
+    except ValueError as error:
+        if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
+            raise
+    model = make("eager")
+    return model, [f"{type(model).__name__} has no sdpa attention: target.attn_implementation=eager is taken"]
+
+
+def require_whole(name: str, model: nn.Module, found: dict[str, Any]) -> None:
+    """Refuse a model of which transformers made parameters up: they are random, and nothing else would tell.
+
+    Args: found: its loading info, `missing_keys` and `mismatched_keys` (name, shape in the file, shape in the model).
+    Raises: TargetError naming the first.
+    """
+    wrong = [f"{key} is {list(has)}, expected {list(wants)}" for key, has, wants in sorted(found["mismatched_keys"])]
+    learned = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    wrong += [f"{key} is missing" for key in sorted(learned & set(found["missing_keys"]))]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise TargetError(
+            f"target {name!r}: its weights are not those of its config.json: {wrong[0]}{more}. Copy the model again, "
+            "or mend its config.json"
+        )
+
+
+def sample_weight(name: str, weight: Tensor) -> bytes:
+    """Name, shape and 4,096 values (as bfloat16) of a weight."""
+    flat = weight.detach().flatten()
+    index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 4096), dtype=torch.float64).long()
+    values = flat[index.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+    return f"{name}{tuple(weight.shape)}".encode() + values
+
+
+def length_groups(lengths: tuple[int, ...], max_tokens: int, waste: float = 1.25) -> list[list[int]]:
+    """Group documents of similar length so that padding costs at most `waste` × the real tokens (+ one row)."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    total = 0
+    for index in order:
+        if groups:
+            group = groups[-1]
+            longest = lengths[group[0]]
+            padded = longest * (len(group) + 1)
+            if padded <= max_tokens and padded <= waste * (total + lengths[index]):
+                group.append(index)
+                total += lengths[index]
+                continue
+        groups.append([index])
+        total = lengths[index]
+    return groups
+
+
+def target_dims(name: str, revision: str | None = None) -> HeadDims:
+    """Dimensions of a target from its config alone: no weights are read.
+
+    Args:
+        name: as TargetConfig.name.
+    Raises: TargetError naming the target and the remedy.
+    """
+    from transformers import AutoConfig
+
+    from headstart.heads.targets.fetch import locate_target
+
+    place, hub_refusal = locate_target(name)
+    with loading(name, hub_refusal):
+        config = AutoConfig.from_pretrained(place, revision=revision, local_files_only=hub_refusal is not None)
+    return HeadDims.from_hf_config(config)
+
+
+class Target:
+    """A frozen causal LM with its tokenizer.
+
+    Attributes:
+        model, tokenizer: transformers objects; the model is in eval mode with gradients off.
+        dims: HeadDims of the text model.
+        teacher: the output head (lm_head, soft-cap, scale) as the model applies it.
+        embed_VD: input embedding weight, unscaled.
+        stop_token_ids: every id that ends generation (generation config and tokenizer).
+    """
+
+    #: padded tokens of one feature forward
+    max_forward_tokens = 32768
+    #: whether the forwards of all ranks meet (sharded.py)
+    lockstep = False
+
+    def __init__(self, model: nn.Module, tokenizer: Any, config: TargetConfig, revision: str | None = None):
+        self.model, self.tokenizer, self.config = model.eval().requires_grad_(False), tokenizer, config
+        self.revision = revision
+        self.dims = HeadDims.from_hf_config(model.config)
+        keep_first_frequencies(model)
+        output = model.get_output_embeddings()
+        if output is None:
+            raise TargetError(f"{config.name}: the model has no output embedding; expected a causal language model")
+        bias, vocab = getattr(output, "bias", None), self.dims.vocab_size
+        if output.weight.shape[0] < vocab:
+            raise TargetError(
+                f"{config.name}: lm_head has {output.weight.shape[0]} rows, expected config.vocab_size = {vocab}"
+            )
+        self.embed_VD: Tensor = model.get_input_embeddings().weight
+        norm_D, place = final_norm(model), self.embed_VD.device
+        # rows past the vocabulary are padding of the matrix, not tokens; a device map may end on another GPU
+        matrix = Teacher(
+            output.weight[:vocab].to(place), None if bias is None else bias[:vocab].to(place),
+            norm_D=None if norm_D is None else norm_D.to(place),
+        )  # fmt: skip
+        self.teacher = self._measured(matrix)
+        #: what a user should know of it
+        self.notes: list[str] = self._facts()
+        self.stop_token_ids = self._stop_token_ids()
+        self._weight_hash: str | None = None
+
+    @classmethod
+    def load(cls, config: TargetConfig) -> Target:
+        """Load model and tokenizer from a registered name, a directory or the Hub.
+
+        Raises: TargetError naming the target and the remedy.
+        """
+        from transformers import AutoModelForCausalLM
+
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        if config.parallel not in TARGET_KINDS:
+            raise ConfigError(f"target.parallel: found {config.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
+        place, shared, hub_refusal = locate(config)
+        with loading(config.name, hub_refusal):
+            if config.parallel == "fsdp2":
+                from headstart.heads.targets.sharded import load_sharded
+
+                return load_sharded(config, device, dtype)
+            tokenizer = load_tokenizer(config, place, shared)
+            spread = {"device_map": "auto"} if config.parallel == "device_map" else {}
+
+            def make(attention: str) -> Any:
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    place, dtype=dtype, attn_implementation=attention, output_loading_info=True,
+                    ignore_mismatched_sizes=True, **spread, **shared,
+                )  # fmt: skip
+                require_whole(config.name, model, found)
+                return model
+
+            model, notes = with_attention(make, config.attn_implementation)
+            revision = getattr(model.config, "_commit_hash", None) or config.revision
+            target = cls(model if spread else model.to(device), tokenizer, config, revision)
+        target.notes = [*notes, *target.notes]
+        if config.compile:
+            target.compile()
+        return target
+
+    def compile(self) -> None:
+        """Compile the decoder layers for feature extraction; they share one graph, which the first forward makes.
+
+        Hooks stay outside it, so features are read as before.
+        """
+        for layer in decoder_layers(self.model):
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
+    @classmethod
+    def from_model(cls, model: nn.Module, tokenizer: Any = None, config: TargetConfig | None = None) -> Target:
+        """Wrap a model that is already in memory."""
+        return cls(model, tokenizer, config or TargetConfig(name=type(model).__name__))
+
+    @property
+    def positions(self) -> int:
+        """Tokens that a context may hold, its answer included: see HeadDims.positions."""
+        return HeadDims.from_hf_config(self.model.config).positions
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_VD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_VD.dtype
+
+    def _measured(self, matrix: Teacher) -> Teacher:
+        """The teacher with the model's own factor and soft-cap. Raises: TargetError, see probe.measured_teacher."""
+        if not matrix.weight_VD.is_meta:
+            return measured_teacher(self.model, matrix, self.config.name, states=not self.lockstep)
+        require_single_pass(self.model, self.config.name)
+        rule = rule_without_weights(self.model)
+        return matrix if rule is None else replace(matrix, softcap=rule.softcap, scale=rule.scale)
+
+    def _facts(self) -> list[str]:
+        scale, softcap, limit = self.teacher.scale, self.teacher.softcap, self.dims.positions
+        rule = [] if scale == 1.0 else [f"times {scale:.6g}"]
+        if softcap is not None:
+            rule.append(f"soft-capped at {softcap:.6g}")
+        facts = [f"logits, as measured: its output matrix's product, {', '.join(rule)}"] if rule else []
+        if limit < self.dims.max_position_embeddings:
+            facts.append(
+                f"LongRoPE: heads are trained, measured and served within its first {limit} positions, of "
+                f"{self.dims.max_position_embeddings}; launch engines with a context of at most {limit} tokens"
+            )
+        if note := dynamic_note(self.dims.rope_parameters):
+            facts.append(note)
+        return facts
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        found: set[int] = set()
+        generation = getattr(self.model, "generation_config", None)
+        for value in (
+            getattr(generation, "eos_token_id", None),
+            self.dims.eos_token_id,
+            getattr(self.tokenizer, "eos_token_id", None),
+        ):
+            found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+        return tuple(sorted(found))
+
+    @torch.no_grad()
+    def forward_documents(self, tokens_BT: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:
+        """Right-padded documents → (last hidden [B, T, D], post-norm; {layer id: its pre-norm input [B, T, D]}).
+
+        No attention mask is needed: attention is causal, and what stands after a document cannot reach it.
+        """
+        with record_layer_inputs(self.model, layer_ids) as streams:
+            output = text_decoder(self.model)(input_ids=tokens_BT, use_cache=False)
+        spread = {k: stream_BTD.to(tokens_BT.device) for k, stream_BTD in streams.items()}
+        return output.last_hidden_state.to(tokens_BT.device), spread
+
+    @torch.no_grad()
+    def extract(self, batch: FeatureBatch, spec: FeatureSpec) -> FeatureBatch:
+        """Run the target over the documents of a pack.
+
+        Returns: the batch on the target's device with `hidden_RD` (post-norm), `streams_RkD` (pre-norm, None when the
+            spec asks for none) and `teacher_argmax_A` filled; padding rows are zero.
+        """
+        self.check_layer_ids(spec.layer_ids)
+        batch = batch.to(self.device)
+        rows, width = batch.tokens_R.shape[0], self.dims.hidden_size
+        hidden_RD = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
+        streams_RkD = hidden_RD.new_zeros(rows, len(spec.layer_ids), width) if spec.layer_ids else None
+        starts = [0]
+        for length in batch.doc_lengths:
+            starts.append(starts[-1] + length)
+        for group in length_groups(batch.doc_lengths, self.max_forward_tokens):
+            longest = batch.doc_lengths[group[0]]
+            step_T = torch.arange(longest)
+            row_BT = torch.tensor([starts[i] for i in group])[:, None] + step_T
+            real_BT = step_T < torch.tensor([batch.doc_lengths[i] for i in group])[:, None]
+            row_BT = row_BT.clamp(max=rows - 1).to(self.device)
+            real_index = torch.nonzero(real_BT.flatten()).squeeze(1).to(self.device)
+            last_BTD, streams = self.forward_documents(batch.tokens_R[row_BT], spec.layer_ids)
+            target_rows = row_BT.flatten()[real_index]
+            hidden_RD[target_rows] = last_BTD.flatten(0, 1)[real_index]
+            for slot, layer_id in enumerate(spec.layer_ids):
+                streams_RkD[target_rows, slot] = streams[layer_id].flatten(0, 1)[real_index]
+        argmax_A = self.teacher_argmax(hidden_RD, batch.anchors.row_A + 1)
+        return replace(batch, hidden_RD=hidden_RD, streams_RkD=streams_RkD, teacher_argmax_A=argmax_A)
+
+    def teacher_argmax(self, hidden_RD: Tensor, row_A: Tensor, chunk: int = 4096) -> Tensor:
+        """int64 [A]: the target's greedy next token after each row."""
+        parts = [self.teacher.logits(hidden_RD[rows]).argmax(-1) for rows in row_A.split(chunk)]
+        return torch.cat(parts) if parts else row_A.new_zeros(0)
+
+    def check_layer_ids(self, layer_ids: tuple[int, ...]) -> None:
+        """Raises: ConfigError unless ids are distinct, ascending and in 1 … L-1 (methods §4)."""
+        top = self.dims.num_layers - 1
+        if list(layer_ids) != sorted(set(layer_ids)) or any(not 0 < k <= top for k in layer_ids):
+            raise ConfigError(
+                f"head.feature_layers: found {list(layer_ids)}, expected distinct ascending ids in 1 … {top} "
+                f"(the target has {self.dims.num_layers} layers); set head.feature_layers"
+            )
+
+    def weight_hash(self) -> str:
+        """sha256 over names, shapes and 4,096 sampled values of every weight; dtypes that hold them agree."""
+        if self._weight_hash is None:
+            state = self.model.state_dict()
+            self._weight_hash = self.join_samples({name: sample_weight(name, w) for name, w in state.items()})
+        return self._weight_hash
+
+    @staticmethod
+    def join_samples(samples: dict[str, bytes]) -> str:
+        return hashlib.sha256(b"".join(samples[name] for name in sorted(samples))).hexdigest()
+
+    def held_bytes(self) -> int:
+        """Memory that this rank's part of the target takes, each tensor counted once."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), self.teacher.weight_VD, *self.held_besides()]
+        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+    def held_besides(self) -> list[Tensor]:
+        """What a sharded target keeps outside its model."""
+        return []
+
+    def keep_rows(self, ids_U: Tensor | None) -> None:
+        """Training needs these rows of the output head from here on (None: all): a sharded target lets the rest go."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What an artefact made from this target must match later."""
+        tokenizer_hash = template_hash = None
+        if self.tokenizer is not None:
+            backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            vocabulary = (
+                backend.to_str() if backend is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+            )
+            tokenizer_hash = sha256_text(vocabulary)
+            if self.tokenizer.chat_template is not None:
+                template_hash = sha256_text(json.dumps(self.tokenizer.chat_template, sort_keys=True))
+        return {
+            "name": self.config.name,
+            "revision": self.revision,
+            "weight_hash": self.weight_hash(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tokenizer_hash": tokenizer_hash,
+            "template_hash": template_hash,
+            "template_date": shown_date(self.tokenizer),
+            "vocab_size": self.dims.vocab_size,
+            "hidden_size": self.dims.hidden_size,
+            "num_layers": self.dims.num_layers,
+        }

@@ -1,0 +1,101 @@
+"""Train on one or many ranks (rank 0 distils and stores features first, where the recipe asks for it).
+
+accelerate launch --multi_gpu --num_processes 4 -m headstart.train RECIPE [key=value …]
+torchrun --nproc_per_node 2 -m headstart.train RECIPE target.device=cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from accelerate import Accelerator
+
+from headstart.heads.errors import HeadstartError, explain_memory
+from headstart.heads.escape import plain
+from headstart.heads.targets.target import resolve_device
+from headstart.pipeline import Run
+from headstart.recipes.load import load_recipe
+from headstart.signals import terminable
+from headstart.talk import Talk
+from headstart.train.launching.setup import make_accelerator
+from headstart.train.launching.watch import Watch
+from headstart.train.sharing.distributed import Early, all_ranks, on_main, require_shared
+from headstart.train.sharing.parallel import resolve_kind
+
+
+def main(arguments: Sequence[str] | None = None, early: Early | None = None, launcher: int | None = None) -> int:
+    """Exit code: 0 done (or stopped by a signal with everything saved), 1 failure, 2 wrong recipe or launch.
+
+    A job stopped by SIGTERM is put back in the queue with the same command: it continues (scripts/launch/slurm.sh).
+
+    Args:
+        early: what has taken SIGTERM so far, in a process of its own; its `over` is called once the ranks watch each
+            other.
+        launcher: process id of what started this process.
+    """
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m headstart.train", description=description)
+    parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")
+    options = parser.parse_args(arguments)
+    rank, watch = "", Watch(launcher=launcher)
+    try:
+        recipe = load_recipe(options.recipe, options.overrides)
+        accelerator = make_accelerator(resolve_device(recipe.target.device), early)
+        rank = f"rank {accelerator.process_index}: " if accelerator.num_processes > 1 else ""
+        # a process that has said how it ends must not be killed by a late signal: its exit code is the job's
+        alone = early is None and accelerator.num_processes == 1
+        with terminable(None if alone else signal.SIG_IGN), watch:
+            if early is not None:
+                early.over()
+            talk = Talk(silent=not accelerator.is_main_process)
+            run = Run(recipe, talk, device=str(accelerator.device), ahead=("train",))
+            train_ranks(run, accelerator, watch)
+        accelerator.end_training()
+    except HeadstartError as error:
+        print(f"{rank}error: {plain(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        if (full := explain_memory(error)) is not None:
+            print(f"{rank}error: {full}", file=sys.stderr)
+            return full.exit_code
+        if not watch.reason(0.0):
+            raise
+        print(f"{rank}{'error: ' if watch.code else ''}{plain(watch.reason(0.0))}", file=sys.stderr)
+        return watch.code
+    except KeyboardInterrupt:
+        print(f"{rank}stopped; what was finished is kept, the same command continues", file=sys.stderr)
+    return 0
+
+
+def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
+    """The pipeline's train step on every rank of this launch; all tokenise, rank 0 does the rest, marks and writes."""
+
+    def begin() -> bool:
+        run.distill()
+        done = run.is_trained()
+        if not done:
+            run.check()  # before the targets are loaded
+        return done
+
+    main, ranks = accelerator.is_main_process, accelerator.num_processes
+    node_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    run.check_layout(ranks, node_ranks, resolve_kind(run.recipe.train, accelerator))
+    require_shared(run.dir)
+    with run.steps.lock() if main else nullcontext():
+        if on_main(begin):
+            if main:
+                run.save_recipe()
+            return
+        run.prepare(all_ranks())
+        on_main(run.features)
+        if main:
+            run.train_once(accelerator, watch)
+            run.save_recipe()
+        else:
+            run.train_head(accelerator, watch)

@@ -1,0 +1,213 @@
+"""What drafters draft: EAGLE-2 trees against a naive search without any cache, Medusa's ranks, n-gram lookup."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from eval_help import CONTEXTS, Trained
+from torch import Tensor
+
+from headstart.eval.config import TreeConfig
+from headstart.eval.decoding.engine import Engine, Rows
+from headstart.eval.decoding.sampling import Sampling, penalise, probabilities
+from headstart.eval.drafters import AutoregressiveDrafter, MedusaDrafter, NgramDrafter, autoregressive
+from headstart.eval.drafters.ngram import NgramIndex
+from headstart.eval.tree import chain
+from headstart.heads.autoregressive import AutoregressiveHead
+from headstart.heads.errors import ConfigError
+from headstart.heads.targets.target import Target
+
+
+@torch.no_grad()
+def log_probs_after(
+    target: Target, head: AutoregressiveHead, tokens: list[int], path: list[int], sampling: Sampling
+) -> Tensor:
+    """log q over the draft vocabulary after root tokens[-1] and a drafted path; every row recomputed, no cache.
+
+    Every token before it is penalised, the path's as well, as the target's distribution is.
+    """
+    context = len(tokens) - 1
+    hidden, streams = target.forward_documents(torch.tensor([tokens[:-1]]), head.spec.layer_ids)
+    stacked = torch.stack([streams[k] for k in head.spec.layer_ids], 2) if streams else None
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def attend(q_BhNd: Tensor, k_BgNd: Tensor, v_BgNd: Tensor) -> Tensor:
+        keys.append(k_BgNd.repeat_interleave(head.num_heads // head.num_kv_heads, 1))
+        values.append(v_BgNd.repeat_interleave(head.num_heads // head.num_kv_heads, 1))
+        k, v = torch.cat(keys, 2), torch.cat(values, 2)
+        scores = q_BhNd @ k.transpose(2, 3) / head.head_dim**0.5
+        rows = q_BhNd.shape[2]
+        future = torch.ones(rows, k.shape[2], dtype=torch.bool).triu(k.shape[2] - rows + 1)
+        return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+
+    g, logits = head.step(torch.tensor([tokens[1:]]), head.fuse(hidden, stacked), torch.arange(context)[None], attend)
+    g = g[:, -1:]
+    for n, token in enumerate(path):
+        g, logits = head.step(torch.tensor([[token]]), g, torch.tensor([[context + n]]), attend)
+    seen_V = torch.zeros(head.dims.vocab_size, dtype=torch.bool)
+    seen_V[[*tokens, *path]] = True
+    seen_U = seen_V if head.draft_ids_U is None else seen_V[head.draft_ids_U]
+    return penalise(logits[0, -1], sampling, seen_U).log_softmax(-1)
+
+
+def naive_tree(
+    target: Target, head: AutoregressiveHead, tokens: list[int], k: int, depth: int, nodes: int, sampling: Sampling
+) -> dict[tuple[int, ...], float]:
+    """EAGLE-2 by its definition: path → cumulative log-probability of the nodes kept."""
+    stored: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        level: dict[tuple[int, ...], float] = {}
+        for path in frontier:
+            top = log_probs_after(target, head, tokens, list(path), sampling).topk(k)
+            for value, index in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                token = int(head.target_ids(torch.tensor(index)))
+                level[(*path, token)] = value + stored.get(path, 0.0)
+        stored |= level
+        frontier = sorted(level, key=lambda path: -level[path])[:k]
+    kept = sorted(stored, key=lambda path: (-stored[path], len(path)))[:nodes]
+    return {path: stored[path] for path in kept}
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.6])
+@pytest.mark.parametrize("family", ["eagle3", "eagle"])
+def test_dynamic_tree_is_the_naive_one(
+    target: Target, family: str, penalty: float, request: pytest.FixtureRequest
+) -> None:
+    """Two cycles, so that drafted rows are thrown away and accepted ones recomputed; ragged contexts."""
+    trained: Trained = request.getfixturevalue(family)
+    head = trained.head
+    assert isinstance(head, AutoregressiveHead)
+    k, depth, total, sampling = 3, 3, 9, Sampling(repetition_penalty=penalty)
+    drafter = AutoregressiveDrafter(head, TreeConfig("dynamic", depth, k, total), sampling)
+    contexts = [list(context) for context in CONTEXTS]
+    engine = Engine(target.model, len(contexts), 48, drafter.spec, bucket=8, prefill_chunk=4)
+    logits_BV, rows = engine.prefill(contexts)
+    drafter.start(rows, engine.capacity)
+    roots_B = logits_BV.argmax(-1)
+    for _ in range(2):
+        tree = drafter.propose(roots_B)
+        for row, context in enumerate(contexts):
+            expected = naive_tree(target, head, [*context, int(roots_B[row])], k, depth, total - 1, sampling)
+            paths = []
+            for n in range(tree.nodes):
+                path, node = [], n
+                while node >= 0:
+                    path.insert(0, int(tree.tokens_BN[row, node]))
+                    node = int(tree.parent_BN[row, node])
+                assert len(path) == tree.depth_BN[row, n]
+                paths.append(tuple(path))
+            assert set(paths) == set(expected)
+        step = engine.verify(roots_B, tree)
+        # accept a different branch in each row, whatever the target says
+        first, second = tree.depth_BN == 1, tree.depth_BN == 2
+        path_BK = torch.full((len(contexts), depth), -1)
+        child = int(torch.nonzero(second[0])[0, 0])
+        path_BK[0, :2] = torch.tensor([int(tree.parent_BN[0, child]), child])
+        path_BK[1, 0] = int(torch.nonzero(first[1])[-1, 0])
+        accepted = engine.commit(roots_B, tree, step, path_BK, torch.tensor([True] * len(contexts)))
+        for row, context in enumerate(contexts):
+            context += accepted.tokens_BJ[row, : accepted.count_B[row]].tolist()
+        engine.longest = accepted.longest = max(map(len, contexts))
+        drafter.commit(accepted)
+        roots_B = torch.tensor([8, 9, 10])
+
+
+def test_medusa_takes_ranks_of_each_head(target: Target, medusa: Trained) -> None:
+    head = medusa.head
+    drafter = MedusaDrafter(head, TreeConfig("static", depth=3, total_tokens=30), Sampling())  # type: ignore[arg-type]
+    engine = Engine(target.model, 1, 32, drafter.spec)
+    logits_BV, rows = engine.prefill([[5, 6, 7]])
+    drafter.start(rows, 32)
+    tree = drafter.propose(logits_BV.argmax(-1))
+    assert tree.nodes == drafter.max_nodes == 29
+    with torch.no_grad():
+        ranked = head.draft_logits(rows.hidden_BJD[:, -1])[0].argsort(-1, descending=True)  # type: ignore[operator]
+    shape = drafter.shape
+    for n in range(tree.nodes):
+        assert tree.tokens_BN[0, n] == ranked[shape.depth_N[n] - 1, shape.rank_N[n]]
+    assert drafter.name == "medusa"
+    with pytest.raises(ConfigError, match="has 4 levels, the head drafts 3"):
+        from headstart.eval.tree import static_shape
+
+        deep = static_shape([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)])
+        MedusaDrafter(head, TreeConfig("static"), Sampling(), shape=deep)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_medusa_chain_counts_what_it_drafted(target: Target, medusa: Trained, temperature: float) -> None:
+    """A penalty holds for drafted tokens as for the context: each level's q is of what stands before it."""
+    head, sampling = medusa.head, Sampling(temperature, repetition_penalty=1.7)
+    drafter = MedusaDrafter(head, TreeConfig("chain", depth=3), sampling)  # type: ignore[arg-type]
+    engine = Engine(target.model, 1, 32, drafter.spec)
+    logits_BV, rows = engine.prefill([[5, 6, 7]])
+    drafter.start(rows, 32)
+    root_B = logits_BV.argmax(-1)
+    tree = drafter.propose(root_B, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits_KV = head.draft_logits(rows.hidden_BJD[:, -1])[0]  # type: ignore[operator]
+    seen_V = torch.zeros(head.dims.vocab_size, dtype=torch.bool)
+    seen_V[[5, 6, 7, int(root_B)]] = True
+    for n in range(3):
+        if temperature:
+            torch.testing.assert_close(tree.q_BNV[0, n], probabilities(logits_KV[n], sampling, seen_V))
+        else:
+            assert tree.tokens_BN[0, n] == penalise(logits_KV[n], sampling, seen_V).argmax()
+        seen_V[tree.tokens_BN[0, n]] = True
+
+
+def test_ngram_prefers_the_longest_then_the_latest_match() -> None:
+    index = NgramIndex(1, 3)
+    for token in [1, 2, 3, 9, 8, 2, 3, 7, 7, 5, 3, 6, 1, 2, 3]:
+        index.append(token)
+    # 1 2 3 was followed by 9 8 2; the shorter 2 3 by 7, the latest single 3 by 6
+    assert index.continuation(3) == [9, 8, 2]
+    index.append(4)
+    assert index.continuation(3) == []
+    index.append(3)
+    # nothing longer than one token matches: after the latest 3 that has a successor came 4
+    assert index.continuation(2) == [4, 3]
+
+
+def test_ngram_rows_may_draft_nothing() -> None:
+    drafter = NgramDrafter(2, 1, 2)
+    context = Rows(torch.tensor([[1, 2, 1, 0], [3, 4, 5, 6]]), torch.tensor([3, 4]))
+    drafter.start(context, 99)
+    tree = drafter.propose(torch.tensor([2, 7]))
+    assert tree.tokens_BN.tolist() == [[1, 2], [0, 0]]
+    assert tree.valid_BN.tolist() == [[True, True], [False, False]]
+    # the root is not appended twice
+    drafter.commit(Rows(torch.tensor([[2, 1, 0], [7, 0, 0]]), torch.tensor([2, 1])))
+    assert drafter.rows[0].tokens == [1, 2, 1, 2, 1]
+    assert drafter.rows[1].tokens == [3, 4, 5, 6, 7]
+
+
+def test_tree_kinds_that_a_head_cannot_draft(medusa: Trained, eagle: Trained) -> None:
+    with pytest.raises(ConfigError, match="chain or a static tree, found 'dynamic'"):
+        MedusaDrafter(medusa.head, TreeConfig("dynamic"), Sampling())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="chain or a dynamic tree, found 'static'"):
+        AutoregressiveDrafter(eagle.head, TreeConfig("static"), Sampling())  # type: ignore[arg-type]
+    assert chain(torch.tensor([[1]])).linear
+
+
+def test_making_ready_is_timed_without_what_was_under_way(
+    target: Target, eagle3: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts' forwards, 5 s here, still run when the draft's buffers are made and its kernels compiled, 2 s."""
+    clock, waits = [0.0], [5.0, 0.0]
+
+    def pass_by(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(autoregressive, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(autoregressive, "synchronize", lambda device: pass_by(waits.pop(0)))
+    monkeypatch.setattr(autoregressive, "compile_ahead", lambda run: pass_by(2.0))
+    drafter = AutoregressiveDrafter(eagle3.head, TreeConfig(depth=2), Sampling())
+    for batch, prepared in ((1, 2.0), (1, 2.0), (2, 4.0)):
+        engine = Engine(target.model, batch, 64, drafter.spec)
+        drafter.start(engine.prefill(CONTEXTS[:batch])[1], 64)
+        assert drafter.prepare_s == prepared
+    assert clock == [9.0] and not waits

@@ -1,0 +1,54 @@
+"""The real target: plain decoding gives the recorded greedy answers, and so does speculation.
+
+Skipped where the target is not in the cache (`headstart target fetch smollm2-135m-instruct`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decoding.session import Decoder
+from headstart.eval.drafters import NgramDrafter
+from headstart.eval.measuring.benchmark import evaluate
+from headstart.heads.targets.fetch import default_cache, find_damage
+from headstart.heads.targets.target import Target, TargetConfig
+
+NAME = "smollm2-135m-instruct"
+DATA = Path(__file__).with_name("tau_check_8.jsonl")
+
+pytestmark = pytest.mark.target
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Target:
+    """The released (bfloat16) weights computed in float32, which is how the answers were recorded."""
+    if not (default_cache() / NAME).is_dir() or find_damage(default_cache() / NAME):
+        pytest.skip(f"{NAME} is not cached")
+    loaded = Target.load(TargetConfig(name=NAME, dtype="bfloat16", device="cpu"))
+    return Target.from_model(loaded.model.float(), loaded.tokenizer, loaded.config)
+
+
+@pytest.mark.slow
+def test_greedy_answers_are_the_recorded_ones(smollm2: Target) -> None:
+    """Eight prompts together, float32, 40 tokens or the stop token; n-gram speculation starts the same."""
+    records = [json.loads(line) for line in DATA.read_text().splitlines()]
+    decoder = Decoder(smollm2, EvalConfig())
+    contexts = [record["prompt_token_ids"] for record in records]
+    expected = [record["greedy_token_ids"] for record in records]
+    assert sum(len(tokens) < 40 for tokens in expected) == 2  # the others are cut
+    plain = decoder.run(contexts, None, 40, seed=0)
+    assert [answer.tokens for answer in plain.answers] == [tokens[:40] for tokens in expected]
+    speculative = decoder.run(contexts, NgramDrafter(3), 16, seed=0)
+    assert [answer.tokens for answer in speculative.answers] == [tokens[:16] for tokens in expected]
+
+
+def test_report_on_the_real_target(smollm2: Target) -> None:
+    config = EvalConfig(data=str(DATA), limit=2, max_new_tokens=6, drafter="ngram", tree=TreeConfig(depth=2))
+    config.warmup_tokens = 0
+    report = evaluate(smollm2, None, config)
+    assert report.greedy_identity is not None and report.greedy_identity["identical"] == 2
+    assert report.target["name"] == NAME

@@ -1,0 +1,150 @@
+"""Acceptance from one teacher-forced pass: equal to the decode loop's, and to what training calls a hit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eval_help import CONTEXTS, NEW_TOKENS, Trained, run
+
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decoding.decode import Answer, Cycle, decode
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.drafters import build_drafter
+from headstart.eval.measuring.benchmark import tau_probe
+from headstart.eval.measuring.metrics import acceptance, bootstrap_tau
+from headstart.eval.measuring.teacher_forced import draft_everywhere, teacher_forced_cycles, teacher_forced_tau, walk
+from headstart.heads.base import FeatureBatch
+from headstart.heads.targets.target import Target
+from headstart.train.step import LossModule
+
+
+def items_of(answers: list[Answer]) -> list[tuple[list[int], list[int]]]:
+    return [(context, answer.tokens) for context, answer in zip(CONTEXTS, answers, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_equals_the_decode_loop(
+    target: Target, plain: list[Answer], family: str, depth: int, request: pytest.FixtureRequest
+) -> None:
+    trained: Trained = request.getfixturevalue(family)
+    stops = [{plain[0].tokens[17]}, set(), {plain[2].tokens[11]}]
+    known = items_of(run(target, None, stops=stops))
+    config = EvalConfig(tree=TreeConfig(depth=depth))
+    loop = run(target, build_drafter(trained.head, config), stops=stops)
+    # small forwards: several groups of documents
+    cycles = teacher_forced_cycles(target, trained.head, known, depth, max_forward_tokens=64)
+    assert cycles == [answer.cycles for answer in loop]
+    found = teacher_forced_tau(target, trained.head, known, depth)
+    assert found == acceptance(cycle for row in cycles for cycle in row)
+    assert found.tau > 1
+
+
+@pytest.mark.parametrize("family", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("depth", [1, 2, 6])
+def test_what_training_walks_is_the_decode_loop(
+    target: Target, plain: list[Answer], family: str, depth: int, request: pytest.FixtureRequest
+) -> None:
+    """Deeper than the head is trained, too: the validation's anchors are as deep as the evaluation's chain."""
+    head = request.getfixturevalue(family).head
+    if family == "medusa":
+        depth = min(depth, head.depth)
+    stops = [{plain[0].tokens[17]}, set(), {plain[2].tokens[11]}]
+    known = items_of(run(target, None, stops=stops))
+    documents = [
+        (torch.tensor([*prompt, *answer]), torch.tensor([-1] * len(prompt) + [0] * len(answer)))
+        for prompt, answer in known
+    ]
+    loop = run(target, build_drafter(head, EvalConfig(tree=TreeConfig(depth=depth))), stops=stops)
+    expected = acceptance(cycle for answer in loop for cycle in answer.cycles)
+    batch = target.extract(FeatureBatch.pack(documents, max(depth, head.depth), pad_to=120), head.spec)
+    with torch.no_grad():
+        tokens, cycles = LossModule(head, target.teacher, None, depth)(batch)[4].tolist()
+    assert (tokens, cycles) == (expected.tokens, expected.forwards)
+    assert depth == 1 or expected.tau > 1.2
+
+
+@pytest.mark.parametrize("supervise_all", [False, True])
+def test_conversations_in_a_pack_are_walked_turn_by_turn(
+    target: Target, plain: list[Answer], eagle3: Trained, supervise_all: bool
+) -> None:
+    """Two turns of three conversations, among them answers of one and two tokens, against the loop turn by turn."""
+    documents, answers, cycles, depth = [], [], [], 3
+    for context, limits in zip(CONTEXTS, [(24, 1), (2, 14), (24, 5)], strict=True):
+        tokens, turns = list(context), [-1] * len(context)
+        for number, limit in enumerate(limits):
+            drafter = build_drafter(eagle3.head, EvalConfig(tree=TreeConfig(depth=depth)))
+            engine = Engine(target.model, 1, 128, drafter.spec)
+            (answer,) = decode(engine, [tokens], drafter, Sampling(), limit, set()).answers
+            cycles += answer.cycles
+            tokens, turns = tokens + answer.tokens, turns + [number] * limit
+            if number == 0:
+                tokens, turns = [*tokens, 5, 6, 7], turns + [-1] * 3
+        answers.append(torch.tensor(turns))
+        documents.append((torch.tensor(tokens), torch.zeros_like(answers[-1]) if supervise_all else answers[-1]))
+    batch = FeatureBatch.pack(documents, max(depth, eagle3.head.depth), answers=answers if supervise_all else None)
+    with torch.no_grad():
+        found = LossModule(eagle3.head, target.teacher, None, depth)(target.extract(batch, eagle3.head.spec))[4]
+    assert found.tolist() == [23 + 0 + 1 + 13 + 23 + 4, len(cycles)]
+    assert sum(cycle.accepted for cycle in cycles) > 5
+
+
+def test_probe_is_the_loop(target: Target, plain: list[Answer], eagle3: Trained) -> None:
+    # the probe stops at the target's own stop tokens: this target has none
+    assert target.stop_token_ids == ()
+    expected = teacher_forced_tau(target, eagle3.head, items_of(plain), 4).tau
+    assert tau_probe(target, eagle3.head, CONTEXTS, NEW_TOKENS, 4, batch_size=2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "medusa", "eagle"])
+def test_serving_agrees_with_training(
+    target: Target, plain: list[Answer], family: str, request: pytest.FixtureRequest
+) -> None:
+    """The loss counts rows whose depths 1 … d all hit; drafting from the same rows must hit exactly there."""
+    trained: Trained = request.getfixturevalue(family)
+    head, items = trained.head, items_of(plain)
+    with torch.no_grad():
+        run_A = head.loss(trained.batch, target.teacher).run_A
+        prefix_K = [int((run_A >= d).sum()) for d in range(1, head.depth + 1)]
+    drafts = draft_everywhere(target, head, items, head.depth)
+    hits = [0] * head.depth
+    for (_, answer), rows in zip(items, drafts, strict=True):
+        for at, drafted in enumerate(rows):
+            for depth in range(1, head.depth + 1):
+                following = answer[at + 1 : at + 1 + depth]
+                hits[depth - 1] += len(following) == depth and drafted[:depth] == following
+    assert hits == prefix_K
+    assert hits[0] > 5
+
+
+def test_walk_by_hand() -> None:
+    # drafts after each root of [1, 2, 3, 4, 5, 6]
+    drafts = [[2, 3], [9, 9], [9, 9], [5, 9], [9, 9]]
+    assert walk([1, 2, 3, 4, 5, 6], drafts) == [Cycle(2, 2, 3), Cycle(2, 1, 2)]
+    # the last cycle is cut by the end of the answer
+    assert walk([1, 2, 3], [[2, 3], [9, 9]]) == [Cycle(2, 2, 2)]
+    assert walk([1], []) == []
+
+
+def test_acceptance_by_hand() -> None:
+    found = acceptance([Cycle(3, 2, 3), Cycle(3, 0, 1), Cycle(0, 0, 1), Cycle(2, 2, 3)])
+    assert found.tau == 2.0
+    assert found.per_position == [2 / 3, 2 / 3, 0.0]
+    assert found.per_position_conditional == [2 / 3, 1.0, 0.0]
+    assert (found.forwards, found.tokens, found.drafts) == (4, 8, 3)
+    assert acceptance([]).tau == 1.0
+    assert acceptance([Cycle(2, 0, 1)]).per_position_conditional == [0.0, None]
+
+
+def test_bootstrap_interval_holds_the_estimate() -> None:
+    steady = [[Cycle(1, 1, 2)] * 10] * 5
+    assert bootstrap_tau(steady, 200, 0) == (2.0, 2.0)
+    mixed = [[Cycle(1, 1, 2)] * 10, [Cycle(1, 0, 1)] * 20, [Cycle(1, 1, 2), Cycle(1, 0, 1)] * 5]
+    low, high = bootstrap_tau(mixed, 500, 0)
+    tau = acceptance(cycle for row in mixed for cycle in row).tau
+    assert 1.0 <= low < tau < high <= 2.0
+    assert bootstrap_tau(mixed, 500, 0) == (low, high)
+    assert bootstrap_tau(mixed[:1], 500, 0) is None
+    assert bootstrap_tau([[], []], 200, 0) == (1.0, 1.0)
+    assert bootstrap_tau([[], [Cycle(2, 2, 3)]], 200, 0) == (1.0, 3.0)

@@ -1,0 +1,262 @@
+"""Costs and predicted speed-up by hand; a whole tuning of tiny heads; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from eval_help import CONTEXTS, Trained, memory_for_two_rows
+
+from headstart.eval.config import EvalConfig, TreeConfig, check_config
+from headstart.eval.tuning.costs import Costs, anchors, draft_points, forwards, measure_costs, measurements, node_count
+from headstart.eval.tuning.profile import ChainProfile, StaticProfile
+from headstart.eval.tuning.tune import (
+    Candidate,
+    Choice,
+    TuneConfig,
+    Tuning,
+    candidates,
+    expected_speedup,
+    finalists,
+    rank,
+    tree_name,
+    tune,
+    usual_batch,
+)
+from headstart.heads.errors import ConfigError
+from headstart.heads.targets.target import Target
+
+
+def costs() -> Costs:
+    """Milliseconds: plain 10; chains 11 + drafts of 1 and 3 levels; trees interpolated between 8 and 16 tokens."""
+    return Costs(
+        batch=1,
+        context=64,
+        plain_s=0.010,
+        verify_s={"chain": {2: 0.011, 4: 0.012}, "tree": {8: 0.012, 16: 0.016}},
+        draft_s={"chain": {1: 0.001, 3: 0.003}, "dynamic4": {1: 0.001, 5: 0.009}},
+        rest_s={"chain": {1: 0.0005, 3: 0.0007}, "dynamic": {7: 0.001, 15: 0.002}},
+    )
+
+
+def test_cycle_by_hand() -> None:
+    assert costs().cycle_s(TreeConfig("chain", 1)) == pytest.approx(0.0125)
+    # a chain of 2: verify 11.5, draft 2, rest 0.6
+    assert costs().cycle_s(TreeConfig("chain", 2)) == pytest.approx(0.0141)
+    # 11 nodes, 12 tokens in the forward: verify 14; four levels: draft 7; rest 1.5
+    assert costs().cycle_s(TreeConfig("dynamic", 4, 4, 12)) == pytest.approx(0.0225)
+    # beyond what was measured the nearest holds
+    assert costs().cycle_s(TreeConfig("chain", 9)) == pytest.approx(0.012 + 0.003 + 0.0007)
+    assert costs().to_json()["draft_ms"]["dynamic4"] == {"1": pytest.approx(1.0), "5": pytest.approx(9.0)}
+
+
+def test_expected_speedup_by_hand() -> None:
+    """Accepted 0, 1, 3, 3 drafts: τ 1.75 with a chain of 1, 2.25 with 2, 2.75 with 3, at cycles of 12.5, 14.1, 15.7."""
+    profile = ChainProfile(np.array([0, 1, 3, 3]))
+    for depth, expected in ((1, 1.75 * 10 / 12.5), (2, 2.25 * 10 / 14.1), (3, 2.75 * 10 / 15.7)):
+        tree = TreeConfig("chain", depth)
+        assert expected_speedup(profile.tau(tree), costs(), tree) == pytest.approx(expected)
+    ranked = rank({"chain": profile}, costs(), [TreeConfig("chain", depth) for depth in (1, 2, 3)])
+    assert [candidate.tree.depth for candidate in ranked] == [3, 2, 1]
+    never = ChainProfile(np.zeros(4, dtype=np.int64))
+    assert rank({"chain": never}, costs(), [TreeConfig("chain", 1)])[0].speedup == pytest.approx(10 / 12.5)
+
+
+def test_nodes() -> None:
+    assert node_count(TreeConfig("chain", 3)) == 3
+    # 4 candidates at level 1, 16 more at every level
+    assert node_count(TreeConfig("dynamic", 1, 4, 60)) == 4
+    assert node_count(TreeConfig("dynamic", 2, 4, 60)) == 20
+    assert node_count(TreeConfig("dynamic", 9, 4, 60)) == 59
+    assert node_count(TreeConfig("static", 2, total_tokens=4, paths=[[0], [0, 0], [1], [0, 0, 0], [0, 1]])) == 3
+    assert node_count(TreeConfig("static", 4, total_tokens=60)) == 59
+
+
+def test_what_is_measured() -> None:
+    trees = [TreeConfig("chain", depth) for depth in (1, 2, 3)]
+    trees += [TreeConfig("dynamic", depth, 4, total) for depth in (2, 3, 4, 5) for total in (8, 16)]
+    assert forwards(trees) == [("chain", 2), ("chain", 3), ("chain", 4), ("tree", 8), ("tree", 16)]
+    assert [(t.kind, node_count(t)) for t in anchors(trees)] == [
+        ("chain", 1), ("chain", 3), ("dynamic", 7), ("dynamic", 15),
+    ]  # fmt: skip
+    assert [(t.kind, t.depth) for t in draft_points(trees)] == [
+        ("chain", 1), ("chain", 2), ("chain", 3), ("dynamic", 2), ("dynamic", 4), ("dynamic", 5),
+    ]  # fmt: skip
+    assert measurements(trees) == 1 + 6 + 5 + 4
+    long = [TreeConfig("chain", depth) for depth in range(1, 14)]
+    assert forwards(long) == [("chain", n) for n in (2, 4, 6, 8, 10, 12, 14)]
+
+
+def test_candidates_are_all_different() -> None:
+    static = StaticProfile(np.array([[0, 0], [1, 0], [0, 1], [0, 0]]))
+    trees = candidates(
+        {"chain": ChainProfile(np.array([1])), "static": static}, TuneConfig(depth=2, total_tokens=[3, 4, 60])
+    )
+    assert [tree_name(tree) for tree in trees] == ["chain1", "chain2", "static n2", "static n3", "static n5"]
+    assert trees[2].paths == [[0], [0, 0]] and trees[2].depth == 2
+    for tree in trees:
+        check_config(EvalConfig(tree=tree))
+    dynamic: Any = {"chain": ChainProfile(np.array([1])), "dynamic2": None}
+    search = TuneConfig(depth=3, k=[2], total_tokens=[4, 8, 60])
+    names = [tree_name(tree) for tree in candidates(dynamic, search)]
+    assert names[3:] == [
+        "dynamic k2 d1 n2",
+        *("dynamic k2 d2 n3", "dynamic k2 d2 n6"),
+        *("dynamic k2 d3 n3", "dynamic k2 d3 n7", "dynamic k2 d3 n10"),
+    ]
+
+
+def test_the_best_chain_is_among_the_finalists() -> None:
+    trees = [Candidate(TreeConfig("dynamic", depth, 4, 60), 2.0, 3.0 - depth / 10) for depth in range(1, 6)]
+    chains = [Candidate(TreeConfig("chain", depth), 2.0, 1.5 - depth / 10) for depth in (1, 2)]
+    assert finalists(trees + chains) == [*trees[:3], chains[0]]
+    assert finalists([*trees[:2], *chains]) == [*trees[:2], chains[0]]
+    assert finalists(trees) == trees[:3] and finalists(chains) == chains
+
+
+def test_costs_are_of_a_usual_batch() -> None:
+    contexts = [[7] * length for length in (4000, *(100,) * 6, 4000)]
+    assert [len(context) for context in usual_batch(contexts, 1)] == [1075]
+    # of four batches of two, two hold a long context; of three of three, two do
+    assert [sorted(map(len, usual_batch(contexts, batch))) for batch in (2, 3)] == [[100, 4000], [100, 100, 4000]]
+    contexts[-1] = [7] * 100
+    assert [len(context) for context in usual_batch(contexts, 2)] == [100, 100]
+    assert [len(context) for context in usual_batch(contexts[:2], 3)] == [4000, 100, 4000]
+
+
+def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:
+    def choice(predicted: float, measured: float) -> Choice:
+        best = Candidate(TreeConfig("chain", 2), 2.0, predicted)
+        return Choice(costs(), best, best, {"row_speedup": measured, "tau": 2.0})
+
+    assert choice(1.5, 1.45).speculate and choice(1.5, 1.45).agrees
+    assert not choice(1.5, 1.3).agrees
+    assert not choice(0.9, 0.95).speculate
+    # what is measured decides
+    assert choice(0.95, 1.05).speculate
+    assert not choice(1.05, 0.97).speculate
+    tuning = Tuning("eagle3", {}, {"path": "x"}, "card", "bfloat16", 0.0, 64, 4, {}, {}, [choice(1.5, 1.45)])
+    entry = tuning.entry()
+    assert entry["device"] == "card" and entry["batches"]["1"]["tree"]["depth"] == 2
+    assert entry["batches"]["1"]["label"] == "chain2"
+    assert entry["batches"]["1"]["best_chain"]["tree"]["depth"] == 2
+    json.dumps(tuning.to_json())
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
+    path.write_text("".join(json.dumps({"prompt_token_ids": context}) + "\n" for context in CONTEXTS))
+    return str(path)
+
+
+def settings(prompts: str, **changes: Any) -> EvalConfig:
+    return EvalConfig(data=prompts, max_new_tokens=12, kv_bucket=8, warmup_tokens=0, **changes)
+
+
+SMALL = {"batch_sizes": [2], "depth": 2, "k": [2], "total_tokens": [4, 6], "prompts": 2, "repeats": 1}
+
+
+def test_costs_are_of_contexts_as_long_as_the_prompts_are(target: Target, tmp_path: Path, monkeypatch: Any) -> None:
+    """A batch waits for its longest row, so a batch of equal ones would not cost the same."""
+    path = tmp_path / "ids.jsonl"
+    path.write_text("".join(json.dumps({"prompt_token_ids": [7] * length}) + "\n" for length in (5, 40)))
+    lengths: dict[int, list[int]] = {}
+
+    def watched(decoder: Any, build: Any, trees: Any, contexts: list[list[int]], *rest: Any) -> Costs:
+        lengths[len(contexts)] = [len(context) for context in contexts]
+        return measure_costs(decoder, build, trees, contexts, *rest)
+
+    monkeypatch.setattr("headstart.eval.tuning.tune.measure_costs", watched)
+    search = TuneConfig(batch_sizes=[1, 3], depth=1, prompts=2, repeats=1)
+    found = tune(target, None, settings(str(path), drafter="ngram"), search)
+    # answers of 12 tokens: halfway through them 11 and 46 tokens stand in front
+    assert lengths == {1: [28], 3: [11, 46, 11]} and found.context == 28
+    assert [choice.costs.context for choice in found.choices] == [28, 23]
+
+
+@pytest.mark.parametrize("family", ["eagle3", "medusa"])
+def test_a_whole_tuning(target: Target, family: str, prompts: str, request: pytest.FixtureRequest) -> None:
+    trained: Trained = request.getfixturevalue(family)
+    steps: list[tuple[int, int, str]] = []
+    found = tune(target, trained.head, settings(prompts), TuneConfig(**SMALL), lambda *step: steps.append(step))
+    (choice,) = found.choices
+    assert (choice.costs.batch, choice.costs.context) == (2, found.context)
+    assert found.prompts == 2 and found.data["path"] == prompts
+    # the prediction is what the parts give, and τ what the loop gives
+    best = choice.best
+    assert best.speedup == pytest.approx(best.tau * choice.costs.plain_s / choice.costs.cycle_s(best.tree))
+    assert choice.measured["rows"] == 2 and choice.measured_speedup > 0
+    # the same prompts, so the same τ as in the run that is timed
+    assert best.tau == pytest.approx(choice.measured["tau"])
+    by_profile = sorted(
+        found.taus[tree_name(t)] * choice.costs.plain_s / choice.costs.cycle_s(t) for t in trees_of(found, trained)
+    )
+    assert found.taus[tree_name(best.tree)] * choice.costs.plain_s / choice.costs.cycle_s(best.tree) in by_profile[-3:]
+    assert steps[-1][0] == steps[-1][1] and steps[-1][2] == "done"
+    assert set(found.cycles) == {"chain", *(["dynamic2"] if family == "eagle3" else ["static"])}
+    json.dumps(found.to_json())
+
+
+def trees_of(found: Tuning, trained: Trained) -> list[TreeConfig]:
+    """Candidates whose kind and sizes their names tell (static trees are found in another test)."""
+    trees = []
+    for name in found.taus:
+        parts = name.split(" ")
+        if name.startswith("chain"):
+            trees.append(TreeConfig("chain", int(name.removeprefix("chain"))))
+        elif parts[0] == "dynamic":
+            k, depth, nodes = (int(part[1:]) for part in parts[1:])
+            trees.append(TreeConfig("dynamic", depth, k, nodes + 1))
+        elif found.choices[0].best.tree.kind == "static" and name == tree_name(found.choices[0].best.tree):
+            trees.append(found.choices[0].best.tree)
+    return trees
+
+
+def test_batches_beyond_the_memory_are_left_out(target: Target, prompts: str, monkeypatch: Any) -> None:
+    memory_for_two_rows(monkeypatch)
+    search = TuneConfig(batch_sizes=[4, 1], depth=1, prompts=2, repeats=1)
+    said: list[str] = []
+    found = tune(target, None, settings(prompts, drafter="ngram"), search, lambda *step: said.append(step[2]))
+    assert [choice.costs.batch for choice in found.choices] == [1]
+    assert any("batch 4 does not fit into memory" in line for line in said)
+
+
+def test_prompt_lookup_is_tuned_without_a_head(target: Target, prompts: str) -> None:
+    search = TuneConfig(batch_sizes=[1], depth=2, prompts=2, repeats=1, context=20)
+    found = tune(target, None, settings(prompts, drafter="ngram"), search)
+    assert found.drafter == "ngram" and found.context == 20 and set(found.taus) == {"chain1", "chain2"}
+    assert found.choices[0].best_chain is not None
+    assert 1 <= found.taus["chain1"] <= found.taus["chain2"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("search", "changes", "message"),
+    [
+        ({"batch_sizes": []}, {}, "tune.batch_sizes: found an empty list"),
+        ({"k": [0]}, {}, "tune.k: found 0, expected at least 1"),
+        ({"total_tokens": [1]}, {}, "tune.total_tokens: found 1, expected at least 2"),
+        ({"context": 300}, {}, r"tune.context: found 300 with eval.max_new_tokens=\d+, the target has 256 positions"),
+        ({"context": 0}, {}, "tune.context: found 0, expected at least 2"),
+        ({"depth": 2.5}, {}, "tune.depth: found 2.5, expected a whole number"),
+        ({}, {"synthetic_acceptance": 0.5}, "tune measures the head's own acceptance"),
+        ({}, {"acceptance": "typical"}, "tune knows lossless verification only"),
+        ({}, {"data": None}, "eval.data is not set"),
+        ({}, {}, "give a head, or eval.drafter=ngram"),
+    ],
+)
+def test_what_tuning_refuses(
+    target: Target, prompts: str, search: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tune(target, None, settings(**{"prompts": prompts, **changes}) if "data" not in changes else EvalConfig(),
+             TuneConfig(**search))  # fmt: skip
+
+
+@pytest.mark.parametrize("paths", [[], [[]], [[-1]], [["a"]], "x"])
+def test_bad_paths(paths: Any) -> None:
+    with pytest.raises(ConfigError, match="eval.tree.paths: found"):
+        check_config(EvalConfig(tree=TreeConfig("static", paths=paths)))

@@ -1,0 +1,103 @@
+"""What a run is started on: the process group, captured steps or not, activations kept or made again."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from torch import nn
+
+from headstart.heads.base import Head
+from headstart.heads.errors import ConfigError
+from headstart.heads.layers import DraftLayer
+from headstart.heads.targets.sharded import shard_size
+from headstart.heads.targets.target import TARGET_KINDS, TargetConfig
+from headstart.train.config import TrainConfig
+from headstart.train.sharing.distributed import Early, check_launch, meet
+from headstart.train.sharing.parallel import Parallel, Replicated, Sharded, check_kind, resolve_kind
+from headstart.train.step import autocast_dtype
+
+
+def make_accelerator(device: torch.device | str, early: Early | None = None) -> Accelerator:
+    """The process group of this launch on CPUs or GPUs. Raises ConfigError when ranks do not come or are not in it.
+
+    Args:
+        early: see distributed.meet.
+
+    Precision is the loop's own business (float32 master weights, autocast inside the loss), so accelerate's is off.
+    """
+    store = meet(early=early)
+    # ranks wait while rank 0 distils or measures τ; a lost rank is noticed by watch.py, not by this timeout
+    group = InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    cpu = torch.device(device).type == "cpu"
+    try:
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[group])
+    except ImportError as error:
+        raise ConfigError(
+            f"launch: the accelerate configuration needs a package that is not installed ({error}); install it "
+            "(DeepSpeed: `pip install deepspeed`), or launch with recipes/accelerate/fsdp2.yaml"
+        ) from error
+    del store
+    check_launch(accelerator.num_processes)
+    return accelerator
+
+
+def check_layout(kind: str, config: TrainConfig, target: TargetConfig, ranks: int, node_ranks: int) -> None:
+    """Raise ConfigError where ranks cannot hold head and target as asked, before anything is loaded (or planned).
+
+    Args:
+        kind: see resolve_kind; auto, where no launch has decided yet, has no rule of its own.
+        node_ranks: ranks of one machine.
+    """
+    check_kind(kind, config, ranks)
+    if target.parallel not in TARGET_KINDS:
+        raise ConfigError(f"target.parallel: found {target.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
+    if target.parallel == "fsdp2":
+        shard_size(target.shard_ranks, ranks, node_ranks)
+    if target.parallel == "device_map" and ranks > 1:
+        raise ConfigError(
+            f"target.parallel: found device_map with {ranks} ranks, expected one process, which spreads the layers "
+            "over all GPUs of its machine: train with `headstart train`, or set target.parallel=fsdp2"
+        )
+
+
+def recompute_activations(head: Head) -> None:
+    """Switch `train.activation_checkpointing` on. Raises ConfigError for a head without a decoder layer."""
+    layers = [module for module in head.modules() if isinstance(module, DraftLayer)]
+    if not layers:
+        raise ConfigError(
+            f"train.activation_checkpointing: {head.family} has no decoder layer to make activations of again: "
+            "set it to false"
+        )
+    for layer in layers:
+        layer.recompute = True
+
+
+def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
+    """Whether steps run as CUDA graphs. Raises ConfigError where `train.capture=on` cannot be."""
+    kind = resolve_kind(config, accelerator)
+    # in float32, attention loops over documents on the host, which no graph can hold
+    half = autocast_dtype(config.mixed_precision, accelerator.device) is not None
+    possible = accelerator.device.type == "cuda" and kind == "replicated" and half
+    if config.capture == "on" and not possible:
+        raise ConfigError(
+            f"train.capture: found on, with a {kind} head on {accelerator.device.type} and "
+            f"train.mixed_precision={config.mixed_precision}; graphs need bf16 on GPUs that each hold the whole head: "
+            "set train.capture=auto"
+        )
+    return possible and config.capture != "off"
+
+
+def make_parallel(
+    kind: str, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool
+) -> Parallel:
+    """Wrap `module` (the loss of `head`) as `kind` says; rank 0's weights are everyone's afterwards."""
+    if kind == "fsdp2":
+        return Sharded(head, module, config, accelerator)
+    if kind in ("zero2", "zero3"):
+        from headstart.train.sharing.zero import Zero
+
+        return Zero(head, module, config, accelerator, int(kind[-1]))
+    return Replicated(head, module, config, accelerator, captured)

@@ -1,0 +1,296 @@
+"""How the ranks of a run share the head: whole on each (DDP, captured graphs), FSDP2 shards, or DeepSpeed ZeRO.
+
+Whatever the kind, one window ends with the same update: gradients of L summed over all ranks, clipped by the global
+norm, one AdamW step; and a checkpoint holds whole float32 tensors by name, so a run may change kind when it resumes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from headstart.heads.errors import ConfigError, StorageError
+from headstart.train.config import TrainConfig
+from headstart.train.optim import build_optimizer
+from headstart.train.sharing.distributed import is_distributed
+from headstart.train.sharing.gradients import FlatGradients, fill_gradients
+
+#: DDP's switch for copying rank 0's buffers to all ranks at every forward, by its name in this torch
+LEAVE_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+)
+KINDS = ("replicated", "fsdp2", "zero2", "zero3")
+
+
+def resolve_kind(config: TrainConfig, accelerator: Accelerator) -> str:
+    """`train.parallel`, where auto follows the launch (`accelerate launch --config_file …`).
+
+    Raises: ConfigError when the launch and the recipe, or DeepSpeed and the recipe, contradict each other.
+    """
+    launched = accelerator.distributed_type
+    kind = config.parallel
+    if kind == "auto":
+        kind = "replicated"
+        if launched == DistributedType.FSDP:
+            kind = "fsdp2"
+        elif launched == DistributedType.DEEPSPEED:
+            stage = int(accelerator.state.deepspeed_plugin.zero_stage)
+            if stage not in (2, 3):
+                raise ConfigError(f"launch: found DeepSpeed zero_stage {stage}, expected 2 or 3 (recipes/accelerate/)")
+            kind = f"zero{stage}"
+    check_kind(kind, config, accelerator.num_processes)
+    return kind
+
+
+def check_kind(kind: str, config: TrainConfig, ranks: int) -> None:
+    """Raise ConfigError where `ranks` ranks cannot share a head as `kind` says, or not with these settings."""
+    if kind == "fsdp2" and ranks < 2:
+        raise ConfigError(
+            "train.parallel: found fsdp2 with one rank, expected two or more: launch more ranks, or set "
+            "train.parallel=replicated"
+        )
+    if kind.startswith("zero") and config.nonfinite == "skip":
+        raise ConfigError(
+            f"train.nonfinite: found skip with train.parallel={kind}; DeepSpeed cannot drop a gradient that it has "
+            "reduced: set train.nonfinite=stop, or train.parallel=fsdp2"
+        )
+    if kind.startswith("zero") and config.clip_value is not None:
+        raise ConfigError(
+            f"train.clip_value: found {config.clip_value} with train.parallel={kind}; DeepSpeed clips by norm only: "
+            "set train.clip_value=null and train.clip_norm, or train.parallel=fsdp2"
+        )
+
+
+def broadcast_weights(head: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers, bit for bit."""
+    if is_distributed():
+        for tensor in (*head.parameters(), *head.buffers()):
+            dist.broadcast(tensor.data, 0)
+
+
+class Parallel:
+    """The head, its loss module and its optimiser, as the ranks share them.
+
+    Attributes:
+        module: what the loop calls for a loss.
+        optimizer: whose param_groups carry the rate.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, head: nn.Module, config: TrainConfig):
+        self.head, self.config = head, config
+
+    def rounds(self, packs: int, size: int) -> int:
+        """Forward and backward passes that every rank makes in a window of `packs`, at least."""
+        return 1 if size > 1 else 0
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """While open, backward passes only add to this rank's gradient."""
+        return nullcontext()
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.head.parameters() if p.requires_grad]
+
+    def sum_gradients(self) -> Callable[[], None] | None:
+        """Share gradients that nothing else shares; a call to wait for them, where other work may be queued first."""
+        return None
+
+    def clip(self) -> Tensor:
+        """Clip as configured; the global gradient norm before it (device scalar)."""
+        fill_gradients(self.head)
+        gradients = [p.grad for p in self.trainable()]
+        norm = nn.utils.get_total_norm(gradients)
+        if self.config.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.trainable(), self.config.clip_norm, norm)
+        if self.config.clip_value is not None:
+            nn.utils.clip_grad_value_(self.trainable(), self.config.clip_value)
+        return whole_tensor(norm)
+
+    def step(self, norm: Tensor) -> Tensor:
+        """Make the optimiser's step; returns the gradient norm."""
+        self.optimizer.step()
+        return norm
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def whole_head(self) -> AbstractContextManager[Any]:
+        """While open, the head is an ordinary module on every rank (for validation); all ranks enter it."""
+        return nullcontext()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def head_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of what `head_tensors` will give, without gathering anything."""
+        parameters = dict(self.head.named_parameters())
+        for name, tensor in self.head.state_dict().items():
+            # DeepSpeed leaves an empty tensor in the place of one in shards
+            yield name, tuple(getattr(parameters.get(name), "ds_shape", tensor.shape)), tensor.dtype
+
+    def head_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of the head's state dict, one at a time; all ranks take part."""
+        for name, tensor in self.head.state_dict().items():
+            yield name, whole_tensor(tensor)
+
+    def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """`<key>/<parameter name>` → whole state tensor, one at a time; all ranks take part."""
+        for name, parameter in self.head.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                yield f"{key}/{name}", whole_tensor(value)
+
+    @torch.no_grad()
+    def load_head(self, tensors: dict[str, Tensor]) -> None:
+        """Take whole tensors. Raises StorageError unless their names are the head's."""
+        own = self.head.state_dict()
+        if set(own) != set(tensors):
+            differing = ", ".join(sorted(set(own) ^ set(tensors))[:4])
+            raise StorageError(f"checkpoint: holds another head (tensors that differ: {differing})")
+        for name, tensor in tensors.items():
+            own[name].copy_(like(tensor, own[name]))
+
+    def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        """Give every parameter its saved state; rates, decay and betas stay the recipe's.
+
+        Raises: StorageError when the parameters are not those that were saved.
+        """
+        names = {parameter: name for name, parameter in self.head.named_parameters()}
+        own = dict(self.head.named_parameters())
+        saved: dict[str, dict[str, Tensor]] = {}
+        for path, tensor in tensors.items():
+            key, name = path.split("/", 1)
+            whole = name in own and tensor.ndim > 0
+            saved.setdefault(name, {})[key] = like(tensor, own[name]) if whole else tensor
+        wanted = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
+        check_optimizer_names(set(saved), set(wanted))
+        if saved:
+            # load_state_dict puts each tensor where this optimiser variant (fused or not) needs it
+            groups = self.optimizer.state_dict()["param_groups"]
+            state = {i: saved[name] for i, name in enumerate(wanted)}
+            self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def finish(self) -> None:
+        """Leave the trained head as an ordinary module on every rank."""
+
+
+def check_optimizer_names(saved: set[str], wanted: set[str]) -> None:
+    if saved and saved != wanted:
+        raise StorageError(
+            f"optimizer state is for parameters {sorted(saved)[:6]}…, the head trains {sorted(wanted)[:6]}…; "
+            "the recipe's head changed since the checkpoint: use another run directory, or train.resume=false"
+        )
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered (all ranks take part); any other as it is."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor.detach() if full is None else full().detach()
+
+
+def like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """`whole` on the device of `tensor`, and sharded the way it is; no communication, every rank holds `whole`."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(tensor.device), mesh, tensor.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+class Replicated(Parallel):
+    """Every rank holds the whole head: alone, under DDP, or with captured steps whose gradients are summed here.
+
+    Args:
+        captured: steps run as CUDA graphs, so nothing wraps the module.
+    """
+
+    def __init__(
+        self, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool
+    ):
+        super().__init__(head, config)
+        self.captured = captured
+        self.optimizer = build_optimizer(head, config)
+        broadcast_weights(head)
+        self.flat = FlatGradients(self.trainable()) if captured and accelerator.num_processes > 1 else None
+        self.module = module
+        if accelerator.num_processes > 1 and not captured:
+            cuda = accelerator.device.type == "cuda"
+            self.module = nn.parallel.DistributedDataParallel(
+                module,
+                device_ids=[accelerator.device.index] if cuda else None,
+                gradient_as_bucket_view=True,
+                **{LEAVE_BUFFERS: False},
+            )
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self.module.no_sync() if isinstance(self.module, nn.parallel.DistributedDataParallel) else nullcontext()
+
+    def sum_gradients(self) -> Callable[[], None] | None:
+        return None if self.flat is None else self.flat.sum_over_ranks()
+
+    def zero_grad(self) -> None:
+        # graphs add to the gradients they were captured with
+        self.optimizer.zero_grad(set_to_none=not self.captured)
+
+
+class Sharded(Parallel):
+    """FSDP2: parameters, gradients and moments in shards; whole parameters between a window's forward and its backward.
+
+    The head is one unit, because families read each other's submodules' weights directly; it is gathered once per
+    window, and gradients are reduced once per window, whatever the number of packs of a rank.
+    """
+
+    def __init__(self, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__(head, config)
+        broadcast_weights(head)
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        self.module = fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        self.optimizer = build_optimizer(head, config)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._sync(False)
+        try:
+            yield
+        finally:
+            self._sync(True)
+
+    def _sync(self, on: bool) -> None:
+        self.module.set_requires_gradient_sync(on)  # type: ignore[operator]
+        self.module.set_reshard_after_backward(on)  # type: ignore[operator]
+
+    @contextmanager
+    def whole_head(self) -> Iterator[None]:
+        self.module.unshard()  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self.module.reshard()  # type: ignore[operator]
+
+    def finish(self) -> None:
+        make_plain(self.head, dict(self.head_tensors()))
+
+
+def make_plain(head: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Replace every parameter of the head by an ordinary one that holds the whole tensor."""
+    for name, parameter in list(head.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        plain = nn.Parameter(tensors[name].clone(), requires_grad=parameter.requires_grad)
+        head.get_submodule(owner).register_parameter(leaf, plain)

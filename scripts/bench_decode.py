@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.bench_train import PRESETS, print_kernels, random_target
+from headstart.bench_presets import PRESETS, print_kernels, random_target
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Decoded, decode, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows

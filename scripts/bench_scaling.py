@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from headstart.bench_train import PRESETS, refuse_ranks
+from headstart.bench_presets import PRESETS, refuse_ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
 from headstart.ending import Ending

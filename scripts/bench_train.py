@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -31,8 +30,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
+from headstart import bench_scaling
+from headstart.bench_presets import PRESETS, print_kernels, random_target, refuse_ranks
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import plan_packs
 from headstart.data.prepare import prepare
@@ -42,48 +42,12 @@ from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
-from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.targets.target import Target
 from headstart.train.captured import CapturedBackward, PackShape
 from headstart.train.config import TrainConfig
 from headstart.train.flops import multiply_adds
 from headstart.train.optim import build_optimizer
 from headstart.train.step import LossModule
-
-LLAMA_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
-PRESETS: dict[str, tuple[PretrainedConfig, int]] = {
-    "llama-3.1-8b": (
-        LlamaConfig(
-            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rope_parameters=LLAMA_ROPE,
-        ),
-        32000,
-    ),
-    "qwen3-8b": (
-        Qwen3Config(
-            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
-        ),
-        32000,
-    ),
-    "smollm2": (
-        LlamaConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-            num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
-        ),
-        16000,
-    ),
-    "tiny": (
-        LlamaConfig(
-            vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16,
-        ),
-        128,
-    ),
-}  # fmt: skip
-
 
 CASES = ("fixed_all", "fixed_40", "online_all", "real_lengths", "long_32k", "smollm2_real", "custom")
 
@@ -193,20 +157,6 @@ def make_batch(case: Case, head: Head, vocab: int, device: torch.device, dtype: 
         streams_RkD=torch.randn(rows, layers, width, device=device, dtype=dtype) if layers else None,
         teacher_argmax_A=argmax_A,
     )
-
-
-def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Target:
-    """The preset's full model with random weights, made on the device."""
-    family = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen3ForCausalLM
-    config._attn_implementation = "sdpa"
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = family(config)
-    finally:
-        torch.set_default_dtype(default)
-    return Target.from_model(model, config=TargetConfig(name="random"))
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
@@ -335,20 +285,6 @@ def bench_case(
     )  # fmt: skip
 
 
-def print_kernels(step: Callable[[], object], most: int = 30) -> None:
-    """Device time by kernel over one step: what a slow case spends its time on."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        step()
-        torch.cuda.synchronize()
-    rows = sorted(recorded.key_averages(), key=lambda row: -row.self_device_time_total)
-    total = sum(row.self_device_time_total for row in rows)
-    print(f"kernels: {total / 1e3:.1f} ms in {sum(row.count for row in rows)} launches")
-    for row in rows[:most]:
-        print(f"  {row.self_device_time_total / 1e3:8.2f} ms  {row.count:5d} ×  {row.key[:110]}")
-
-
 def _backward_of(module: LossModule, batch: FeatureBatch, depth: int) -> tuple[Callable[..., object], int]:
     """The captured step on CUDA, the eager one elsewhere; and how many graphs were captured."""
     if batch.tokens_R.is_cuda:
@@ -446,16 +382,6 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
     return records
 
 
-def refuse_ranks(module: str) -> None:
-    """Raise ConfigError inside a launch of several ranks: each would measure by itself, all of them on one card."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
-        raise ConfigError(
-            f"launch: WORLD_SIZE is {ranks}, expected one process; start it without a launcher, it starts its ranks "
-            f"itself: python -m headstart.{module} --gpus 1 {ranks}"
-        )
-
-
 #: options of one GPU's cases, with the only value under which a run on several GPUs measures the same
 ONE_GPU_ONLY: dict[str, tuple[object, ...]] = {
     "cases": (None, ["online_all"]), "supervised_fraction": (1.0,), "lengths": ("fixed",), "online": (None, True),
@@ -466,8 +392,6 @@ ONE_GPU_ONLY: dict[str, tuple[object, ...]] = {
 
 def bench_gpus(arguments: argparse.Namespace) -> int:
     """--gpus: the online case on each number of GPUs, by the launcher of bench_scaling; its exit code."""
-    from headstart import bench_scaling
-
     for name, allowed in ONE_GPU_ONLY.items():
         value = getattr(arguments, name)
         if value not in allowed:

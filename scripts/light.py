@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from headstart.heads.targets.target import Target, TargetConfig, load_tokenizer, loading, locate, with_attention
+from headstart.heads.targets.load import load_tokenizer, loading, locate, with_attention
+from headstart.heads.targets.target import Target, TargetConfig
 
 
 def light_target(config: TargetConfig) -> Target:

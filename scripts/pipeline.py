@@ -39,6 +39,7 @@ from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.formats.sidecar import notes
 from headstart.heads.provenance import provenance
 from headstart.heads.published import published
+from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.template_date import shown_date
 from headstart.recipes.environment import names_of
@@ -114,7 +115,7 @@ class Run:
             config = dated_target(self.recipe)
             self.talk.say(f"loading target {config.name} …")
             wake_compiler()
-            self._target = Target.load(replace(config, device=self._device) if self._device else config)
+            self._target = load_target(replace(config, device=self._device) if self._device else config)
             shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
             if shown is not None and not self.talk.silent and not place.is_file():
                 write_text(place, f"{shown}\n")  # the day on which this run began, for every command after this one

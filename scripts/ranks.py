@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from headstart.heads.errors import HeadstartError, explain_memory
 from headstart.heads.escape import plain
-from headstart.heads.targets.target import resolve_device
+from headstart.heads.targets.load import resolve_device
 from headstart.pipeline import Run
 from headstart.recipes.load import load_recipe
 from headstart.signals import terminable

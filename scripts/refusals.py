@@ -118,7 +118,7 @@ def ask_tracker(recipe: Recipe, target: Target) -> str:
 def ask_sharding(recipe: Recipe, target: Target) -> str:
     """Whether the target can be shared out over ranks as the recipe asks."""
     if recipe.target.parallel == "fsdp2":
-        from headstart.heads.targets.sharded import check_shardable
+        from headstart.heads.targets.load import check_shardable
 
         check_shardable(target)
     return f"target.parallel={recipe.target.parallel}"

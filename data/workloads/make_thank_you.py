@@ -16,7 +16,8 @@ from headstart.data.config import DistillConfig
 from headstart.data.distill import distill
 from headstart.data.prompts import Prompt
 from headstart.heads.files import write_text
-from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.targets.load import load_target
+from headstart.heads.targets.target import TargetConfig
 
 EMAIL = "Write a short thank-you email to a customer who bought {}."
 LOOKS = ("new", "red", "handmade", "vintage", "lightweight")
@@ -46,7 +47,7 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent)
     records = [{"id": p.id, "task": p.task, "prompt": p.first[0]["content"]} for p in make_prompts(PROMPTS)]
     write_text(folder / "thank_you_prompts.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-    target = Target.load(TargetConfig(name="smollm2-135m-instruct", device="cpu", dtype="float32"))
+    target = load_target(TargetConfig(name="smollm2-135m-instruct", device="cpu", dtype="float32"))
     config = DistillConfig(max_new_tokens=96, batch_size=32)
     for name, products in (("heldout", HELD_OUT), ("train", TRAIN)):
         out = distill(

@@ -155,6 +155,7 @@ def _weigh(
 
 def main() -> None:
     from headstart.heads.formats import load_head
+    from headstart.heads.targets.load import load_target
     from headstart.heads.targets.target import TargetConfig
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=5, help="drafts of the chain")
     arguments = parser.parse_args()
     records = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()]
-    target = Target.load(TargetConfig(name=arguments.target, dtype="float32"))
+    target = load_target(TargetConfig(name=arguments.target, dtype="float32"))
     head = load_head(arguments.head).float().to(target.device).eval()
     if isinstance(head, AutoregressiveHead | MedusaHead):
         head.bind(target.embed_VD, target.teacher)

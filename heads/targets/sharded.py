@@ -26,15 +26,7 @@ from headstart.heads.base import FeatureBatch, FeatureSpec, Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import read_json
 from headstart.heads.targets.locate import decoder_layers, text_decoder
-from headstart.heads.targets.target import (
-    Target,
-    TargetConfig,
-    length_groups,
-    load_tokenizer,
-    locate,
-    sample_weight,
-    with_attention,
-)
+from headstart.heads.targets.target import Target, TargetConfig, length_groups, sample_weight
 
 #: tensors of older checkpoints that are computed, not learned
 COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
@@ -241,60 +233,6 @@ def shard_group(size: int | None) -> dist.ProcessGroup:
     return group
 
 
-def load_sharded(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> ShardedTarget:
-    """Load a target from a directory or the Hub straight into shards; all ranks call it.
-
-    Raises: TargetError when the files do not hold exactly the model's tensors; ConfigError, see shard_group.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    group = shard_group(config.shard_ranks)
-    place, shared, _ = locate(config)
-    tokenizer = load_tokenizer(config, place, shared)
-    directory, revision = model_directory(place, config.revision, bool(shared["local_files_only"]))
-    settings = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-    check_plain(settings, config.name)
-
-    def make(attention: str) -> Any:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
-            )
-
-    model, notes = with_attention(make, config.attn_implementation)
-    load_generation_config(model, directory)
-    output_shard_VD = fill(model, WeightFiles(directory), device, group)
-    target = ShardedTarget(model, tokenizer, config, revision, group, output_shard_VD)
-    target.notes = [*notes, *target.notes]
-    if config.compile:
-        target.compile()
-    return target
-
-
-def model_directory(place: str, revision: str | None, local: bool) -> tuple[Path, str | None]:
-    """(local directory of the model's files, revision); a Hub model is fetched once per machine by the Hub's client."""
-    if Path(place).is_dir():
-        return Path(place), revision
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            place, revision=revision, local_files_only=local, allow_patterns=["*.safetensors", "*.json", "*.jinja"]
-        )
-    except OSError as error:
-        raise TargetError(f"target {place!r} cannot be fetched: {error}") from error
-    return Path(found), Path(found).name
-
-
-def load_generation_config(model: nn.Module, directory: Path) -> None:
-    from transformers import GenerationConfig
-
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-    except OSError:
-        pass  # a model without one stops at its tokenizer's and config's end tokens
-
-
 def fill(model: nn.Module, files: Weights, device: torch.device, group: dist.ProcessGroup | None) -> Tensor | None:
     """Shard a model that has no memory yet, and read this rank's rows of every weight.
 
@@ -378,16 +316,3 @@ def check_plain(settings: Any, name: str) -> None:
     """Raises: TargetError for quantised weights."""
     if getattr(settings, "quantization_config", None) is not None:
         raise TargetError(f"{name}: found quantised weights, expected plain ones to shard: {REMEDY}")
-
-
-def check_shardable(target: Target) -> None:
-    """Refuse what `load_sharded` would refuse, without weights: buffers, and names of tensors where the files are here.
-
-    Raises: TargetError naming the first that cannot be sharded.
-    """
-    model, (place, _, _) = target.model, locate(target.config)
-    check_plain(model.config, target.config.name)
-    with_buffers(model)
-    if Path(place).is_dir() and any(Path(place).glob("*.safetensors*")):
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        check_names(model, WeightFiles(Path(place)), tied)

@@ -103,7 +103,7 @@ def _of_head(
 ) -> Path:
     from headstart.eval.kernels.launch import wake_compiler
     from headstart.found_heads import bound_head, find_head, trained_date, untrained_head
-    from headstart.heads.targets.target import Target
+    from headstart.heads.targets.load import load_target
     from headstart.measure import UNTRAINED, measure
     from headstart.recipes.load import load_evaluation, load_recipe, to_dict
     from headstart.steps import locked
@@ -117,7 +117,7 @@ def _of_head(
     with locked(place, "--out"):
         talk.say(f"loading target {settings.target.name} …")
         wake_compiler()
-        loaded = Target.load(settings.target)
+        loaded = load_target(settings.target)
         for note in loaded.notes:
             talk.say(f"target: {note}")
         drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None

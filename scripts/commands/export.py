@@ -100,7 +100,7 @@ def _of_head(
     from headstart.heads.errors import ConfigError
     from headstart.heads.formats import check_export, push_export
     from headstart.heads.formats.sidecar import notes
-    from headstart.heads.targets.target import Target
+    from headstart.heads.targets.load import load_target
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_exporting
     from headstart.steps import locked
@@ -115,7 +115,7 @@ def _of_head(
     with locked(place, "--out"):
         talk.say(f"loading target {settings.target.name} …")
         names = names_of(settings.environment)
-        result = export_found(head, Target.load(settings.target), settings.export, place, talk, names)
+        result = export_found(head, load_target(settings.target), settings.export, place, talk, names)
         if settings.export.push_to_hub is not None:
             result["url"] = push_export(place, settings.export, environment=names)
     return result
@@ -124,7 +124,7 @@ def _of_head(
 def _check(directory: str, target: str | None, talk: Talk) -> None:
     from headstart.heads.errors import FormatError
     from headstart.heads.formats import check_directory
-    from headstart.heads.targets.target import target_dims
+    from headstart.heads.targets.load import target_dims
 
     if not Path(directory).is_dir():
         raise FormatError(f"--check {directory}: no such directory; expected one with config.json and weights")

@@ -66,7 +66,7 @@ def _tune(
     from headstart.eval.tuning.tune_report import tuning_table, tuning_text, write_tuning
     from headstart.found_heads import bound_head, find_head, trained_date, trained_otherwise
     from headstart.heads.published import published
-    from headstart.heads.targets.target import Target
+    from headstart.heads.targets.load import load_target
     from headstart.pipeline import Run
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_evaluation, load_recipe
@@ -85,7 +85,7 @@ def _tune(
     with locked(folder, "--out"):
         talk.say(f"loading target {settings.target.name} …")
         wake_compiler()
-        loaded = Target.load(settings.target)
+        loaded = load_target(settings.target)
         for note in loaded.notes:
             talk.say(f"target: {note}")
         drafting = bound_head(place, loaded) if place is not None else None

@@ -22,6 +22,7 @@ from headstart.heads.formats import check_directory, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.sidecar import annotate
 from headstart.heads.medusa import MedusaConfig
+from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
 
 #: the head of the `recipe` fixture
@@ -30,7 +31,7 @@ SHAPE = Eagle3Config(depth=2, draft_vocab_size=64, intermediate_size=32)
 
 @pytest.fixture(scope="module")
 def target(tiny_target: Path) -> Target:
-    return Target.load(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
+    return load_target(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
 
 
 def published(head: Head, directory: Path, **more: torch.Tensor) -> Path:

@@ -22,9 +22,10 @@ def test_a_head_is_measured_by_revision(
     from headstart.heads import build_head
     from headstart.heads.eagle import EagleConfig
     from headstart.heads.formats import save_head
-    from headstart.heads.targets.target import Target, TargetConfig
+    from headstart.heads.targets.load import load_target
+    from headstart.heads.targets.target import TargetConfig
 
-    target = Target.load(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
+    target = load_target(TargetConfig(name=str(tiny_target), dtype="float32", device="cpu"))
     save_head(build_head(EagleConfig(), target.dims), tmp_path / "head", {})
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [9, 8]}\n')

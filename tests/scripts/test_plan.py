@@ -17,7 +17,7 @@ def test_a_plan_counts_the_data_and_loads_nothing(
     def refuse(*_: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("headstart.heads.targets.target.Target.load", refuse)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
     shown = headstart("train", recipe, "--plan", "--gpus", "2", "--gpu-memory", "80", "--json")
     assert shown.code == 0, shown.err
     plan = shown.json

@@ -16,7 +16,8 @@ import transformers
 from headstart.heads import build_head
 from headstart.heads.errors import ConfigError, FormatError, HeadstartError, TargetError
 from headstart.heads.formats import save_head
-from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.targets.load import load_target
+from headstart.heads.targets.target import TargetConfig
 from headstart.light import light_target
 from headstart.recipes.load import load_recipe
 from headstart.refusals import planned_head, refuse_ahead, require_decoding
@@ -188,7 +189,7 @@ def test_features_that_decoding_would_not_give_stop_before_training(
 ) -> None:
     from headstart import serving_check
 
-    target = Target.load(TargetConfig(name=str(tiny_target), device="cpu"))
+    target = load_target(TargetConfig(name=str(tiny_target), device="cpu"))
     spec = planned_head(load_recipe(recipe), target).spec
     require_decoding(target, spec, force=False)
     original = serving_check._serving_features
@@ -220,7 +221,7 @@ def test_packages_that_are_missing_are_named(headstart: Callable, recipe: Path, 
     config = json.loads((place / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
     (place / "config.json").write_text(json.dumps(config))
-    for load in (light_target, Target.load):
+    for load in (light_target, load_target):
         with pytest.raises(TargetError, match="cannot be loaded: (?s:.*)weights are not quantised"):
             load(TargetConfig(name=str(place), device="cpu"))
 
@@ -229,7 +230,7 @@ def test_packages_that_are_missing_are_named(headstart: Callable, recipe: Path, 
 def test_no_sdpa_means_eager_and_is_said(name: str, target_of: Callable[..., Path]) -> None:
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if name == "GptOss" else {}
     config = TargetConfig(name=str(target_of(name, weights=True, **SMALL, **experts)), device="cpu")
-    for target in (light_target(config), Target.load(config)):
+    for target in (light_target(config), load_target(config)):
         assert target.model.config._attn_implementation == "eager"
         assert f"{name}ForCausalLM has no sdpa attention: target.attn_implementation=eager is taken" in target.notes
 
@@ -238,7 +239,7 @@ def test_a_config_that_its_code_does_not_fit_is_a_clear_error(target_of: Callabl
     place = target_of("Llama", weights=True)
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "spiral"}}))
-    for load in (light_target, Target.load):
+    for load in (light_target, load_target):
         with pytest.raises(TargetError, match="cannot be loaded: KeyError: 'spiral'. Its config or its code does not"):
             load(TargetConfig(name=str(place), device="cpu"))
 
@@ -275,7 +276,7 @@ def test_weights_that_would_be_made_up_are_refused(
 ) -> None:
     place = target_of("Llama", weights=True)
     config = json.loads((place / "config.json").read_text())
-    assert Target.load(TargetConfig(name=str(place), device="cpu")).dims.num_layers == 8
+    assert load_target(TargetConfig(name=str(place), device="cpu")).dims.num_layers == 8
     (place / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(TargetError, match=f"its weights are not those of its config.json: {words}"):
-        Target.load(TargetConfig(name=str(place), device="cpu"))
+        load_target(TargetConfig(name=str(place), device="cpu"))

@@ -13,7 +13,8 @@ from headstart.found_heads import trained_date
 from headstart.heads import build_head
 from headstart.heads.eagle import EagleConfig
 from headstart.heads.formats import save_head
-from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.targets.load import load_target
+from headstart.heads.targets.target import TargetConfig
 
 TEMPLATE = (
     "{{ 'On ' + strftime_now('%d %b %Y') + '\n' }}{% for m in messages %}"
@@ -86,7 +87,7 @@ def test_a_head_is_evaluated_on_the_day_it_was_trained_for(
     (tmp_path / "dated.jinja").write_text(TEMPLATE)
     dated = f"target.chat_template={tmp_path / 'dated.jinja'}"
     on(monkeypatch, 5)
-    target = Target.load(TargetConfig(name=str(tiny_target), chat_template=str(tmp_path / "dated.jinja")))
+    target = load_target(TargetConfig(name=str(tiny_target), chat_template=str(tmp_path / "dated.jinja")))
     save_head(build_head(EagleConfig(), target.dims), tmp_path / "head", {"target": target.fingerprint()})
     on(monkeypatch, 6)
     asked = ("eval", "--head", tmp_path / "head", "--target", tiny_target, "--data", prompts, "--out", tmp_path / "out")

@@ -17,13 +17,14 @@ from headstart.heads import HEADS, build_head
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import load_head, save_head
 from headstart.heads.formats.sidecar import annotate, notes
-from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.targets.load import load_target
+from headstart.heads.targets.target import TargetConfig
 
 
 @pytest.fixture
 def head(tiny_target: Path, tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    target = Target.load(TargetConfig(name=str(tiny_target)))
+    target = load_target(TargetConfig(name=str(tiny_target)))
     made = build_head(HEADS["medusa"].config(depth=2), target.dims)
     made.init_from_target(target.embed_VD, target.teacher, None)
     save_head(made, tmp_path / "head", {})

@@ -18,6 +18,7 @@ from headstart.data.samples import Sample
 from headstart.heads import HEADS, build_head
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import ConfigError, TargetError
+from headstart.heads.targets.load import load_target
 from headstart.heads.targets.sharded import RowsTeacher, rows_of
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.train.config import TrainConfig
@@ -81,7 +82,7 @@ def rank_work(rank: int, port: int, out: Path) -> None:
     accelerator = make_accelerator("cpu")
     found: dict = {}
     for name in TARGETS:
-        target = Target.load(TargetConfig(name=str(out / name), device="cpu", parallel="fsdp2"))
+        target = load_target(TargetConfig(name=str(out / name), device="cpu", parallel="fsdp2"))
         target.max_forward_tokens = 40
         mine = PACKS[rank]
         for number, lengths in enumerate(mine):
@@ -139,7 +140,7 @@ def ranks(place):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_features_and_identity_are_those_of_the_whole_target(place, ranks, name):
-    whole = Target.load(TargetConfig(name=str(place / name), device="cpu"))
+    whole = load_target(TargetConfig(name=str(place / name), device="cpu"))
     for rank in range(2):
         for number, lengths in enumerate(PACKS[rank]):
             batch = whole.extract(documents(lengths, number), SPEC)
@@ -162,7 +163,7 @@ def test_features_and_identity_are_those_of_the_whole_target(place, ranks, name)
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_training_on_a_sharded_target_follows_the_same_curve(place, ranks, name, tmp_path):
-    whole = Target.load(TargetConfig(name=str(place / name), device="cpu"))
+    whole = load_target(TargetConfig(name=str(place / name), device="cpu"))
     losses = run(whole, tmp_path)
     assert len(losses) == 5
     assert ranks[0][f"{name}/losses"] == pytest.approx(losses, rel=1e-4)
@@ -170,9 +171,9 @@ def test_training_on_a_sharded_target_follows_the_same_curve(place, ranks, name,
 
 def test_alone_there_is_nothing_to_shard_over(place):
     with pytest.raises(ConfigError, match="target.parallel: found fsdp2 in a process that is alone"):
-        Target.load(TargetConfig(name=str(place / "tied"), device="cpu", parallel="fsdp2"))
+        load_target(TargetConfig(name=str(place / "tied"), device="cpu", parallel="fsdp2"))
     with pytest.raises(ConfigError, match="target.parallel: found 'pipeline'"):
-        Target.load(TargetConfig(name=str(place / "tied"), device="cpu", parallel="pipeline"))
+        load_target(TargetConfig(name=str(place / "tied"), device="cpu", parallel="pipeline"))
 
 
 def test_rows_are_shared_out_as_chunk_does():

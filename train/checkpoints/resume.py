@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from headstart.heads.errors import ConfigError, StorageError
 from headstart.heads.files import set_aside, sha256_file
@@ -17,11 +17,12 @@ from headstart.train.checkpoints.checkpoint import (
     set_rng_state,
     unpack_rng,
 )
+from headstart.train.checkpoints.saver import Saver
+from headstart.train.config import TrainConfig
 from headstart.train.sharing.distributed import SHARED, from_main, gather_objects, on_main
-from headstart.train.tracking.track import last_step
-
-if TYPE_CHECKING:
-    from headstart.train.loop import _Trainer
+from headstart.train.sharing.parallel import Parallel
+from headstart.train.stream import PackStream
+from headstart.train.tracking.track import Reporter, last_step
 
 #: settings that may change between two parts of a run without a word
 SILENT = {"log_every", "save_every", "keep", "resume", "tracker", "project", "prefetch", "tau_every", "tau_prompts"}
@@ -59,7 +60,27 @@ class RunState:
     skipped: int = 0
 
 
-def capture(trainer: _Trainer) -> Checkpoint | None:
+class Trainer(Protocol):
+    """What a checkpoint is made from and restored into: the loop's state.
+
+    Attributes:
+        rank, size: this process among those of the launch. state: replaced by `restore`.
+    """
+
+    config: TrainConfig
+    run_dir: Path
+    rank: int
+    size: int
+    stream: PackStream
+    parallel: Parallel
+    store: CheckpointStore
+    saver: Saver
+    reporter: Reporter
+    provenance: dict[str, Any]
+    state: RunState
+
+
+def capture(trainer: Trainer) -> Checkpoint | None:
     """The checkpoint of this moment on rank 0 (None elsewhere); all ranks take part.
 
     Its tensors are complete when `trainer.saver.copies` are ready.
@@ -76,7 +97,7 @@ def capture(trainer: _Trainer) -> Checkpoint | None:
     return Checkpoint(head, optimizer, tensors, state_values(trainer, values))
 
 
-def state_values(trainer: _Trainer, rng: list[dict[str, Any]]) -> dict[str, Any]:
+def state_values(trainer: Trainer, rng: list[dict[str, Any]]) -> dict[str, Any]:
     """The JSON part of a checkpoint; `rng`: see checkpoint.pack_rng."""
     return asdict(trainer.state) | {
         "data": {"fingerprint": trainer.stream.fingerprint(), "seed": trainer.config.seed},
@@ -87,7 +108,7 @@ def state_values(trainer: _Trainer, rng: list[dict[str, Any]]) -> dict[str, Any]
     }
 
 
-def restore(trainer: _Trainer) -> int:
+def restore(trainer: Trainer) -> int:
     """Continue from the newest intact checkpoint. Returns its step, 0 when there is none.
 
     Raises: ConfigError when the checkpoint belongs to other data or another head, StorageError when all are damaged or
@@ -125,11 +146,11 @@ def restore(trainer: _Trainer) -> int:
     return trainer.state.step
 
 
-def _set_aside(trainer: _Trainer) -> Path | None:
+def _set_aside(trainer: Trainer) -> Path | None:
     return set_aside(trainer.run_dir, "train", [trainer.run_dir / name for name in TRAINED])
 
 
-def _keep_orphans(trainer: _Trainer) -> None:
+def _keep_orphans(trainer: Trainer) -> None:
     """Before a start at step 0: what a run has made that must have had a checkpoint moves to previous/."""
     last, every = last_step(trainer.run_dir / "metrics.jsonl"), trainer.config.save_every
     if not every or last < every:
@@ -141,7 +162,7 @@ def _keep_orphans(trainer: _Trainer) -> None:
     )
 
 
-def _best_on_disk(trainer: _Trainer) -> dict[str, Any] | None:
+def _best_on_disk(trainer: Trainer) -> dict[str, Any] | None:
     """What the best head is that a run ends with: best/ may be newer than the checkpoint, or be gone."""
     best, store, say = trainer.state.best, trainer.store, trainer.reporter.say
     fault = store.best_damage()
@@ -170,7 +191,7 @@ def _require_same_checkpoint(path: Path) -> None:
         )
 
 
-def _check_same_run(trainer: _Trainer, state: dict[str, Any], path: str) -> None:
+def _check_same_run(trainer: Trainer, state: dict[str, Any], path: str) -> None:
     remedy = "use another run_dir, or train.resume=false to start anew"
     fingerprint = trainer.stream.fingerprint()
     if state["data"]["fingerprint"] != fingerprint:

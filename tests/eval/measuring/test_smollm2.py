@@ -15,6 +15,7 @@ from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import NgramDrafter
 from headstart.eval.measuring.benchmark import evaluate
 from headstart.heads.targets.fetch import default_cache, find_damage
+from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
 
 NAME = "smollm2-135m-instruct"
@@ -28,7 +29,7 @@ def smollm2() -> Target:
     """The released (bfloat16) weights computed in float32, which is how the answers were recorded."""
     if not (default_cache() / NAME).is_dir() or find_damage(default_cache() / NAME):
         pytest.skip(f"{NAME} is not cached")
-    loaded = Target.load(TargetConfig(name=NAME, dtype="bfloat16", device="cpu"))
+    loaded = load_target(TargetConfig(name=NAME, dtype="bfloat16", device="cpu"))
     return Target.from_model(loaded.model.float(), loaded.tokenizer, loaded.config)
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.fetch import locate_target
-from headstart.heads.targets.target import read_template
+from headstart.heads.targets.load import read_template
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from reference.tiny import turns_of
 
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims
 from headstart.heads.errors import ConfigError, TargetError
-from headstart.heads.targets.target import Target, length_groups, resolve_device
+from headstart.heads.targets.load import resolve_device
+from headstart.heads.targets.target import Target, length_groups
 
 VOCAB = 97
 COMMON = {

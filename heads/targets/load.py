@@ -1,0 +1,263 @@
+"""Loading the frozen target: from a registered name, a directory or the Hub, whole or in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headstart.heads.base import HeadDims
+from headstart.heads.errors import ConfigError, DataError, HeadstartError, TargetError
+from headstart.heads.files import explain_read, read_bounded
+from headstart.heads.targets.sharded import (
+    ShardedTarget,
+    WeightFiles,
+    check_names,
+    check_plain,
+    fill,
+    shard_group,
+    with_buffers,
+)
+from headstart.heads.targets.target import DTYPES, TARGET_KINDS, Target, TargetConfig
+from headstart.heads.targets.template_date import fix_dates
+
+#: the longest chat templates have some tens of KiB
+MAX_TEMPLATE_BYTES = 1 << 22
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load model and tokenizer from a registered name, a directory or the Hub.
+
+    Raises: TargetError naming the target and the remedy.
+    """
+    from transformers import AutoModelForCausalLM
+
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    if config.parallel not in TARGET_KINDS:
+        raise ConfigError(f"target.parallel: found {config.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
+    place, shared, hub_refusal = locate(config)
+    with loading(config.name, hub_refusal):
+        if config.parallel == "fsdp2":
+            return load_sharded(config, device, dtype)
+        tokenizer = load_tokenizer(config, place, shared)
+        spread = {"device_map": "auto"} if config.parallel == "device_map" else {}
+
+        def make(attention: str) -> Any:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                place, dtype=dtype, attn_implementation=attention, output_loading_info=True,
+                ignore_mismatched_sizes=True, **spread, **shared,
+            )  # fmt: skip
+            require_whole(config.name, model, found)
+            return model
+
+        model, notes = with_attention(make, config.attn_implementation)
+        revision = getattr(model.config, "_commit_hash", None) or config.revision
+        target = Target(model if spread else model.to(device), tokenizer, config, revision)
+    target.notes = [*notes, *target.notes]
+    if config.compile:
+        target.compile()
+    return target
+
+
+def load_sharded(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> ShardedTarget:
+    """Load a target from a directory or the Hub straight into shards; all ranks call it.
+
+    Raises: TargetError when the files do not hold exactly the model's tensors; ConfigError, see shard_group.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    group = shard_group(config.shard_ranks)
+    place, shared, _ = locate(config)
+    tokenizer = load_tokenizer(config, place, shared)
+    directory, revision = model_directory(place, config.revision, bool(shared["local_files_only"]))
+    settings = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    check_plain(settings, config.name)
+
+    def make(attention: str) -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+            )
+
+    model, notes = with_attention(make, config.attn_implementation)
+    load_generation_config(model, directory)
+    output_shard_VD = fill(model, WeightFiles(directory), device, group)
+    target = ShardedTarget(model, tokenizer, config, revision, group, output_shard_VD)
+    target.notes = [*notes, *target.notes]
+    if config.compile:
+        target.compile()
+    return target
+
+
+def model_directory(place: str, revision: str | None, local: bool) -> tuple[Path, str | None]:
+    """(local directory of the model's files, revision); a Hub model is fetched once per machine by the Hub's client."""
+    if Path(place).is_dir():
+        return Path(place), revision
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            place, revision=revision, local_files_only=local, allow_patterns=["*.safetensors", "*.json", "*.jinja"]
+        )
+    except OSError as error:
+        raise TargetError(f"target {place!r} cannot be fetched: {error}") from error
+    return Path(found), Path(found).name
+
+
+def load_generation_config(model: nn.Module, directory: Path) -> None:
+    from transformers import GenerationConfig
+
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    except OSError:
+        pass  # a model without one stops at its tokenizer's and config's end tokens
+
+
+def check_shardable(target: Target) -> None:
+    """Refuse what `load_sharded` would refuse, without weights: buffers, and names of tensors where the files are here.
+
+    Raises: TargetError naming the first that cannot be sharded.
+    """
+    model, (place, _, _) = target.model, locate(target.config)
+    check_plain(model.config, target.config.name)
+    with_buffers(model)
+    if Path(place).is_dir() and any(Path(place).glob("*.safetensors*")):
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        check_names(model, WeightFiles(Path(place)), tied)
+
+
+def target_dims(name: str, revision: str | None = None) -> HeadDims:
+    """Dimensions of a target from its config alone: no weights are read.
+
+    Args:
+        name: as TargetConfig.name.
+    Raises: TargetError naming the target and the remedy.
+    """
+    from transformers import AutoConfig
+
+    from headstart.heads.targets.fetch import locate_target
+
+    place, hub_refusal = locate_target(name)
+    with loading(name, hub_refusal):
+        config = AutoConfig.from_pretrained(place, revision=revision, local_files_only=hub_refusal is not None)
+    return HeadDims.from_hf_config(config)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device that a recipe names. A card named by its number becomes the current one: kernels are launched and
+    graphs captured there, wherever their tensors are.
+
+    Raises: ConfigError for what is no device, and for a card that is not there.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"target.device: found {device!r}, expected auto, cpu, cuda or cuda:N") from error
+    if found.type == "cuda" and found.index is not None:
+        if found.index >= (cards := torch.cuda.device_count()):
+            raise ConfigError(f"target.device: found {device!r}, this machine has {cards} GPUs, expected one of them")
+        torch.cuda.set_device(found)
+    return found
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(f"target.dtype: found {dtype!r}, expected auto or one of {sorted(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def locate(config: TargetConfig) -> tuple[str, dict[str, Any], str | None]:
+    """(directory or Hub id, keyword arguments of every `from_pretrained`, why the Hub is left out)."""
+    from headstart.heads.targets.fetch import locate_target
+
+    if config.name == "???":
+        raise ConfigError(
+            "target.name is not set: give a name, a directory or a Hub id, e.g. target.name=smollm2-135m-instruct"
+        )
+    place, hub_refusal = locate_target(config.name)
+    local = hub_refusal is not None
+    shared = {"revision": config.revision, "trust_remote_code": config.trust_remote_code, "local_files_only": local}
+    return place, shared, hub_refusal
+
+
+def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> Any:
+    """The tokenizer, with the recipe's chat template, which shows one day. Raises TargetError for a missing file."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(place, **shared)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(Path(config.chat_template))
+    fix_dates(tokenizer, config.template_date)
+    return tokenizer
+
+
+def read_template(path: Path) -> str:
+    """A Jinja file. Raises TargetError when it is missing, no regular file, or no text."""
+    try:
+        with explain_read(path):
+            return read_bounded(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+    except (DataError, UnicodeDecodeError) as error:
+        raise TargetError(f"target.chat_template: {error}; expected a Jinja file") from error
+
+
+@contextmanager
+def loading(name: str, hub_refusal: str | None) -> Iterator[None]:
+    """What reading a target raises, in a library's code or its own, becomes a TargetError that names the remedy."""
+    from headstart.heads.targets.fetch import TARGETS
+
+    try:
+        yield
+    except (HeadstartError, torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except ImportError as error:
+        raise TargetError(
+            f"target {name!r} cannot be loaded: {str(error).strip()}\nInstall the package it names, or do without: "
+            "target.attn_implementation=sdpa, a target whose weights are not quantised"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise TargetError(
+            f"target {name!r} cannot be loaded: {hub_refusal or error}\n"
+            f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
+        ) from error
+    except Exception as error:  # configs and code of a thousand architectures, theirs or the repository's
+        raise TargetError(
+            f"target {name!r} cannot be loaded: {type(error).__name__}: {error}. Its config or its code does not fit "
+            "this version of transformers: update transformers, or name another target or revision"
+        ) from error
+
+
+def with_attention(make: Callable[[str], Any], attention: str) -> tuple[Any, list[str]]:
+    """`make(attention)`, with eager attention where the model has no sdpa; and what there is to say about it."""
+    try:
+        return make(attention), []
+    except ValueError as error:
+        if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
+            raise
+    model = make("eager")
+    return model, [f"{type(model).__name__} has no sdpa attention: target.attn_implementation=eager is taken"]
+
+
+def require_whole(name: str, model: nn.Module, found: dict[str, Any]) -> None:
+    """Refuse a model of which transformers made parameters up: they are random, and nothing else would tell.
+
+    Args: found: its loading info, `missing_keys` and `mismatched_keys` (name, shape in the file, shape in the model).
+    Raises: TargetError naming the first.
+    """
+    wrong = [f"{key} is {list(has)}, expected {list(wants)}" for key, has, wants in sorted(found["mismatched_keys"])]
+    learned = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    wrong += [f"{key} is missing" for key in sorted(learned & set(found["missing_keys"]))]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise TargetError(
+            f"target {name!r}: its weights are not those of its config.json: {wrong[0]}{more}. Copy the model again, "
+            "or mend its config.json"
+        )

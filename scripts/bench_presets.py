@@ -1,0 +1,86 @@
+"""What the benchmarks share: models by name, their random weights, the kernel table, one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
+
+from headstart.heads.errors import ConfigError
+from headstart.heads.targets.target import Target, TargetConfig
+
+LLAMA_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+#: name → (the target's config, size of the draft vocabulary)
+PRESETS: dict[str, tuple[PretrainedConfig, int]] = {
+    "llama-3.1-8b": (
+        LlamaConfig(
+            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rope_parameters=LLAMA_ROPE,
+        ),
+        32000,
+    ),
+    "qwen3-8b": (
+        Qwen3Config(
+            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+        ),
+        32000,
+    ),
+    "smollm2": (
+        LlamaConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
+        ),
+        16000,
+    ),
+    "tiny": (
+        LlamaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16,
+        ),
+        128,
+    ),
+}  # fmt: skip
+
+
+def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Target:
+    """The preset's full model with random weights, made on the device."""
+    family = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen3ForCausalLM
+    config._attn_implementation = "sdpa"
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = family(config)
+    finally:
+        torch.set_default_dtype(default)
+    return Target.from_model(model, config=TargetConfig(name="random"))
+
+
+def print_kernels(step: Callable[[], object], most: int = 30) -> None:
+    """Device time by kernel over one step: what a slow case spends its time on."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        step()
+        torch.cuda.synchronize()
+    rows = sorted(recorded.key_averages(), key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows)
+    print(f"kernels: {total / 1e3:.1f} ms in {sum(row.count for row in rows)} launches")
+    for row in rows[:most]:
+        print(f"  {row.self_device_time_total / 1e3:8.2f} ms  {row.count:5d} ×  {row.key[:110]}")
+
+
+def refuse_ranks(module: str) -> None:
+    """Raise ConfigError inside a launch of several ranks: each would measure by itself, all of them on one card."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ConfigError(
+            f"launch: WORLD_SIZE is {ranks}, expected one process; start it without a launcher, it starts its ranks "
+            f"itself: python -m headstart.{module} --gpus 1 {ranks}"
+        )

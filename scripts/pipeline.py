@@ -27,7 +27,6 @@ from headstart.data.prepare import ALONE, PreparedData, Ranks, prepare
 from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import load_conversations, read_prompts
 from headstart.data.split import SPLIT_RULE
-from headstart.eval.kernels.launch import wake_compiler
 from headstart.eval.measuring.report import render_saved
 from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
 from headstart.heads import build_head, vocab
@@ -39,9 +38,9 @@ from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.formats.sidecar import notes
 from headstart.heads.provenance import provenance
 from headstart.heads.published import published
-from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.template_date import shown_date
+from headstart.loading import loaded_target
 from headstart.recipes.environment import names_of
 from headstart.recipes.load import to_dict, to_yaml
 from headstart.recipes.schema import Recipe
@@ -113,14 +112,10 @@ class Run:
     def target(self) -> Target:
         if self._target is None:
             config = dated_target(self.recipe)
-            self.talk.say(f"loading target {config.name} …")
-            wake_compiler()
-            self._target = load_target(replace(config, device=self._device) if self._device else config)
+            self._target = loaded_target(replace(config, device=self._device) if self._device else config, self.talk)
             shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
             if shown is not None and not self.talk.silent and not place.is_file():
                 write_text(place, f"{shown}\n")  # the day on which this run began, for every command after this one
-            for note in self._target.notes:
-                self.talk.say(f"target: {note}")
         return self._target
 
     @property

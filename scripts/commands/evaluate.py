@@ -101,9 +101,8 @@ def _of_head(
     out: str | None,
     talk: Talk,
 ) -> Path:
-    from headstart.eval.kernels.launch import wake_compiler
     from headstart.found_heads import bound_head, find_head, trained_date, untrained_head
-    from headstart.heads.targets.load import load_target
+    from headstart.loading import loaded_target
     from headstart.measure import UNTRAINED, measure
     from headstart.recipes.load import load_evaluation, load_recipe, to_dict
     from headstart.steps import locked
@@ -115,11 +114,7 @@ def _of_head(
     label = folder_name(head) if head is not None else settings.eval.drafter
     place = place_of(out) or Path("runs") / "eval" / f"{label}-{named}"
     with locked(place, "--out"):
-        talk.say(f"loading target {settings.target.name} …")
-        wake_compiler()
-        loaded = load_target(settings.target)
-        for note in loaded.notes:
-            talk.say(f"target: {note}")
+        loaded = loaded_target(settings.target, talk)
         drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
         chosen = recipe is not None or any(word.startswith(("eval.tree", "eval.drafter")) for word in overrides)
         if place_of_head is not None and not chosen:

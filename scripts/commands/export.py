@@ -100,7 +100,7 @@ def _of_head(
     from headstart.heads.errors import ConfigError
     from headstart.heads.formats import check_export, push_export
     from headstart.heads.formats.sidecar import notes
-    from headstart.heads.targets.load import load_target
+    from headstart.loading import loaded_target
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_exporting
     from headstart.steps import locked
@@ -113,9 +113,8 @@ def _of_head(
     place = Path(out) if out else Path("runs") / "export" / folder_name(head)
     check_out(given, place)
     with locked(place, "--out"):
-        talk.say(f"loading target {settings.target.name} …")
         names = names_of(settings.environment)
-        result = export_found(head, load_target(settings.target), settings.export, place, talk, names)
+        result = export_found(head, loaded_target(settings.target, talk), settings.export, place, talk, names)
         if settings.export.push_to_hub is not None:
             result["url"] = push_export(place, settings.export, environment=names)
     return result

@@ -61,12 +61,11 @@ def _tune(
     write: bool,
     talk: Talk,
 ) -> None:
-    from headstart.eval.kernels.launch import wake_compiler
     from headstart.eval.tuning.tune import tune
     from headstart.eval.tuning.tune_report import tuning_table, tuning_text, write_tuning
     from headstart.found_heads import bound_head, find_head, trained_date, trained_otherwise
     from headstart.heads.published import published
-    from headstart.heads.targets.load import load_target
+    from headstart.loading import loaded_target
     from headstart.pipeline import Run
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_evaluation, load_recipe
@@ -83,11 +82,7 @@ def _tune(
     label = folder_name(head) if head is not None else settings.eval.drafter
     folder = Path(out) if out else Path("runs") / "tune" / f"{label}-{named}"
     with locked(folder, "--out"):
-        talk.say(f"loading target {settings.target.name} …")
-        wake_compiler()
-        loaded = load_target(settings.target)
-        for note in loaded.notes:
-            talk.say(f"target: {note}")
+        loaded = loaded_target(settings.target, talk)
         drafting = bound_head(place, loaded) if place is not None else None
         if warning := trained_otherwise(place, loaded):
             talk.say(warning)

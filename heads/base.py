@@ -350,7 +350,7 @@ class HeadLoss:
 
 
 class Head(nn.Module, ABC):
-    """A draft head. Subclasses live one per file and are registered in `HEADS`."""
+    """A draft head. Subclasses live one per file and are registered in `FAMILIES`."""
 
     family: ClassVar[str]
 

@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from headstart.heads import HEADS
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import FAMILIES
 from headstart.heads.files import is_file
 from headstart.recipes.environment import from_environment, put_back
 from headstart.recipes.read import (
@@ -140,9 +140,10 @@ def read_chain(path: Path, seen: tuple[Path, ...] = (), read: list[Path] | None 
 def build_recipe(layers: Sequence[Layer], name: str | None = None) -> Recipe:
     """Validate each layer against the schema and merge them; `name` is the run's name where no layer gives one."""
     head_type, layers = _settle_head(layers)
-    if head_type not in HEADS:
+    if head_type not in FAMILIES:
         where = _who_says_head_type(layers)
-        raise ConfigError(f"{where}: head.type: found {shown(head_type)}, expected one of {', '.join(sorted(HEADS))}")
+        known = ", ".join(sorted(FAMILIES))
+        raise ConfigError(f"{where}: head.type: found {shown(head_type)}, expected one of {known}")
     schema = recipe_class(head_type)
     basics = {**DEFAULTS, "name": name} if name else DEFAULTS
     recipe = typing.cast(Recipe, merge([Layer("defaults", basics), *layers], schema))
@@ -257,7 +258,7 @@ def _settle_head(layers: Sequence[Layer]) -> tuple[str, list[Layer]]:
         kept.append(layer)
     if family is None:
         raise ConfigError(
-            f"{layers[-2].label if len(layers) > 1 else layers[-1].label}: head.type is not set: {', '.join(HEADS)}"
+            f"{layers[-2].label if len(layers) > 1 else layers[-1].label}: head.type is not set: {', '.join(FAMILIES)}"
         )
     return family, kept
 

@@ -12,9 +12,9 @@ from typing import Any
 from headstart.data.config import DataConfig
 from headstart.eval.config import EvalConfig, TuneConfig, check_tune
 from headstart.eval.config import check_config as check_eval
-from headstart.heads import HEADS
 from headstart.heads.base import HeadConfig
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import FAMILIES
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.export import check_export as check_engines
 from headstart.heads.formats.hub import check_published_name
@@ -93,11 +93,11 @@ DEFAULTS: dict[str, Any] = {
 
 @functools.cache
 def recipe_class(head_type: str) -> type[Recipe]:
-    """The Recipe subclass whose `head` node is the config of the family `head_type`, a key of HEADS.
+    """The Recipe subclass whose `head` node is the config of the family `head_type`, a key of FAMILIES.
 
     A base-typed node would reject the keys that only one family has.
     """
-    config = HEADS[head_type].config
+    config = FAMILIES[head_type].config
     return dataclasses.make_dataclass(
         "Recipe", [("head", config, field(default_factory=config))], bases=(Recipe,), namespace={"__module__": __name__}
     )

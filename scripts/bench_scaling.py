@@ -51,9 +51,9 @@ from headstart.bench_presets import PRESETS, refuse_ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
 from headstart.ending import Ending
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import HeadDims
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.targets.sharded import ShardedTarget, fill, shard_group
@@ -196,7 +196,7 @@ def run_case(
     tokens = options.tokens // 2 if case.cut else options.tokens
     samples = make_samples(config.vocab_size, max(options.gpus) * 4, tokens, options.length)
     draft_ids_U = torch.arange(PRESETS[options.preset][1], device=device)
-    head_config: Any = HEADS["eagle3"].config(  # type: ignore[call-arg]
+    head_config: Any = FAMILIES["eagle3"].config(  # type: ignore[call-arg]
         depth=options.depth, draft_vocab_size=len(draft_ids_U)
     )
     torch.manual_seed(0)

@@ -37,9 +37,9 @@ from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import plan_packs
 from headstart.data.prepare import prepare
 from headstart.data.samples import Sample
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher
 from headstart.heads.errors import ConfigError, HeadstartError
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.targets.target import Target
@@ -362,7 +362,7 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
         else:
             teacher = Teacher(torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype) * 0.02)
             embed_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype)
-        head_config: Any = HEADS["eagle3"].config(  # type: ignore[call-arg]
+        head_config: Any = FAMILIES["eagle3"].config(  # type: ignore[call-arg]
             depth=arguments.depth, draft_vocab_size=vocab, row_fraction=arguments.row_fraction
         )
         head = build_head(head_config, dims).to(device).train()

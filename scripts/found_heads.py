@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from headstart.heads import build_head
 from headstart.heads.base import Head, HeadConfig, HeadDims
-from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
 from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.families import build_head
+from headstart.heads.families.eagle3.head import Eagle3Config, Eagle3Head
 from headstart.heads.files import read_json
 from headstart.heads.formats import ExportConfig, check_embeddings, export_head, fetch_head, load_head
 from headstart.heads.formats.launch import NAMES, launch_commands, why_tokens

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from headstart.data.packing import WINDOW, plan_packs
 from headstart.data.sources import read_prompts
-from headstart.heads import build_head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
+from headstart.heads.families import build_head
 from headstart.heads.targets.target import DTYPES
 from headstart.light import light_target
 from headstart.pipeline import Run, dated_target

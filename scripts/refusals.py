@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from headstart.found_heads import find_head, require_same_head
-from headstart.heads import build_head
 from headstart.heads.base import FeatureSpec, Head, HeadDims
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import build_head
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.loading import check_shapes, plan_load, skeleton
 from headstart.heads.formats.raw import open_checkpoint

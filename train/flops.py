@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
-from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.families.autoregressive import AutoregressiveHead
+from headstart.heads.families.eagle3.head import Eagle3Head
 
 
 def multiply_adds(head: Head, rows: float, counts: Sequence[float]) -> float:
@@ -31,7 +31,7 @@ def multiply_adds(head: Head, rows: float, counts: Sequence[float]) -> float:
     packed = sum(linear.weight.numel() for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
     key_value = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
     per_row = attention.o_proj.weight.numel() + head.lm_head.weight.numel() + sum(p.numel() for p in mlp.parameters())
-    # every row: fc, the embedding half of the projections, the feature half of keys and values; see heads/ttt.py
+    # every row: fc, the embedding half of the projections, the feature half of keys and values (eagle3/ttt.py)
     shared = (head.fc.weight.numel() + packed / 2 + key_value / 2) * rows
     return shared + (packed - key_value) / 2 * counts[0] + packed / 2 * sum(counts[1:]) + per_row * sum(counts)
 

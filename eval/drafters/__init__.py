@@ -8,10 +8,10 @@ from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.medusa import MedusaDrafter
 from headstart.eval.drafters.ngram import NgramDrafter
-from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.families.autoregressive import AutoregressiveHead
+from headstart.heads.families.medusa.head import MedusaHead
 
 __all__ = ["AutoregressiveDrafter", "Drafter", "MedusaDrafter", "NgramDrafter", "build_drafter"]
 

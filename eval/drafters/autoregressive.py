@@ -28,9 +28,9 @@ from headstart.eval.kernels.launch import compile_ahead
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.pointwise import take_rows
 from headstart.eval.tree import Tree, chain
-from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import ConfigError
+from headstart.heads.families.autoregressive import AutoregressiveHead
 
 #: context rows per pass when a batch starts: whole chunks, and a power of two that holds the rest
 START_CHUNK, NARROWEST_START = 256, 32

@@ -21,9 +21,9 @@ from headstart.eval.kernels.pointwise import (
     rope_store,
     take_rows,
 )
-from headstart.heads.autoregressive import AutoregressiveHead, compute_dtype
-from headstart.heads.eagle import EagleHead
-from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.families.autoregressive import AutoregressiveHead, compute_dtype
+from headstart.heads.families.eagle.head import EagleHead
+from headstart.heads.families.eagle3.head import Eagle3Head
 from headstart.heads.layers import RMSNorm
 
 

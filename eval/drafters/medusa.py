@@ -13,7 +13,7 @@ from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import StaticShape, Tree, chain, static_paths, static_shape
 from headstart.heads.base import FeatureSpec
 from headstart.heads.errors import ConfigError
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.families.medusa.head import MedusaHead
 
 
 class MedusaDrafter:

@@ -22,10 +22,10 @@ from headstart.eval.measuring.report import Report
 from headstart.eval.measuring.sweep import check_contexts, sweep, sweep_points
 from headstart.eval.measuring.task_results import Found, Tally, report_of
 from headstart.eval.prompts import batches, load_prompts
-from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.families.autoregressive import AutoregressiveHead
+from headstart.heads.families.medusa.head import MedusaHead
 from headstart.heads.targets.target import Target
 
 #: called with (prompts done, prompts in all, what is being decoded)

@@ -24,10 +24,10 @@ from torch import Tensor
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.measuring.metrics import Acceptance, acceptance
 from headstart.heads.acceptance import find_cycles
-from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.families.autoregressive import AutoregressiveHead
+from headstart.heads.families.medusa.head import MedusaHead
 from headstart.heads.targets.target import Target
 
 

@@ -28,10 +28,10 @@ from headstart.eval.prompts import describe_data, load_prompts
 from headstart.eval.tree import MEDUSA_RANKS
 from headstart.eval.tuning.costs import Costs, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import Profile, Recorder, StaticProfile, spine
-from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.families.autoregressive import AutoregressiveHead
+from headstart.heads.families.medusa.head import MedusaHead
 from headstart.heads.provenance import command_line, device_name, git_revision, versions
 from headstart.heads.targets.target import Target
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from headstart.heads import build_head
 from headstart.heads.base import Head, HeadConfig, HeadDims
 from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.families import build_head
 from headstart.heads.formats.geometry import dims_from_json
 from headstart.heads.formats.plan import Plan
 from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint

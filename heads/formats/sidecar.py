@@ -160,17 +160,17 @@ def notes(directory: Path) -> dict[str, Any]:
 
 
 def family_config(family: Any, values: Any, where: str) -> HeadConfig:
-    from headstart.heads import HEADS
+    from headstart.heads.families import FAMILIES
 
-    if not isinstance(family, str) or family not in HEADS:
-        raise FormatError(f"{where}: type is {family!r}, expected one of {sorted(HEADS)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise FormatError(f"{where}: type is {family!r}, expected one of {sorted(FAMILIES)}")
     if not isinstance(values, dict) or "${" in json.dumps(values):
         raise FormatError(f"{where}: config is not a plain object of head settings")
     for name, value in values.items():
         if isinstance(value, list | dict | str) and len(value) > MAX_ITEMS:
             raise FormatError(f"{where}: config.{name} holds {len(value)} items, expected at most {MAX_ITEMS}")
     try:
-        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(HEADS[family].config), values))
+        merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FAMILIES[family].config), values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise FormatError(f"{where}: config does not fit {family}: {str(error).splitlines()[0]}") from error
     for name in ("depth", "num_layers"):

@@ -14,6 +14,7 @@ import torch
 
 from headstart.heads.base import Head, HeadConfig, HeadDims
 from headstart.heads.errors import FormatError
+from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
 from headstart.heads.formats import portable
 from headstart.heads.formats.findings import (
     EngineVerdict,
@@ -34,7 +35,6 @@ from headstart.heads.formats.findings import (
 )
 from headstart.heads.formats.geometry import integer
 from headstart.heads.formats.vllm_dflash import check_dflash, check_draft_model
-from headstart.heads.medusa import MedusaConfig, MedusaHead
 
 ENGINE = "vLLM 0.32"
 WRONG, REFUSES, LOADS = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS

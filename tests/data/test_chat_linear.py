@@ -177,7 +177,7 @@ def test_answers_behind_max_length_cost_no_whole_tokenising_and_change_nothing(m
 
 
 #: what a template may be put together from: the first of each is plain, the others look further or write more
-HEADS = (
+FAMILIES = (
     "", "{{ 'Be kind ' }}", "{{ messages | length }}", "{{ messages | length // 10 }}",
     "{% for m in messages if 'fast' in m.content and loop.first %}{{ 'fast' }}{% endfor %}",
 )  # fmt: skip
@@ -215,7 +215,7 @@ def test_no_template_fools_the_fast_way(seed):
             tagged = f"{{% generation %}}{said}{{% endgeneration %}}"
             said = f"{{% if m.role == 'assistant' %}}{tagged}{{% else %}}{said}{{% endif %}}"
         foot = f"{{% if add_generation_prompt %}}{pick(FOOTS)}{{% endif %}}"
-        template = f"{pick(HEADS)}{{% for m in {pick(LOOPS)} %}}{pick(BEGINS)}{said}{{% endfor %}}{foot}"
+        template = f"{pick(FAMILIES)}{{% for m in {pick(LOOPS)} %}}{pick(BEGINS)}{said}{{% endfor %}}{foot}"
         renderer = Renderer(word_tokenizer(template, "<|im_end|>"))
         messages = []
         for _ in range(rng.choice((3, 6, 10))):

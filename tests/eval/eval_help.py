@@ -14,8 +14,8 @@ from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import FeatureBatch, Head
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 
 #: where kernels run: on a GPU, or in Triton's interpreter
@@ -81,7 +81,7 @@ class Trained:
 def train_briefly(target: Target, answers: list[Answer], kind: str, steps: int, **config: object) -> Trained:
     """Fit a head to the greedy answers, so that drafts are sometimes right and sometimes wrong."""
     torch.manual_seed(1)
-    head = build_head(HEADS[kind].config(**config), target.dims)
+    head = build_head(FAMILIES[kind].config(**config), target.dims)
     said = sorted({token for answer in answers for token in answer.tokens})
     draft_ids = None
     if kind == "eagle3":

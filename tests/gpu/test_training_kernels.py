@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import FeatureBatch, HeadDims, Teacher
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.kernels import elementwise, rows
 from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.losses import eager, fused
@@ -210,7 +210,7 @@ def test_row_kernels_match_their_twins():
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        *((family, {}) for family in sorted(HEADS)),
+        *((family, {}) for family in sorted(FAMILIES)),
         ("eagle", {"depth": 3}),
         ("eagle", {"depth": 2, "top_tokens_loss_weight": 1.0}),
         ("eagle3", {"loss": "lk", "row_fraction": 0.7}),
@@ -224,7 +224,7 @@ def test_captured_step_equals_eager_step(family, fields):
         num_key_value_heads=2, head_dim=32,
     )  # fmt: skip
     target = Target.from_model(LlamaForCausalLM(config).cuda().bfloat16())
-    head_config = HEADS[family].config(**fields)
+    head_config = FAMILIES[family].config(**fields)
     if family == "eagle3":
         head_config.draft_vocab_size = 200
     if family == "eagle":
@@ -282,7 +282,7 @@ def test_a_step_does_not_wait_for_the_device(row_fraction, tmp_path, monkeypatch
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32,
     )  # fmt: skip
-    config = HEADS["eagle3"].config(depth=3, draft_vocab_size=200, row_fraction=row_fraction)
+    config = FAMILIES["eagle3"].config(depth=3, draft_vocab_size=200, row_fraction=row_fraction)
     head = build_head(config, HeadDims.from_hf_config(target)).cuda()
     ends = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16) * 0.1
     teacher = Teacher(ends)

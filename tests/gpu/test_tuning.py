@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig
 from headstart.eval.measuring.benchmark import evaluate
 from headstart.eval.tuning.tune import tree_name, tune
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import Head
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 
 pytestmark = [
@@ -36,7 +36,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def head(target: Target) -> Head:
-    made = build_head(HEADS["eagle3"].config(draft_vocab_size=8000), target.dims).to(target.device, target.dtype)
+    made = build_head(FAMILIES["eagle3"].config(draft_vocab_size=8000), target.dims).to(target.device, target.dtype)
     made.init_from_target(target.embed_VD, target.teacher, torch.arange(8000, device=target.device))
     return made.eval()
 

@@ -21,8 +21,8 @@ from reference.tiny import (
 )
 from torch import Tensor
 
-from headstart.heads import Eagle3Config, EagleConfig, MedusaConfig, build_head
 from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, Teacher
+from headstart.heads.families import Eagle3Config, EagleConfig, MedusaConfig, build_head
 
 VOCAB, DRAFT = 97, 40
 DIMS = HeadDims(32, VOCAB, 8, 4, 2, 8, 48, rope_parameters={"rope_type": "default", "rope_theta": 100.0})

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import FeatureBatch, Head
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 from headstart.train.launching.setup import recompute_activations
 
@@ -22,7 +22,7 @@ def built(family: str) -> tuple[Head, Target]:
         num_key_value_heads=2, head_dim=8,
     )  # fmt: skip
     target = Target.from_model(LlamaForCausalLM(config).double())
-    settings = HEADS[family].config()
+    settings = FAMILIES[family].config()
     if family == "eagle3":
         settings.draft_vocab_size = 30
     if family == "eagle":

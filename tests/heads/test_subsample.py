@@ -22,9 +22,9 @@ from reference.tiny import (
     teacher_of,
 )
 
-from headstart.heads import Eagle3Config, EagleConfig, build_head
 from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import Eagle3Config, EagleConfig, build_head
 from headstart.heads.subsample import Draw, draw_ranked, draw_rows, group_sizes, keep_fractions
 
 VOCAB, DRAFT = 97, 40

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headstart.heads import HEADS
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import FAMILIES
 from headstart.recipes.load import load_evaluation, load_recipe, shipped_recipes, to_dict, to_yaml
 
 BASE = """
@@ -40,7 +40,7 @@ def test_layers_merge_key_by_key_and_replace_lists(base: Path, tmp_path: Path) -
     assert (recipe.name, recipe.run_dir, recipe.seed) == ("kid", "runs/kid", 7)
     assert (recipe.train.lr, recipe.train.betas, recipe.train.epochs) == (3e-4, [0.8, 0.9], 1.0)
     assert [(s.path, s.limit) for s in recipe.data.sources] == [("b.jsonl", 3)]
-    assert type(recipe.head) is HEADS["eagle3"].config and recipe.head.depth == 4
+    assert type(recipe.head) is FAMILIES["eagle3"].config and recipe.head.depth == 4
 
 
 def test_defaults(base: Path) -> None:
@@ -74,8 +74,8 @@ def test_shipped_recipes_are_found_by_name_and_inherited(tmp_path: Path) -> None
 
 def test_another_head_type_starts_the_head_afresh(base: Path) -> None:
     recipe = load_recipe(base, ["head.type=medusa"])
-    assert type(recipe.head) is HEADS["medusa"].config
-    assert recipe.head == HEADS["medusa"].config()  # nothing of the eagle3 node is left
+    assert type(recipe.head) is FAMILIES["medusa"].config
+    assert recipe.head == FAMILIES["medusa"].config()  # nothing of the eagle3 node is left
 
 
 def test_the_resolved_recipe_reads_back_equal(base: Path, tmp_path: Path) -> None:

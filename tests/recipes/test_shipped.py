@@ -11,8 +11,8 @@ import yaml
 from transformers import AutoConfig
 
 from headstart.eval.drafters import build_drafter
-from headstart.heads import build_head
 from headstart.heads.base import HeadDims
+from headstart.heads.families import build_head
 from headstart.recipes.load import load_recipe, shipped_recipes, to_yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "fixtures" / "configs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.heads.autoregressive import AutoregressiveHead
+from headstart.heads.families.autoregressive import AutoregressiveHead
 from reference.documents import Document
 
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from headstart import serving_check
 from headstart.found_heads import continued_head, trained_date, trained_otherwise
-from headstart.heads import build_head
 from headstart.heads.base import FeatureSpec, Head
-from headstart.heads.eagle import EagleConfig
-from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.families import build_head
+from headstart.heads.families.eagle.head import EagleConfig
+from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.formats import check_directory, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.sidecar import annotate
-from headstart.heads.medusa import MedusaConfig
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
 

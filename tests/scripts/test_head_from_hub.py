@@ -19,8 +19,8 @@ from fake_hub import local_hub  # noqa: E402
 def test_a_head_is_measured_by_revision(
     headstart: Callable, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headstart.heads import build_head
-    from headstart.heads.eagle import EagleConfig
+    from headstart.heads.families import build_head
+    from headstart.heads.families.eagle.head import EagleConfig
     from headstart.heads.formats import save_head
     from headstart.heads.targets.load import load_target
     from headstart.heads.targets.target import TargetConfig

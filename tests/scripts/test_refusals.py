@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 
-from headstart.heads import build_head
 from headstart.heads.errors import ConfigError, FormatError, HeadstartError, TargetError
+from headstart.heads.families import build_head
 from headstart.heads.formats import save_head
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig

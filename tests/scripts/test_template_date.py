@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headstart.found_heads import trained_date
-from headstart.heads import build_head
-from headstart.heads.eagle import EagleConfig
+from headstart.heads.families import build_head
+from headstart.heads.families.eagle.head import EagleConfig
 from headstart.heads.formats import save_head
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig

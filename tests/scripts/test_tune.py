@@ -13,8 +13,8 @@ from headstart import identity
 from headstart.commands.evaluate import nearest_tuned
 from headstart.eval.config import TreeConfig
 from headstart.eval.tuning.tune_report import overrides
-from headstart.heads import HEADS, build_head
 from headstart.heads.errors import FormatError
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.formats import load_head, save_head
 from headstart.heads.formats.sidecar import annotate, notes
 from headstart.heads.targets.load import load_target
@@ -25,7 +25,7 @@ from headstart.heads.targets.target import TargetConfig
 def head(tiny_target: Path, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     target = load_target(TargetConfig(name=str(tiny_target)))
-    made = build_head(HEADS["medusa"].config(depth=2), target.dims)
+    made = build_head(FAMILIES["medusa"].config(depth=2), target.dims)
     made.init_from_target(target.embed_VD, target.teacher, None)
     save_head(made, tmp_path / "head", {})
     return tmp_path / "head"

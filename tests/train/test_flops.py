@@ -2,8 +2,8 @@ import pytest
 import torch
 from train_fakes import FakeHead, FakeSource, make_documents
 
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import FeatureBatch, HeadDims
+from headstart.heads.families import FAMILIES, build_head
 from headstart.train.flops import matmul_flops, multiply_adds, step_flops
 from headstart.train.tracking.meters import Meters
 
@@ -13,7 +13,7 @@ DIMS = HeadDims(
 
 
 def test_eagle3_by_hand():
-    head = build_head(HEADS["eagle3"].config(depth=2, draft_vocab_size=10), DIMS)
+    head = build_head(FAMILIES["eagle3"].config(depth=2, draft_vocab_size=10), DIMS)
     tokens, turns = torch.arange(9), torch.tensor([-1, -1, -1, 0, 0, 0, 0, 0, 0])
     batch = FeatureBatch.pack([(tokens, turns)], 2)
     first, second = batch.anchors.count_K

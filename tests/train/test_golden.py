@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample, token_counts
 from headstart.eval.measuring.benchmark import tau_probe
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import Head
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 from headstart.heads.vocab import choose_draft_vocab
 from headstart.train.config import TrainConfig
@@ -61,7 +61,7 @@ def make_samples(count: int = 16) -> list[Sample]:
 
 def make_head(family: str, target: Target, samples: list[Sample], **fields) -> Head:
     torch.manual_seed(1)
-    head = build_head(HEADS[family].config(**SETTINGS[family] | fields), target.dims)
+    head = build_head(FAMILIES[family].config(**SETTINGS[family] | fields), target.dims)
     size = SETTINGS[family].get("draft_vocab_size")
     ids = choose_draft_vocab(token_counts(samples, target.dims.vocab_size), size, (1,)) if size else None
     head.init_from_target(target.embed_VD, target.teacher, ids)

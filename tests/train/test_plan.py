@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import FeatureBatch, Head
 from headstart.heads.errors import ConfigError, StorageError
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
@@ -51,7 +51,7 @@ def models() -> dict[str, tuple[Target, Head]]:
         config = LlamaConfig(vocab_size=128256, num_key_value_heads=8, head_dim=128, **shape)
         with torch.device("meta"):
             target = Target.from_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
-            found[name] = target, build_head(HEADS["eagle3"].config(draft_vocab_size=32000), target.dims)
+            found[name] = target, build_head(FAMILIES["eagle3"].config(draft_vocab_size=32000), target.dims)
     return found
 
 

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import FeatureBatch, FeatureSpec
 from headstart.heads.errors import ConfigError, TargetError
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.sharded import RowsTeacher, rows_of
 from headstart.heads.targets.target import Target, TargetConfig
@@ -60,7 +60,7 @@ def make_samples(count: int = 10) -> list[Sample]:
 
 def run(target: Target, run_dir: Path, accelerator=None) -> list[float]:
     torch.manual_seed(1)
-    head = build_head(HEADS["eagle3"].config(depth=2, draft_vocab_size=len(DRAFT_IDS)), target.dims)
+    head = build_head(FAMILIES["eagle3"].config(depth=2, draft_vocab_size=len(DRAFT_IDS)), target.dims)
     head.init_from_target(target.embed_VD, target.teacher, DRAFT_IDS)
     target.keep_rows(DRAFT_IDS)
     head.bind(target.embed_VD, target.teacher)

@@ -15,8 +15,8 @@ from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.sampling import Sampling, probabilities
 from headstart.eval.drafters import build_drafter
-from headstart.heads import HEADS, build_head
 from headstart.heads.base import Head
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 
 WORDS = 12
@@ -48,7 +48,7 @@ def heads(small: Target) -> dict[str, Head]:
     }
     for kind, config in configs.items():
         torch.manual_seed(5)
-        head = build_head(HEADS[kind].config(**config), small.dims)
+        head = build_head(FAMILIES[kind].config(**config), small.dims)
         draft_ids = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 10]) if kind == "eagle3" else None
         head.init_from_target(small.embed_VD, small.teacher, draft_ids)
         made[kind] = head.eval()

@@ -15,8 +15,8 @@ from headstart.eval.decoding.sampling import Sampling, penalise, probabilities
 from headstart.eval.drafters import AutoregressiveDrafter, MedusaDrafter, NgramDrafter, autoregressive
 from headstart.eval.drafters.ngram import NgramIndex
 from headstart.eval.tree import chain
-from headstart.heads.autoregressive import AutoregressiveHead
 from headstart.heads.errors import ConfigError
+from headstart.heads.families.autoregressive import AutoregressiveHead
 from headstart.heads.targets.target import Target
 
 

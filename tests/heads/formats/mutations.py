@@ -43,11 +43,11 @@ from format_layouts import (
 )
 from safetensors.torch import load_file, save_file
 
-from headstart.heads.eagle import EagleConfig
-from headstart.heads.eagle3 import Eagle3Config
+from headstart.heads.families.eagle.head import EagleConfig
+from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.formats import ExportConfig, export_head, save_head
 from headstart.heads.formats.sidecar import SIDECAR, seal
-from headstart.heads.medusa import MedusaConfig
 
 WEIGHTS = (".safetensors", ".bin", ".pt")
 

@@ -14,14 +14,14 @@ from fake_hub import local_hub
 from format_layouts import DIMS, U, our_head, same_state
 from huggingface_hub import HfApi
 
-from headstart.heads.eagle import EagleConfig
-from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError, StorageError
+from headstart.heads.families.eagle.head import EagleConfig
+from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.formats import ExportConfig, export_head, load_head, plots, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.hub import fetch_head, push_export
 from headstart.heads.formats.plots import draw_plots
-from headstart.heads.medusa import MedusaConfig
 
 PROVENANCE = {
     "target": {"name": "someone/tiny-llama", "revision": "abc123"},

@@ -39,10 +39,10 @@ from format_layouts import (
 )
 from safetensors.torch import save_file
 
-from headstart.heads import build_head
 from headstart.heads.base import FeatureBatch, Head, Teacher
-from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import FormatError
+from headstart.heads.families import build_head
+from headstart.heads.families.eagle3.head import Eagle3Config
 from headstart.heads.formats import ExportConfig, check_embeddings, export_head, load_head, save_head
 
 

@@ -10,17 +10,17 @@ import torch
 from format_layouts import DIMS, LLAMA3, U, our_head, same_state
 from transformers import AutoConfig
 
-from headstart.heads import build_head
 from headstart.heads.base import HeadConfig, HeadDims
-from headstart.heads.eagle import EagleConfig
-from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.families import build_head
+from headstart.heads.families.eagle.head import EagleConfig
+from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.files import sha256_file
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.portable import portable_config, portable_tensors
 from headstart.heads.formats.raw import read_header
 from headstart.heads.formats.sidecar import seal
-from headstart.heads.medusa import MedusaConfig
 from headstart.recipes.load import load_recipe
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

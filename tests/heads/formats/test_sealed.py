@@ -12,12 +12,12 @@ import torch
 from format_layouts import DIMS, LLAMA3, U, V, our_head
 from safetensors.torch import load_file, save_file
 
-from headstart.heads.eagle import EagleConfig
-from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import FormatError
+from headstart.heads.families.eagle.head import EagleConfig
+from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.sidecar import notes, seal
-from headstart.heads.medusa import MedusaConfig
 
 
 def edited(directory: Path, **changes: Any) -> None:

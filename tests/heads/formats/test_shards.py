@@ -11,12 +11,12 @@ from format_layouts import DIMS, U, our_head, same_state
 from safetensors.torch import load_file, save_file
 
 from headstart.heads.base import HeadConfig
-from headstart.heads.eagle import EagleConfig
-from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.families.eagle.head import EagleConfig
+from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.shards import shard_bytes
-from headstart.heads.medusa import MedusaConfig
 
 LIMIT = 30_000
 CONFIGS: dict[str, HeadConfig] = {

@@ -11,16 +11,16 @@ import pytest
 import torch
 import transformers
 
-from headstart.heads import build_head
 from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims
-from headstart.heads.eagle import EagleConfig
-from headstart.heads.eagle3 import Eagle3Config
 from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.families import build_head
+from headstart.heads.families.eagle.head import EagleConfig
+from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.files import read_json, write_json
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.launch import launch_commands
 from headstart.heads.formats.sidecar import SIDECAR, seal
-from headstart.heads.medusa import MedusaConfig
 from headstart.heads.targets.target import Target
 
 SIZES = {

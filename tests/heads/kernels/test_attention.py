@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.heads.base import FeatureBatch
 from headstart.heads.kernels.attention import TrainAttention
 
-HEADS, GROUPS, WIDTH = 4, 2, 8
+FAMILIES, GROUPS, WIDTH = 4, 2, 8
 PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
 
 
@@ -29,7 +29,7 @@ def tensors(batch: FeatureBatch, step: int, width: int = WIDTH, dtype: torch.dty
     """q, k, v and step - 1 own keys, then as many own values; all leaves."""
     noise = torch.Generator().manual_seed(step)
     count, rows = batch.anchors.count_K[step - 1], batch.tokens_R.shape[0]
-    shapes = [(count, HEADS, width), (rows, GROUPS, width), (rows, GROUPS, width)]
+    shapes = [(count, FAMILIES, width), (rows, GROUPS, width), (rows, GROUPS, width)]
     # own keys were made at earlier, wider steps: more rows than this step's
     shapes += [(batch.anchors.count_K[i], GROUPS, width) for i in range(1, step)] * 2
     return [torch.randn(s, generator=noise, dtype=torch.float64).to(dtype).requires_grad_(True) for s in shapes]
@@ -44,8 +44,8 @@ def naive(
         row = int(batch.anchors.row_A[a])
         seen = [r for r in range(row + 1) if batch.doc_R[r] == batch.doc_R[row]]
         heads = []
-        for h in range(HEADS):
-            g = h // (HEADS // GROUPS)
+        for h in range(FAMILIES):
+            g = h // (FAMILIES // GROUPS)
             keys = [k[r, g] for r in seen] + [own[a, g] for own in own_k]
             values = [v[r, g] for r in seen] + [own[a, g] for own in own_v]
             p = torch.softmax(torch.stack([q[a, h] @ key for key in keys]) / math.sqrt(q.shape[-1]), dim=0)

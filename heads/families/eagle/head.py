@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
 from headstart.heads.base import FeatureBatch, HeadDims, HeadLoss, Teacher
 from headstart.heads.errors import ConfigError
+from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
 from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.layers import DraftLayer
 from headstart.heads.losses import check_loss, eager, fused

@@ -26,10 +26,10 @@ from reference.tiny import (
     teacher_of,
 )
 
-from headstart.heads import Eagle3Config, build_head
 from headstart.heads.base import HeadDims
-from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import Eagle3Config, build_head
+from headstart.heads.families.eagle3.head import Eagle3Head
 
 VOCAB, DRAFT, DEPTH = 97, 40, 4
 LLAMA3 = {

@@ -24,10 +24,10 @@ from reference.tiny import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads import EagleConfig, build_head
 from headstart.heads.base import HeadDims
-from headstart.heads.eagle import EagleHead
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import EagleConfig, build_head
+from headstart.heads.families.eagle.head import EagleHead
 from headstart.heads.losses import fused
 
 ROPE = {"rope_type": "default", "rope_theta": 100.0}

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headstart.heads import ttt
-from headstart.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
 from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, HeadLoss, Teacher
 from headstart.heads.errors import ConfigError
+from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
+from headstart.heads.families.eagle3 import ttt
 from headstart.heads.layers import DraftLayer, RMSNorm
 from headstart.heads.losses import check_loss, fused
 from headstart.heads.vocab import membership

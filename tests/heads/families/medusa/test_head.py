@@ -22,10 +22,10 @@ from reference.tiny import (
     teacher_of,
 )
 
-from headstart.heads import MedusaConfig, build_head
 from headstart.heads.base import HeadDims, Teacher
 from headstart.heads.errors import ConfigError
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.families import MedusaConfig, build_head
+from headstart.heads.families.medusa.head import MedusaHead
 
 DIMS = HeadDims(32, 97, 8, 4, 2, 8, 48)
 PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.autoregressive import compute_dtype
 from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss, Teacher
 from headstart.heads.errors import ConfigError
+from headstart.heads.families.autoregressive import compute_dtype
 from headstart.heads.losses import fused
 
 LM_HEADS = ("own", "shared", "lowrank")

@@ -1,0 +1,35 @@
+"""Draft heads: one family per folder, listed in `FAMILIES`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headstart.heads.base import Head, HeadConfig, HeadDims
+from headstart.heads.errors import ConfigError
+from headstart.heads.families.eagle.head import EagleConfig, EagleHead
+from headstart.heads.families.eagle3.head import Eagle3Config, Eagle3Head
+from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
+
+
+class Family(NamedTuple):
+    """What a registry name stands for."""
+
+    config: type[HeadConfig]
+    head: type[Head]
+
+
+FAMILIES: dict[str, Family] = {
+    "medusa": Family(MedusaConfig, MedusaHead),
+    "eagle": Family(EagleConfig, EagleHead),
+    "eagle3": Family(Eagle3Config, Eagle3Head),
+}
+
+
+def build_head(config: HeadConfig, dims: HeadDims) -> Head:
+    """Construct the family named by `config.type`; weights are random until `init_from_target`.
+
+    Raises: ConfigError for an unknown family or a configuration the target cannot carry.
+    """
+    if config.type not in FAMILIES:
+        raise ConfigError(f"head.type: found {config.type!r}, expected one of {sorted(FAMILIES)}")
+    return FAMILIES[config.type].head(config, dims)

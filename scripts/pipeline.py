@@ -29,9 +29,10 @@ from headstart.data.sources import load_conversations, read_prompts
 from headstart.data.split import SPLIT_RULE
 from headstart.eval.measuring.report import render_saved
 from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
+from headstart.heads import vocab
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, FormatError, Terminated
-from headstart.heads.families import build_head, vocab
+from headstart.heads.families import build_head
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats import check_export, save_head
 from headstart.heads.formats.shards import shard_bytes

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.data.samples import Sample, answers_of, check_vocabulary
-from headstart.heads.base import FeatureBatch, FeatureSpec
+from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import DataError, StorageError, TargetError
 from headstart.heads.files import read_json, require_disk, sha256_file, write_json, write_safetensors
 from headstart.heads.provenance import provenance

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headstart.data.features import Progress, argmax_rows, store_bytes
 from headstart.data.samples import Sample, answers_of
-from headstart.heads.base import FeatureBatch, FeatureSpec
+from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.targets.target import Target
 from headstart.heads.transfer import to_device

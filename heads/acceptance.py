@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 
 
 def find_cycles(hits_R: Tensor, left_R: Tensor, first_R: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.kernels.elementwise import rotate, swiglu
 from headstart.heads.rope import checked_rope

@@ -51,7 +51,7 @@ from headstart.bench_presets import PRESETS, refuse_ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
 from headstart.ending import Ending
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.files import write_json

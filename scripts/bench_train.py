@@ -37,7 +37,10 @@ from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import plan_packs
 from headstart.data.prepare import prepare
 from headstart.data.samples import Sample
-from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.files import write_json

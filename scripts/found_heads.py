@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from headstart.heads.base import Head, HeadConfig, HeadDims
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle3.head import Eagle3Config, Eagle3Head

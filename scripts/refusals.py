@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from headstart.found_heads import find_head, require_same_head
-from headstart.heads.base import FeatureSpec, Head, HeadDims
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureSpec
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import build_head
 from headstart.heads.formats.export import check_ahead

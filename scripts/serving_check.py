@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headstart.eval.decoding.engine import Engine, Rows
 from headstart.eval.tree import Tree
-from headstart.heads.base import FeatureBatch, FeatureSpec
+from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.target import Target
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.kernels.attention import same_length
 
 

@@ -21,7 +21,9 @@ import torch
 from accelerate import Accelerator
 
 from headstart.data.packing import plan_packs
-from headstart.heads.base import FeatureBatch, Head, Teacher
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import TrainingError
 from headstart.heads.provenance import provenance as make_provenance
 from headstart.heads.transfer import to_device

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.files import write_json, write_safetensors
 from headstart.train.sharing.distributed import gather_objects
 from headstart.train.stream import Pack

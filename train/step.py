@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.acceptance import walk
-from headstart.heads.base import FeatureBatch, Head, HeadLoss, Teacher
+from headstart.heads.base import Head, HeadLoss
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.ends import Teacher
 from headstart.heads.numerics import wide
 from headstart.train.captured import CapturedPacks
 from headstart.train.stream import Pack, seed_pack

@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, TrainingError
 
 #: (lengths, budget in tokens, seed, epoch) → packs of sample indices; also `supervised=` where PackStream has it

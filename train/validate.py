@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headstart.heads.base import FeatureBatch, Head, Teacher
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.ends import Teacher
 from headstart.train.sharing.distributed import sum_over_ranks
 from headstart.train.step import LossModule
 from headstart.train.stream import FeatureSource, explained

@@ -25,7 +25,7 @@ from headstart.eval.kernels.choices import Choices
 from headstart.eval.kernels.launch import compile_ahead, warm_up
 from headstart.eval.kernels.pointwise import take_rows
 from headstart.eval.tree import Tree
-from headstart.heads.base import FeatureSpec
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import TargetError
 
 

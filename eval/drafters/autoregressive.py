@@ -28,7 +28,7 @@ from headstart.eval.kernels.launch import compile_ahead
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.pointwise import take_rows
 from headstart.eval.tree import Tree, chain
-from headstart.heads.base import FeatureSpec
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.autoregressive import AutoregressiveHead
 

@@ -11,7 +11,7 @@ from headstart.eval.decoding.sampling import Sampling, best, draw, penalise, pro
 from headstart.eval.kernels.candidates import top_ids
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import StaticShape, Tree, chain, static_paths, static_shape
-from headstart.heads.base import FeatureSpec
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.medusa.head import MedusaHead
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from headstart.eval.decoding.engine import Rows
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree, chain
-from headstart.heads.base import FeatureSpec
+from headstart.heads.batch import FeatureSpec
 
 
 class NgramIndex:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headstart.heads.base import Head, HeadConfig, HeadDims
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.eagle.head import EagleConfig, EagleHead
 from headstart.heads.families.eagle3.head import Eagle3Config, Eagle3Head

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, Teacher
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.layers import Attend, DraftLayer, Rope
 from headstart.heads.subsample import keep_fractions
 

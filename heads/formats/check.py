@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
 from headstart.heads.formats.doubts import epsilon_doubts, weight_doubts

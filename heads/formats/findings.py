@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError, clip
 from headstart.heads.formats.geometry import integer, rope_parameters
 from headstart.heads.formats.raw import RawCheckpoint

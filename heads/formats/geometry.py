@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.rope import LISTS, checked_rope, number, same_rope
 

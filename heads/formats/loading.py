@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from headstart.heads.base import Head, HeadConfig, HeadDims
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import build_head
 from headstart.heads.formats.geometry import dims_from_json

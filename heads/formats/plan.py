@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats.geometry import integer
 from headstart.heads.formats.raw import RawCheckpoint

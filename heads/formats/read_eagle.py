@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats.geometry import flag, integer, llama_dims, require_plain
 from headstart.heads.formats.plan import Plan, finish, require_llama, target_embedding, with_target

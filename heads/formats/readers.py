@@ -9,7 +9,7 @@ Layouts read (by their public key names):
 
 from __future__ import annotations
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats.plan import Plan, some
 from headstart.heads.formats.raw import RawCheckpoint

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from headstart.heads.base import Head, HeadDims
+from headstart.heads.base import Head
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import portable
 from headstart.heads.formats.findings import (

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.heads.base import Head, HeadDims
+from headstart.heads.base import Head
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import portable, tgi
 from headstart.heads.formats.findings import (

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.heads.base import Head, HeadDims
+from headstart.heads.base import Head
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import portable
 from headstart.heads.formats.findings import EngineVerdict, Row, Verdict, View, guarded, match_rows

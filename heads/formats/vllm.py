@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from headstart.heads.base import Head, HeadConfig, HeadDims
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
 from headstart.heads.formats import portable

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.formats.findings import (
     EngineVerdict,
     Row,

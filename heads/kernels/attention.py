@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.kernels import own_rows
 from headstart.heads.kernels.rows import put_rows
 from headstart.heads.numerics import wide

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, TargetError
 from headstart.heads.files import explain_read, read_bounded
 from headstart.heads.targets.sharded import (

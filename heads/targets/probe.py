@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from headstart.heads.base import Teacher
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import HeadstartError, TargetError
 from headstart.heads.numerics import wide
 from headstart.heads.targets.locate import counted_calls, decoder_layers, record_layer_inputs, text_decoder

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from headstart.heads.base import FeatureBatch, FeatureSpec, Teacher
+from headstart.heads.batch import FeatureBatch, FeatureSpec
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import read_json
 from headstart.heads.targets.locate import decoder_layers, text_decoder

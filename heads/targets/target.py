@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, Teacher
+from headstart.heads.batch import FeatureBatch, FeatureSpec
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import sha256_text
 from headstart.heads.rope import dynamic_note

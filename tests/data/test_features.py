@@ -14,7 +14,7 @@ import headstart.data.features as module
 from headstart.data.features import OnlineFeatures, StoredFeatures, build_store, store_bytes
 from headstart.data.samples import supervise_everything
 from headstart.heads import files
-from headstart.heads.base import FeatureSpec
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError, DataError, StorageError, TargetError
 
 SPEC = FeatureSpec((1, 3))

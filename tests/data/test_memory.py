@@ -11,7 +11,7 @@ from headstart.data import memory
 from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
 from headstart.data.samples import Sample, supervise_everything
-from headstart.heads.base import FeatureSpec
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.targets.target import Target
 

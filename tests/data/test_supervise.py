@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from headstart.data.samples import Sample, answers_of, supervise_everything
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 
 
 def sample(turns: list[int]) -> Sample:

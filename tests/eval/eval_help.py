@@ -14,7 +14,8 @@ from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter
-from headstart.heads.base import FeatureBatch, Head
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.base import FeatureBatch, HeadDims, Teacher
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.kernels import elementwise, rows
 from headstart.heads.kernels.attention import TrainAttention

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.acceptance import answer_rows, find_cycles, walk
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 
 LETTERS = {".": -1, "A": 0, "B": 1, "C": 2}
 PATTERNS = ["..AAAAAA.BCCC", ".", "AAAA", "...AABBBBB", ".A", "....AAA", "AB", "....AAAAAAAAAAAAAAAA.BB"]

@@ -21,7 +21,10 @@ from reference.tiny import (
 )
 from torch import Tensor
 
-from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, Teacher
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.families import Eagle3Config, EagleConfig, MedusaConfig, build_head
 
 VOCAB, DRAFT = 97, 40

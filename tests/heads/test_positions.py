@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from reference.documents import is_supervised
 from reference.tiny import turns_of
 
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.positions import find_anchors, supervised_depths
 
 

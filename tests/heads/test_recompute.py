@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads.base import FeatureBatch, Head
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target

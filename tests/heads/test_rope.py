@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.kernels.elementwise import rotate
 from headstart.heads.layers import Rope
 

@@ -22,7 +22,9 @@ from reference.tiny import (
     teacher_of,
 )
 
-from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss
+from headstart.heads.base import Head, HeadConfig, HeadLoss
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import Eagle3Config, EagleConfig, build_head
 from headstart.heads.subsample import Draw, draw_ranked, draw_rows, group_sizes, keep_fractions

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoConfig
 
 from headstart.eval.drafters import build_drafter
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.families import build_head
 from headstart.recipes.load import load_recipe, shipped_recipes, to_yaml
 

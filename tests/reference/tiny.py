@@ -9,7 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import FeatureBatch, Head, HeadLoss, Teacher
+from headstart.heads.base import Head, HeadLoss
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.ends import Teacher
 from reference.documents import Document, Ends, Sums
 from reference.llama import Weights
 

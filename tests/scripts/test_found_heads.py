@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from headstart import serving_check
 from headstart.found_heads import continued_head, trained_date, trained_otherwise
-from headstart.heads.base import FeatureSpec, Head
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle.head import EagleConfig

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.eval.decoding import engine as engine_module
-from headstart.heads.base import FeatureSpec
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.target import Target
 from headstart.serving_check import compare_features, require_parity

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import ConfigError
 from headstart.train.captured import PackShape, tensors_of
 from headstart.train.config import TrainConfig

@@ -10,7 +10,8 @@ import pytest
 import torch
 from train_fakes import DIMS, FakeHead, FakeSource, in_order, make_documents, teacher
 
-from headstart.heads.base import FeatureBatch, HeadLoss
+from headstart.heads.base import HeadLoss
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import TrainingError
 from headstart.train import coverage, loop
 from headstart.train.checkpoints.checkpoint import CheckpointStore

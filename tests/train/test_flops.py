@@ -2,7 +2,8 @@ import pytest
 import torch
 from train_fakes import FakeHead, FakeSource, make_documents
 
-from headstart.heads.base import FeatureBatch, HeadDims
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
 from headstart.heads.families import FAMILIES, build_head
 from headstart.train.flops import matmul_flops, multiply_adds, step_flops
 from headstart.train.tracking.meters import Meters

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
-from headstart.heads.base import FeatureBatch, FeatureSpec
+from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.load import load_target

@@ -14,7 +14,10 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss, Teacher
+from headstart.heads.base import Head, HeadConfig, HeadLoss
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.train.step import LossModule, accumulate_window, window_counts
 from headstart.train.stream import Pack
 

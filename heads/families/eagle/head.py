@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import FeatureBatch, HeadDims, HeadLoss, Teacher
+from headstart.heads.base import HeadLoss
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
 from headstart.heads.kernels.attention import TrainAttention

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims, HeadLoss, Teacher
+from headstart.heads.base import HeadLoss
+from headstart.heads.batch import FeatureBatch, FeatureSpec
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
 from headstart.heads.families.eagle3 import ttt

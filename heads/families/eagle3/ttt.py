@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.kernels.rows import (
     add_rows,

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims, HeadLoss, Teacher
+from headstart.heads.base import Head, HeadConfig, HeadLoss
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.autoregressive import compute_dtype
 from headstart.heads.losses import fused

@@ -26,7 +26,7 @@ from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.drafters.draft import DraftStep
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.measuring.benchmark import tau_probe
-from headstart.heads.base import FeatureSpec
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.targets.target import Target
 
 CHAIN, DYNAMIC, STATIC = TreeConfig("chain", 4), TreeConfig("dynamic", 3, 3, 12), TreeConfig("static", 3, 3, 20)

@@ -22,7 +22,7 @@ from headstart.eval.decoding.cache import StaticKV
 from headstart.eval.decoding.engine import Engine, Step, attention_windows
 from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.tree import Tree, chain
-from headstart.heads.base import FeatureSpec
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import TargetError
 
 VOCAB = 53

@@ -14,7 +14,7 @@ from headstart.eval.drafters import build_drafter
 from headstart.eval.measuring.benchmark import tau_probe
 from headstart.eval.measuring.metrics import acceptance, bootstrap_tau
 from headstart.eval.measuring.teacher_forced import draft_everywhere, teacher_forced_cycles, teacher_forced_tau, walk
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.targets.target import Target
 from headstart.train.step import LossModule
 

@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.heads.base import Head, HeadConfig, HeadDims, Teacher
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.families import build_head
 
 D, V, U, I, A, G = 32, 97, 40, 64, 32, 16  # noqa: E741

@@ -23,7 +23,10 @@ import torch
 from format_layouts import DIMS, D, V, random, same_state
 from mutations import Base, make_bases, mutate
 
-from headstart.heads.base import FeatureBatch, Head, HeadDims, Teacher
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import HeadstartError
 from headstart.heads.formats import CheckReport, check_directory, load_head
 from headstart.heads.formats.raw import open_checkpoint

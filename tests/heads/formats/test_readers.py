@@ -39,7 +39,9 @@ from format_layouts import (
 )
 from safetensors.torch import save_file
 
-from headstart.heads.base import FeatureBatch, Head, Teacher
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle3.head import Eagle3Config

@@ -10,7 +10,8 @@ import torch
 from format_layouts import DIMS, LLAMA3, U, our_head, same_state
 from transformers import AutoConfig
 
-from headstart.heads.base import HeadConfig, HeadDims
+from headstart.heads.base import HeadConfig
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle.head import EagleConfig

@@ -11,7 +11,9 @@ import pytest
 import torch
 import transformers
 
-from headstart.heads.base import FeatureBatch, Head, HeadConfig, HeadDims
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle.head import EagleConfig

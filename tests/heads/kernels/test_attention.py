@@ -11,7 +11,7 @@ import torch
 from reference.tiny import assert_near, turns_of
 from torch import Tensor
 
-from headstart.heads.base import FeatureBatch
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.kernels.attention import TrainAttention
 
 FAMILIES, GROUPS, WIDTH = 4, 2, 8

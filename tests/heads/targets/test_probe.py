@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from headstart.heads.base import FeatureBatch, FeatureSpec
+from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.locate import decoder_layers, text_decoder
 from headstart.heads.targets.probe import OutputRule, fit_rule, ramp_like, rule_without_weights

@@ -9,7 +9,8 @@ import torch
 import transformers
 from reference.tiny import turns_of
 
-from headstart.heads.base import FeatureBatch, FeatureSpec, HeadDims
+from headstart.heads.batch import FeatureBatch, FeatureSpec
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.targets.load import resolve_device
 from headstart.heads.targets.target import Target, length_groups

@@ -24,7 +24,7 @@ from reference.tiny import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import EagleConfig, build_head
 from headstart.heads.families.eagle.head import EagleHead

@@ -26,7 +26,7 @@ from reference.tiny import (
     teacher_of,
 )
 
-from headstart.heads.base import HeadDims
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import Eagle3Config, build_head
 from headstart.heads.families.eagle3.head import Eagle3Head

@@ -22,7 +22,8 @@ from reference.tiny import (
     teacher_of,
 )
 
-from headstart.heads.base import HeadDims, Teacher
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import MedusaConfig, build_head
 from headstart.heads.families.medusa.head import MedusaHead

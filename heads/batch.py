@@ -1,0 +1,165 @@
+"""A pack of documents with the target's features: what a head trains on.
+
+Shape legend (methods §0): R rows of a pack, T tokens of a document, A anchors (supervised rows), E edges between
+documents, D target hidden, K draft depths, k feature streams, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.positions import Anchors, find_anchors
+from headstart.heads.subsample import draw_rows
+from headstart.heads.transfer import to_device
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """What a head reads from the target at every row.
+
+    Attributes:
+        layer_ids: indices k of HF `hidden_states[k]` (0 < k < L), i.e. the *input* of decoder layer k: pre-norm
+            residual streams, ascending; empty when only the last hidden state is read.
+            The last hidden state (post-final-norm) is always captured: teachers need it.
+    """
+
+    layer_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class FeatureBatch:
+    """One pack of whole documents laid end to end; padding, if any, at the end (`doc_R` = -1).
+
+    Attributes:
+        tokens_R: int64 [R].
+        turn_R: int64 [R], assistant turn of the token within its document, -1 = unsupervised.
+        answer_R: int64 [R], the same for the answers alone, where more than them is supervised; None = turn_R.
+        doc_R: int64 [R], document index within the pack, -1 = padding.
+        position_R: int64 [R], rope position, restarting at 0 in every document.
+        doc_lengths: rows of each document, in order.
+        edges_E: int32, row offsets of the documents; rows of padding at the end form a document of their own.
+        longest: rows of the longest stretch between two edges (or an upper bound of it).
+        anchors: supervised rows (positions.find_anchors) for the head's K.
+        sample_ids: one id per document, for error messages.
+        hidden_RD: last hidden state **after the final norm**, or None before the target ran.
+        streams_RkD: **pre-norm** residual streams at FeatureSpec.layer_ids, or None.
+        teacher_argmax_A: int64 [A], argmax over the V tokens of the target's distribution at row_A + 1.
+    """
+
+    tokens_R: Tensor
+    turn_R: Tensor
+    doc_R: Tensor
+    position_R: Tensor
+    doc_lengths: tuple[int, ...]
+    edges_E: Tensor
+    longest: int
+    anchors: Anchors
+    sample_ids: tuple[str, ...] = ()
+    hidden_RD: Tensor | None = None
+    streams_RkD: Tensor | None = None
+    teacher_argmax_A: Tensor | None = None
+    answer_R: Tensor | None = None
+
+    @classmethod
+    def pack(
+        cls,
+        documents: list[tuple[Tensor, Tensor]],
+        max_depth: int,
+        pad_to: int = 0,
+        sample_ids: tuple[str, ...] = (),
+        answers: list[Tensor] | None = None,
+    ) -> FeatureBatch:
+        """Lay `(tokens_T, turn_T)` documents end to end and find the anchors (CPU).
+
+        Args:
+            answers: assistant turn of every token of each document [T], where `turn_T` tells otherwise (`answer_R`).
+        """
+        lengths = tuple(int(tokens.shape[0]) for tokens, _ in documents)
+        rows = max(sum(lengths), pad_to)
+        padding = rows - sum(lengths)
+        length_E = torch.tensor(lengths, dtype=torch.int64)
+        start_E = length_E.cumsum(0) - length_E
+        # few operations whatever the number of documents: this runs on the host at every step
+        tokens_R = torch.cat([*(tokens for tokens, _ in documents), torch.zeros(padding, dtype=torch.int64)])
+        turn_R = torch.cat([*(turn for _, turn in documents), torch.full((padding,), -1)])
+        inside_R = torch.repeat_interleave(torch.arange(len(lengths)), length_E)
+        doc_R = torch.cat((inside_R, torch.full((padding,), -1)))
+        position_R = torch.zeros(rows, dtype=torch.int64)
+        position_R[: len(inside_R)] = torch.arange(len(inside_R)) - start_E[inside_R]
+        anchors = find_anchors(turn_R, doc_R, max_depth)
+        stretches = lengths if sum(lengths) == rows else (*lengths, rows - sum(lengths))
+        edges_E = torch.tensor([0, *accumulate(stretches)], dtype=torch.int32)
+        answer_R = None if answers is None else torch.cat([*answers, torch.full((padding,), -1)])
+        return cls(
+            tokens_R, turn_R, doc_R, position_R, lengths, edges_E, max(stretches, default=0), anchors, sample_ids,
+            answer_R=answer_R,
+        )  # fmt: skip
+
+    def padded(self, rows: int, anchors: int, documents: int) -> FeatureBatch:
+        """The same batch in fixed shapes (for captured graphs): R = `rows`, A = `anchors`, E = `documents` + 2.
+
+        Padding anchors point at the last row, be it padding or the last of a document, which is never an anchor
+        itself; they have no supervised depth. Every depth's count becomes A and `depths_A` says which rows are active.
+        `longest` becomes R, the one bound that no later batch of these shapes can pass.
+        Raises: ValueError when the batch does not fit.
+        """
+        used = sum(self.doc_lengths)
+        if used > rows or len(self.anchors) > anchors or len(self.doc_lengths) > documents:
+            raise ValueError(
+                f"batch of {used} rows, {len(self.anchors)} anchors, {len(self.doc_lengths)} documents "
+                f"does not fit {rows} rows, {anchors} anchors, {documents} documents"
+            )
+
+        def grow(x: Tensor | None, size: int, value: int) -> Tensor | None:
+            if x is None or x.shape[0] == size:
+                return x
+            if x.shape[0] > size:
+                return x[:size]  # more padding than wanted
+            return torch.cat((x, x.new_full((size - x.shape[0], *x.shape[1:]), value)))
+
+        edges = self.edges_E[: len(self.doc_lengths) + 1]
+        return replace(
+            self,
+            tokens_R=grow(self.tokens_R, rows, 0),
+            turn_R=grow(self.turn_R, rows, -1),
+            doc_R=grow(self.doc_R, rows, -1),
+            position_R=grow(self.position_R, rows, 0),
+            edges_E=grow(edges, documents + 2, rows),
+            longest=rows,
+            anchors=self.anchors.padded(anchors, rows - 1),
+            hidden_RD=grow(self.hidden_RD, rows, 0),
+            streams_RkD=grow(self.streams_RkD, rows, 0),
+            teacher_argmax_A=grow(self.teacher_argmax_A, anchors, 0),
+            answer_R=grow(self.answer_R, rows, -1),
+        )
+
+    def subsampled(self, keep_K: Sequence[float], seed: int) -> FeatureBatch:
+        """The same batch with a random part of the rows of every depth (subsample.py).
+
+        The draw depends on the seed and the number of rows alone, and the device is not waited for.
+        """
+        draw = draw_rows(self.anchors.count_K, keep_K, torch.Generator().manual_seed(seed))
+        draw = draw.to(self.tokens_R.device, non_blocking=True)
+        argmax_A = self.teacher_argmax_A
+        return replace(
+            self,
+            anchors=self.anchors.subsampled(draw),
+            teacher_argmax_A=None if argmax_A is None else argmax_A[draw.order_A],
+        )
+
+    def teacher_hidden(self) -> Tensor:
+        """[A, D]: the post-norm hidden state whose distribution is the depth-1 teacher of each anchor (row_A + 1)."""
+        return self.hidden_RD[(self.anchors.row_A + 1).clamp(max=self.tokens_R.shape[0] - 1)]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> FeatureBatch:
+        moved: dict[str, Any] = {"anchors": self.anchors.to(device, non_blocking)}
+        for f in fields(self):
+            if isinstance(value := getattr(self, f.name), Tensor):
+                moved[f.name] = to_device(value, device, non_blocking)
+        return replace(self, **moved)

@@ -1,0 +1,43 @@
+"""The target's two frozen ends: what turns tokens into its input, and its last hidden state into logits.
+
+Shape legend: A rows, D target hidden, V target vocabulary, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headstart.heads.numerics import wide
+
+
+@dataclass
+class Teacher:
+    """The target's frozen output head: post-norm hidden state → next-token logits.
+
+    Attributes:
+        weight_VD: lm_head weight (the tied embedding where the target ties).
+        bias_V: lm_head bias, or None.
+        softcap: Gemma-style final logit soft-cap, or None.
+        scale: multiplier applied to the logits (Cohere/Granite style), 1 elsewhere.
+        norm_D: what the target's final RMSNorm multiplies by, or None; heads with a norm of their own start from it.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    norm_D: Tensor | None = None
+
+    def logits(self, hidden_AD: Tensor, ids_U: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """[A, V] (or [A, U], the columns of ids_U), float32 or `dtype`."""
+        weight = self.weight_VD if ids_U is None else self.weight_VD[ids_U]
+        bias = self.bias_V if self.bias_V is None or ids_U is None else self.bias_V[ids_U]
+        logits = nn.functional.linear(hidden_AD.to(weight.dtype), weight, bias)
+        if self.scale == 1.0 and self.softcap is None:
+            return wide(logits) if dtype is None else logits.to(dtype)
+        logits = wide(logits) * self.scale
+        logits = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return logits if dtype is None else logits.to(dtype)

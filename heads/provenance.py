@@ -34,7 +34,7 @@ def git_revision() -> str:
 def command_line() -> str:
     """The command that started this process, as a shell takes it; programs by their names, without their folders.
 
-    `headstart eval …` for an installed script, `python -m headstart.bench_decode …` for a module.
+    `headstart eval …` for an installed script, `python -m headstart.bench.decode …` for a module.
     """
     words = sys.orig_argv[1:] or sys.argv
     if words and not words[0].startswith("-"):

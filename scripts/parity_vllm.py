@@ -174,8 +174,8 @@ def compare(arguments: argparse.Namespace) -> int:
         "eval.decoding.decode",
         "eval.measuring.metrics",
         "eval.servers.served",
-        "found_heads",
-        "pipeline",
+        "pipeline.run",
+        "saved_heads",
         "serve_vllm",
     ):
         importlib.import_module(f"headstart.{needed}")  # a run takes hours: the checkout may change meanwhile
@@ -244,9 +244,9 @@ def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> P
     if arguments.heads is not None:
         given = arguments.heads / family
         return given / "head" if (given / "head").is_dir() else given
-    from headstart.pipeline import Run
+    from headstart.console import Console
+    from headstart.pipeline.run import Run
     from headstart.recipes.load import load_recipe
-    from headstart.talk import Talk
 
     # a Medusa head may share the target's lm_head: parity needs real drafts, not good ones
     own = {
@@ -255,7 +255,7 @@ def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> P
         "eagle3": [],
     }[family]
     where = [f"name=parity-{family}", f"run_dir={arguments.work / family}", f"target.name={arguments.target}"]
-    run = Run(load_recipe(arguments.recipe, [*own, *where, "target.dtype=float32", *arguments.set]), Talk(), target)
+    run = Run(load_recipe(arguments.recipe, [*own, *where, "target.dtype=float32", *arguments.set]), Console(), target)
     with run.steps.lock():
         run.save_recipe()
         run.distill()
@@ -269,9 +269,9 @@ def compare_family(
     import torch
 
     from headstart.eval.measuring.metrics import acceptance
-    from headstart.found_heads import bound_head
     from headstart.heads.formats import ExportConfig, export_head
     from headstart.heads.provenance import git_revision
+    from headstart.saved_heads import bound_head
 
     head = bound_head(directory, target, torch.float32)
     exported = arguments.work / "exports" / family

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from headstart.found_heads import find_head, require_same_head
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.dims import HeadDims
@@ -24,6 +23,7 @@ from headstart.heads.formats.loading import check_shapes, plan_load, skeleton
 from headstart.heads.formats.raw import open_checkpoint
 from headstart.heads.targets.target import Target
 from headstart.recipes.schema import Recipe
+from headstart.saved_heads import find_head, require_same_head
 
 #: what is asked, in the order in which the steps come; each returns what was found, and raises as the step would
 Question = Callable[[Recipe, Target], str]
@@ -32,7 +32,7 @@ Question = Callable[[Recipe, Target], str]
 def refuse_ahead(recipe: Recipe, target: Target) -> None:
     """Raise what training, evaluation, saving or exporting would raise for this recipe and target, or nothing.
 
-    Args: target: with or without weights (light.light_target); none are read.
+    Args: target: with or without weights (targets.weightless_target); none are read.
     Raises: ConfigError, TargetError or FormatError with the words of the step itself.
     """
     for question in QUESTIONS.values():

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from headstart.early import EarlyStop
-from headstart.talk import Talk
+from headstart.console import Console
+from headstart.startup import StartupStop
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
 Overrides = Annotated[
@@ -34,44 +34,45 @@ def folder_name(head: str) -> str:
     return (place.resolve().name if place.is_dir() else head.rstrip("/").split("/")[-1]) or "head"
 
 
-def keep_earlier(place: Path, step: str, names: Sequence[str], talk: Talk) -> None:
+def keep_earlier(place: Path, step: str, names: Sequence[str], console: Console) -> None:
     """Move files of an earlier command from where this one is about to write; says where they are."""
     from headstart.heads.files import set_aside
 
     kept = set_aside(place, step, [place / name for name in names])
     if kept is not None:
-        talk.say(f"what an earlier command had written to {place} is kept in {kept}")
+        console.say(f"what an earlier command had written to {place} is kept in {kept}")
 
 
 @contextmanager
-def speaking(as_json: bool, alone: str | None = None) -> Iterator[Talk]:
-    """A Talk for the body of a command; mistakes become one clean message and the right exit code.
+def speaking(as_json: bool, alone: str | None = None) -> Iterator[Console]:
+    """A Console for the body of a command; mistakes become one clean message and the right exit code.
 
     Args: alone: the command's name where it works or writes, which several ranks of a launch must not do at once.
     """
-    early = EarlyStop()
+    early = StartupStop()
     from headstart.heads.errors import HeadstartError, Terminated, explain_memory
     from headstart.signals import terminable
 
-    talk = Talk(as_json)
+    console = Console(as_json)
     try:
-        with terminable(), talk.stdout_guard():
+        with terminable(), console.stdout_guard():
             early.over()
             if alone is not None:
                 from headstart.train.sharing.distributed import refuse_ranks
 
                 refuse_ranks(alone)
-            yield talk
+            yield console
     except KeyboardInterrupt as stop:
-        talk.say("stopped; what was finished is kept, the same command continues")
+        console.say("stopped; what was finished is kept, the same command continues")
         raise typer.Exit(0 if isinstance(stop, Terminated) else 130) from None
     except Exception as error:
         mistake = explain_memory(error) or (_explained(error) if isinstance(error, OSError) else error)
         if not isinstance(mistake, HeadstartError):
             raise
-        talk.say(f"error: {mistake}", style="red")
+        console.say(f"error: {mistake}", style="red")
         if as_json:
-            talk.result({"error": {"type": type(mistake).__name__, "message": str(mistake)}, **(mistake.details or {})})
+            said = {"type": type(mistake).__name__, "message": str(mistake)}
+            console.result({"error": said, **(mistake.details or {})})
         raise typer.Exit(mistake.exit_code) from None
 
 

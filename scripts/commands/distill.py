@@ -7,13 +7,13 @@ from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Let the target answer the recipe's prompts (data.distill.prompts); resumable."""
-    with speaking(json, "distill") as talk:
+    with speaking(json, "distill") as console:
         from headstart.heads.errors import ConfigError
-        from headstart.pipeline import Run
+        from headstart.pipeline.run import Run
         from headstart.recipes.load import load_recipe
 
         # the answers are trained on: what training would refuse is asked before the first of them
-        run = Run(load_recipe(recipe, overrides or []), talk, ahead=("train",))
+        run = Run(load_recipe(recipe, overrides or []), console, ahead=("train",))
         with run.steps.lock():
             result = run.distill()
             if result is None:
@@ -21,4 +21,4 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
                     f"{recipe}: data.distill.prompts is empty: set data.distill.prompts=[{{path: prompts.jsonl}}]"
                 )
             run.save_recipe()
-        talk.result(result, f"{result['answers']} answers to {result['prompts']} prompts in {result['path']}")
+        console.result(result, f"{result['answers']} answers to {result['prompts']} prompts in {result['path']}")

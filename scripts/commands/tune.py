@@ -12,7 +12,7 @@ import typer
 
 from headstart.commands.common import Json, folder_name, keep_earlier, speaking, split_recipe
 from headstart.commands.evaluate import label_of, one_or_all
-from headstart.talk import Talk
+from headstart.console import Console
 
 
 def command(
@@ -40,7 +40,7 @@ def command(
     The winner is decoded for real; predicted and measured speed-up stand side by side. The choice goes into the head's
     headstart.json, where `headstart eval --head` finds it on the same card.
     """
-    with speaking(json, "tune") as talk:
+    with speaking(json, "tune") as console:
         from headstart.heads.errors import ConfigError
 
         recipe, words = split_recipe(arguments)
@@ -48,7 +48,7 @@ def command(
             raise ConfigError(
                 "tune: give a RECIPE, or --target T --data FILE.jsonl with --head DIR; see headstart tune --help"
             )
-        _tune(recipe, words, head, target, data, out, write, talk)
+        _tune(recipe, words, head, target, data, out, write, console)
 
 
 def _tune(
@@ -59,21 +59,21 @@ def _tune(
     data: list[str] | None,
     out: str | None,
     write: bool,
-    talk: Talk,
+    console: Console,
 ) -> None:
     from headstart.eval.tuning.tune import tune
     from headstart.eval.tuning.tune_report import tuning_table, tuning_text, write_tuning
-    from headstart.found_heads import bound_head, find_head, trained_date, trained_otherwise
     from headstart.heads.published import published
-    from headstart.loading import loaded_target
-    from headstart.pipeline import Run
+    from headstart.pipeline.markers import locked
+    from headstart.pipeline.run import Run
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_evaluation, load_recipe
-    from headstart.steps import locked
+    from headstart.saved_heads import bound_head, find_head, trained_date, trained_otherwise
+    from headstart.targets import loaded_target
 
     settings = load_evaluation(recipe, words, {"target.name": target, "eval.data": one_or_all(data)})
     if recipe is not None and head is None and settings.eval.drafter == "auto":
-        run = Run(load_recipe(recipe, words), talk)
+        run = Run(load_recipe(recipe, words), console)
         head, out = str(run.head_dir), out or str(run.dir / "tune")
         settings.eval.data = settings.eval.data or str(run.held_out_path)
     named = label_of(settings.eval)
@@ -82,24 +82,24 @@ def _tune(
     label = folder_name(head) if head is not None else settings.eval.drafter
     folder = Path(out) if out else Path("runs") / "tune" / f"{label}-{named}"
     with locked(folder, "--out"):
-        loaded = loaded_target(settings.target, talk)
+        loaded = loaded_target(settings.target, console)
         drafting = bound_head(place, loaded) if place is not None else None
         if warning := trained_otherwise(place, loaded):
-            talk.say(warning)
-        with talk.progress("tune", "steps") as advance:
+            console.say(warning)
+        with console.progress("tune", "steps") as advance:
             found = tune(loaded, drafting, settings.eval, settings.tune, advance)
-        keep_earlier(folder, "tune", ("tune.json", "tune.md"), talk)
+        keep_earlier(folder, "tune", ("tune.json", "tune.md"), console)
         names = names_of(settings.environment)
-        path = write_tuning(found, folder, {"head": head}, talk.say, names)
+        path = write_tuning(found, folder, {"head": head}, console.say, names)
         if write and place is not None:
-            _keep(place, published(found.entry(), names), talk)
-    talk.result({**found.to_json(), "head": head, "report": str(path)}, lambda: tuning_table(found))
-    if not talk.as_json:
-        talk.result(None, lambda: tuning_text(found))
-        talk.result(None, f"report: {folder / 'tune.md'} (and tune.json)")
+            _keep(place, published(found.entry(), names), console)
+    console.result({**found.to_json(), "head": head, "report": str(path)}, lambda: tuning_table(found))
+    if not console.as_json:
+        console.result(None, lambda: tuning_text(found))
+        console.result(None, f"report: {folder / 'tune.md'} (and tune.json)")
 
 
-def _keep(place: Path, entry: dict[str, Any], talk: Talk) -> None:
+def _keep(place: Path, entry: dict[str, Any], console: Console) -> None:
     """Note the choice in the head's sidecar, beside those for other cards."""
     from headstart.heads.errors import FormatError
     from headstart.heads.formats.sidecar import annotate, notes
@@ -107,6 +107,6 @@ def _keep(place: Path, entry: dict[str, Any], talk: Talk) -> None:
     try:
         annotate(place, {"tuned": {**notes(place).get("tuned", {}), entry["device"]: entry}})
     except FormatError as error:
-        talk.say(f"not kept with the head: {error}; give the overrides above to `headstart eval`")
+        console.say(f"not kept with the head: {error}; give the overrides above to `headstart eval`")
         return
-    talk.say(f"kept in {place / 'headstart.json'}: `headstart eval --head` uses it on this card")
+    console.say(f"kept in {place / 'headstart.json'}: `headstart eval --head` uses it on this card")

@@ -29,7 +29,7 @@ def test_every_way_of_sharing_has_the_losses_of_one_gpu(tmp_path):
     gpus, out = str(torch.cuda.device_count()), tmp_path / "scaling.json"
     cases = ["ddp", "ddp_saving", "fsdp2", "fsdp2_target"]
     subprocess.run(
-        [sys.executable, "-m", "headstart.bench_scaling", "--preset", "tiny", "--gpus", "1", gpus, "--cases", *cases,
+        [sys.executable, "-m", "headstart.bench.scaling", "--preset", "tiny", "--gpus", "1", gpus, "--cases", *cases,
          "--tokens", "2048", "--length", "256", "--depth", "3", "--out", str(out)],
         check=True, timeout=500,
     )  # fmt: skip

@@ -14,8 +14,8 @@ from headstart.heads.provenance import command_line
     [
         (["/a/bin/python3", "/a/bin/headstart", "eval", "--data", "my file"], "headstart eval --data 'my file'"),
         (
-            ["/a/bin/python3", "-m", "headstart.bench_decode", "--batch", "1"],
-            "python -m headstart.bench_decode --batch 1",
+            ["/a/bin/python3", "-m", "headstart.bench.decode", "--batch", "1"],
+            "python -m headstart.bench.decode --batch 1",
         ),
         (["/a/bin/python3", "/home/me/tools/measure.py", "a=b"], "python measure.py a=b"),
     ],

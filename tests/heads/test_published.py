@@ -285,7 +285,7 @@ def test_a_document_without_end_is_refused() -> None:
             "headstart run r 'data.distill.prompts=[{path: own data, limit: 3}]' 'eval.batch_sizes=[1,2]'",
         ),
         ("headstart run r 'train.project=${oc.env:X,acme}'", "headstart run r 'train.project=…'"),
-        ("python -m headstart.bench_decode --out acme.json 0.5", "python -m headstart.bench_decode --out DIR 0.5"),
+        ("python -m headstart.bench.decode --out acme.json 0.5", "python -m headstart.bench.decode --out DIR 0.5"),
         ("python acme.py --tokens 5 /srv/acme", "python SCRIPT.py --tokens 5 FILE"),
         ("python -m acme.tool x", "python SCRIPT.py x"),
         ("python -m headstart run /a/acme.yaml", "python -m headstart run RECIPE.yaml"),

@@ -8,12 +8,12 @@ import pytest
 
 from headstart.data.config import SourceConfig
 from headstart.eval.prompts import eval_sources
-from headstart.found_heads import find_head
 from headstart.heads.errors import ConfigError, HeadstartError, TargetError
 from headstart.heads.repository import check_head_name, is_repository
 from headstart.heads.targets import fetch
 from headstart.heads.targets.fetch import locate_target
 from headstart.recipes.load import load_exporting, load_recipe
+from headstart.saved_heads import find_head
 
 BAD = ["me/he ad", "me/a--b", "me/x..y", "me/" + "x" * 97, "-me/x", "me/x.git", "me/ü"]
 
@@ -24,8 +24,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("the Hub was asked")
 
     monkeypatch.setattr(fetch, "hub_refusal", asked)
-    monkeypatch.setattr("headstart.found_heads.hub_refusal", asked)
-    monkeypatch.setattr("headstart.found_heads.fetch_head", asked)
+    monkeypatch.setattr("headstart.saved_heads.hub_refusal", asked)
+    monkeypatch.setattr("headstart.saved_heads.fetch_head", asked)
     monkeypatch.chdir(tmp_path)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from headstart.eval.prompts import load_prompts
 from headstart.heads.errors import DataError
-from headstart.steps import locked
+from headstart.pipeline.markers import locked
 
 ONLY_FILES = ("data.distill.prompts=[]", "train.epochs=1")
 

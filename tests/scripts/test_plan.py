@@ -144,7 +144,7 @@ def test_a_refused_plan_is_one_json_document_with_the_plan(headstart: Callable, 
 
 def test_stated_data_of_any_size_is_counted_as_real_data_is(headstart: Callable, recipe: Path) -> None:
     from headstart.data.packing import plan_packs
-    from headstart.planning import DataShape
+    from headstart.plan import DataShape
 
     for samples, length, budget in ((1, 7, 30), (1023, 7, 30), (5000, 7, 30), (3000, 40, 30), (2048, 30, 30)):
         stated = DataShape.equal(samples, length, budget, "")

@@ -18,10 +18,10 @@ from headstart.heads.families import build_head
 from headstart.heads.formats import save_head
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
-from headstart.light import light_target
 from headstart.recipes.load import load_recipe
 from headstart.refusals import planned_head, refuse_ahead, require_decoding
 from headstart.serving_check import compare_features
+from headstart.targets import weightless_target
 
 SIZES = {
     "vocab_size": 259,
@@ -122,7 +122,7 @@ def test_later_refusals_come_first(case: str, recipe: Path, target_of: Callable[
     overrides = [f"target.name={target_of(name, **changes)}", *retyped(recipe, overrides)]
     settings = load_recipe(recipe, overrides)
     with pytest.raises(kind, match=words):
-        refuse_ahead(settings, light_target(settings.target))
+        refuse_ahead(settings, weightless_target(settings.target))
 
 
 def test_tensors_that_shards_cannot_be_filled_from(recipe: Path, target_of: Callable[..., Path]) -> None:
@@ -131,12 +131,12 @@ def test_tensors_that_shards_cannot_be_filled_from(recipe: Path, target_of: Call
     place = target_of("Qwen3Moe", weights=True, **SMALL, **experts)
     sharded = load_recipe(recipe, [f"target.name={place}", "target.parallel=fsdp2"])
     with pytest.raises(TargetError, match="do not hold the model's tensors as it names them: missing"):
-        refuse_ahead(sharded, light_target(sharded.target))
+        refuse_ahead(sharded, weightless_target(sharded.target))
     whole = load_recipe(recipe, [f"target.name={place}"])
-    refuse_ahead(whole, light_target(whole.target))
+    refuse_ahead(whole, weightless_target(whole.target))
     shutil.rmtree(place)
     sharded = load_recipe(recipe, [f"target.name={target_of('Llama', weights=True)}", "target.parallel=fsdp2"])
-    refuse_ahead(sharded, light_target(sharded.target))
+    refuse_ahead(sharded, weightless_target(sharded.target))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma", "Gemma2", "GptOss", "Phi", "Starcoder2", "Nemotron", "GPTNeoX"])
@@ -148,7 +148,7 @@ def test_what_works_is_not_refused(name: str, head: str, recipe: Path, target_of
     wanted = next((found for key, found in engines.items() if key in head), "[portable, vllm, tgi, tensorrt_llm]")
     overrides = retyped(recipe, [f"head={head}"]) + [f"export.engines={wanted}"]
     settings = load_recipe(recipe, [f"target.name={target_of(name, **SMALL)}", *overrides])
-    refuse_ahead(settings, light_target(settings.target))
+    refuse_ahead(settings, weightless_target(settings.target))
 
 
 def test_every_command_asks(headstart: Callable, recipe: Path, target_of: Callable[..., Path], tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_every_command_asks(headstart: Callable, recipe: Path, target_of: Callab
 def test_a_head_to_go_on_from_is_asked_too(recipe: Path, target_of: Callable[..., Path], tmp_path: Path) -> None:
     place = target_of("Gemma", **SMALL)
     settings = load_recipe(recipe, [f"target.name={place}"])
-    target = light_target(settings.target)
+    target = weightless_target(settings.target)
     given = build_head(replace(settings.head, hidden_act="gelu"), target.dims)
     given.draft_ids_U.copy_(torch.arange(64))
     save_head(given, tmp_path / "given", {})
@@ -221,7 +221,7 @@ def test_packages_that_are_missing_are_named(headstart: Callable, recipe: Path, 
     config = json.loads((place / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
     (place / "config.json").write_text(json.dumps(config))
-    for load in (light_target, load_target):
+    for load in (weightless_target, load_target):
         with pytest.raises(TargetError, match="cannot be loaded: (?s:.*)weights are not quantised"):
             load(TargetConfig(name=str(place), device="cpu"))
 
@@ -230,7 +230,7 @@ def test_packages_that_are_missing_are_named(headstart: Callable, recipe: Path, 
 def test_no_sdpa_means_eager_and_is_said(name: str, target_of: Callable[..., Path]) -> None:
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if name == "GptOss" else {}
     config = TargetConfig(name=str(target_of(name, weights=True, **SMALL, **experts)), device="cpu")
-    for target in (light_target(config), load_target(config)):
+    for target in (weightless_target(config), load_target(config)):
         assert target.model.config._attn_implementation == "eager"
         assert f"{name}ForCausalLM has no sdpa attention: target.attn_implementation=eager is taken" in target.notes
 
@@ -239,7 +239,7 @@ def test_a_config_that_its_code_does_not_fit_is_a_clear_error(target_of: Callabl
     place = target_of("Llama", weights=True)
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "spiral"}}))
-    for load in (light_target, load_target):
+    for load in (weightless_target, load_target):
         with pytest.raises(TargetError, match="cannot be loaded: KeyError: 'spiral'. Its config or its code does not"):
             load(TargetConfig(name=str(place), device="cpu"))
 

@@ -22,7 +22,7 @@ from headstart.data.samples import Sample
 from headstart.data.split import Split
 from headstart.heads.errors import TrainingError
 from headstart.heads.provenance import git_revision
-from headstart.pipeline import held_out_prompts
+from headstart.pipeline.run import held_out_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 from train_fakes import forked  # noqa: E402
@@ -229,7 +229,7 @@ def test_a_signal_saves_and_the_run_continues(
 
 
 def test_two_commands_do_not_share_a_run_directory(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
-    from headstart.steps import Steps
+    from headstart.pipeline.markers import Steps
 
     with Steps(tmp_path / "run", print).lock():
         refused = headstart("run", recipe)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from headstart.found_heads import trained_date
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle.head import EagleConfig
 from headstart.heads.formats import save_head
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
+from headstart.saved_heads import trained_date
 
 TEMPLATE = (
     "{{ 'On ' + strftime_now('%d %b %Y') + '\n' }}{% for m in messages %}"

@@ -77,7 +77,7 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class Early(Protocol):
-    """SIGTERM before there is anything to save; see headstart.early."""
+    """SIGTERM before there is anything to save; see headstart.startup."""
 
     @property
     def received(self) -> bool: ...

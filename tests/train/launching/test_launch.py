@@ -19,9 +19,9 @@ from tiny_run import losses, make_place
 from train_fakes import forked
 
 from headstart import ranks as ranks_module
-from headstart.early import EarlyStop
-from headstart.ranks import main
+from headstart.startup import StartupStop
 from headstart.train.checkpoints.checkpoint import CheckpointStore
+from headstart.train_on_ranks import main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -98,7 +98,7 @@ def fork_ranks(ranks: int, place: Path, name: str, own_process: bool = False) ->
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        early = EarlyStop() if own_process else None
+        early = StartupStop() if own_process else None
         assert main([str(place / "recipe.yaml"), f"run_dir={place / name}"], early) == 0
 
     stderr = [place / f"{name}.{rank}.err" for rank in range(ranks)]
@@ -128,7 +128,7 @@ def test_a_stop_between_meeting_and_watching_ends_every_rank_well(place, signall
 
 def test_a_signal_after_the_last_word_changes_nothing(place):
     def work() -> None:
-        assert main([str(place / "recipe.yaml"), f"run_dir={place / 'late'}", "train.steps=1"], EarlyStop()) == 0
+        assert main([str(place / "recipe.yaml"), f"run_dir={place / 'late'}", "train.steps=1"], StartupStop()) == 0
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
 

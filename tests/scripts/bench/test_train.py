@@ -1,4 +1,4 @@
-"""`python -m headstart.bench_train` at sizes of a toy."""
+"""`python -m headstart.bench.train` at sizes of a toy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart import bench_scaling, bench_train
+from headstart.bench import scaling, train
 
 SMALL = "--preset tiny --tokens 128 --length 64 --depth 3 --steps 2 --matmul-tflops 0.01".split()
 
@@ -23,8 +23,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list
     out = tmp_path / "speed.json"
 
     def call(*arguments: str | Path) -> list[dict[str, Any]]:
-        monkeypatch.setattr("sys.argv", ["bench_train", *map(str, arguments), "--out", str(out)])
-        bench_train.main()
+        monkeypatch.setattr("sys.argv", ["bench.train", *map(str, arguments), "--out", str(out)])
+        train.main()
         return json.loads(out.read_text())
 
     call.out = out  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ def test_gpus_refuses_what_it_would_ignore(
     assert ended.value.code == 2 and named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [bench_train, bench_scaling])
+@pytest.mark.parametrize("module", [train, scaling])
 def test_a_launch_of_several_ranks_is_refused_with_the_command_that_starts_them(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 
@@ -33,12 +34,12 @@ class Harmless:
     def __init__(self, shown: RenderableType):
         self.shown = shown
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterator[Segment]:
         for text, style, control in console.render(self.shown, options):
             yield Segment(text if control else plain(text), style, control)
 
 
-class Talk:
+class Console:
     """Speaks for one command.
 
     Args:
@@ -49,7 +50,7 @@ class Talk:
     def __init__(self, as_json: bool = False, silent: bool = False):
         self.as_json, self.silent = as_json, silent
         self._out = sys.stdout
-        self._console = Console(stderr=True, highlight=False, markup=False, quiet=silent)
+        self._console = RichConsole(stderr=True, highlight=False, markup=False, quiet=silent)
 
     def say(self, message: str, style: str | None = None) -> None:
         """One message on stderr."""
@@ -66,7 +67,7 @@ class Talk:
             encoding = self._out.encoding or "utf-8"
             made = self._made(shown) if callable(shown) else shown
             terminal = self._out.isatty()
-            console = Console(file=self._out, highlight=False, markup=False, width=None if terminal else 140)
+            console = RichConsole(file=self._out, highlight=False, markup=False, width=None if terminal else 140)
             with console.capture() as kept:
                 if isinstance(made, str):
                     console.print(plain(made), soft_wrap=True)
@@ -130,7 +131,7 @@ def _json_line(value: Any, encoding: str | None) -> str:
 
 
 @contextmanager
-def _bar(console: Console, label: str, unit: str) -> Iterator[Advance]:
+def _bar(console: RichConsole, label: str, unit: str) -> Iterator[Advance]:
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

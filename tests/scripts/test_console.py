@@ -9,23 +9,23 @@ import pytest
 from rich.console import Group
 from rich.table import Table
 
-from headstart.talk import Talk
+from headstart.console import Console
 
 HOSTILE = "[red]a[/red] [bold] \x1b[31m\x9b2J\rb"
 SHOWN = "[red]a[/red] [bold] \\x1b[31m\\x9b2J\\rb"
 
 
-def told(capsys: pytest.CaptureFixture[str], *, as_json: bool = False) -> tuple[Talk, io.StringIO]:
-    talk = Talk(as_json)
-    talk._out = out = io.StringIO()
-    return talk, out
+def told(capsys: pytest.CaptureFixture[str], *, as_json: bool = False) -> tuple[Console, io.StringIO]:
+    console = Console(as_json)
+    console._out = out = io.StringIO()
+    return console, out
 
 
 def test_messages_and_results_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    talk, out = told(capsys)
-    talk.say(f"{HOSTILE}\nnext")
+    console, out = told(capsys)
+    console.say(f"{HOSTILE}\nnext")
     assert capsys.readouterr().err == f"{SHOWN}\nnext\n"
-    talk.result(None, f"{HOSTILE}\nnext")
+    console.result(None, f"{HOSTILE}\nnext")
     assert out.getvalue() == f"{SHOWN}\nnext\n"
 
 
@@ -34,23 +34,23 @@ def test_tables_and_groups_are_shown_as_they_are(capsys: pytest.CaptureFixture[s
     table = Table(title=hostile)
     table.add_column(f"column {hostile}")
     table.add_row(f"cell {hostile}")
-    talk, out = told(capsys)
-    talk.result(None, Group(table, f"alone {HOSTILE}"))
+    console, out = told(capsys)
+    console.result(None, Group(table, f"alone {HOSTILE}"))
     for place in ("", "column ", "cell ", "alone "):
         assert f"{place}{shown}" in out.getvalue()
     assert "\x1b" not in out.getvalue() and "\r" not in out.getvalue()
 
 
 def test_progress_lines_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    talk, _ = told(capsys)
-    with talk.progress(f"[red]{HOSTILE}", "x") as advance:
+    console, _ = told(capsys)
+    with console.progress(f"[red]{HOSTILE}", "x") as advance:
         advance(1, 2, HOSTILE)
     assert capsys.readouterr().err.startswith(f"[red]{SHOWN}: {SHOWN}\n")
 
 
 def test_json_keeps_the_values_and_disturbs_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    talk, out = told(capsys, as_json=True)
+    console, out = told(capsys, as_json=True)
     value = {"task": HOSTILE, "half": "\ud83d", "turned": "\u202e", "τ": "é\u2028"}
-    talk.result(value)
+    console.result(value)
     assert json.loads(out.getvalue()) == value
     assert not set(out.getvalue()) & set("\x1b\x9b\r\ud83d\u202e\u2028") and "τ" in out.getvalue()

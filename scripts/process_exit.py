@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 
-class Ending:
+class ProcessExit:
     """`leave` ends this process with its own exit code; before it, nothing changes.
 
     Gloo's threads release a collective's tensors when they get to it, and a daemon thread may be inside an operation of
@@ -31,7 +31,7 @@ class Ending:
         """End with `code`; SIGTERM no longer changes it.
 
         Args:
-            over: called once SIGTERM is ignored: ends what took it until now (EarlyStop.over).
+            over: called once SIGTERM is ignored: ends what took it until now (StartupStop.over).
             at_once: without exit functions and without waiting for threads, which may be stuck.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

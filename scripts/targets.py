@@ -1,4 +1,4 @@
-"""A target without its weights: for commands that only look."""
+"""The targets of commands: with their weights for work, without them for questions that the shapes answer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ from typing import Any
 
 import torch
 
-from headstart.heads.targets.load import load_tokenizer, loading, locate, with_attention
+from headstart.console import Console
+from headstart.eval.kernels.launch import wake_compiler
+from headstart.heads.targets.load import load_target, load_tokenizer, loading, locate, with_attention
 from headstart.heads.targets.target import Target, TargetConfig
 
 
-def light_target(config: TargetConfig) -> Target:
+def loaded_target(config: TargetConfig, console: Console) -> Target:
+    """Load the target and say so first, because it may take minutes; its notes are said afterwards.
+
+    Raises: TargetError as `load_target` does.
+    """
+    console.say(f"loading target {config.name} …")
+    wake_compiler()
+    target = load_target(config)
+    for note in target.notes:
+        console.say(f"target: {note}")
+    return target
+
+
+def weightless_target(config: TargetConfig) -> Target:
     """The target without weights: tokenizer, dimensions and stop tokens, in seconds whatever its size.
 
     Raises: TargetError naming the target and the remedy.

@@ -1,6 +1,6 @@
 """How fast a target decodes, verifies and is drafted for, and where the time goes.
 
-    python -m headstart.bench_decode --preset llama-3.1-8b --out results.json
+    python -m headstart.bench.decode --preset llama-3.1-8b --out results.json
 
 Weights are random (shapes decide the speed), acceptance is synthetic (a probability per level). Cases:
 
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.bench_presets import PRESETS, print_kernels, random_target
+from headstart.bench.presets import PRESETS, print_kernels, random_target
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Decoded, decode, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
@@ -44,10 +44,10 @@ from headstart.eval.kernels import attention
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth
 from headstart.eval.kernels.linear import graph_time, measure
-from headstart.found_heads import untrained_head
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.targets.target import Target
+from headstart.saved_heads import untrained_head
 
 #: acceptance by level: τ = 1 + Σ Π = 2.8 in a chain of 3, 6.1 in a tree of 8 levels
 CHAIN_RATES, TREE_RATES = (0.766,) * 3, (0.899,) * 8
@@ -184,7 +184,7 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
     def record(case: str, value: float, unit: str = "ms") -> None:
         records.append(
             Record(
-                case, value, unit, origin["device"], "python -m headstart.bench_decode " + " ".join(sys.argv[1:]),
+                case, value, unit, origin["device"], "python -m headstart.bench.decode " + " ".join(sys.argv[1:]),
                 origin["git_revision"], origin["versions"], arguments.preset, arguments.context, arguments.batch,
             )
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """How training scales over the GPUs of a machine, and whether it stays the same training.
 
-    python -m headstart.bench_scaling --gpus 1 4 --cases ddp fsdp2 fsdp2_target --out docs/results/scaling.json
+    python -m headstart.bench.scaling --gpus 1 4 --cases ddp fsdp2 fsdp2_target --out docs/results/scaling.json
 
 Every case runs the training loop itself on live features of a random target (shapes decide the speed; equal weights and
 data in every case). One pack per GPU and step; efficiency is tokens/s per GPU over that of one GPU. `loss_delta` is the
@@ -47,10 +47,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from headstart.bench_presets import PRESETS, refuse_ranks
+from headstart.bench.presets import PRESETS, refuse_ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
-from headstart.ending import Ending
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import FAMILIES, build_head
@@ -58,6 +57,7 @@ from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.targets.sharded import ShardedTarget, fill, shard_group
 from headstart.heads.targets.target import Target, TargetConfig
+from headstart.process_exit import ProcessExit
 from headstart.train.config import TrainConfig
 from headstart.train.launching.setup import make_accelerator
 from headstart.train.launching.watch import Watch
@@ -256,7 +256,7 @@ def overdue(name: str, seconds: float) -> None:
 
 def run_rank(options: argparse.Namespace) -> None:
     accelerator = make_accelerator("cuda" if torch.cuda.is_available() else "cpu")
-    ending = Ending()
+    ending = ProcessExit()
     try:
         with Watch():
             run_jobs(options, accelerator)
@@ -315,7 +315,7 @@ def launch(gpus: int, jobs: list[str], arguments: list[str], report: Callable[[l
         with tempfile.TemporaryDirectory() as place:
             result = Path(place, "result.jsonl")
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m"]
-            command += ["headstart.bench_scaling", *arguments, "--jobs", *jobs, "--result", str(result)]
+            command += ["headstart.bench.scaling", *arguments, "--jobs", *jobs, "--result", str(result)]
             process = subprocess.Popen(command)
             seen = 0
             running = True
@@ -402,14 +402,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
-    options.command = "python -m headstart.bench_scaling " + " ".join(arguments)
+    options.command = "python -m headstart.bench.scaling " + " ".join(arguments)
     if options.steps < 2 * RECORD:
         parser.error(f"--steps: found {options.steps}, expected {2 * RECORD} or more: the first {RECORD} are not timed")
     if options.result is not None:
         run_rank(options)
         return 0
     try:
-        refuse_ranks("bench_scaling")
+        refuse_ranks("bench.scaling")
     except ConfigError as error:
         parser.error(str(error))
     there = torch.cuda.device_count() if torch.cuda.is_available() else max(options.gpus)

@@ -1,10 +1,10 @@
 """How fast a head trains, and where the time goes.
 
-    python -m headstart.bench_train --preset llama-3.1-8b --cases fixed_all fixed_40 long_32k --out results.json
-    python -m headstart.bench_train --preset llama-3.1-8b --cases real_lengths --data answers.jsonl --target NAME
-    headstart train smollm2-eagle3 && python -m headstart.bench_train --cases smollm2_real --run runs/smollm2-eagle3
-    python -m headstart.bench_train --supervised-fraction 0.3 --lengths real --online --data answers.jsonl --target NAME
-    python -m headstart.bench_train --preset llama-3.1-8b --gpus 1 2 4
+    python -m headstart.bench.train --preset llama-3.1-8b --cases fixed_all fixed_40 long_32k --out results.json
+    python -m headstart.bench.train --preset llama-3.1-8b --cases real_lengths --data answers.jsonl --target NAME
+    headstart train smollm2-eagle3 && python -m headstart.bench.train --cases smollm2_real --run runs/smollm2-eagle3
+    python -m headstart.bench.train --supervised-fraction 0.3 --lengths real --online --data answers.jsonl --target NAME
+    python -m headstart.bench.train --preset llama-3.1-8b --gpus 1 2 4
 
 Weights are random (shapes decide the speed), except in `smollm2_real`, which reads what a real training run recorded.
 One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same
@@ -13,7 +13,7 @@ of the `real` cases are those of the conversations in --data under the tokenizer
 
 With --gpus the online case runs on one and on each of those numbers of GPUs of this machine, data parallel, in
 processes that this one starts: tokens/s, efficiency per GPU against one GPU, and the largest difference from one GPU's
-losses at the same global batch. It is `headstart.bench_scaling --cases ddp`, which knows the other ways of sharing.
+losses at the same global batch. It is `headstart.bench.scaling --cases ddp`, which knows the other ways of sharing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart import bench_scaling
-from headstart.bench_presets import PRESETS, print_kernels, random_target, refuse_ranks
+from headstart.bench import scaling
+from headstart.bench.presets import PRESETS, print_kernels, random_target, refuse_ranks
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import plan_packs
 from headstart.data.prepare import prepare
@@ -283,7 +283,7 @@ def bench_case(
     return Record(
         case.name, preset, tokens / step_ms * 1e3, supervised / step_ms * 1e3, flops / (step_ms / 1e3) / matmul, peak,
         compile_s, compiles, step_ms, split, tokens, supervised, len(case.lengths), steps, matmul / 1e12,
-        origin["device"], "python -m headstart.bench_train " + " ".join(sys.argv[1:]), origin["git_revision"],
+        origin["device"], "python -m headstart.bench.train " + " ".join(sys.argv[1:]), origin["git_revision"],
         origin["versions"], getattr(head.config, "row_fraction", 1.0),
     )  # fmt: skip
 
@@ -307,9 +307,9 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
 
     The run's own data is prepared again to count its multiply-adds. Card and versions are those the run wrote down.
     """
-    from headstart.pipeline import Run
+    from headstart.console import Console
+    from headstart.pipeline.run import Run
     from headstart.recipes.load import load_recipe
-    from headstart.talk import Talk
 
     if arguments.run is None:
         raise ConfigError("--run: not given; smollm2_real is read from a finished run, e.g. --run runs/smollm2-eagle3")
@@ -319,7 +319,7 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
         raise ConfigError(f"--run: {arguments.run} holds {len(records)} records of training, expected 4 or more")
     overrides = [f"target.name={arguments.target}"]
     overrides += [f"data.sources=[{{path: {arguments.data}}}]"] if arguments.data is not None else []
-    run = Run(load_recipe(arguments.run / "recipe.yaml", overrides), Talk(silent=True))
+    run = Run(load_recipe(arguments.run / "recipe.yaml", overrides), Console(silent=True))
     data = run.prepare()
     trained = run.trained_samples(data)
     head = run.fresh_head(data)
@@ -340,7 +340,7 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
         flops / tokens * rate / matmul, last.get("memory_gib", 0.0), max(captured, 0.0), int(last.get("captures", 0)),
         seconds / steps * 1e3, {"data_wait": statistics.mean(r["data_wait"] for r in half) * seconds / steps * 1e3},
         tokens, last["supervised_tokens"], len(trained), last["step"], matmul / 1e12, origin["device"],
-        "python -m headstart.bench_train " + " ".join(sys.argv[1:]), origin["git_revision"], origin["versions"],
+        "python -m headstart.bench.train " + " ".join(sys.argv[1:]), origin["git_revision"], origin["versions"],
         getattr(head.config, "row_fraction", 1.0),
     )  # fmt: skip
 
@@ -394,7 +394,7 @@ ONE_GPU_ONLY: dict[str, tuple[object, ...]] = {
 
 
 def bench_gpus(arguments: argparse.Namespace) -> int:
-    """--gpus: the online case on each number of GPUs, by the launcher of bench_scaling; its exit code."""
+    """--gpus: the online case on each number of GPUs, by the launcher of bench.scaling; its exit code."""
     for name, allowed in ONE_GPU_ONLY.items():
         value = getattr(arguments, name)
         if value not in allowed:
@@ -406,7 +406,7 @@ def bench_gpus(arguments: argparse.Namespace) -> int:
     for name in ("tokens", "length", "depth", "steps", "out"):
         value = getattr(arguments, name)
         command += [f"--{name}", str(value)] if value is not None else []
-    return bench_scaling.main(command)
+    return scaling.main(command)
 
 
 def print_record(record: Record) -> None:
@@ -442,11 +442,11 @@ def main() -> None:
         "--out",
         type=Path,
         help="JSON list to write: rows of the same case, preset and row fraction are replaced; with --gpus a list of "
-        "bench_scaling's rows, appended to",
+        "bench.scaling's rows, appended to",
     )
     arguments = parser.parse_args()
     try:
-        refuse_ranks("bench_train")
+        refuse_ranks("bench.train")
         if arguments.gpus is not None:
             sys.exit(bench_gpus(arguments))
         arguments.cases, arguments.steps = arguments.cases or ["custom"], arguments.steps or 10

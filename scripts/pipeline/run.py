@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from headstart import identity
+from headstart.console import Console
 from headstart.data.config import DistillConfig, SourceConfig
 from headstart.data.distill import distill
 from headstart.data.features import OnlineFeatures, StoredFeatures, build_store
@@ -28,7 +29,6 @@ from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import load_conversations, read_prompts
 from headstart.data.split import SPLIT_RULE
 from headstart.eval.measuring.report import render_saved
-from headstart.found_heads import bound_head, continued_head, exported, find_head, untrained_head
 from headstart.heads import vocab
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, FormatError, Terminated
@@ -41,12 +41,12 @@ from headstart.heads.provenance import provenance
 from headstart.heads.published import published
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.template_date import shown_date
-from headstart.loading import loaded_target
+from headstart.pipeline.markers import Begin, Steps, no_begin
 from headstart.recipes.environment import names_of
 from headstart.recipes.load import to_dict, to_yaml
 from headstart.recipes.schema import Recipe
-from headstart.steps import Begin, Steps, no_begin
-from headstart.talk import Talk
+from headstart.saved_heads import bound_head, continued_head, exported, find_head, untrained_head
+from headstart.targets import loaded_target
 from headstart.train.checkpoints.resume import TRAINED
 
 #: settings that change how training is watched, not what it makes
@@ -98,14 +98,14 @@ class Run:
     def __init__(
         self,
         recipe: Recipe,
-        talk: Talk,
+        console: Console,
         target: Target | None = None,
         device: str | None = None,
         ahead: Sequence[str] = (),
     ):
-        self.recipe, self.talk, self.ahead = recipe, talk, ahead
+        self.recipe, self.console, self.ahead = recipe, console, ahead
         self.dir = Path(recipe.run_dir)
-        self.steps = Steps(self.dir, talk.say, self.check)
+        self.steps = Steps(self.dir, console.say, self.check)
         self._target, self._device = target, device
         self._prepared: PreparedData | None = None
 
@@ -113,9 +113,9 @@ class Run:
     def target(self) -> Target:
         if self._target is None:
             config = dated_target(self.recipe)
-            self._target = loaded_target(replace(config, device=self._device) if self._device else config, self.talk)
+            self._target = loaded_target(replace(config, device=self._device) if self._device else config, self.console)
             shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
-            if shown is not None and not self.talk.silent and not place.is_file():
+            if shown is not None and not self.console.silent and not place.is_file():
                 write_text(place, f"{shown}\n")  # the day on which this run began, for every command after this one
         return self._target
 
@@ -267,7 +267,7 @@ class Run:
             generator = EngineGenerator(self.target, data.distill)
         target, counted = self.target, (0, 0)
         self._begin(begin)
-        with self.talk.progress("distill", "answers") as advance:
+        with self.console.progress("distill", "answers") as advance:
 
             def progress(done: int, total: int, message: str) -> None:
                 nonlocal counted
@@ -306,12 +306,12 @@ class Run:
             tokenizer, stops = self.target.tokenizer, self.target.stop_token_ids
             self._prepared = data = prepare(self.recipe.data, tokenizer, stops, distilled, self.recipe.seed, ranks)
             for line in data.report.lines():
-                self.talk.say(f"data: {line}")
+                self.console.say(f"data: {line}")
             if self.recipe.data.supervise == "all":
-                self.talk.say("data: data.supervise=all trains on every token of these, prompts too")
-            self.talk.say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
+                self.console.say("data: data.supervise=all trains on every token of these, prompts too")
+            self.console.say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
             for line in data.split.lines():
-                self.talk.say(f"data: {line}")
+                self.console.say(f"data: {line}")
             if "eval" in self.ahead and self.recipe.eval.data is None and not data.held_out:
                 raise DataError(f"eval.data: not set, and no conversation is held out. {EVAL_DATA}")
         return self._prepared
@@ -319,7 +319,7 @@ class Run:
     def of_sources_alone(self) -> Run:
         """This run without its prompts: what there is to see before they are answered."""
         data = replace(self.recipe.data, distill=DistillConfig())
-        return Run(replace(self.recipe, data=data), self.talk, self._target, self._device)
+        return Run(replace(self.recipe, data=data), self.console, self._target, self._device)
 
     def trained_samples(self, data: PreparedData) -> list[Sample]:
         """What the loop trains on: the training samples under `data.supervise`."""
@@ -357,7 +357,7 @@ class Run:
         for name, samples in (("train", self.trained_samples(data)), ("held_out", data.held_out)):
             if not samples:
                 continue
-            with self.talk.progress(f"features ({name})", "tokens") as advance:
+            with self.console.progress(f"features ({name})", "tokens") as advance:
                 build_store(
                     self.target, samples, spec, store / name, config.features_dtype, config.shard_tokens,
                     config.pack_tokens, advance,
@@ -379,9 +379,9 @@ class Run:
     @cached_property
     def light(self) -> Target:
         """The target without its weights."""
-        from headstart.light import light_target
+        from headstart.targets import weightless_target
 
-        return self._target or light_target(self.recipe.target)
+        return self._target or weightless_target(self.recipe.target)
 
     def train(self) -> dict[str, Any]:
         """Train the head and save it in the portable format. Ends early, resumably, at the first Ctrl-C."""
@@ -448,7 +448,7 @@ class Run:
             supervised=[sample.supervised for sample in samples],
             accelerator=accelerator,
             watch=watch,
-            progress=not self.talk.silent,
+            progress=not self.console.silent,
             chain=self.chain(head),
         )
         if result.stopped == "signal":
@@ -466,7 +466,7 @@ class Run:
         target, config = self.target, self.recipe.head
         torch.manual_seed(self.recipe.seed)
         if self.recipe.start_from is not None:
-            self.talk.say(f"training goes on from {self.recipe.start_from}")
+            self.console.say(f"training goes on from {self.recipe.start_from}")
             head = continued_head(self.recipe.start_from, config, target)
             ids_U = getattr(head, "draft_ids_U", None)
             target.keep_rows(ids_U)
@@ -479,7 +479,7 @@ class Run:
             draft_ids_U = vocab.choose_draft_vocab(count_V, size, target.stop_token_ids)
             covered = vocab.coverage(count_V, draft_ids_U)
             share = f"{size} of {target.dims.vocab_size} tokens, {covered:.1%} of those that the data's answers hold"
-            self.talk.say(f"draft vocabulary: {share}")
+            self.console.say(f"draft vocabulary: {share}")
         head = head.to(target.device)
         head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
         target.keep_rows(draft_ids_U if draft_ids_U is None else draft_ids_U.to(target.device))
@@ -496,7 +496,8 @@ class Run:
         if rows:
             share = f"{inside / rows:.1%} of {rows} supervised rows of some training samples"
             more = "" if inside / rows >= 0.9 else "; a larger head.draft_vocab_size lets more of them train"
-            self.talk.say(f"draft vocabulary: the target's choice is in it on {share}; the others carry no loss{more}")
+            said = f"draft vocabulary: the target's choice is in it on {share}; the others carry no loss{more}"
+            self.console.say(said)
 
     def chain(self, head: Head) -> int:
         """Drafts of the chain that training measures: the evaluation's depth, unless `train.tau_depth` says another."""
@@ -508,7 +509,7 @@ class Run:
     ) -> OnlineFeatures | StoredFeatures | MemoryFeatures:
         """Args: depth: of the anchors."""
         if self.recipe.data.features == "memory":
-            with self.talk.progress(f"features ({name})", "tokens") as advance:
+            with self.console.progress(f"features ({name})", "tokens") as advance:
                 return MemoryFeatures(self.target, samples, head.spec, depth, progress=advance)
         if self.recipe.data.features != "stored":
             return OnlineFeatures(self.target, samples, head.spec, depth)
@@ -539,7 +540,7 @@ class Run:
     def eval(self) -> dict[str, Any]:
         """Measure the trained head; writes report.json and report.md."""
         from headstart.eval.prompts import describe_data
-        from headstart.measure import say_own_data
+        from headstart.evaluation import say_own_data
 
         config = self.recipe.eval
         data = config.data or str(self.held_out_path)
@@ -563,12 +564,12 @@ class Run:
         report, rendered = self.dir / "report.json", self.dir / "report.md"
         result = self.steps.run("eval", inputs, [report], lambda begin: self._eval(data, begin), leftovers=[rendered])
         if not rendered.is_file():
-            render_saved(report, self.talk.say)
-        say_own_data(config.data, self.talk)
+            render_saved(report, self.console.say)
+        say_own_data(config.data, self.console)
         return result
 
     def _eval(self, data: Any, begin: Begin) -> dict[str, Any]:
-        from headstart.measure import UNTRAINED, measure
+        from headstart.evaluation import UNTRAINED, measure
 
         self.check_eval_data()
 
@@ -579,7 +580,7 @@ class Run:
             head, info = untrained_head(self.recipe.head, self.target), UNTRAINED
         config, shorter = replace(self.recipe.eval, data=data), self.recipe.shorter_chains
         values = self.as_trained(to_dict(self.recipe))
-        report = measure(self.target, head, config, self.talk, values, info, shorter, place)
+        report = measure(self.target, head, config, self.console, values, info, shorter, place)
         begin()
         path = report.save(self.dir)
         return {"report": str(path), **summary(report.to_json())}
@@ -629,11 +630,11 @@ class Run:
         texts = [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
         parity = compare_features(self.target, head.spec, texts or probe_sequences(self.target))
         require_parity(parity, self.recipe.export.force)
-        self.talk.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
+        self.console.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
         origin |= {"serving_parity": parity.to_json(), "tuned": notes(self.head_dir).get("tuned")}
         place, names = self.dir / "export", names_of(self.recipe.environment)
         begin()
-        return exported(export_head(head, place, self.recipe.export, published(origin, names)), self.talk)
+        return exported(export_head(head, place, self.recipe.export, published(origin, names)), self.console)
 
 
 def answered(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 PROGRAM = """
-from headstart.ending import Ending
-ending = Ending()
+from headstart.process_exit import ProcessExit
+ending = ProcessExit()
 import atexit, os, signal, sys, threading, time
 import torch
 
@@ -46,4 +46,4 @@ def test_leave_ends_with_its_code_beside_a_busy_thread(end: str, code: int, said
 
 
 def test_a_process_that_does_not_leave_ends_as_python_ends_it() -> None:
-    assert run("import sys; from headstart.ending import Ending; Ending(); sys.exit(5)").returncode == 5
+    assert run("import sys; from headstart.process_exit import ProcessExit; ProcessExit(); sys.exit(5)").returncode == 5

@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headstart.console import Advance, Console
 from headstart.eval.config import EvalConfig
 from headstart.eval.measuring.benchmark import evaluate
 from headstart.eval.measuring.report import Report
 from headstart.eval.prompts import eval_sources
-from headstart.found_heads import trained_otherwise
 from headstart.heads.base import Head
 from headstart.heads.published import OWN_DATA, name_of_data, numbered
 from headstart.heads.targets.target import Target
-from headstart.talk import Advance, Talk
+from headstart.saved_heads import trained_otherwise
 
 #: what a report says of a head that only its shape counts of
 UNTRAINED: dict[str, Any] = {"path": None, "untrained": True}
@@ -24,7 +24,7 @@ def measure(
     target: Target,
     head: Head | None,
     config: EvalConfig,
-    talk: Talk,
+    console: Console,
     recipe: dict[str, Any] | None = None,
     head_info: dict[str, Any] | None = None,
     shorter_chains: bool = False,
@@ -38,8 +38,8 @@ def measure(
     """
     warning = trained_otherwise(place, target)
     if warning is not None:
-        talk.say(warning)
-    with talk.progress("eval", "prompts") as advance:
+        console.say(warning)
+    with console.progress("eval", "prompts") as advance:
         report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=_counting(advance))
     report.notes += [warning] if warning is not None else []
     if head_info == UNTRAINED:
@@ -54,7 +54,7 @@ def measure(
     )
     for depth in range(config.tree.depth - 1, 0, -1):
         shorter = replace(once, tree=replace(config.tree, depth=depth))
-        with talk.progress(f"eval (chain of {depth})", "prompts") as advance:
+        with console.progress(f"eval (chain of {depth})", "prompts") as advance:
             rates[depth] = evaluate(target, head, shorter, progress=_counting(advance)).tokens_per_s or 0.0
     best = max(rates, key=lambda depth: rates[depth])
     listed = ", ".join(f"{depth}: {rate / report.baseline_tokens_per_s:.2f}×" for depth, rate in sorted(rates.items()))
@@ -63,13 +63,13 @@ def measure(
     return report
 
 
-def say_own_data(data: Any, talk: Talk) -> None:
+def say_own_data(data: Any, console: Console) -> None:
     """Which file is which, before a report is shown: reports number own data, they do not name its files."""
     sources = eval_sources(data) if data is not None else []
     names = numbered([name_of_data(str(source.path)) if source.path else source.name for source in sources])
     own = [f"{name} is {source.path}" for name, source in zip(names, sources, strict=True) if OWN_DATA in name]
     if len(own) > 1:
-        talk.say(f"in the report {', '.join(own)}")
+        console.say(f"in the report {', '.join(own)}")
 
 
 def _counting(advance: Advance) -> Advance:

@@ -15,13 +15,13 @@ from contextlib import nullcontext
 
 from accelerate import Accelerator
 
+from headstart.console import Console
 from headstart.heads.errors import HeadstartError, explain_memory
 from headstart.heads.escape import plain
 from headstart.heads.targets.load import resolve_device
-from headstart.pipeline import Run
+from headstart.pipeline.run import Run
 from headstart.recipes.load import load_recipe
 from headstart.signals import terminable
-from headstart.talk import Talk
 from headstart.train.launching.setup import make_accelerator
 from headstart.train.launching.watch import Watch
 from headstart.train.sharing.distributed import Early, all_ranks, on_main, require_shared
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None, early: Early | None = None, lau
         with terminable(None if alone else signal.SIG_IGN), watch:
             if early is not None:
                 early.over()
-            talk = Talk(silent=not accelerator.is_main_process)
-            run = Run(recipe, talk, device=str(accelerator.device), ahead=("train",))
+            console = Console(silent=not accelerator.is_main_process)
+            run = Run(recipe, console, device=str(accelerator.device), ahead=("train",))
             train_ranks(run, accelerator, watch)
         accelerator.end_training()
     except HeadstartError as error:

@@ -12,7 +12,7 @@ import time
 HELD_S = 15.0
 
 
-class EarlyStop:
+class StartupStop:
     """Until `hold`, SIGTERM ends the process with exit code 0: nothing has been begun that could be lost.
 
     From `hold` to `over` other ranks count on this one: the signal waits for `over` (`received`), but for no longer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headstart.heads.errors import StorageError
-from headstart.steps import Begin, Steps, changed, locked
+from headstart.pipeline.markers import Begin, Steps, changed, locked
 
 
 class Work:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from headstart.console import Console
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
@@ -26,7 +27,6 @@ from headstart.heads.published import published
 from headstart.heads.repository import check_head_name
 from headstart.heads.targets.fetch import hub_refusal
 from headstart.heads.targets.target import Target
-from headstart.talk import Talk
 
 #: what a head's acceptance depends on in its target: part of the fingerprint → its name
 TRAINED_ON = {"weight_hash": "set of weights", "tokenizer_hash": "tokenizer", "template_hash": "chat template"}
@@ -198,7 +198,7 @@ def check_out(head: Path, out: Path) -> None:
 
 
 def export_found(
-    head: str, target: Target, config: ExportConfig, out: Path, talk: Talk, environment: Iterable[str] = ()
+    head: str, target: Target, config: ExportConfig, out: Path, console: Console, environment: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Export a head that is no run's: one from elsewhere, or an export for another engine.
 
@@ -214,27 +214,27 @@ def export_found(
     check_out(place, out)
     drafted = bound_head(place, target, torch.float32)
     if warning := trained_otherwise(place, target):
-        talk.say(warning)
+        console.say(warning)
     parity = compare_features(target, drafted.spec, probe_sequences(target))
     require_parity(parity, config.force)
-    talk.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
+    console.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
     side = read_json(place / SIDECAR) if (place / SIDECAR).is_file() else {}
     origin = {"exported_from": head, **(side.get("provenance") or {}), **provenance(target.device)}
     origin |= {"recipe": side.get("recipe"), "target": target.fingerprint(), "serving_parity": parity.to_json()}
     origin["tuned"] = side.get("tuned")
-    return exported(export_head(drafted, out, config, published(origin, environment)), talk)
+    return exported(export_head(drafted, out, config, published(origin, environment)), console)
 
 
-def exported(reports: dict[str, Any], talk: Talk) -> dict[str, Any]:
+def exported(reports: dict[str, Any], console: Console) -> dict[str, Any]:
     """Say what `export_head` found, and put it in the form of a result."""
     for report in reports.values():
-        talk.say(report.render())
+        console.say(report.render())
         side = notes(Path(report.directory))
         commands = launch_commands(str(report.directory), side, report.served) if side else {}
         for engine, command in commands.items():
-            talk.say(f"{NAMES[engine]}:\n{command}")
+            console.say(f"{NAMES[engine]}:\n{command}")
         if commands and (why := why_tokens(side)):
-            talk.say(why)
+            console.say(why)
     return {
         "exports": {name: report.directory for name, report in reports.items()},
         "checks": {name: report.to_json() for name, report in reports.items()},

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headstart import serving_check
-from headstart.found_heads import continued_head, trained_date, trained_otherwise
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError, FormatError
@@ -25,6 +24,7 @@ from headstart.heads.formats.card import render_card
 from headstart.heads.formats.sidecar import annotate
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
+from headstart.saved_heads import continued_head, trained_date, trained_otherwise
 
 #: the head of the `recipe` fixture
 SHAPE = Eagle3Config(depth=2, draft_vocab_size=64, intermediate_size=32)

@@ -12,16 +12,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from headstart.console import Console
 from headstart.data.packing import WINDOW, plan_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.families import build_head
 from headstart.heads.targets.target import DTYPES
-from headstart.light import light_target
-from headstart.pipeline import Run, dated_target
+from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe
 from headstart.refusals import refuse_ahead
-from headstart.talk import Talk
+from headstart.targets import weightless_target
 from headstart.train.flops import matmul_flops
 from headstart.train.launching.setup import check_layout
 from headstart.train.plan import (
@@ -45,7 +45,7 @@ class Launch:
     Attributes:
         gpus, nodes: ranks of one machine, machines.
         gpu_memory_gib: of one card; None asks the cards of this machine.
-        tokens_per_s: of the whole launch, measured (`python -m headstart.bench_scaling`); None estimates it.
+        tokens_per_s: of the whole launch, measured (`python -m headstart.bench.scaling`); None estimates it.
         tflops: of one card in large bfloat16 matrix products; None measures this machine's, or assumes an H100's.
         samples, mean_tokens: of the training data, instead of reading it (mean: data.max_length).
     """
@@ -107,7 +107,7 @@ class DataShape:
         return DataShape(self.packs + other.packs, tokens, supervised, [*self.notes, *other.notes])
 
 
-def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
+def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
     """Plan without loading the target or its weights.
 
     Raises: ConfigError when the launch is none that training would start; what train.plan.require_fit raises, after
@@ -117,14 +117,14 @@ def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
     cards, one_process = launch.gpus, recipe.target.parallel == "device_map"
     node_ranks = 1 if one_process else cards
     check_layout(recipe.train.parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
-    target = light_target(dated_target(recipe))
+    target = weightless_target(dated_target(recipe))
     refuse_ahead(recipe, target)
     half = recipe.target.dtype in ("auto", "bfloat16", "float16")
     target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
     target.embed_VD = target.model.get_input_embeddings().weight
     with torch.device("meta"):
         head = build_head(recipe.head, target.dims)
-    data = data_of(recipe, launch, talk, target)
+    data = data_of(recipe, launch, console, target)
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
     parallel = recipe.train.parallel
     if parallel == "auto":
@@ -156,15 +156,15 @@ def plan_recipe(recipe: Recipe, launch: Launch, talk: Talk) -> Plan:
         rate = expected_rate(target, head, layout, flops)
         notes.append(
             f"hours: estimated, {rate:,.0f} tokens/s at {UTILISATION:.0%} of {flops / 1e12:.0f} TFLOP/s a card "
-            f"({whose}); measure with `python -m headstart.bench_scaling`, then give --tokens-per-s"
+            f"({whose}); measure with `python -m headstart.bench.scaling`, then give --tokens-per-s"
         )
     plan = make_plan(target, head, recipe.train, layout, data.packs, data.tokens, rate, device, notes)
     try:
         require_fit(plan, target, head, Path(recipe.run_dir))
     except HeadstartError as error:
         error.details = {"plan": plan.to_json()}
-        if not talk.as_json:
-            talk.result(None, render(plan))
+        if not console.as_json:
+            console.result(None, render(plan))
         raise
     return plan
 
@@ -178,14 +178,14 @@ def card_flops(launch: Launch) -> tuple[float, str]:
     return CARD_FLOPS, "an H100; --tflops states another"
 
 
-def data_of(recipe: Recipe, launch: Launch, talk: Talk, target: Any) -> DataShape:
+def data_of(recipe: Recipe, launch: Launch, console: Console, target: Any) -> DataShape:
     """The training data, read or stated."""
     pack_tokens = recipe.data.pack_tokens
     if launch.samples is not None:
         mean = launch.mean_tokens or recipe.data.max_length
         note = f"data: {launch.samples} samples of {mean:g} tokens as stated, all supervised"
         return DataShape.equal(launch.samples, mean, pack_tokens, note)
-    run = Run(recipe, talk, target)
+    run = Run(recipe, console, target)
     if recipe.data.distill.prompts and not run.distilled_path.is_file():
         try:
             prompts = len(read_prompts(recipe.data.distill.prompts))

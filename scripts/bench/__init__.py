@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m headstart.bench.train`, `.scaling` and `.decode`."""

@@ -15,12 +15,12 @@ import torch
 
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureSpec
+from headstart.heads.checkpoints.raw import open_checkpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import build_head
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.loading import check_shapes, plan_load, skeleton
-from headstart.heads.formats.raw import open_checkpoint
 from headstart.heads.targets.target import Target
 from headstart.recipes.schema import Recipe
 from headstart.saved_heads import find_head, require_same_head

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.heads.checkpoints.raw import RawCheckpoint, open_checkpoint
+from headstart.heads.checkpoints.tensor_map import Plan
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
@@ -22,8 +24,6 @@ from headstart.heads.formats.findings import (
     view,
 )
 from headstart.heads.formats.loading import check_shapes, plan_load
-from headstart.heads.formats.plan import Plan
-from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint
 from headstart.heads.formats.sealed import add_changes, read_sealed
 
 #: engine key (as in export.engines) → validator module

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import Head
+from headstart.heads.checkpoints.geometry import dims_from_json
+from headstart.heads.checkpoints.raw import RawCheckpoint, TensorInfo
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
 from headstart.heads.formats.check import CheckReport, check_checkpoint, check_directory
 from headstart.heads.formats.config import ENGINES, ExportConfig
-from headstart.heads.formats.geometry import dims_from_json
 from headstart.heads.formats.loading import compare_settings
 from headstart.heads.formats.portable import DTYPES, Contents, files_of, write_directory
-from headstart.heads.formats.raw import RawCheckpoint, TensorInfo
-from headstart.heads.formats.readers import plan_foreign
+from headstart.heads.formats.recognise import plan_foreign
 from headstart.heads.formats.shards import shard_bytes
 
 CONTENTS: dict[str, Callable[[Head, dict[str, Any]], Contents]] = {

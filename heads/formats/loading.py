@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from headstart.heads.base import Head, HeadConfig
+from headstart.heads.checkpoints.geometry import dims_from_json
+from headstart.heads.checkpoints.raw import RawCheckpoint, open_checkpoint
+from headstart.heads.checkpoints.tensor_map import Plan
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import build_head
-from headstart.heads.formats.geometry import dims_from_json
-from headstart.heads.formats.plan import Plan
-from headstart.heads.formats.raw import RawCheckpoint, open_checkpoint
-from headstart.heads.formats.readers import plan_foreign
+from headstart.heads.formats.recognise import plan_foreign
 from headstart.heads.formats.sidecar import SIDECAR, family_config, verify_seal
 from headstart.heads.rope import same_rope
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from headstart.heads import vocab
 from headstart.heads.base import Head, HeadConfig
+from headstart.heads.checkpoints.geometry import legacy_rope, rope_parameters
 from headstart.heads.errors import FormatError
 from headstart.heads.files import remove_leftovers, require_disk, sha256_file, write_json
-from headstart.heads.formats.geometry import legacy_rope, rope_parameters
 from headstart.heads.formats.shards import earlier_files, plan_files, write_files
 from headstart.heads.formats.sidecar import SIDECAR, seal, sidecar
 

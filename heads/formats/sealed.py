@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.heads.checkpoints.geometry import dims_from_json
+from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.formats.findings import EngineVerdict, Verdict
-from headstart.heads.formats.geometry import dims_from_json
 from headstart.heads.formats.loading import skeleton
 from headstart.heads.formats.portable import portable_config
-from headstart.heads.formats.raw import RawCheckpoint
 from headstart.heads.formats.sidecar import SIDECAR, changed_files, family_config, verify_sidecar
 
 #: fields that exports for single engines spell otherwise

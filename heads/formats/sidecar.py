@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from headstart.heads.base import Head, HeadConfig
+from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.errors import FormatError, HeadstartError
 from headstart.heads.files import read_json, sha256_file, write_json
-from headstart.heads.formats.raw import RawCheckpoint
 from headstart.heads.published import published
 
 SCHEMA = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.heads.base import Head
+from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import portable, tgi
@@ -26,7 +27,6 @@ from headstart.heads.formats.findings import (
     parse_problems,
     rope_problems,
 )
-from headstart.heads.formats.geometry import integer
 
 ENGINE = "TensorRT-LLM"
 WRONG, REFUSES, LOADS = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.heads.base import Head
+from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import portable
 from headstart.heads.formats.findings import EngineVerdict, Row, Verdict, View, guarded, match_rows
-from headstart.heads.formats.geometry import integer
 from headstart.heads.formats.launch import hub_name
 from headstart.heads.formats.vllm import merge_medusa, own_matrices
 from headstart.heads.published import name_of_target

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from headstart.heads.base import Head, HeadConfig
+from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
@@ -34,7 +35,6 @@ from headstart.heads.formats.findings import (
     parse_problems,
     rope_problems,
 )
-from headstart.heads.formats.geometry import integer
 from headstart.heads.formats.vllm_dflash import check_dflash, check_draft_model
 
 ENGINE = "vLLM 0.32"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.dims import HeadDims
 from headstart.heads.formats.findings import (
     EngineVerdict,
@@ -20,7 +21,6 @@ from headstart.heads.formats.findings import (
     match_rows,
     rope_problems,
 )
-from headstart.heads.formats.geometry import integer
 
 WRONG, REFUSES, LOADS = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
 ARCHITECTURE = "DFlashDraftModel"

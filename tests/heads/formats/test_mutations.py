@@ -25,12 +25,12 @@ from mutations import Base, make_bases, mutate
 
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
+from headstart.heads.checkpoints.raw import open_checkpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import Teacher
 from headstart.heads.errors import HeadstartError
+from headstart.heads.families.llama_files import LLAMA_DEFAULTS
 from headstart.heads.formats import CheckReport, check_directory, load_head
-from headstart.heads.formats.raw import open_checkpoint
-from headstart.heads.formats.read_eagle import LLAMA_DEFAULTS
 from headstart.heads.formats.sidecar import SIDECAR
 
 CASES = int(os.environ.get("HEADSTART_MUTATIONS", "400"))

@@ -11,6 +11,7 @@ from format_layouts import DIMS, LLAMA3, U, our_head, same_state
 from transformers import AutoConfig
 
 from headstart.heads.base import HeadConfig
+from headstart.heads.checkpoints.raw import read_header
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import build_head
@@ -20,7 +21,6 @@ from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.files import sha256_file
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.portable import portable_config, portable_tensors
-from headstart.heads.formats.raw import read_header
 from headstart.heads.formats.sidecar import seal
 from headstart.recipes.load import load_recipe
 

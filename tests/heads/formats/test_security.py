@@ -25,11 +25,11 @@ from format_layouts import (
     write,
 )
 
+from headstart.heads.checkpoints.raw import read_header
 from headstart.heads.errors import FormatError
 from headstart.heads.families.eagle3.head import Eagle3Config
 from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.formats import check_directory, load_head, save_head
-from headstart.heads.formats.raw import read_header
 from headstart.heads.formats.sidecar import seal
 
 

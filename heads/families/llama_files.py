@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.heads.checkpoints.geometry import flag, integer, llama_dims, require_plain
+from headstart.heads.checkpoints.raw import RawCheckpoint
+from headstart.heads.checkpoints.tensor_map import Plan, finish, require_llama, target_embedding, with_target
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
-from headstart.heads.formats.geometry import flag, integer, llama_dims, require_plain
-from headstart.heads.formats.plan import Plan, finish, require_llama, target_embedding, with_target
-from headstart.heads.formats.raw import RawCheckpoint
 
 #: what transformers' LlamaConfig means by a field that a file leaves out (speculators write differences only)
 LLAMA_DEFAULTS: dict[str, Any] = {

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from headstart.heads.checkpoints.geometry import integer
+from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
-from headstart.heads.formats.geometry import integer
-from headstart.heads.formats.raw import RawCheckpoint
 
 
 @dataclass

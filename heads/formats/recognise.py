@@ -9,12 +9,12 @@ Layouts read (by their public key names):
 
 from __future__ import annotations
 
+from headstart.heads.checkpoints.raw import RawCheckpoint
+from headstart.heads.checkpoints.tensor_map import Plan, some
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
-from headstart.heads.formats.plan import Plan, some
-from headstart.heads.formats.raw import RawCheckpoint
-from headstart.heads.formats.read_eagle import is_eagle3, plan_eagle, plan_eagle3, plan_speculators, unnest
-from headstart.heads.formats.read_medusa import is_medusa, plan_medusa
+from headstart.heads.families.llama_files import is_eagle3, plan_eagle, plan_eagle3, plan_speculators, unnest
+from headstart.heads.families.medusa.files import is_medusa, plan_medusa
 
 
 def is_dflash(raw: RawCheckpoint) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from headstart.heads.checkpoints.geometry import flag, integer
+from headstart.heads.checkpoints.raw import RawCheckpoint
+from headstart.heads.checkpoints.tensor_map import Plan, require_equal, require_names, some
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
-from headstart.heads.formats.geometry import flag, integer
-from headstart.heads.formats.plan import Plan, require_equal, require_names, some
-from headstart.heads.formats.raw import RawCheckpoint
 
 MEDUSA_KEYS = (
     (re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), "blocks.{0}.layers.{1}.{2}"),

@@ -20,7 +20,7 @@ from headstart.heads.rope import same_rope
 
 
 def load_head(directory: Path, dims: HeadDims | None = None) -> Head:
-    """A head from our directory or any layout that a family reads, with float32 weights (cast with `head.to`); `bind` it next
+    """A head from our directory or any layout that a family reads, in float32 (cast with `head.to`); `bind` it next.
 
     Args:
         dims: the target's dimensions; sizes are compared with it. Foreign EAGLE-3 files that do not say which layers

@@ -23,7 +23,7 @@ from headstart.eval.kernels.attention import Visibility, visible_slots
 from headstart.eval.kernels.bookkeeping import Taken, lay_out, take_path
 from headstart.eval.kernels.choices import Choices
 from headstart.eval.kernels.launch import compile_ahead, warm_up
-from headstart.eval.kernels.pointwise import take_rows
+from headstart.eval.kernels.rows import take_rows
 from headstart.eval.tree import Tree
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import TargetError

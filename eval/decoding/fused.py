@@ -23,26 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from headstart.eval.kernels.attention import Ahead, AttendShape, Visibility, attend
 from headstart.eval.kernels.choices import Choices, Kept
-from headstart.eval.kernels.launch import compile_ahead, compiling, wait_compiled
-from headstart.eval.kernels.linear import (
-    MAX_ROWS,
-    Linear,
-    Measured,
-    compile_candidates,
-    graph_time,
-    row_bucket,
-    tune,
-    undecided,
-)
-from headstart.eval.kernels.pointwise import (
-    NormWeights,
-    RopeStore,
-    move_slots,
-    rms_norm,
-    rope_store,
-    take_rows_kernel,
-    wants_kernel,
-)
+from headstart.eval.kernels.launch import compile_ahead, compiling, graph_time, wait_compiled
+from headstart.eval.kernels.linear import MAX_ROWS, Linear, row_bucket
+from headstart.eval.kernels.norm import NormWeights, rms_norm
+from headstart.eval.kernels.rope_store import RopeStore, rope_store
+from headstart.eval.kernels.rows import move_slots, take_rows_kernel
+from headstart.eval.kernels.ways import Measured, choose_ways, compile_candidates, undecided
+from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.targets.locate import decoder_layers, record_layer_inputs, text_decoder
 
 W = TypeVar("W")
@@ -417,7 +404,7 @@ class FusedModel:
             return {}
         if (kept := self._kept(groups, rows)) is not None:
             return {f"{name} {rows}": microseconds for name, microseconds in kept.microseconds.items()}
-        found = tune(self.linears(), rows)
+        found = choose_ways(self.linears(), rows)
         self._settle(found, rows)
         if self.choices is not None:
             self.choices.keep(found, rows, self.layers[0].hidden_bytes[row_bucket(rows)], self._about)

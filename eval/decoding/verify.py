@@ -15,8 +15,8 @@ from torch import Tensor
 
 from headstart.eval.decoding.sampling import Sampling, best, draw, probabilities
 from headstart.eval.kernels.bookkeeping import synthetic_kernel, walk_kernel
-from headstart.eval.kernels.pointwise import wants_kernel
 from headstart.eval.tree import Tree
+from headstart.heads.kernels.device import wants_kernel
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from headstart.eval.kernels.bookkeeping import Lined, line_up
 from headstart.eval.kernels.candidates import Growth
 from headstart.eval.kernels.launch import compile_ahead
 from headstart.eval.kernels.linear import Linear
-from headstart.eval.kernels.pointwise import take_rows
+from headstart.eval.kernels.rows import take_rows
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError

@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 
 from headstart.eval.kernels.attention import AttendShape, Visibility, attend
+from headstart.eval.kernels.draft_input import DraftInput, draft_input
 from headstart.eval.kernels.linear import Linear
-from headstart.eval.kernels.pointwise import (
-    DraftInput,
-    NormWeights,
-    RopeStore,
-    draft_input,
-    pick,
-    rope_store,
-    take_rows,
-)
+from headstart.eval.kernels.norm import NormWeights
+from headstart.eval.kernels.rope_store import RopeStore, rope_store
+from headstart.eval.kernels.rows import pick, take_rows
 from headstart.heads.families.autoregressive import AutoregressiveHead, compute_dtype
 from headstart.heads.families.eagle.head import EagleHead
 from headstart.heads.families.eagle3.head import Eagle3Head

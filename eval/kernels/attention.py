@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch
-from headstart.eval.kernels.pointwise import LINE_BYTES, launch_options, wants_kernel
+from headstart.eval.kernels.launch import LINE_BYTES, launch, launch_options
+from headstart.heads.kernels.device import wants_kernel
 
 try:
     import triton
     import triton.language as tl
 
-    from headstart.eval.kernels.pointwise import await_previous, prefetch
+    from headstart.eval.kernels.launch import await_previous, prefetch
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
 

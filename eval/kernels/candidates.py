@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch
-from headstart.eval.kernels.pointwise import launch_options, wants_kernel
+from headstart.eval.kernels.launch import launch, launch_options
 from headstart.eval.tree import Tree, expand, select
+from headstart.heads.kernels.device import wants_kernel
 
 try:
     import triton
     import triton.language as tl
 
-    from headstart.eval.kernels.pointwise import await_previous
+    from headstart.eval.kernels.launch import await_previous
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
 

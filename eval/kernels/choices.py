@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 
-from headstart.eval.kernels.linear import Linear, Measured, Tiles, candidates, compile_candidates, tune, undecided
+from headstart.eval.kernels.linear import Linear, Tiles
+from headstart.eval.kernels.ways import Measured, candidates, choose_ways, compile_candidates, undecided
 from headstart.heads.errors import HeadstartError
 from headstart.heads.files import is_file, read_json, write_json
 from headstart.heads.targets.fetch import cache_folder
 
 #: files below eval/ whose code decides what is fastest
-SOURCES = ("kernels/attention.py", "decoding/fused.py", "kernels/linear.py", "kernels/pointwise.py")
+SOURCES = (
+    "decoding/fused.py", "kernels/attention.py", "kernels/launch.py", "kernels/linear.py", "kernels/linear_kernels.py",
+    "kernels/norm.py", "kernels/rope_store.py", "kernels/ways.py",
+)  # fmt: skip
 UNKEPT = "which kernels run fastest is not kept, and the next run measures again: {}"
 
 
@@ -130,7 +134,7 @@ def decide(linears: list[Linear], rows: int, choices: Choices | None) -> None:
     groups = undecided(linears, rows)
     if not groups or (choices is not None and choices.read(groups, rows)):
         return
-    found = tune(linears, rows)
+    found = choose_ways(linears, rows)
     if choices is not None:
         choices.keep(found, rows)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from itertools import repeat
 from typing import Any
 
@@ -20,9 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
     import triton
+    import triton.language as tl
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
+#: a cache line of the GPUs that kernels prefetch on
+LINE_BYTES = 128
 #: threads that compile; each spends most of its time in the compiler's own code, outside Python
 THREADS = 16
 #: what makes tensors without writing them
@@ -87,6 +91,20 @@ def wake_compiler() -> None:
         threading.Thread(target=wake, daemon=True).start()
 
 
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it drains (Hopper's programmatic dependent launch).
+
+    Such kernels wait for their predecessor's results on the device, before they read anything but weights.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments of a kernel launch: `OVERLAP` for the kernel, `launch_pdl` for the launcher."""
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """While open, `compile_ahead` starts compiling and does not wait; at the end all kernels are compiled and loaded.
@@ -144,6 +162,23 @@ def warm_up(run: Callable[[], object], device: torch.device | None = None) -> No
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
+def graph_time(run: Callable[[], object], replays: int = 5, warmup: int = 2) -> float:
+    """Milliseconds of one replay of `run` captured as a CUDA graph (median)."""
+    warm_up(run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(warmup):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))[replays // 2]
+
+
 def _kind(argument: Any) -> Any:
     """What a kernel is compiled for: a tensor's dtype and alignment, of others the value."""
     return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, torch.Tensor) else argument
@@ -163,3 +198,20 @@ class _Zeros(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         return made.zero_() if func in UNWRITTEN else made
+
+
+if triton is not None:
+
+    @triton.jit
+    def prefetch(at):
+        """Ask for the cache lines at the given addresses, without waiting for them."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def await_previous(OVERLAP: tl.constexpr):
+        """Let the next kernel come up, and wait for the results of the previous one."""
+        if OVERLAP:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()

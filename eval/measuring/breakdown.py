@@ -12,7 +12,7 @@ import torch
 from headstart.eval.decoding.decode import synchronize
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.drafters import Drafter
-from headstart.eval.kernels.linear import graph_time
+from headstart.eval.kernels.launch import graph_time
 
 if TYPE_CHECKING:
     from headstart.eval.decoding.session import Decoder

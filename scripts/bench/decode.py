@@ -43,7 +43,8 @@ from headstart.eval.drafters import AutoregressiveDrafter, Drafter, build_drafte
 from headstart.eval.kernels import attention
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth
-from headstart.eval.kernels.linear import graph_time, measure
+from headstart.eval.kernels.launch import graph_time
+from headstart.eval.kernels.ways import measure
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.targets.target import Target

@@ -23,10 +23,23 @@ from headstart.heads.targets.target import Target
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS_RUN = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs a GPU or TRITON_INTERPRET=1")
+KERNEL_DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 
 VOCAB = 61
 CONTEXTS = [[5, 6, 7, 8, 9, 10, 11], [11, 12], [13] * 9 + [20, 21, 22]]
 NEW_TOKENS = 30
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """A kernel's result is finite and its eager twin's but for rounding."""
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-2
+    distance = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert torch.isfinite(actual).all() and float(distance) < tolerance
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=noise).to(DEVICE, dtype)
 
 
 def run(

@@ -15,8 +15,7 @@ from headstart.eval.decoding import verify
 from headstart.eval.decoding.engine import attention_windows
 from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.drafters import build_drafter
-from headstart.eval.kernels import argmax, bookkeeping, candidates, pointwise
-from headstart.eval.kernels.argmax import argmax_eager, argmax_kernel
+from headstart.eval.kernels import argmax, bookkeeping, candidates, draft_input, norm, rope_store, rows
 from headstart.eval.tree import Tree, chain, empty, select
 from headstart.heads.targets.target import Target
 
@@ -125,19 +124,6 @@ def test_line_up(width: int, levels: int) -> None:
                 assert torch.equal(a, b), field.name
 
 
-@pytest.mark.parametrize("size", [1, 61, 4096, 4097, 12345])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_argmax_takes_the_first_of_equals(size: int, dtype: torch.dtype) -> None:
-    logits = integers(4, 6, size, seed=size).to(dtype)
-    logits[1] = -torch.inf
-    logits[2, size // 2] = 9.0
-    logits[3, size - 1] = torch.nan
-    ids = torch.arange(size, device=DEVICE) * 3 + 1
-    for rows in (logits, torch.cat([logits, logits], 1)[:, :size]):
-        assert torch.equal(argmax_kernel(rows), argmax_eager(rows))
-        assert torch.equal(argmax_kernel(rows, ids), argmax_eager(rows, ids))
-
-
 WAYS = [
     ("plain", TreeConfig("chain", 3)),
     ("eagle3", TreeConfig("chain", 3)),
@@ -165,7 +151,7 @@ def test_the_whole_loop_on_kernels(
     stops[2] = {answers()[2].tokens[4]}
     expected = answers()
     model = FusedModel(target.model, attention_windows(target.model.config))
-    for module in (bookkeeping, verify, pointwise, argmax, candidates):
+    for module in (bookkeeping, verify, norm, rope_store, rows, draft_input, argmax, candidates):
         monkeypatch.setattr(module, "wants_kernel", lambda _: True)
     assert answers(fused=model) == expected
     assert any(cycle.accepted for answer in expected for cycle in answer.cycles) or kind == "plain"

@@ -1,4 +1,4 @@
-"""Kernels that grow trees against their eager twins: on a GPU, or through Triton's interpreter (TRITON_INTERPRET=1)."""
+"""Kernels that grow trees against their eager twins: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 

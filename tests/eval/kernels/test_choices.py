@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from headstart.eval.kernels.choices import Choices
-from headstart.eval.kernels.linear import CANDIDATES, Linear, Measured
+from headstart.eval.kernels.linear import Linear
+from headstart.eval.kernels.ways import CANDIDATES, Measured
 
 CARD = {"card": "Some GPU", "torch": "2.11", "triton": "3.6", "kernels": "abc"}
 FAST, SLOW = CANDIDATES[1], None

@@ -1,0 +1,206 @@
+"""The ways in which a product can run on this card (kernel, tile sizes, cuBLAS), and which is fastest: a measurement.
+
+Shape legend: R rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headstart.eval.kernels.launch import compile_ahead, graph_time, wait_compiled
+from headstart.eval.kernels.linear import (
+    DEFAULT,
+    MAX_ROWS,
+    Linear,
+    Tiles,
+    linear_eager,
+    linear_kernel,
+    on_matrix_units,
+    row_bucket,
+    splittable,
+    whole_tiles,
+    with_norm,
+)
+from headstart.eval.kernels.norm import NormWeights, rms_norm
+from headstart.heads.kernels.device import wants_kernel
+
+try:
+    import triton
+except ImportError:  # CPU builds of torch come without Triton
+    triton = None
+
+#: what is tried for every product, best guesses first
+CANDIDATES = (
+    DEFAULT, Tiles(64, 64, 4, 6), Tiles(128, 64, 4, 5),
+    # fewer in flight, so that two programs share a multiprocessor and the last wave is no half-empty one
+    Tiles(64, 128, 4, 3),
+)  # fmt: skip
+#: and for matrices of at least so many bytes
+LARGE_BYTES = 16 << 20
+LARGE_CANDIDATES = (
+    Tiles(32, 256, 4, 4), Tiles(64, 256, 4, 3), Tiles(32, 128, 4, 6), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 4),
+    Tiles(32, 128, 4, 4),
+)  # fmt: skip
+#: and for narrow outputs that would not fill the card
+SPLIT_CANDIDATES = (Tiles(64, 128, 4, 4, splits=2), Tiles(64, 64, 4, 6, splits=2), Tiles(64, 128, 4, 3, splits=4))
+#: and for a single row
+VECTOR_CANDIDATES = (
+    Tiles(8, 512, 4, 1, True), Tiles(4, 1024, 4, 1, True), Tiles(16, 512, 8, 1, True), Tiles(16, 256, 4, 1, True),
+)  # fmt: skip
+#: and for matrices of so many bytes at most, as the multiprocessors of a card can hold at once
+SMALL_BYTES = 20 << 20
+SMALL_CANDIDATES = (
+    Tiles(64, 0, 4, 1, whole=True), Tiles(64, 0, 4, 1, splits=2, whole=True), Tiles(64, 0, 4, 1, splits=4, whole=True),
+    Tiles(16, 64, 2, 6),
+)  # fmt: skip
+#: ways of a product that compete once more within the model: so much slower at most, and so many
+CLOSE, MOST_CLOSE = 1.15, 4
+#: inputs that a program can hold, of its outputs and of the rows together (16-bit numbers in 227 KiB)
+WHOLE_ELEMENTS = 112 << 10
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Products of one shape, and the microseconds of one of them by the way it runs (None = cuBLAS)."""
+
+    linears: list[Linear]
+    times: dict[Tiles | None, float]
+
+    @property
+    def close(self) -> list[Tiles | None]:
+        """Ways that are about as fast as the fastest, which comes first; MOST_CLOSE of them at most."""
+        ways = sorted(self.times, key=lambda tiles: self.times[tiles])
+        return [tiles for tiles in ways[:MOST_CLOSE] if self.times[tiles] <= CLOSE * self.times[ways[0]]]
+
+    def chosen(self, rows: int) -> Tiles | None:
+        """How these products of `rows` rows run now."""
+        return self.linears[0].tiles[row_bucket(rows)]
+
+    def choose(self, rows: int, tiles: Tiles | None) -> None:
+        """Run these products of `rows` rows this way."""
+        for linear in self.linears:
+            linear.tiles[row_bucket(rows)] = tiles
+
+    def name(self) -> str:
+        """N×K[ activation]."""
+        (outputs, inputs), activation = self.linears[0].weight_NK.shape, self.linears[0].activation
+        return f"{outputs}×{inputs}" + (f" {activation}" if activation else "")
+
+
+def choose_ways(linears: list[Linear], rows: int, replays: int = 5) -> list[Measured]:
+    """Choose tiles or cuBLAS for `rows` by measurement, per shape of product; sets `tiles` of every linear.
+
+    Args: linears: all products of a model; those of one shape are run in turn, so that no weight stays in the cache.
+    Returns: what was measured; nothing for products that had been chosen before.
+    """
+    groups = undecided(linears, rows)
+    compile_candidates(groups, rows)
+    wait_compiled()
+    found = [Measured(members, measure(members, rows, replays)) for members in groups]
+    for measured in found:
+        measured.choose(rows, measured.close[0])
+    return found
+
+
+def compile_candidates(groups: list[list[Linear]], rows: int) -> None:
+    """Compile every way of these products, as `measure` will run them."""
+
+    def once() -> None:
+        for members in groups:
+            for _, run in runs(members[:1], rows):
+                run()
+
+    compile_ahead(once)
+
+
+def undecided(linears: list[Linear], rows: int) -> list[list[Linear]]:
+    """Products that kernels may run and for which nothing is chosen yet, those of one shape together."""
+    if rows > MAX_ROWS or not linears or not wants_kernel(linears[0].weight_NK):
+        return []
+    groups: dict[tuple[Any, ...], list[Linear]] = {}
+    for linear in linears:
+        if row_bucket(rows) not in linear.tiles:
+            groups.setdefault(linear.product, []).append(linear)
+    return list(groups.values())
+
+
+def in_turn(members: list[Linear], cache: int) -> list[Linear]:
+    """Products to time one after the other: as many as it takes to push each other's weights out of a cache of so many
+    bytes, and eight at least, so that what a graph costs does not count. A draft has one of each, which stays in the
+    cache, as it does between the levels of a tree where the whole draft fits."""
+    count = max(8, -(-2 * cache // members[0].weight_NK.nbytes))
+    chosen = members[:count]
+    return chosen * -(-8 // len(chosen))
+
+
+def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
+    """Ways that are measured for this product of so many rows; None = cuBLAS."""
+    ways: list[Tiles | None] = [None]
+    large, small = linear.weight_NK.nbytes >= LARGE_BYTES, linear.weight_NK.nbytes <= SMALL_BYTES
+    if rows == 1:
+        ways += VECTOR_CANDIDATES
+    if on_matrix_units(linear.weight_NK.dtype):
+        ways += CANDIDATES
+        if large:
+            ways += LARGE_CANDIDATES
+        if _splits(linear) and (large or rows > 1):
+            ways += [tiles for tiles in SPLIT_CANDIDATES if splittable(linear, tiles)]
+        if small and rows > 1:
+            ways += [tiles for tiles in SMALL_CANDIDATES if not tiles.whole or _fits(tiles, linear, rows)]
+    return ways
+
+
+def _splits(linear: Linear) -> bool:
+    """Whether parts of the inputs are worth a launch that adds them up: it is there already where a residual is to be
+    added, and narrow products of many inputs run on few multiprocessors."""
+    return linear.residual or linear.weight_NK.shape[1] > linear.outputs
+
+
+def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
+    """Whether a program can hold its part of the inputs, of its outputs and of the rows."""
+    if tiles.splits > 1 and not (_splits(linear) and splittable(linear, tiles)):
+        return False
+    first, rest = whole_tiles(linear.weight_NK.shape[1] // tiles.splits)
+    outputs = tiles.outputs * (1 if linear.activation is None else 2)
+    return first >= 16 and (first + rest) * (outputs + max(16, row_bucket(rows))) <= WHOLE_ELEMENTS
+
+
+def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
+    """Microseconds per product of every candidate (None = cuBLAS). Args: members: products of one shape."""
+    members = in_turn(members, torch.cuda.get_device_properties(members[0].weight_NK.device).L2_cache_size)
+    times: dict[Tiles | None, float] = {}
+    for tiles, run in runs(members, rows):
+        try:
+            times[tiles] = graph_time(run, replays) / len(members) * 1e3
+        except triton.runtime.errors.OutOfResources:
+            # tiles that this card's shared memory cannot hold
+            continue
+    return times
+
+
+def runs(members: list[Linear], rows: int) -> Iterator[tuple[Tiles | None, Callable[[], None]]]:
+    """Every candidate (None = cuBLAS) with a run of all `members`, each with the norm that stands beside it: behind the
+    ones that add a residual, before the others. What a product fetches ahead counts only behind another kernel."""
+    weight_NK = members[0].weight_NK
+    x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
+    residual_RN = x_RK.new_zeros((rows, members[0].outputs))
+    width = members[0].outputs if members[0].residual else weight_NK.shape[1]
+    norm = NormWeights(torch.ones(width, device=weight_NK.device), 1e-6)
+    for tiles in candidates(members[0], rows):
+
+        def run(tiles: Tiles | None = tiles) -> None:
+            for linear in members:
+                if linear.residual:
+                    with_norm(x_RK, linear, residual_RN, norm, tiles)
+                    continue
+                normed_RK = rms_norm(x_RK, norm)
+                if tiles is None:
+                    linear_eager(normed_RK, linear)
+                else:
+                    linear_kernel(normed_RK, linear, None, tiles)
+
+        yield tiles, run

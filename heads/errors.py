@@ -82,6 +82,6 @@ def explain_memory(error: BaseException) -> HeadstartError | None:
     cause = next(iter(str(error).splitlines()), "") or type(error).__name__
     return HeadstartError(
         f"out of memory ({cause[:300]}). What is finished is kept. A smaller data.pack_tokens or data.max_length takes "
-        "less in training (`headstart train RECIPE --plan` says how much), eval.batch_size, eval.tree.total_tokens or "
+        "less in training (`headstart plan RECIPE` says how much), eval.batch_size, eval.tree.total_tokens or "
         "eval.max_new_tokens in decoding, data.distill.batch_size in distillation"
     )

@@ -11,7 +11,20 @@ import sys
 
 import typer
 
-from headstart.commands import distill, doctor, evaluate, export, inspect, report, run, scripts, target, train, tune
+from headstart.commands import (
+    distill,
+    doctor,
+    evaluate,
+    export,
+    inspect,
+    plan,
+    report,
+    run,
+    scripts,
+    target,
+    train,
+    tune,
+)
 
 app = typer.Typer(
     name="headstart",
@@ -24,6 +37,7 @@ app = typer.Typer(
 app.add_typer(target.app, name="target")
 app.command("distill")(distill.command)
 app.command("inspect")(inspect.command)
+app.command("plan")(plan.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
 app.command("tune")(tune.command)

@@ -1,4 +1,4 @@
-"""`headstart train RECIPE --plan`: a recipe turned into the numbers that train/plan.py counts with."""
+"""`headstart plan RECIPE`: turns a recipe into the numbers that train/plan.py counts with."""
 
 from __future__ import annotations
 

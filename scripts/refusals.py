@@ -1,7 +1,7 @@
 """What later steps would refuse, asked of a recipe and its target before anything costs.
 
 Every question is the later step's own check, put to a head without memory: sharding the target, building the head,
-decoding the target, reading what the recipe is long for, saving and exporting. `doctor` and `--plan` ask without the
+decoding the target, reading what the recipe is long for, saving and exporting. `doctor` and `plan` ask without the
 target's weights, and so does every command before the first step that is not done.
 """
 

@@ -87,7 +87,7 @@ class Layout:
 
 @dataclass
 class Plan:
-    """What `headstart train --plan` prints (bytes unless the name says otherwise).
+    """What `headstart plan` prints (bytes unless the name says otherwise).
 
     Attributes:
         memory: component → bytes on one rank; phases that follow one another count once (`peak`).

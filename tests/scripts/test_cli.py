@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("distill", "inspect", "train", "eval", "export", "run", "doctor", "target", "target fetch", "target list")
+VERBS = "distill inspect plan train eval tune export report run doctor scripts target".split()
+COMMANDS = [*VERBS, "target fetch", "target list"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -22,7 +23,7 @@ def test_help(headstart: Callable, command: str) -> None:
 
 def test_bare_call_lists_the_verbs(headstart: Callable) -> None:
     shown = headstart("--help").out
-    assert all(f"  {command} " in shown for command in COMMANDS if " " not in command)
+    assert all(f"  {command} " in shown for command in VERBS)
     assert headstart("--version").out.strip() == "0.1.0"
 
 
@@ -36,11 +37,11 @@ def test_help_and_wrong_usage_do_not_wait_for_torch(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from headstart.cli import main\n"
-        "codes = [main(['--help']), main(['train', '--help']), main(['trian'])]\n"
+        "codes = [main(['--help']), main(['plan', '--help']), main(['train', '--help']), main(['trian'])]\n"
         "print(codes, [name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[0, 0, 2] []", done.stderr
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 2] []", done.stderr
 
 
 def test_python_dash_m(tmp_path: Path) -> None:

@@ -165,7 +165,8 @@ def test_conversations_of_one_prompt_do_not_train_before_there_is_something_to_e
 
 
 def test_options_of_a_plan_do_not_train(headstart: Callable, recipe: Path) -> None:
-    check(headstart("train", recipe, "--gpus", "2"), 2, "--gpus: found without --plan", "torchrun --nproc_per_node")
+    refused = headstart("train", recipe, "--gpus", "2")
+    check(refused, 2, "--gpus: found in `headstart train`, expected in `headstart plan`", "torchrun --nproc_per_node")
 
 
 def test_a_runs_directory_is_not_its_head(headstart: Callable, recipe: Path, tiny_target: Path, tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def test_exit_codes_are_the_same_for_every_verb(
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
-    recipes = [*((verb, recipe) for verb in ("run", "train", "distill", "inspect")), ("train", recipe, "--plan")]
+    recipes = [*((verb, recipe) for verb in ("run", "train", "distill", "inspect")), ("plan", recipe)]
     measured = [(verb, "--target", tiny_target, "--data", prompts) for verb in ("eval", "tune")]
     exported = [("export", "--target", tiny_target)]
     for code, more, verbs in (

@@ -1,4 +1,4 @@
-"""`headstart train RECIPE --plan`."""
+"""`headstart plan RECIPE`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_plan_counts_the_data_and_loads_nothing(
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
-    shown = headstart("train", recipe, "--plan", "--gpus", "2", "--gpu-memory", "80", "--json")
+    shown = headstart("plan", recipe, "--gpus", "2", "--gpu-memory", "80", "--json")
     assert shown.code == 0, shown.err
     plan = shown.json
     assert plan["fits"] and plan["steps"] > 0 and plan["layout"]["ranks"] == 2
@@ -29,16 +29,16 @@ def test_a_plan_counts_the_data_and_loads_nothing(
 
 def test_a_plan_in_words(headstart: Callable, recipe: Path) -> None:
     stated = ("--samples", "1000", "--mean-tokens", "64", "--tokens-per-s", "1000")
-    shown = headstart("train", recipe, "--plan", *stated, "train.epochs=2", "train.accumulation=1")
+    shown = headstart("plan", recipe, *stated, "train.epochs=2", "train.accumulation=1")
     assert shown.code == 0, shown.err
     for words in ("target weights", "optimiser moments", "peak", "steps of", "disk:", "1000 samples of 64 tokens"):
         assert words in shown.out
     assert "fsdp2 for that launch" not in shown.out, "one process is no launch"
-    assert "fsdp2 for that launch" in headstart("train", recipe, "--plan", *stated, "--gpus", "2").out
+    assert "fsdp2 for that launch" in headstart("plan", recipe, *stated, "--gpus", "2").out
 
 
 def test_what_cannot_fit_is_shown_and_refused(headstart: Callable, recipe: Path) -> None:
-    refused = headstart("train", recipe, "--plan", "--gpus", "1", "--gpu-memory", "0.01")
+    refused = headstart("plan", recipe, "--gpus", "1", "--gpu-memory", "0.01")
     assert refused.code == 2
     assert "optimiser moments" in refused.out
     assert "plan: the run needs" in refused.err and "lower data.pack_tokens" in refused.err
@@ -74,7 +74,7 @@ def test_a_70b_target_in_shards_over_eight_cards_is_planned_from_its_shapes(
     """80 layers and 141 GB of weights; nothing of it takes memory here."""
     cards = ("--gpus", "8", "--gpu-memory", "80", "--samples", "50000", "--mean-tokens", "1000")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    shown = headstart("train", recipe_70b, "--plan", *cards, "--json", "target.parallel=fsdp2")
+    shown = headstart("plan", recipe_70b, *cards, "--json", "target.parallel=fsdp2")
     assert shown.code == 0, shown.err
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     plan = shown.json
@@ -90,7 +90,7 @@ def test_a_70b_target_in_shards_over_eight_cards_is_planned_from_its_shapes(
 
 def test_a_whole_70b_target_on_every_card_is_refused_with_what_fits(headstart: Callable, recipe_70b: Path) -> None:
     cards = ("--gpus", "8", "--gpu-memory", "80", "--samples", "50000", "--mean-tokens", "1000")
-    refused = headstart("train", recipe_70b, "--plan", *cards)
+    refused = headstart("plan", recipe_70b, *cards)
     assert refused.code == 2
     said = " ".join(refused.err.split())
     found = re.search(
@@ -99,7 +99,7 @@ def test_a_whole_70b_target_on_every_card_is_refused_with_what_fits(headstart: C
     assert found, said
     assert float(found[1]) > 131 and float(found[3]) < 80
     assert "target.parallel=fsdp2" in found[2].split()
-    accepted = headstart("train", recipe_70b, "--plan", *cards, *found[2].split())
+    accepted = headstart("plan", recipe_70b, *cards, *found[2].split())
     assert accepted.code == 0, accepted.err
 
 
@@ -130,13 +130,13 @@ def test_a_whole_70b_target_on_every_card_is_refused_with_what_fits(headstart: C
 def test_numbers_and_layouts_that_no_training_would_take_are_refused(
     headstart: Callable, recipe: Path, options: tuple[str, ...], message: str
 ) -> None:
-    refused = headstart("train", recipe, "--plan", "--json", *options)
+    refused = headstart("plan", recipe, "--json", *options)
     assert refused.code == 2 and refused.json["error"]["type"] == "ConfigError"
     assert refused.json["error"]["message"].startswith(message)
 
 
 def test_a_refused_plan_is_one_json_document_with_the_plan(headstart: Callable, recipe: Path) -> None:
-    refused = headstart("train", recipe, "--plan", "--gpus", "1", "--gpu-memory", "0.01", "--json")
+    refused = headstart("plan", recipe, "--gpus", "1", "--gpu-memory", "0.01", "--json")
     assert refused.code == 2
     assert not refused.json["plan"]["fits"] and refused.json["plan"]["memory"]["optimiser moments"] > 0
     assert refused.json["error"]["message"].startswith("plan: the run needs")
@@ -149,7 +149,7 @@ def test_stated_data_of_any_size_is_counted_as_real_data_is(headstart: Callable,
     for samples, length, budget in ((1, 7, 30), (1023, 7, 30), (5000, 7, 30), (3000, 40, 30), (2048, 30, 30)):
         stated = DataShape.equal(samples, length, budget, "")
         assert stated.packs == len(plan_packs([length] * samples, budget)) and stated.tokens == samples * length
-    many = headstart("train", recipe, "--plan", "--json", "--samples", "1000000000", "--mean-tokens", "64")
+    many = headstart("plan", recipe, "--json", "--samples", "1000000000", "--mean-tokens", "64")
     assert many.code == 0, many.err
     assert many.json["tokens_per_step"] == pytest.approx(128 * many.json["layout"]["accumulation"], rel=0.01)
 
@@ -157,7 +157,7 @@ def test_stated_data_of_any_size_is_counted_as_real_data_is(headstart: Callable,
 def test_ranks_that_wait_are_told_and_counted(headstart: Callable, recipe: Path) -> None:
     def plan(accumulation: int) -> dict:
         stated = ("--gpus", "8", "--samples", "8192", "--mean-tokens", "64", "train.epochs=1")
-        return headstart("train", recipe, "--plan", "--json", *stated, f"train.accumulation={accumulation}").json
+        return headstart("plan", recipe, "--json", *stated, f"train.accumulation={accumulation}").json
 
     idle, busy = plan(2), plan(8)
     assert idle["hours"] == pytest.approx(4 * busy["hours"], rel=1e-3)
@@ -167,9 +167,19 @@ def test_ranks_that_wait_are_told_and_counted(headstart: Callable, recipe: Path)
 
 def test_conversations_count_beside_prompts_that_are_not_answered(headstart, recipe: Path) -> None:
     def tokens(*overrides: str) -> float:
-        found = headstart("train", recipe, "--plan", "--json", "data.held_out_fraction=0", *overrides)
+        found = headstart("plan", recipe, "--json", "data.held_out_fraction=0", *overrides)
         assert found.code == 0, found.err
         return found.json["steps"] * found.json["tokens_per_step"]
 
     both, prompts, conversations = tokens(), tokens("data.sources=[]"), tokens("data.distill.prompts=[]")
     assert conversations > 0 and both == pytest.approx(prompts + conversations, rel=0.05)
+
+
+def test_train_dash_dash_plan_is_the_same(headstart: Callable, recipe: Path) -> None:
+    """The older spelling of the verb."""
+    stated = ("--gpus", "2", "--nodes", "3", "--gpu-memory", "80", "--tokens-per-s", "1e4", "--samples", "9000")
+    arguments = (*stated, "--mean-tokens", "64", "--tflops", "500", "--json", "train.epochs=2")
+    plan, older = headstart("plan", recipe, *arguments), headstart("train", recipe, "--plan", *arguments)
+    assert plan.code == 0, plan.err
+    assert plan.json == older.json and plan.json["layout"]["ranks"] == 6
+    assert plan.json["device_bytes"] == 80 * 2**30

@@ -158,7 +158,7 @@ def test_every_command_asks(headstart: Callable, recipe: Path, target_of: Callab
     status = {check["name"]: check["status"] for check in doctor.json["checks"]}
     assert doctor.code == 1 and status["export"] == "fail"
     assert [status[name] for name in ("target", "head", "positions", "decoding")] == ["ok"] * 4
-    plan = headstart("train", recipe, *overrides, "--plan", "--gpu-memory", "80", "--samples", "9")
+    plan = headstart("plan", recipe, *overrides, "--gpu-memory", "80", "--samples", "9")
     commands = [headstart(command, recipe, *overrides) for command in ("run", "distill", "train")]
     for result in (plan, *commands):
         assert result.code == 1 and "hidden_act is 'gelu'; its MLP knows silu" in result.err

@@ -1,0 +1,46 @@
+"""headstart plan RECIPE: what training will do and cost, before any work starts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
+from headstart.console import Console
+
+
+def command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option(help="GPUs of one machine (0: those of this one).")] = 0,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB of one card (default: ask this machine).")] = None,
+    tokens_per_s: Annotated[
+        float | None, typer.Option(help="Tokens/s of the whole launch, measured (default: estimated).")
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s of one card (default: measured here, else an H100's).")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Training samples, instead of reading the data.")] = None,
+    mean_tokens: Annotated[float | None, typer.Option(help="Mean tokens of a sample, with --samples.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what training takes: memory, steps, hours, disk. Refuse what cannot work or fit. Loads no weights."""
+    with speaking(json) as console:
+        stated = (gpus, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens)
+        show_plan(recipe, overrides or [], stated, console)
+
+
+def show_plan(recipe: str, overrides: list[str], stated: tuple[Any, ...], console: Console) -> None:
+    """Plan the recipe and print it; `stated`: the options of `command`, in their order."""
+    import torch
+
+    from headstart.plan import Launch, plan_recipe, render
+    from headstart.recipes.load import load_recipe
+
+    gpus, *others = stated
+    planned = plan_recipe(
+        load_recipe(recipe, overrides), Launch(gpus or torch.cuda.device_count() or 1, *others), console
+    )
+    console.result(planned.to_json(), render(planned))

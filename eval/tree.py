@@ -55,9 +55,13 @@ class Tree:
     def mask_BNN(self) -> Tensor:
         return ancestor_mask(self.parent_BN, self.levels)
 
+    def keep(self, kept_BN: Tensor) -> Tree:
+        """The same tree without the nodes where `kept_BN` (bool, [B, N] or [B, 1]) is False."""
+        return replace(self, valid_BN=self.valid_BN & kept_BN)
+
     def limit(self, active_B: Tensor) -> Tree:
         """The same tree with nothing drafted in rows where `active_B` is False."""
-        return replace(self, valid_BN=self.valid_BN & active_B[:, None])
+        return self.keep(active_B[:, None])
 
 
 def empty(batch: int, device: torch.device | str = "cpu") -> Tree:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.engine import Engine, Rows
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.rows import Rows
 from headstart.eval.tree import Tree
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import TargetError
@@ -115,19 +116,18 @@ def _training_features(target: Target, spec: FeatureSpec, tokens: list[int]) -> 
 @torch.inference_mode()
 def _serving_features(target: Target, spec: FeatureSpec, tokens: list[int], levels: int) -> dict[str, Tensor]:
     """Every token but the last few that fill no whole tree."""
-    engine = Engine(target.model, 1, len(tokens) + 4 * (levels + 1), spec, prefill_chunk=max(len(tokens) // 3, 1))
+    engine = Engine(target.model, 1, len(tokens) + 4 * (levels + 1), prefill_chunk=max(len(tokens) // 3, 1))
     start = max(len(tokens) // 2, 1)
-    _, rows = engine.prefill([tokens[:start]])
+    _, rows = engine.prefill([tokens[:start]], spec)
     parts = [_valid(spec, rows)]
     active_B = torch.ones(1, dtype=torch.bool, device=target.device)
     path_BK = 2 * torch.arange(levels, device=target.device)[None] + 1
     while start + levels < len(tokens):
         root_B = torch.tensor([tokens[start]], device=target.device)
         tree = _accepted_path(tokens[start + 1 : start + 1 + levels], target)
-        step = engine.verify(root_B, tree)
+        step = engine.verify(root_B, tree, spec, start)
         parts.append(_valid(spec, engine.commit(root_B, tree, step, path_BK, active_B)))
         start += levels + 1
-        engine.longest = start
     return {name: torch.cat([part[name] for part in parts]) for name in _names(spec)}
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from headstart.eval.decoding.drafter import Drafter
-from headstart.eval.decoding.engine import Engine, synchronize
+from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.graphs import CycleGraphs
-from headstart.eval.decoding.loop import COUNT, DRAFTED, LENGTH, NEXT, Loop
+from headstart.eval.decoding.loop import COUNT, DRAFTED, NEXT, Loop
 from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.scheduler import Scheduler
+from headstart.eval.kernels.launch import synchronize
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def decode(
     generator: torch.Generator | None = None,
     graphs: CycleGraphs | None = None,
     row_seeds: Tensor | None = None,
+    scheduler: Scheduler | None = None,
 ) -> Decoded:
     """Decode a batch to the end.
 
@@ -100,11 +103,12 @@ def decode(
         generator: on the engine's device; used at temperature > 0 and by synthetic acceptance.
         graphs: where captured cycles are kept; None = every cycle runs operation by operation.
         row_seeds: int64 [B], plain decoding only: every row draws by its own seed, whatever it is batched with.
+        scheduler: chooses what of the drafts is verified; None = all of it.
     """
-    book = _Rows(len(contexts), max_new_tokens, stop_ids)
+    book = _Answering(len(contexts), max_new_tokens, stop_ids)
     device = engine.device
     synchronize(device)
-    loop = Loop(engine, drafter, sampling, generator, row_seeds)
+    loop = Loop(engine, drafter, sampling, generator, row_seeds, scheduler)
     began, preparing = time.perf_counter(), loop.prepare_s
     loop.start(contexts, book.limits, book.stops)
     synchronize(device)
@@ -123,9 +127,7 @@ def decode(
                     break
     else:
         while book.any_active:
-            rows_table = loop.verify().tolist()
-            engine.longest = max(line[LENGTH] for line in rows_table)
-            book.cycle(rows_table)
+            book.cycle(loop.read(loop.verify()))
             arrivals.append(time.perf_counter())
             loop.commit()
     # a captured cycle beyond the last one is under way; no token waits for it
@@ -134,7 +136,7 @@ def decode(
     return Decoded(book.answers, prefilled - began, arrivals[-1] - prefilled, cycle_s)
 
 
-class _Rows:
+class _Answering:
     """Host side of the loop: answers, stops, limits."""
 
     def __init__(self, batch: int, max_new_tokens: int | list[int], stop_ids: set[int] | list[set[int]]):

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.engine import Rows
+from headstart.eval.decoding.rows import Rows
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree
 from headstart.heads.batch import FeatureSpec
@@ -25,7 +25,8 @@ class Drafter(Protocol):
         max_nodes: most nodes a tree of it can have (sizes the KV buffers).
         captures: whether `propose` and `commit` ask nothing of the host, so that a CUDA graph can hold them.
         prepare_s: seconds that making buffers and compiling has taken: no part of decoding.
-        state: names of the tensors that they change, KV apart; their shapes stay from `start` on.
+        state: (object, attribute) where the tensors stand that they change, KV apart. Shapes stay from `start` on. A
+            drafter that owns an engine, as a draft language model does, lists the engine's `state` among them.
     """
 
     name: str
@@ -37,10 +38,10 @@ class Drafter(Protocol):
     def prepare_s(self) -> float: ...
 
     @property
-    def state(self) -> list[str]: ...
+    def state(self) -> list[tuple[object, str]]: ...
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
-        """(matrix products, rows of each) of a cycle, after a first `start`: a GPU tries how they run fastest."""
+        """(matrix products, rows of each) of a cycle, after a first `start`: it is measured how they run fastest."""
         ...
 
     def start(self, context: Rows, capacity: int) -> None:

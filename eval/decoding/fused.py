@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.eval.kernels.attention import Ahead, AttendShape, Visibility, attend
-from headstart.eval.kernels.choices import Choices, Kept
+from headstart.eval.kernels.choices import Choices, compile_ways, decide_ways
 from headstart.eval.kernels.launch import compile_ahead, compiling, graph_time, wait_compiled
 from headstart.eval.kernels.linear import MAX_ROWS, Linear, row_bucket
 from headstart.eval.kernels.norm import NormWeights, rms_norm
 from headstart.eval.kernels.rope_store import RopeStore, rope_store
 from headstart.eval.kernels.rows import move_slots, take_rows_kernel
-from headstart.eval.kernels.ways import Measured, choose_ways, compile_candidates, undecided
+from headstart.eval.kernels.ways import Measured
 from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.targets.locate import decoder_layers, record_layer_inputs, text_decoder
 
@@ -37,9 +37,9 @@ W = TypeVar("W")
 #: largest relative distance (L2) between fused and original hidden states that passes as rounding
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-#: how many bytes of the output projection attention may ask for, tried by `tune`
+#: how many bytes of the output projection attention may ask for, of which `choose_ways` takes the fastest
 HIDDEN_BYTES = (0, 8 << 20, 16 << 20, 32 << 20)
-#: layers that `tune` times one behind the other, at least
+#: layers that `choose_ways` times one behind the other, at least
 STACKED = 4
 
 
@@ -337,7 +337,7 @@ class FusedModel:
     Args:
         model: transformers causal LM in eval mode.
         windows: attention kind → window, as engine.attention_windows gives.
-        choices: how products run fastest on this card, read and added to by `tune`; None: `tune` always measures.
+        choices: how products run fastest on this card, read and added to by `choose_ways`; None: it always measures.
     Raises: Unfusable when a layer's structure is not covered or the outputs differ.
     """
 
@@ -376,17 +376,11 @@ class FusedModel:
     def linears(self) -> list[Linear]:
         return [self.head.linear, *(linear for layer in self.layers for linear in layer.linears())]
 
-    def compile(self, rows: int) -> None:
-        """Compile what `tune` of so many rows would measure."""
-        if (groups := undecided(self.linears(), rows)) and not self._kept(groups, rows):
-            compile_candidates(groups, rows)
-
-    def _kept(self, groups: list[list[Linear]], rows: int) -> Kept | None:
-        """What an earlier run chose, set for the products."""
-        kept = None if self.choices is None else self.choices.read(groups, rows, self._about)
+    def compile_ways(self, rows: int) -> None:
+        """Compile what `choose_ways` of so many rows would measure."""
+        kept = compile_ways(self.linears(), rows, self.choices, self._about)
         if kept is not None:
             self._hide(rows, kept.hidden_bytes)
-        return kept
 
     @property
     def _about(self) -> str:
@@ -394,30 +388,29 @@ class FusedModel:
         rope = self.layers[0].rope
         return f"{rope.heads} heads, {rope.kv_heads} of keys, of {rope.head_dim}"
 
-    def tune(self, rows: int) -> dict[str, float]:
+    def choose_ways(self, rows: int) -> dict[str, float]:
         """Choose how products of `rows` rows run, as `choices` say or by measurement (CUDA only).
 
         Returns: "N×K[ activation] rows" → microseconds of the chosen way, measured by itself.
         """
-        groups = undecided(self.linears(), rows)
-        if not groups:
+        chosen = decide_ways(self.linears(), rows, self.choices, self._about, self._settle)
+        if chosen is None:
             return {}
-        if (kept := self._kept(groups, rows)) is not None:
-            return {f"{name} {rows}": microseconds for name, microseconds in kept.microseconds.items()}
-        found = choose_ways(self.linears(), rows)
-        self._settle(found, rows)
-        if self.choices is not None:
-            self.choices.keep(found, rows, self.layers[0].hidden_bytes[row_bucket(rows)], self._about)
-        return {f"{each.name()} {rows}": each.times[each.chosen(rows)] for each in found}
+        self._hide(rows, chosen.hidden_bytes)
+        return {f"{name} {rows}": microseconds for name, microseconds in chosen.microseconds.items()}
 
     def _hide(self, rows: int, hidden: int) -> None:
         """Have attention ask for so many bytes of the output projection."""
         for layer in self.layers:
             layer.hidden_bytes[row_bucket(rows)] = hidden
 
-    def _settle(self, found: list[Measured], rows: int, context: int = 512) -> None:
-        """Choose among what measured close by itself, and how much of its output projection attention asks for: timed
-        in layers that run one behind the other, where a kernel is launched and fetches while others still run."""
+    def _settle(self, found: list[Measured], rows: int, context: int = 512) -> int:
+        """Choose among the ways that are about as fast by themselves, and how much of its output projection attention
+        asks for. Both are timed in layers that run one behind the other: there a kernel is launched, and fetches, while
+        others still run.
+
+        Returns: bytes that attention asks for.
+        """
         layers = self._stacked()
         run = self._stack(layers, rows, context)
 
@@ -440,6 +433,7 @@ class FusedModel:
             if len(measured.close) > 1 and any(linear in measured.linears for linear in layers[0].linears()):
                 choose_fastest(measured.close, partial(measured.choose, rows))
         choose_fastest(HIDDEN_BYTES, partial(self._hide, rows))
+        return self.layers[0].hidden_bytes[row_bucket(rows)]
 
     def _stacked(self) -> list[FusedLayer]:
         """As many layers as push each other's weights out of the cache: they come from memory in a whole model."""

@@ -37,7 +37,7 @@ class CycleGraphs:
         """Tables of the cycles, without end. The next cycle runs while the host looks at a table."""
         shapes = tuple((name, tensor.shape) for (_, name), tensor in zip(loop.state, loop.tensors(), strict=True))
         # the objects themselves are part of the key: an id would be taken again once they are gone
-        key = (loop.engine, loop.engine.spec, loop.drafter, loop.sampling, loop.generator, shapes)
+        key = (loop.engine, loop.drafter, loop.scheduler, loop.sampling, loop.generator, shapes)
         if key not in self._graphs:
             began = time.perf_counter()
             self._graphs[key] = _CycleGraph(loop)
@@ -71,7 +71,7 @@ class _CycleGraph:
             compile_ahead(loop.cycle)
             _copy(self.held, before)
             loop.attach(self.held)
-            loop.tune()
+            loop.choose_ways()
         # KV that this cycle writes lies beyond the contexts, where the next one writes it again
         warm_up(loop.cycle, loop.engine.device)
         loop.attach(self.held)

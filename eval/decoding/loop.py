@@ -11,12 +11,14 @@ from torch import Tensor
 from headstart.data.row_random import draw_at, uniforms
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.rows import Step
 from headstart.eval.decoding.sampling import Sampling, best, draw, probabilities
-from headstart.eval.decoding.verify import Verdict, verify
+from headstart.eval.decoding.scheduler import KeepAll, Scheduler
+from headstart.eval.decoding.verify import Verified, verify
 from headstart.eval.kernels.bookkeeping import advance, stops_at, take_path
-from headstart.eval.kernels.choices import compile_ways, decide
+from headstart.eval.kernels.choices import compile_ways, decide_ways
 from headstart.eval.kernels.launch import compiling
-from headstart.eval.tree import empty
+from headstart.eval.tree import Tree, empty
 
 #: columns of a cycle's table that follow the committed tokens: how many, the next root, levels drafted, context length
 COUNT, NEXT, DRAFTED, LENGTH = -4, -3, -2, -1
@@ -24,6 +26,10 @@ COUNT, NEXT, DRAFTED, LENGTH = -4, -3, -2, -1
 
 class Loop:
     """Propose, verify, commit for one batch: device tensors only, so that a cycle can be captured.
+
+    Args:
+        drafter: None = plain decoding.
+        scheduler: chooses what of the drafts is verified; None = all of it.
 
     Attributes:
         roots_B: int64, tokens that the target has chosen and not yet read.
@@ -34,6 +40,7 @@ class Loop:
         seeds_B: int64, seeds of rows that draw by themselves, or None.
         rate_K: float32, synthetic acceptance by level, or None.
         logits_BV: the target's, at the last root.
+        longest: host int, length of the longest context as far as the host has seen.
     """
 
     def __init__(
@@ -43,18 +50,22 @@ class Loop:
         sampling: Sampling,
         generator: torch.Generator | None,
         seeds_B: Tensor | None = None,
+        scheduler: Scheduler | None = None,
     ):
         if seeds_B is not None and (drafter is not None or sampling.synthetic is not None):
             raise ValueError("row seeds: rows draw by themselves in plain decoding only, found a drafter")
         self.engine, self.drafter, self.sampling, self.generator = engine, drafter, sampling, generator
         self.seeds_B = seeds_B
+        self.scheduler: Scheduler = scheduler or KeepAll()
+        self.spec = None if drafter is None else drafter.spec
         rates = sampling.synthetic
         self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)
         self.seen_BV: Tensor | None = None
 
     @property
     def captures(self) -> bool:
-        return self.engine.captures and (self.drafter is None or self.drafter.captures)
+        drafts = self.drafter is None or self.drafter.captures
+        return self.engine.captures and drafts and self.scheduler.captures
 
     @property
     def prepare_s(self) -> float:
@@ -63,13 +74,11 @@ class Loop:
 
     @property
     def state(self) -> list[tuple[object, str]]:
-        """Where the tensors live that a cycle reads and changes, KV apart."""
+        """(object, attribute) where the tensors stand that a cycle reads and changes, KV apart."""
         extra = [name for name in ("seen_BV", "seeds_B", "rate_K") if getattr(self, name) is not None]
-        names = ["roots_B", "active_B", "left_B", "stop_BS", *extra]
-        owners: list[tuple[object, list[str]]] = [(self, names), (self.engine, self.engine.state)]
-        if self.drafter is not None:
-            owners.append((self.drafter, self.drafter.state))
-        return [(owner, name) for owner, names in owners for name in names]
+        own: list[tuple[object, str]] = [(self, n) for n in ("roots_B", "active_B", "left_B", "stop_BS", *extra)]
+        drafters = [] if self.drafter is None else self.drafter.state
+        return [*own, *self.engine.state, *drafters, *self.scheduler.state]
 
     def tensors(self) -> list[Tensor]:
         """What stands at `state` now."""
@@ -80,26 +89,27 @@ class Loop:
         for (owner, name), tensor in zip(self.state, tensors, strict=True):
             setattr(owner, name, tensor)
 
-    def tune(self) -> None:
-        """Choose how the products of a cycle run (CUDA only), after `start`."""
+    def choose_ways(self) -> None:
+        """Choose how the matrix products of a cycle run (CUDA only), after `start`."""
         engine, drafter = self.engine, self.drafter
         rows = engine.batch * (1 if drafter is None else drafter.max_nodes + 1)
         drafts = [] if drafter is None else drafter.products(engine.batch)
         with compiling():
             # all are compiled before the first is timed
             if engine.fused is not None:
-                engine.fused.compile(rows)
+                engine.fused.compile_ways(rows)
             for linears, count in drafts:
                 compile_ways(linears, count, engine.choices)
             if engine.fused is not None:
-                engine.fused.tune(rows)
+                engine.fused.choose_ways(rows)
             for linears, count in drafts:
-                decide(linears, count, engine.choices)
+                decide_ways(linears, count, engine.choices)
 
     def start(self, contexts: list[list[int]], limits: list[int], stops: list[set[int]]) -> None:
         """Prefill, choose the first roots, hand the contexts to the drafter."""
         engine, device = self.engine, self.engine.device
-        self.logits_BV, context = engine.prefill(contexts)
+        self.logits_BV, context = engine.prefill(contexts, self.spec)
+        self.longest = max(map(len, contexts))
         if self.sampling.penalises:
             self.seen_BV = _seen(context.tokens_BJ, context.count_B, self.logits_BV.shape[-1])
         self.roots_B = self._choose(self.logits_BV)
@@ -110,6 +120,7 @@ class Loop:
         self.active_B = (self.left_B > 0) & ~stops_at(self.roots_B[:, None], self.stop_BS)[:, 0]
         if self.drafter is not None:
             self.drafter.start(context, engine.capacity)
+        self.scheduler.start(context)
 
     def _choose(self, logits_BV: Tensor, ahead: int = 0) -> Tensor:
         """The target's own next token of every row, which will stand `ahead` places after the context's end."""
@@ -120,6 +131,10 @@ class Loop:
             return draw_at(p_BV, uniforms(self.seeds_B, self.engine.length_B + ahead))
         return draw(p_BV, self.generator)
 
+    def forward(self, tree: Tree) -> Step:
+        """The target's forward over the roots and a tree."""
+        return self.engine.verify(self.roots_B, tree, self.spec, self.longest)
+
     def verify(self) -> Tensor:
         """Propose and verify. Returns the cycle's table: int64 [B, J + 4], see COUNT; `commit` must follow."""
         engine, roots_B, active_B = self.engine, self.roots_B, self.active_B
@@ -127,21 +142,29 @@ class Loop:
             self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
         if self.drafter is not None:
             tree = self.drafter.propose(roots_B, self.generator).limit(active_B)
+            kept_BN = self.scheduler.choose(tree, roots_B, active_B)
+            tree = tree if kept_BN is None else tree.keep(kept_BN)
         else:
             tree = empty(engine.batch, engine.device)
-        step = engine.verify(roots_B, tree)
+        step = self.forward(tree)
         self.logits_BV = step.logits_BMV[:, 0]
         if self.seeds_B is not None:
-            verdict = Verdict(tree.tokens_BN, torch.zeros_like(roots_B), self._choose(self.logits_BV, ahead=1))
+            verified = Verified(tree.tokens_BN, torch.zeros_like(roots_B), self._choose(self.logits_BV, ahead=1))
         else:
-            verdict = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV, self.rate_K)
-        taken = take_path(tree, roots_B, verdict.path_BK, active_B, engine.length_B, engine.kv.bin)
+            verified = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV, self.rate_K)
+        taken = take_path(tree, roots_B, verified.path_BK, active_B, engine.length_B, engine.kv.bin)
         self.accepted = accepted = engine.take(tree, step, taken)
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV | _seen(accepted.tokens_BJ, accepted.count_B, self.seen_BV.shape[1])
-        progress = advance(tree, taken, verdict.next_B, roots_B, self.left_B, active_B, self.stop_BS)
-        self.roots_B, self.left_B, self.active_B = progress.roots_B, progress.left_B, progress.active_B
-        return progress.table
+        after = advance(tree, taken, verified.next_B, roots_B, self.left_B, active_B, self.stop_BS)
+        self.roots_B, self.left_B, self.active_B = after.roots_B, after.left_B, after.active_B
+        return after.table
+
+    def read(self, table: Tensor) -> list[list[int]]:
+        """The table of a cycle that was not captured, on the host; later forwards then know how much KV to read."""
+        lines: list[list[int]] = table.tolist()
+        self.longest = max(line[LENGTH] for line in lines)
+        return lines
 
     def commit(self) -> None:
         """Give the drafter the rows of the last `verify`."""

@@ -90,7 +90,6 @@ class Decoder:
                 prefill_chunk=self.config.prefill_chunk,
                 fused=self.fused,
             )
-        engine.spec = drafter.spec if drafter is not None else None
         self.generator.manual_seed(seed)
         stops = set(self.target.stop_token_ids)
         before = self.graphs.seconds

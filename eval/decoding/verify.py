@@ -20,7 +20,7 @@ from headstart.heads.kernels.device import wants_kernel
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verified:
     """What one verification commits.
 
     Attributes:
@@ -41,7 +41,7 @@ def verify(
     generator: torch.Generator | None = None,
     seen_BV: Tensor | None = None,
     rate_K: Tensor | None = None,
-) -> Verdict:
+) -> Verified:
     """Accept drafts by the rule that fits them: greedy, point mass, drawn from q, typical or synthetic (both lossy).
 
     Args:
@@ -69,7 +69,7 @@ def verify(
     uniform_BN = torch.rand(ratio_BN.shape, dtype=ratio_BN.dtype, device=ratio_BN.device, generator=generator)
     end_B, path_BK, accepted_B = walk_accepted(tree, uniform_BN < ratio_BN)
     last_BV = residual_BMV[torch.arange(end_B.shape[0], device=end_B.device), end_B]
-    return Verdict(path_BK, accepted_B, draw(last_BV, generator))
+    return Verified(path_BK, accepted_B, draw(last_BV, generator))
 
 
 def seen_tokens(tree: Tree, seen_BV: Tensor) -> Tensor:
@@ -83,20 +83,20 @@ def seen_tokens(tree: Tree, seen_BV: Tensor) -> Tensor:
     return seen_BMV
 
 
-def walk_choices(tree: Tree, choice_BM: Tensor) -> Verdict:
+def walk_choices(tree: Tree, choice_BM: Tensor) -> Verified:
     """Follow the target's own choice at each row while it is among the children.
 
     With choice = argmax this is greedy verification; with choice drawn from p it is exact sampling for
     deterministic trees: accepting children in order with p(x), then the renormalised rest, is the same as drawing
     once and looking whether the draw is a child.
     """
-    return Verdict(*walk_kernel(tree, choice_BM)) if wants_kernel(choice_BM) else walk_choices_eager(tree, choice_BM)
+    return Verified(*walk_kernel(tree, choice_BM)) if wants_kernel(choice_BM) else walk_choices_eager(tree, choice_BM)
 
 
-def walk_choices_eager(tree: Tree, choice_BM: Tensor) -> Verdict:
+def walk_choices_eager(tree: Tree, choice_BM: Tensor) -> Verified:
     ok_BN = tree.tokens_BN == choice_BM.gather(1, tree.parent_BN + 1)
     end_B, path_BK, accepted_B = walk_accepted(tree, ok_BN)
-    return Verdict(path_BK, accepted_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+    return Verified(path_BK, accepted_B, choice_BM.gather(1, end_B[:, None])[:, 0])
 
 
 def walk_accepted(tree: Tree, accept_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,7 +188,7 @@ def _chain_acceptance(tree: Tree, q_BNV: Tensor, p_BMV: Tensor) -> tuple[Tensor,
     return ratio_BN, torch.cat([residual_BNV, p_BMV[:, -1:]], 1)
 
 
-def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta: float) -> Verdict:
+def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta: float) -> Verified:
     """Typical acceptance (methods §1). LOSSY: the output distribution is not the target's.
 
     A token is accepted if p(x) > min(ε, δ · exp(-H(p))); the longest accepted path wins, ties by Σ log p.
@@ -201,7 +201,7 @@ def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta:
     accepted_BN = _closed(tree, tree.valid_BN & (p_BN > threshold_BM.gather(1, tree.parent_BN + 1)))
     if tree.nodes == 0:
         end_B, path_BK, count_B = _path(tree, accepted_BN)
-        return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+        return Verified(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
     mask_BNN = tree.mask_BNN
     log_p_BN = p_BN.clamp(min=torch.finfo(p_BN.dtype).tiny).log()
     score_BN = (mask_BNN * log_p_BN[:, None, :]).sum(-1)
@@ -210,10 +210,10 @@ def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta:
     best_B1 = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1, keepdim=True)
     on_path_BN = mask_BNN[rows_B1, best_B1][:, 0] & accepted_BN
     end_B, path_BK, count_B = _path(tree, on_path_BN)
-    return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+    return Verified(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
 
 
-def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Generator | None = None) -> Verdict:
+def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Generator | None = None) -> Verified:
     """Accept level d with probability `rate_K[d - 1]` if all earlier levels were. LOSSY: the target is not asked.
 
     The path leads to the first of a row's deepest nodes; levels beyond the rates are refused. `choice_BM`: the target's
@@ -222,14 +222,14 @@ def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Ge
     shape = (choice_BM.shape[0], tree.levels)
     uniform_BK = torch.rand(shape, device=choice_BM.device, generator=generator)
     if wants_kernel(choice_BM):
-        return Verdict(*synthetic_kernel(tree, choice_BM, uniform_BK, rate_K))
+        return Verified(*synthetic_kernel(tree, choice_BM, uniform_BK, rate_K))
     return synthetic_eager(tree, choice_BM, uniform_BK, rate_K)
 
 
-def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: Tensor) -> Verdict:
+def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: Tensor) -> Verified:
     if tree.nodes == 0:
         end_B, path_BK, count_B = _path(tree, tree.valid_BN)
-        return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+        return Verified(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
     known = min(len(rate_K), tree.levels)
     passed_BK = torch.zeros_like(uniform_BK, dtype=torch.bool)
     passed_BK[:, :known] = uniform_BK[:, :known] < rate_K[:known]
@@ -238,4 +238,4 @@ def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: T
     rows_B = torch.arange(uniform_BK.shape[0], device=uniform_BK.device)
     ancestors_BN = tree.mask_BNN[rows_B, deepest_B1[:, 0]]
     end_B, path_BK, count_B = _path(tree, ancestors_BN & tree.valid_BN & (tree.depth_BN <= levels_B[:, None]))
-    return Verdict(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+    return Verified(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.engine import Rows, synchronize
 from headstart.eval.decoding.fused import Buffers
+from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, draw, penalise, probabilities
 from headstart.eval.drafters.draft import DraftStep
 from headstart.eval.kernels.argmax import argmax
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.bookkeeping import Lined, line_up
 from headstart.eval.kernels.candidates import Growth
-from headstart.eval.kernels.launch import compile_ahead
+from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.rows import take_rows
 from headstart.eval.tree import Tree, chain
@@ -56,9 +56,9 @@ class AutoregressiveDrafter:
         self.kv: Buffers | None = None
 
     @property
-    def state(self) -> list[str]:
+    def state(self) -> list[tuple[object, str]]:
         names = ["length_B", "pending_BJ", "pending_g_BJH", "pending_B"]
-        return names if self.seen_BV is None else [*names, "seen_BV"]
+        return [(self, name) for name in (names if self.seen_BV is None else [*names, "seen_BV"])]
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         assert self.step is not None

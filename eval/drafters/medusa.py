@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.engine import Rows
+from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, best, draw, penalise, probabilities
 from headstart.eval.kernels.candidates import top_ids
 from headstart.eval.kernels.linear import Linear
@@ -46,8 +46,8 @@ class MedusaDrafter:
         self.max_nodes = self.shape.parent_N.shape[0] if self.shape is not None else self.depth
 
     @property
-    def state(self) -> list[str]:
-        return ["hidden_BD"] if self.seen_BV is None else ["hidden_BD", "seen_BV"]
+    def state(self) -> list[tuple[object, str]]:
+        return [(self, "hidden_BD")] if self.seen_BV is None else [(self, "hidden_BD"), (self, "seen_BV")]
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
         return []

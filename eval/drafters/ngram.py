@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.engine import Rows
+from headstart.eval.decoding.rows import Rows
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureSpec
@@ -44,7 +44,7 @@ class NgramDrafter:
     spec: FeatureSpec | None = None
     captures = False
     prepare_s = 0.0
-    state: list[str] = []  # noqa: RUF012
+    state: list[tuple[object, str]] = []  # noqa: RUF012
 
     def __init__(self, depth: int, shortest: int = 1, longest: int = 4):
         self.max_nodes, self.shortest, self.longest = depth, shortest, longest

@@ -144,7 +144,7 @@ def take_path_eager(
 
 
 def take_path(tree: Tree, roots_B: Tensor, path_BK: Tensor, active_B: Tensor, length_B: Tensor, bin: int) -> Taken:
-    """Args: path_BK: Verdict's; active_B: rows that take anything; bin: slot that padding is written to."""
+    """Args: path_BK: Verified's; active_B: rows that take anything; bin: slot that padding is written to."""
     run = take_path_kernel if wants_kernel(roots_B) else take_path_eager
     return run(tree, roots_B, path_BK, active_B, length_B, bin)
 
@@ -167,11 +167,11 @@ def take_path_kernel(
 
 
 @dataclass(frozen=True)
-class Progress:
+class Advanced:
     """Rows after a cycle.
 
     Attributes:
-        table: int64 [B, J + 4]: tokens_BJ, then decode.COUNT, NEXT, DRAFTED, LENGTH.
+        table: int64 [B, J + 4]: tokens_BJ, then loop.COUNT, NEXT, DRAFTED, LENGTH.
         roots_B: int64, the next roots. left_B: int64, tokens that may still follow. active_B: bool, who goes on.
     """
 
@@ -183,7 +183,7 @@ class Progress:
 
 def advance_eager(
     tree: Tree, taken: Taken, next_B: Tensor, roots_B: Tensor, left_B: Tensor, active_B: Tensor, stop_BS: Tensor
-) -> Progress:
+) -> Advanced:
     roots_B = torch.where(active_B, next_B, roots_B)
     left_B = left_B - taken.count_B
     # new tokens are the accepted drafts (the root before them is old) and the next root
@@ -192,12 +192,12 @@ def advance_eager(
     said_B = (stops_at(taken.tokens_BJ, stop_BS) & fresh_BJ).any(1) | stops_at(roots_B[:, None], stop_BS)[:, 0]
     active_B = active_B & ~said_B & (left_B > 0)
     columns = [taken.count_B, roots_B, drafted_levels(tree), taken.length_B]
-    return Progress(torch.cat([taken.tokens_BJ, torch.stack(columns, 1)], 1), roots_B, left_B, active_B)
+    return Advanced(torch.cat([taken.tokens_BJ, torch.stack(columns, 1)], 1), roots_B, left_B, active_B)
 
 
 def advance(
     tree: Tree, taken: Taken, next_B: Tensor, roots_B: Tensor, left_B: Tensor, active_B: Tensor, stop_BS: Tensor
-) -> Progress:
+) -> Advanced:
     """Which rows go on after a cycle: none that has said a stop token or all it may.
 
     Args:
@@ -210,7 +210,7 @@ def advance(
 
 def advance_kernel(
     tree: Tree, taken: Taken, next_B: Tensor, roots_B: Tensor, left_B: Tensor, active_B: Tensor, stop_BS: Tensor
-) -> Progress:
+) -> Advanced:
     batch, width = taken.tokens_BJ.shape
     table, after = roots_B.new_empty((batch, width + 4)), [torch.empty_like(x) for x in (roots_B, left_B, active_B)]
     depth, valid, stops = (_rows(part) for part in (tree.depth_BN, tree.valid_BN, stop_BS))
@@ -220,7 +220,7 @@ def advance_kernel(
         stops.shape[1], stops.stride(0), depth.stride(0), valid.stride(0), BJ=triton.next_power_of_2(width),
         BN=triton.next_power_of_2(max(tree.nodes, 1)), num_warps=1, **launch_options(roots_B.device),
     )  # fmt: skip
-    return Progress(table, *after)
+    return Advanced(table, *after)
 
 
 def stops_at(tokens_BJ: Tensor, stop_BS: Tensor) -> Tensor:

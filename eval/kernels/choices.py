@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,21 +123,43 @@ class Choices:
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-def compile_ways(linears: list[Linear], rows: int, choices: Choices | None) -> None:
-    """Compile what `decide` would measure."""
+def compile_ways(linears: list[Linear], rows: int, choices: Choices | None, about: str = "") -> Kept | None:
+    """Compile what `decide_ways` would measure. Where an earlier run chose, that is set and returned instead."""
     groups = undecided(linears, rows)
-    if groups and (choices is None or choices.read(groups, rows) is None):
+    if not groups:
+        return None
+    kept = None if choices is None else choices.read(groups, rows, about)
+    if kept is None:
         compile_candidates(groups, rows)
+    return kept
 
 
-def decide(linears: list[Linear], rows: int, choices: Choices | None) -> None:
-    """Choose how a draft's products of `rows` rows run, as `choices` say or by measurement (CUDA only)."""
+def decide_ways(
+    linears: list[Linear],
+    rows: int,
+    choices: Choices | None,
+    about: str = "",
+    settle: Callable[[list[Measured], int], int] | None = None,
+) -> Kept | None:
+    """Choose how products of `rows` rows run: as an earlier run did, else by measurement, which is kept (CUDA only).
+
+    Args:
+        about: what else the choice depends on.
+        settle: called with what was measured, and `rows`; chooses again among what measured close, and returns the
+            bytes that attention fetches ahead.
+    Returns: what was chosen; None where that was done before.
+    """
     groups = undecided(linears, rows)
-    if not groups or (choices is not None and choices.read(groups, rows)):
-        return
-    found = choose_ways(linears, rows)
+    if not groups:
+        return None
+    kept = None if choices is None else choices.read(groups, rows, about)
+    if kept is not None:
+        return kept
+    measured = choose_ways(linears, rows)
+    hidden_bytes = 0 if settle is None else settle(measured, rows)
     if choices is not None:
-        choices.keep(found, rows)
+        choices.keep(measured, rows, hidden_bytes, about)
+    return Kept({each.name(): each.times[each.chosen(rows)] for each in measured}, hidden_bytes)
 
 
 def _way(found: dict[str, Any] | None) -> Tiles | None:

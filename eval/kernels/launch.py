@@ -179,6 +179,14 @@ def graph_time(run: Callable[[], object], replays: int = 5, warmup: int = 2) -> 
     return sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))[replays // 2]
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was queued: what is timed next starts from nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+
+
 def _kind(argument: Any) -> Any:
     """What a kernel is compiled for: a tensor's dtype and alignment, of others the value."""
     return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, torch.Tensor) else argument

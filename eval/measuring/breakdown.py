@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headstart.eval.decoding.decode import synchronize
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.drafters import Drafter
-from headstart.eval.kernels.launch import graph_time
+from headstart.eval.kernels.launch import graph_time, synchronize
 
 if TYPE_CHECKING:
     from headstart.eval.decoding.session import Decoder
@@ -26,13 +25,13 @@ def cycle_parts(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], r
     """
     loop = started_loop(decoder, drafter, contexts)
     if loop.captures:
-        loop.tune()
+        loop.choose_ways()
     with torch.inference_mode():
         before = loop.tensors()
         tree = drafter.propose(loop.roots_B, loop.generator)
         loop.attach(before)
     draft = loop_seconds(loop, lambda: drafter.propose(loop.roots_B, loop.generator), repeats)
-    verify = loop_seconds(loop, lambda: loop.engine.verify(loop.roots_B, tree), repeats)
+    verify = loop_seconds(loop, lambda: loop.forward(tree), repeats)
     whole = loop_seconds(loop, loop.cycle, repeats)
     return {"draft_ms": draft * 1e3, "verify_ms": verify * 1e3, "rest_ms": max(whole - draft - verify, 0.0) * 1e3}
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.decode import synchronize
 from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.kernels.launch import synchronize
 from headstart.eval.measuring.metrics import Timed
 from headstart.heads.targets.target import Target
 

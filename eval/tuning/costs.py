@@ -16,7 +16,7 @@ import torch
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.drafters import Drafter
-from headstart.eval.kernels.choices import decide
+from headstart.eval.kernels.choices import decide_ways
 from headstart.eval.measuring.breakdown import loop_seconds, started_loop
 from headstart.eval.measuring.sweep import spread
 from headstart.eval.tree import Tree, chain, static_paths
@@ -185,16 +185,16 @@ def _draft_seconds(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]
     loop = started_loop(decoder, drafter, contexts)
     if loop.captures:
         for linears, rows in drafter.products(len(contexts)):
-            decide(linears, rows, loop.engine.choices)
+            decide_ways(linears, rows, loop.engine.choices)
     return loop_seconds(loop, lambda: drafter.propose(loop.roots_B, None), repeats)
 
 
 def _verify_seconds(loop: Loop, shape: str, tokens: int, repeats: int) -> float:
     engine = loop.engine
     if loop.engine.captures and engine.fused is not None:
-        engine.fused.tune(engine.batch * tokens)
+        engine.fused.choose_ways(engine.batch * tokens)
     tree = chain(loop.roots_B[:, None].expand(-1, tokens - 1)) if shape == "chain" else _bush(loop, tokens - 1)
-    return loop_seconds(loop, lambda: engine.verify(loop.roots_B, tree), repeats)
+    return loop_seconds(loop, lambda: loop.forward(tree), repeats)
 
 
 def _bush(loop: Loop, nodes: int) -> Tree:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.decode import Answer
-from headstart.eval.decoding.engine import Rows
+from headstart.eval.decoding.rows import Rows
 from headstart.eval.drafters import Drafter
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import StaticShape, Tree, static_paths, static_shape
@@ -119,7 +119,7 @@ class Recorder:
     """
 
     captures = False
-    state: list[str] = []  # noqa: RUF012
+    state: list[tuple[object, str]] = []  # noqa: RUF012
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter

@@ -130,7 +130,6 @@ class CycleBench:
         self.graphs, self.generator = CycleGraphs(), torch.Generator(target.device)
 
     def run(self, drafter: Drafter | None, sampling: Sampling, new_tokens: int | None = None) -> Decoded:
-        self.engine.spec = drafter.spec if drafter is not None else None
         self.generator.manual_seed(0)
         limit = new_tokens or self.new_tokens
         return decode(self.engine, self.contexts, drafter, sampling, limit, set(), self.generator, graphs=self.graphs)
@@ -195,9 +194,9 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
         if arguments.products and device.type == "cuda":
             print_products(forward.model, arguments.batch * tokens)
             clock.mark(f"products {tokens}")
-        for name, microseconds in forward.model.tune(arguments.batch * tokens).items():
+        for name, microseconds in forward.model.choose_ways(arguments.batch * tokens).items():
             print(f"  {name}: {microseconds:.1f} µs", flush=True)
-        clock.mark(f"tuning {tokens}")
+        clock.mark(f"choosing {tokens}")
         step = forward.step(tokens)
         record(case, repeat_time(step, device, arguments.repeats))
         clock.mark(case)

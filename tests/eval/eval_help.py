@@ -12,6 +12,7 @@ import torch
 from headstart.eval.decoding.decode import Answer, decode, slots_needed
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.decoding.scheduler import Scheduler
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter
 from headstart.heads.base import Head
@@ -50,17 +51,18 @@ def run(
     stops: set[int] | list[set[int]] = frozenset(),  # type: ignore[assignment]
     sampling: Sampling | None = None,
     seed: int = 0,
+    scheduler: Scheduler | None = None,
     **options: Any,
 ) -> list[Answer]:
     """Decode with small buckets and chunks, so that their edges are crossed."""
     longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
     capacity = slots_needed(max(map(len, contexts)), longest_answer, drafter)
-    spec = drafter.spec if drafter is not None else None
-    engine = Engine(target.model, len(contexts), capacity, spec, **{"bucket": 8, "prefill_chunk": 4, **options})
+    engine = Engine(target.model, len(contexts), capacity, **{"bucket": 8, "prefill_chunk": 4, **options})
     generator = torch.Generator().manual_seed(seed)
     stop_ids = stops if isinstance(stops, list) else set(stops)
     sampling = sampling or Sampling()
-    return decode(engine, contexts, drafter, sampling, max_new_tokens, stop_ids, generator).answers
+    decoded = decode(engine, contexts, drafter, sampling, max_new_tokens, stop_ids, generator, scheduler=scheduler)
+    return decoded.answers
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from headstart.data.config import DistillConfig
 from headstart.data.distill import generate
 from headstart.eval.config import EvalConfig, TreeConfig
-from headstart.eval.decoding import engine as engine_module
+from headstart.eval.decoding import prefill
 from headstart.eval.decoding.decode import Answer, decode, roomy, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused import Buffers, FusedModel
@@ -52,9 +52,9 @@ def drafter_of(kind: str, tree: TreeConfig, request: pytest.FixtureRequest, **co
 
 
 @pytest.fixture
-def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """First guesses instead of measured choices: which kernels run is not what these tests are about."""
-    monkeypatch.setattr(Loop, "tune", lambda loop: None)
+    monkeypatch.setattr(Loop, "choose_ways", lambda loop: None)
 
 
 @pytest.mark.parametrize(("kind", "tree"), WAYS)
@@ -78,8 +78,7 @@ def test_device_and_host_agree_on_who_goes_on(target: Target, plain: list[Answer
     assert loop.active_B.tolist() == [True, False, False]
     answers = run(target, None, max_new_tokens=limits, stops=stops)
     while loop.active_B.any():
-        table = loop.cycle().tolist()
-        engine.longest = max(line[-1] for line in table)
+        loop.read(loop.cycle())
     ends = [len(context) + max(len(answer.tokens) - 1, 0) for context, answer in zip(contexts, answers, strict=True)]
     assert engine.length_B.tolist() == ends
 
@@ -141,8 +140,7 @@ def test_a_cycle_reads_only_what_outlives_its_batch(
     if kind != "plain":
         drafter = build_drafter(request.getfixturevalue(kind).head, EvalConfig(tree=tree, repetition_penalty=1.3))
         drafter.sampling = sampling
-    spec = drafter.spec if drafter is not None else None
-    engine = Engine(target.model, 3, slots_needed(12, 30, drafter), spec, fused=fused(target))
+    engine = Engine(target.model, 3, slots_needed(12, 30, drafter), fused=fused(target))
     read: list[dict[int, Tensor]] = []  # kept, so that no address is taken twice
     for contexts in (CONTEXTS, [context[::-1] for context in CONTEXTS]):
         loop = Loop(engine, drafter, sampling, torch.Generator())
@@ -156,7 +154,7 @@ def test_a_cycle_reads_only_what_outlives_its_batch(
     assert len(read[0]) > 20
 
 
-@pytest.mark.usefixtures("untuned")
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("kind", "tree"), [("plain", CHAIN), *WAYS])
@@ -171,8 +169,7 @@ def test_captured_cycles_give_the_plain_answers(
         head = copy.deepcopy(request.getfixturevalue(kind).head).to(card)
         head.bind(there.embed_VD, there.teacher)
         drafter = build_drafter(head, EvalConfig(tree=tree))
-    spec = drafter.spec if drafter is not None else None
-    engine = Engine(there.model, 3, slots_needed(12, 30, drafter), spec, prefill_chunk=4, fused=fused(there))
+    engine = Engine(there.model, 3, slots_needed(12, 30, drafter), prefill_chunk=4, fused=fused(there))
     graphs, generator = CycleGraphs(), torch.Generator(card)
     stops: list[set[int]] = [{plain[0].tokens[7]}, set(), {plain[2].tokens[0]}]
     for limits, stop in ((30, set()), ([30, 2, 30], stops), (30, set())):
@@ -190,13 +187,13 @@ def test_captured_prefill(target: Target, monkeypatch: pytest.MonkeyPatch) -> No
     """The same logits, features and keys as chunks that run operation by operation, prompt after prompt."""
     there = Target.from_model(copy.deepcopy(target.model).to("cuda"))
     spec = FeatureSpec((1, 2, 3))
-    captured, plain = (Engine(there.model, 3, 80, spec, prefill_chunk=8, fused=fused(there)) for _ in range(2))
-    monkeypatch.setattr(engine_module, "NARROWEST", 2)
+    captured, plain = (Engine(there.model, 3, 80, prefill_chunk=8, fused=fused(there)) for _ in range(2))
+    monkeypatch.setattr(prefill, "NARROWEST", 2)
     for contexts in (CONTEXTS, [context[::-1] for context in CONTEXTS], [[7] * 3, [8] * 16, [9]]):
-        logits, rows = captured.prefill(contexts)
+        logits, rows = captured.prefill(contexts, spec)
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "CAPTURED_TOKENS", 0)
-            expected, expected_rows = plain.prefill(contexts)
+            patch.setattr(prefill, "CAPTURED_TOKENS", 0)
+            expected, expected_rows = plain.prefill(contexts, spec)
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
         for row, context in enumerate(contexts):
             for name in ("hidden_BJD", "streams_BJkD"):
@@ -206,10 +203,10 @@ def test_captured_prefill(target: Target, monkeypatch: pytest.MonkeyPatch) -> No
                 torch.testing.assert_close(
                     keys[row, :, : len(context)], wanted[row, :, : len(context)], rtol=1e-3, atol=1e-3
                 )
-    assert captured._chunks and not plain._chunks and captured.capture_s > 0
+    assert captured.prompts.graphs and not plain.prompts.graphs and captured.capture_s > 0
 
 
-@pytest.mark.usefixtures("untuned")
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_captured_sampling_follows_its_seed(target: Target, request: pytest.FixtureRequest) -> None:
@@ -220,7 +217,7 @@ def test_captured_sampling_follows_its_seed(target: Target, request: pytest.Fixt
     sampling = Sampling(temperature=1.0)
     drafter = build_drafter(head, EvalConfig(tree=CHAIN, temperature=1.0))
     assert drafter is not None
-    engine = Engine(there.model, 3, slots_needed(12, 30, drafter), drafter.spec, fused=fused(there))
+    engine = Engine(there.model, 3, slots_needed(12, 30, drafter), fused=fused(there))
     graphs, generator = CycleGraphs(), torch.Generator(card)
     said = []
     for seed in (1, 1, 2):
@@ -245,7 +242,7 @@ def test_the_probe_of_training_says_what_a_cpu_says(target: Target, kind: str, r
     assert found == pytest.approx(tau_probe(target, request.getfixturevalue(kind).head, CONTEXTS, 20, depth=3))
 
 
-@pytest.mark.usefixtures("untuned")
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

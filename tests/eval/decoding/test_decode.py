@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer, decode
-from headstart.eval.decoding.engine import Engine, Rows
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters import NgramDrafter, build_drafter
 from headstart.eval.tree import Tree, chain

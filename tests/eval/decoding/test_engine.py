@@ -17,10 +17,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from headstart.eval.decoding import engine as engine_module
+from headstart.eval.decoding import prefill
 from headstart.eval.decoding.cache import StaticKV
-from headstart.eval.decoding.engine import Engine, Step, attention_windows
+from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.prefill import Forward
+from headstart.eval.decoding.rows import Step
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import TargetError
@@ -113,8 +115,8 @@ def test_tree_rows_equal_plain_forwards(name: str) -> None:
     model = tiny(name)
     noise = torch.Generator().manual_seed(1)
     contexts = [torch.randint(1, VOCAB, (n,), generator=noise).tolist() for n in (11, 4)]
-    engine = Engine(model, 2, 40, SPEC, bucket=8, prefill_chunk=4)
-    logits_BV, rows = engine.prefill(contexts)
+    engine = Engine(model, 2, 40, bucket=8, prefill_chunk=4)
+    logits_BV, rows = engine.prefill(contexts, SPEC)
     assert rows.count_B.tolist() == [11, 4]
     for b, context in enumerate(contexts):
         for t in (0, 2, len(context) - 1):
@@ -125,7 +127,7 @@ def test_tree_rows_equal_plain_forwards(name: str) -> None:
 
     roots = torch.tensor([7, 8])
     tree = random_tree(2)
-    step = engine.verify(roots, tree)
+    step = engine.verify(roots, tree, SPEC, longest=11)
     for b, context in enumerate(contexts):
         close(step.logits_BMV[b, 0], full_forward(model, [*context, int(roots[b])])[0])
         for n in range(tree.nodes):
@@ -146,11 +148,12 @@ def test_tree_rows_equal_plain_forwards(name: str) -> None:
     assert accepted.count_B.tolist() == [4, 2]
     close(accepted.hidden_BJD[0, 3], step.hidden_BMD[0, 6])
     close(accepted.streams_BJkD[1, 1], step.streams_BMkD[1, 2])
-    engine.longest = int(engine.length_B.max())
+    longest = int(engine.length_B.max())
     for b in range(2):
         contexts[b] += accepted.tokens_BJ[b, : accepted.count_B[b]].tolist()
     after = chain(torch.tensor([[3, 4], [5, 6]]))
-    step = engine.verify(torch.tensor([1, 2]), after)
+    step, unbounded = (engine.verify(torch.tensor([1, 2]), after, longest=most) for most in (longest, None))
+    close(unbounded.logits_BMV, step.logits_BMV)
     for b, context in enumerate(contexts):
         whole = [*context, b + 1, *after.tokens_BN[b].tolist()]
         for n in range(3):
@@ -166,23 +169,25 @@ def test_chunks_that_are_captured_are_padded_in_front(monkeypatch: pytest.Monkey
 
         pool = None
 
-        def __init__(self, engine: Engine, width: int, pool: object) -> None:
+        def __init__(
+            self, forward: Forward, batch: int, width: int, bin: int, device: torch.device, pool: object
+        ) -> None:
             made.append(width)
-            self.engine = engine
+            self.forward, self.bin = forward, bin
 
         def run(self, tokens_BM: torch.Tensor, position_BM: torch.Tensor) -> Step:
-            return self.engine._chunk_forward(tokens_BM.clone(), position_BM.clone(), self.engine.longest)
+            return prefill.chunk_forward(self.forward, tokens_BM.clone(), position_BM.clone(), self.bin, 40)
 
-    monkeypatch.setattr(engine_module, "ChunkGraph", Uncaptured)
-    monkeypatch.setattr(engine_module, "NARROWEST", 2)
+    monkeypatch.setattr(prefill, "ChunkGraph", Uncaptured)
+    monkeypatch.setattr(prefill, "NARROWEST", 2)
     monkeypatch.setattr(Engine, "captures", property(lambda _: True))
     model = tiny("llama")
     fused = FusedModel(model, attention_windows(model.config))
-    engine = Engine(model, 2, 40, SPEC, prefill_chunk=8, fused=fused)
+    engine = Engine(model, 2, 40, prefill_chunk=8, fused=fused)
     noise = torch.Generator().manual_seed(1)
     for lengths, widths in (((11, 4), [4, 8]), ((1, 9), [4, 8, 2]), ((8, 16), [4, 8, 2]), ((3, 5), [4, 8, 2])):
         contexts = [torch.randint(1, VOCAB, (n,), generator=noise).tolist() for n in lengths]
-        logits_BV, rows = engine.prefill(contexts)
+        logits_BV, rows = engine.prefill(contexts, SPEC)
         assert rows.count_B.tolist() == list(lengths) and made == widths
         assert rows.tokens_BJ.shape[1] == rows.hidden_BJD.shape[1] == max(lengths)
         for b, context in enumerate(contexts):
@@ -191,16 +196,16 @@ def test_chunks_that_are_captured_are_padded_in_front(monkeypatch: pytest.Monkey
                 close(rows.hidden_BJD[b, t], hidden)
                 close(rows.streams_BJkD[b, t], streams)
             close(logits_BV[b], logits)
-    monkeypatch.setattr(engine_module, "CAPTURED_TOKENS", 15)  # two rows of eight are too many, two of four are not
-    assert engine._chunk_widths(19) == [4, 8, 8] and engine._chunk_widths(21) == [5, 8, 8]
+    monkeypatch.setattr(prefill, "CAPTURED_TOKENS", 15)  # two rows of eight are too many, two of four are not
+    assert engine.prompts.widths(19) == [4, 8, 8] and engine.prompts.widths(21) == [5, 8, 8]
 
 
 def test_idle_rows_stand_still() -> None:
     model = tiny("llama")
-    engine = Engine(model, 2, 40, SPEC, bucket=8)
-    engine.prefill([[1, 2, 3], [4, 5]])
+    engine = Engine(model, 2, 40, bucket=8)
+    engine.prefill([[1, 2, 3], [4, 5]], SPEC)
     tree = random_tree(3)
-    step = engine.verify(torch.tensor([7, 8]), tree)
+    step = engine.verify(torch.tensor([7, 8]), tree, SPEC)
     path_BK, active_B = torch.tensor([[0, 2, -1], [0, 2, -1]]), torch.tensor([True, False])
     rows = engine.commit(torch.tensor([7, 8]), tree, step, path_BK, active_B)
     assert rows.count_B.tolist() == [3, 0]

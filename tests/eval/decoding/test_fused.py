@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.eval.decoding import fused as fused_module
 from headstart.eval.decoding.engine import attention_windows
 from headstart.eval.decoding.fused import HIDDEN_BYTES, STACKED, FusedModel, Pass, Unfusable
+from headstart.eval.kernels import choices
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.linear import Tiles, row_bucket
 from headstart.eval.kernels.norm import NormWeights, rms_norm_eager
@@ -155,11 +156,11 @@ def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -
         return indices
 
     monkeypatch.setattr(fused_module, "graph_time", timed)
-    monkeypatch.setattr(fused_module, "undecided", lambda linears, rows: [each.linears for each in found])
+    monkeypatch.setattr(choices, "undecided", lambda linears, rows: [each.linears for each in found])
     monkeypatch.setattr(
-        fused_module, "choose_ways", lambda linears, rows: [each.choose(rows, fast) or each for each in found]
+        choices, "choose_ways", lambda linears, rows: [each.choose(rows, fast) or each for each in found]
     )
-    times = twin.tune(5)
+    times = twin.choose_ways(5)
     assert [linear.tiles[16] for linear in qkv] == [close] * len(qkv) and head.tiles[16] is fast
     assert list(times.values()) == [2.1, 2.0] and list(times)[0].endswith(" 5")
     assert {layer.hidden_bytes[16] for layer in twin.layers} == {HIDDEN_BYTES[2]}
@@ -215,7 +216,7 @@ def test_two_layers_of_llama_8b(tokens: int) -> None:
     with device:
         model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     twin = fused(model)
-    twin.tune(tokens)
+    twin.choose_ways(tokens)
     buffers = twin.buffers(1, context + 128)
     ids = torch.randint(0, config.vocab_size, (1, context + tokens), device=device)
     position = torch.arange(context + tokens, device=device)[None]

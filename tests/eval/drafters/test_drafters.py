@@ -10,7 +10,8 @@ from eval_help import CONTEXTS, Trained
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.engine import Engine, Rows
+from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, penalise, probabilities
 from headstart.eval.drafters import AutoregressiveDrafter, MedusaDrafter, NgramDrafter, autoregressive
 from headstart.eval.drafters.ngram import NgramIndex
@@ -84,8 +85,8 @@ def test_dynamic_tree_is_the_naive_one(
     k, depth, total, sampling = 3, 3, 9, Sampling(repetition_penalty=penalty)
     drafter = AutoregressiveDrafter(head, TreeConfig("dynamic", depth, k, total), sampling)
     contexts = [list(context) for context in CONTEXTS]
-    engine = Engine(target.model, len(contexts), 48, drafter.spec, bucket=8, prefill_chunk=4)
-    logits_BV, rows = engine.prefill(contexts)
+    engine = Engine(target.model, len(contexts), 48, bucket=8, prefill_chunk=4)
+    logits_BV, rows = engine.prefill(contexts, drafter.spec)
     drafter.start(rows, engine.capacity)
     roots_B = logits_BV.argmax(-1)
     for _ in range(2):
@@ -101,7 +102,7 @@ def test_dynamic_tree_is_the_naive_one(
                 assert len(path) == tree.depth_BN[row, n]
                 paths.append(tuple(path))
             assert set(paths) == set(expected)
-        step = engine.verify(roots_B, tree)
+        step = engine.verify(roots_B, tree, drafter.spec)
         # accept a different branch in each row, whatever the target says
         first, second = tree.depth_BN == 1, tree.depth_BN == 2
         path_BK = torch.full((len(contexts), depth), -1)
@@ -111,7 +112,6 @@ def test_dynamic_tree_is_the_naive_one(
         accepted = engine.commit(roots_B, tree, step, path_BK, torch.tensor([True] * len(contexts)))
         for row, context in enumerate(contexts):
             context += accepted.tokens_BJ[row, : accepted.count_B[row]].tolist()
-        engine.longest = accepted.longest = max(map(len, contexts))
         drafter.commit(accepted)
         roots_B = torch.tensor([8, 9, 10])
 
@@ -119,8 +119,8 @@ def test_dynamic_tree_is_the_naive_one(
 def test_medusa_takes_ranks_of_each_head(target: Target, medusa: Trained) -> None:
     head = medusa.head
     drafter = MedusaDrafter(head, TreeConfig("static", depth=3, total_tokens=30), Sampling())  # type: ignore[arg-type]
-    engine = Engine(target.model, 1, 32, drafter.spec)
-    logits_BV, rows = engine.prefill([[5, 6, 7]])
+    engine = Engine(target.model, 1, 32)
+    logits_BV, rows = engine.prefill([[5, 6, 7]], drafter.spec)
     drafter.start(rows, 32)
     tree = drafter.propose(logits_BV.argmax(-1))
     assert tree.nodes == drafter.max_nodes == 29
@@ -142,8 +142,8 @@ def test_medusa_chain_counts_what_it_drafted(target: Target, medusa: Trained, te
     """A penalty holds for drafted tokens as for the context: each level's q is of what stands before it."""
     head, sampling = medusa.head, Sampling(temperature, repetition_penalty=1.7)
     drafter = MedusaDrafter(head, TreeConfig("chain", depth=3), sampling)  # type: ignore[arg-type]
-    engine = Engine(target.model, 1, 32, drafter.spec)
-    logits_BV, rows = engine.prefill([[5, 6, 7]])
+    engine = Engine(target.model, 1, 32)
+    logits_BV, rows = engine.prefill([[5, 6, 7]], drafter.spec)
     drafter.start(rows, 32)
     root_B = logits_BV.argmax(-1)
     tree = drafter.propose(root_B, torch.Generator().manual_seed(0))
@@ -207,7 +207,7 @@ def test_making_ready_is_timed_without_what_was_under_way(
     monkeypatch.setattr(autoregressive, "compile_ahead", lambda run: pass_by(2.0))
     drafter = AutoregressiveDrafter(eagle3.head, TreeConfig(depth=2), Sampling())
     for batch, prepared in ((1, 2.0), (1, 2.0), (2, 4.0)):
-        engine = Engine(target.model, batch, 64, drafter.spec)
-        drafter.start(engine.prefill(CONTEXTS[:batch])[1], 64)
+        engine = Engine(target.model, batch, 64)
+        drafter.start(engine.prefill(CONTEXTS[:batch], drafter.spec)[1], 64)
         assert drafter.prepare_s == prepared
     assert clock == [9.0] and not waits

@@ -85,7 +85,7 @@ def test_walk_take_and_advance(name: str) -> None:
     for seed in range(8):
         choice = integers(VOCAB, BATCH, tree.nodes + 1, seed=seed)
         verdict = verify.walk_choices_eager(tree, choice)
-        same(verify.Verdict(*bookkeeping.walk_kernel(tree, choice)), verdict)
+        same(verify.Verified(*bookkeeping.walk_kernel(tree, choice)), verdict)
         levels += int(verdict.accepted_B.sum())
         arguments = (tree, ROOTS, verdict.path_BK, active, LENGTH, 1000)
         taken = bookkeeping.take_path_eager(*arguments)
@@ -104,7 +104,7 @@ def test_synthetic(name: str) -> None:
         uniform = torch.rand((BATCH, tree.levels), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         choice, rate = integers(VOCAB, BATCH, tree.nodes + 1, seed=seed), torch.tensor(rates, device=DEVICE)
         verdict = verify.synthetic_eager(tree, choice, uniform, rate)
-        same(verify.Verdict(*bookkeeping.synthetic_kernel(tree, choice, uniform, rate)), verdict)
+        same(verify.Verified(*bookkeeping.synthetic_kernel(tree, choice, uniform, rate)), verdict)
         accepted += int(verdict.accepted_B.sum())
     assert accepted or name == "plain"
 

@@ -185,7 +185,7 @@ def test_divergences_carry_the_logit_gap(
 ) -> None:
     """A wrong verifier must show: accept everything and the report says where and how close the call was."""
     from headstart.eval.decoding import loop
-    from headstart.eval.decoding.verify import Verdict
+    from headstart.eval.decoding.verify import Verified
     from headstart.eval.drafters import NgramDrafter
 
     def gullible(tree: Any, logits: torch.Tensor, *rest: Any) -> Any:
@@ -193,7 +193,7 @@ def test_divergences_carry_the_logit_gap(
             return original(tree, logits, *rest)
         accepted = tree.valid_BN.sum(1)
         path = torch.where(tree.valid_BN, torch.arange(tree.nodes), -1)
-        return Verdict(path, accepted, logits.argmax(-1).gather(1, accepted[:, None])[:, 0])
+        return Verified(path, accepted, logits.argmax(-1).gather(1, accepted[:, None])[:, 0])
 
     original = loop.verify
     monkeypatch.setattr(loop, "verify", gullible)

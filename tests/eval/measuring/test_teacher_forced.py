@@ -75,7 +75,7 @@ def test_conversations_in_a_pack_are_walked_turn_by_turn(
         tokens, turns = list(context), [-1] * len(context)
         for number, limit in enumerate(limits):
             drafter = build_drafter(eagle3.head, EvalConfig(tree=TreeConfig(depth=depth)))
-            engine = Engine(target.model, 1, 128, drafter.spec)
+            engine = Engine(target.model, 1, 128)
             (answer,) = decode(engine, [tokens], drafter, Sampling(), limit, set()).answers
             cycles += answer.cycles
             tokens, turns = tokens + answer.tokens, turns + [number] * limit

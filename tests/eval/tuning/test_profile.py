@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer
-from headstart.eval.decoding.engine import Rows
+from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
 from headstart.eval.tree import Tree, static_shape

@@ -1,0 +1,171 @@
+"""Contexts through the target in chunks, of few widths: a chunk that is captured as a CUDA graph serves many prompts.
+
+Shape legend: B batch, M tokens of a chunk, T context, J tokens handed on, D hidden, k streams, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.eval.decoding.rows import Rows, Step
+from headstart.eval.kernels.attention import Visibility
+from headstart.eval.kernels.launch import compile_ahead, synchronize, warm_up
+from headstart.eval.kernels.rows import take_rows
+from headstart.heads.batch import FeatureSpec
+
+#: prompt tokens of one forward (rows × chunk) up to which it is captured: more keep a card busy for longer than the
+#: host takes to queue them
+CAPTURED_TOKENS = 4096
+#: narrowest captured chunk
+NARROWEST = 32
+
+#: (tokens_BM, visibility, an upper bound of the slots that are seen) → a forward with the logits of the last column
+Forward = Callable[[Tensor, Visibility, int], Step]
+
+
+class Prefill:
+    """Runs whole contexts through one engine's forward.
+
+    Args:
+        batch: rows of the engine.
+        chunk: prompt tokens of one forward per row, at most.
+        bin: KV slot that padding is written to.
+        captures: whether forwards may be captured as CUDA graphs.
+
+    Attributes:
+        graphs: captured chunks by width and features.
+        capture_s: seconds that capturing them has taken.
+    """
+
+    def __init__(self, batch: int, chunk: int, bin: int, device: torch.device, captures: bool):
+        self.batch, self.chunk, self.bin, self.device, self.captures = batch, chunk, bin, device, captures
+        self.graphs: dict[tuple[int, FeatureSpec | None], ChunkGraph] = {}
+        self.capture_s = 0.0
+
+    def run(self, forward: Forward, contexts: list[list[int]], spec: FeatureSpec | None) -> tuple[Tensor, Rows]:
+        """Fill the KV buffers from slot 0 on.
+
+        Contexts are right-aligned in the token dimension only, so that the last column is every row's last token;
+        in the buffers each starts at slot 0. Where chunks are captured, the first one is padded to a width that serves
+        again.
+
+        Args:
+            forward: the engine's, always the same one.
+            spec: features that `forward` returns.
+        Returns: logits_BV after each context, and all tokens with their features.
+        """
+        longest = max(map(len, contexts))
+        length_B = torch.tensor([len(context) for context in contexts], device=self.device)
+        widths = self.widths(longest)
+        columns = sum(widths)
+        padded = [[0] * (columns - len(context)) + list(context) for context in contexts]
+        tokens_BT = torch.tensor(padded, device=self.device)
+        position_BT = torch.arange(columns, device=self.device) - (columns - length_B)[:, None]
+        steps = []
+        stop = 0
+        for width in widths:
+            start, stop = stop, stop + width
+            given = tokens_BT[:, start:stop], position_BT[:, start:stop]
+            steps.append(self._chunk(forward, spec, *given, min(stop, longest)))
+        tokens_BJ = torch.tensor([list(c) + [0] * (longest - len(c)) for c in contexts], device=self.device)
+        rows = Rows(tokens_BJ, length_B)
+        if spec is not None:
+            column_BJ = torch.arange(longest, device=self.device) + (columns - length_B)[:, None]
+            _add_features(rows, steps, column_BJ.clamp(max=columns - 1))
+        return steps[-1].logits_BMV[:, -1], rows
+
+    def widths(self, longest: int) -> list[int]:
+        """Columns of each forward: the first takes what whole chunks leave, a power of two where it is captured."""
+        whole, rest = divmod(longest, self.chunk)
+        widths = [self.chunk] * whole
+        if rest:
+            power = min(max(1 << (rest - 1).bit_length(), NARROWEST), self.chunk)
+            widths.insert(0, power if self._captured(power) else rest)
+        return widths
+
+    def _captured(self, width: int) -> bool:
+        return self.captures and self.batch * width <= CAPTURED_TOKENS
+
+    def _chunk(
+        self, forward: Forward, spec: FeatureSpec | None, tokens_BM: Tensor, position_BM: Tensor, reach: int
+    ) -> Step:
+        """One forward of a prefill; negative positions are padding."""
+        width = tokens_BM.shape[1]
+        if not self._captured(width):
+            return chunk_forward(forward, tokens_BM, position_BM, self.bin, reach)
+        key = width, spec
+        if key not in self.graphs:
+            synchronize(self.device)  # the time of the chunks before is no part of this
+            began = time.perf_counter()
+            self._compile(forward)
+            pool = next(iter(self.graphs.values())).pool if self.graphs else None
+            self.graphs[key] = ChunkGraph(forward, self.batch, width, self.bin, self.device, pool)
+            self.capture_s += time.perf_counter() - began
+        return self.graphs[key].run(tokens_BM, position_BM)
+
+    def _compile(self, forward: Forward) -> None:
+        """Compile what a prompt of any length needs, before the first chunk of these buffers is captured."""
+        if self.graphs:
+            return
+        widths = [NARROWEST << n for n in range(self.chunk.bit_length()) if NARROWEST << n < self.chunk]
+
+        def chunks() -> None:
+            for width in [*widths, self.chunk]:
+                if self._captured(width):
+                    tokens_BM = torch.zeros((self.batch, width), dtype=torch.int64, device=self.device)
+                    chunk_forward(forward, tokens_BM, torch.full_like(tokens_BM, -1), self.bin, width)
+
+        compile_ahead(chunks)
+
+
+def chunk_forward(forward: Forward, tokens_BM: Tensor, position_BM: Tensor, bin: int, reach: int) -> Step:
+    """The forward over one chunk; padding, at negative positions, is written to the bin."""
+    write_BM = torch.where(position_BM >= 0, position_BM, bin)
+    return forward(tokens_BM, Visibility(position_BM, write_BM, position_BM[:, 0]), reach)
+
+
+def _add_features(rows: Rows, steps: list[Step], column_BJ: Tensor) -> None:
+    """Take the features of all chunks, left-aligned again: token j of row b stood in column `column_BJ[b, j]`."""
+    hidden = torch.cat([step.hidden_BMD for step in steps if step.hidden_BMD is not None], 1)
+    rows.hidden_BJD = take_rows(hidden, column_BJ)
+    streams = [step.streams_BMkD for step in steps if step.streams_BMkD is not None]
+    if streams:
+        rows.streams_BJkD = take_rows(torch.cat(streams, 1), column_BJ)
+
+
+class ChunkGraph:
+    """One forward of a prefill, `width` columns, as a CUDA graph on the engine's buffers.
+
+    Args:
+        pool: memory of another one, to be shared: a result is copied out before the next one runs.
+    """
+
+    def __init__(self, forward: Forward, batch: int, width: int, bin: int, device: torch.device, pool: Any = None):
+        self._tokens_BM = torch.zeros((batch, width), dtype=torch.int64, device=device)
+        # padding writes to the bin, so that a capture leaves no trace
+        self._position_BM = torch.full_like(self._tokens_BM, -1)
+
+        def run() -> Step:
+            return chunk_forward(forward, self._tokens_BM, self._position_BM, bin, width)
+
+        warm_up(run, device)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._step = run()
+
+    @property
+    def pool(self) -> Any:
+        return self._graph.pool()
+
+    def run(self, tokens_BM: Tensor, position_BM: Tensor) -> Step:
+        self._tokens_BM.copy_(tokens_BM)
+        self._position_BM.copy_(position_BM)
+        self._graph.replay()
+        step = self._step
+        features = (None if value is None else value.clone() for value in (step.hidden_BMD, step.streams_BMkD))
+        return Step(step.logits_BMV.clone(), *features)

@@ -16,7 +16,7 @@ from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import COUNT, DRAFTED, NEXT, Loop
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.decoding.scheduler import Scheduler
+from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.kernels.launch import synchronize
 
 
@@ -92,7 +92,7 @@ def decode(
     generator: torch.Generator | None = None,
     graphs: CycleGraphs | None = None,
     row_seeds: Tensor | None = None,
-    scheduler: Scheduler | None = None,
+    scheduler: Scheduler = KEEP_ALL,
 ) -> Decoded:
     """Decode a batch to the end.
 
@@ -103,7 +103,7 @@ def decode(
         generator: on the engine's device; used at temperature > 0 and by synthetic acceptance.
         graphs: where captured cycles are kept; None = every cycle runs operation by operation.
         row_seeds: int64 [B], plain decoding only: every row draws by its own seed, whatever it is batched with.
-        scheduler: chooses what of the drafts is verified; None = all of it.
+        scheduler: chooses what of the drafts is verified.
     """
     book = _Answering(len(contexts), max_new_tokens, stop_ids)
     device = engine.device

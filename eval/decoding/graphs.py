@@ -35,9 +35,7 @@ class CycleGraphs:
 
     def run(self, loop: Loop) -> Iterator[list[list[int]]]:
         """Tables of the cycles, without end. The next cycle runs while the host looks at a table."""
-        shapes = tuple((name, tensor.shape) for (_, name), tensor in zip(loop.state, loop.tensors(), strict=True))
-        # the objects themselves are part of the key: an id would be taken again once they are gone
-        key = (loop.engine, loop.drafter, loop.scheduler, loop.sampling, loop.generator, shapes)
+        key = graph_key(loop)
         if key not in self._graphs:
             began = time.perf_counter()
             self._graphs[key] = _CycleGraph(loop)
@@ -60,6 +58,13 @@ class CycleGraphs:
         marks[1].record()
         marks[1].synchronize()
         return marks[0].elapsed_time(marks[1]) / repeats
+
+
+def graph_key(loop: Loop) -> tuple[object, ...]:
+    """What a captured cycle runs on, after `start`: loops with equal keys share one."""
+    shapes = tuple((name, tensor.shape) for (_, name), tensor in zip(loop.state, loop.tensors(), strict=True))
+    # the objects themselves are part of the key: an id would be taken again once they are gone
+    return (loop.engine, loop.drafter, loop.scheduler, loop.sampling, loop.generator, shapes)
 
 
 class _CycleGraph:

@@ -13,7 +13,7 @@ from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Step
 from headstart.eval.decoding.sampling import Sampling, best, draw, probabilities
-from headstart.eval.decoding.scheduler import KeepAll, Scheduler
+from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.verify import Verified, verify
 from headstart.eval.kernels.bookkeeping import advance, stops_at, take_path
 from headstart.eval.kernels.choices import compile_ways, decide_ways
@@ -29,7 +29,7 @@ class Loop:
 
     Args:
         drafter: None = plain decoding.
-        scheduler: chooses what of the drafts is verified; None = all of it.
+        scheduler: chooses what of the drafts is verified.
 
     Attributes:
         roots_B: int64, tokens that the target has chosen and not yet read.
@@ -50,13 +50,12 @@ class Loop:
         sampling: Sampling,
         generator: torch.Generator | None,
         seeds_B: Tensor | None = None,
-        scheduler: Scheduler | None = None,
+        scheduler: Scheduler = KEEP_ALL,
     ):
         if seeds_B is not None and (drafter is not None or sampling.synthetic is not None):
             raise ValueError("row seeds: rows draw by themselves in plain decoding only, found a drafter")
         self.engine, self.drafter, self.sampling, self.generator = engine, drafter, sampling, generator
-        self.seeds_B = seeds_B
-        self.scheduler: Scheduler = scheduler or KeepAll()
+        self.seeds_B, self.scheduler = seeds_B, scheduler
         self.spec = None if drafter is None else drafter.spec
         rates = sampling.synthetic
         self.rate_K = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=engine.device)

@@ -62,3 +62,7 @@ class KeepAll:
 
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
         return None
+
+
+#: one for all loops: captured cycles are known by their scheduler
+KEEP_ALL = KeepAll()

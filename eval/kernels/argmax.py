@@ -46,8 +46,18 @@ def argmax_kernel(logits_RV: Tensor, ids_V: Tensor | None = None) -> Tensor:
     if rows:
         options = launch_options(logits_RV.device)
         block = min(PART, triton.next_power_of_2(size))
-        launch(_parts_kernel, (parts, rows),
-            logits_RV, value_RP, place_RP, size, logits_RV.stride(0), PART=PART, BLOCK=block, num_warps=4, **options
+        launch(
+            _parts_kernel,
+            (parts, rows),
+            logits_RV,
+            value_RP,
+            place_RP,
+            size,
+            logits_RV.stride(0),
+            PART=PART,
+            BLOCK=block,
+            num_warps=4,
+            **options,
         )
         launch(_join_kernel, (rows,),
             value_RP, place_RP, best_R if ids_V is None else ids_V, best_R, parts, IDS=ids_V is not None,

@@ -211,8 +211,17 @@ def select_kernel(stored: Stored, nodes: int, levels: int, draft_ids_U: Tensor |
     score_BN = stored.score_BS.new_empty((batch, keep))
     valid_BN = torch.empty((batch, keep), dtype=torch.bool, device=device)
     grid = (batch, triton.cdiv(total, BLOCK_CANDIDATES))
-    launch(_rank_kernel, grid,
-        stored.score_BS, kept_BS, total, keep, BLOCK=BLOCK_CANDIDATES, CHUNK=128, num_warps=4, **launch_options(device)
+    launch(
+        _rank_kernel,
+        grid,
+        stored.score_BS,
+        kept_BS,
+        total,
+        keep,
+        BLOCK=BLOCK_CANDIDATES,
+        CHUNK=128,
+        num_warps=4,
+        **launch_options(device),
     )
     launch(_compact_kernel, grid,
         kept_BS, stored.score_BS, stored.token_BS, stored.parent_BS, stored.depth_BS,

@@ -185,8 +185,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-
-
 def _kind(argument: Any) -> Any:
     """What a kernel is compiled for: a tensor's dtype and alignment, of others the value."""
     return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, torch.Tensor) else argument

@@ -168,7 +168,9 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         return out_RN
     if tiles.whole:
         # gate and up are tiles of their own
-        launch(whole_product, (triton.cdiv(outputs, tiles.outputs), 1),
+        launch(
+            whole_product,
+            (triton.cdiv(outputs, tiles.outputs), 1),
             x_RK,
             weight_NK,
             bias,

@@ -18,6 +18,7 @@ def _gate(x, SILU: tl.constexpr):
         return x * tl.sigmoid(x)
     return x * tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
 
+
 @triton.jit
 def _finish(
     sums, ups, bias, added, out, place, weight_row, outputs, kept,
@@ -35,6 +36,7 @@ def _finish(
         sums = sums.to(out.dtype.element_ty).to(tl.float32)
         sums += added.to(tl.float32)
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=kept)
+
 
 @triton.jit(do_not_specialize=["rows"])
 def tiled_product(
@@ -99,6 +101,7 @@ def tiled_product(
         place += tl.program_id(1) * rows * outputs
     _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL)
 
+
 @triton.jit(do_not_specialize=["rows"])
 def whole_product(
     x, weight, bias, residual, out, rows, outputs, inputs, length,
@@ -160,6 +163,7 @@ def whole_product(
         place += tl.program_id(1) * rows * outputs
     _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL)
 
+
 @triton.jit(do_not_specialize=["rows"])
 def add_parts(
     sums, bias, residual, factor, out, normed, rows, outputs, eps,
@@ -191,6 +195,7 @@ def add_parts(
         value = rounded.to(tl.float32)
         scale = tl.rsqrt(tl.sum(value * value, 0) / outputs + eps)
         tl.store(normed + row * outputs + channel, (value * scale * by).to(normed.dtype.element_ty), mask=inside)
+
 
 @triton.jit
 def vector_product(

@@ -12,7 +12,7 @@ import torch
 from headstart.eval.decoding.decode import Answer, decode, slots_needed
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.decoding.scheduler import Scheduler
+from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter
 from headstart.heads.base import Head
@@ -51,7 +51,7 @@ def run(
     stops: set[int] | list[set[int]] = frozenset(),  # type: ignore[assignment]
     sampling: Sampling | None = None,
     seed: int = 0,
-    scheduler: Scheduler | None = None,
+    scheduler: Scheduler = KEEP_ALL,
     **options: Any,
 ) -> list[Answer]:
     """Decode with small buckets and chunks, so that their edges are crossed."""

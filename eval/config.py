@@ -12,10 +12,12 @@ TREE_KINDS = ("chain", "dynamic", "static")
 DRAFTERS = ("auto", "ngram", "none")
 ACCEPTANCE = ("lossless", "typical")
 ENGINES = ("auto", "fused", "transformers")
-#: the most that is far above any use: beyond it, memory and time go to nothing
+#: settings that earlier versions had → the value that is always used now; old recipes and runs name them
+RETIRED = {"kv_bucket": 128, "prefill_chunk": 512, "bootstrap": 1000}
+#: limits far above any use: beyond them, memory and time would run out
 MOST = {
-    "depth": 1024, "k": 4096, "total_tokens": 1 << 16, "bootstrap": 10**6, "kv_bucket": 1 << 20, "ngram_min": 1024,
-    "ngram_max": 1024, "warmup_tokens": 1 << 16, "batch_sizes": 1 << 16, "sweep_prompts": 1 << 20, "repeats": 10**4,
+    "depth": 1024, "k": 4096, "total_tokens": 1 << 16, "ngram_min": 1024, "ngram_max": 1024,
+    "warmup_tokens": 1 << 16, "batch_sizes": 1 << 16, "sweep_prompts": 1 << 20, "repeats": 10**4,
 }  # fmt: skip
 #: fields that are a count or null
 LIMITS = ("limit", "limit_per_task", "max_turns")
@@ -25,18 +27,19 @@ LIMITS = ("limit", "limit_per_task", "max_turns")
 class TreeConfig:
     """What is drafted before each verification."""
 
-    #: chain | dynamic (EAGLE-2, autoregressive heads) | static (Medusa: per-head top-k ranks)
+    #: Shape of the draft: chain, dynamic (EAGLE-2's tree, for autoregressive heads) or static (Medusa's tree: ranks of
+    #: the heads' candidates).
     kind: str = "chain"
-    #: drafted levels (chain length, or levels of the tree); heads with fewer depths draft only those they have
+    #: Tokens of the chain, or levels of the tree. A head with fewer depths drafts only those that it has.
     depth: int = 5
-    #: dynamic tree: children kept per node and nodes expanded per level
+    #: Dynamic tree: children kept per node, and nodes expanded per level.
     k: int = 10
-    #: nodes verified at once, the root included (published counting: 60 means 59 drafted); trees only
+    #: Tree: nodes that the target verifies in one forward pass, the root included (60 means 59 drafted tokens).
     total_tokens: int = 60
-    #: at temperature > 0 a chain draws its tokens from the draft's distribution; false drafts the most likely ones
+    #: Chain at temperature > 0: true draws the tokens from the head's distribution, false takes the most likely ones.
     sample: bool = True
-    #: static tree: the nodes as lists of ranks, parents before children and best first, e.g. [[0], [1], [0, 0]]; null =
-    #: the published widths. `headstart tune` finds the best for given prompts
+    #: Static tree: its nodes as lists of ranks, parents first and the best first, e.g. [[0], [1], [0, 0]]. null takes
+    #: the published widths. `headstart tune` finds the best ones for given prompts.
     paths: Any = None
 
 
@@ -44,81 +47,81 @@ class TreeConfig:
 class EvalConfig:
     """How a head is measured (methods §0, §10, §11)."""
 
-    #: prompts: a JSONL file, a Hub dataset `user/name` (split "test"), {dataset: …, subset: …, split: …}, or a list of
-    #: such. Records hold `prompt_token_ids`, `messages`, `turns` (Spec-Bench), `conversations` (ShareGPT), `prompt`,
-    #: `question` (GSM8K), `problem` (MATH) or `instruction` (Alpaca)
+    #: Prompts to measure on: a JSONL file, a Hub dataset `user/name` (its split "test"), {dataset: …, subset: …, split:
+    #: …}, or a list of these. A record holds `prompt_token_ids`, `messages`, `turns` (Spec-Bench), `conversations`
+    #: (ShareGPT), `prompt`, `question` (GSM8K), `problem` (MATH) or `instruction` (Alpaca). null takes the run's
+    #: held-out conversations.
     data: Any = None
-    #: variables passed to the chat template, e.g. {enable_thinking: false}; a recipe's default is data.template_kwargs
+    #: Variables passed to the chat template, e.g. {enable_thinking: false}. A recipe takes data.template_kwargs unless
+    #: this is set.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    #: auto = the head's own drafter, or plain decoding without a head | ngram = prompt lookup | none = plain decoding
+    #: What drafts: auto (the head's own drafter, or plain decoding without a head), ngram (prompt lookup) or none
+    #: (plain decoding).
     drafter: str = "auto"
-    #: tree or chain to draft
+    #: What is drafted before each verification; see eval.tree.
     tree: TreeConfig = field(default_factory=TreeConfig)
-    #: tokens generated per prompt (and per turn) at most
+    #: Most tokens generated per prompt and turn.
     max_new_tokens: int = 256
-    #: 0 = greedy
+    #: Sampling temperature; 0 decodes greedily.
     temperature: float = 0.0
-    #: keep the k most likely tokens; 0 = all
+    #: Sample among the k most likely tokens; 0 keeps all.
     top_k: int = 0
-    #: keep the smallest set of tokens whose probability reaches top_p; 1 = all
+    #: Sample from the smallest set of tokens whose probability reaches top_p; 1 keeps all.
     top_p: float = 1.0
-    #: drop tokens less likely than min_p × the most likely; 0 = none
+    #: Drop tokens that are less likely than min_p times the most likely token; 0 drops none.
     min_p: float = 0.0
-    #: divide (multiply) positive (negative) logits of tokens already in the context; 1 = off
+    #: Make tokens of the context less likely: positive logits are divided by this, negative ones multiplied. 1 is off.
     repetition_penalty: float = 1.0
-    #: lossless = output distribution is the target's | typical = Medusa's typical acceptance, LOSSY at temperature > 0
+    #: lossless keeps the target's output distribution. typical is Medusa's typical acceptance, which is lossy at
+    #: temperature > 0.
     acceptance: str = "lossless"
-    #: typical acceptance: hard probability threshold ε
+    #: Typical acceptance: the probability ε that always suffices for a token.
     typical_epsilon: float = 0.09
-    #: typical acceptance: entropy-dependent factor δ
+    #: Typical acceptance: the factor δ of the threshold that falls with the entropy.
     typical_delta: float = 0.3
-    #: accept by chance instead of by the target, to see what a head of that quality gains. LOSSY. One probability for
-    #: every level, or a list by level, given that earlier levels were accepted; levels beyond the list are refused
+    #: Accept by chance instead of asking the target, to see what a head of that quality would gain (lossy). Give one
+    #: probability for every level, or a list with one per level, each given that the earlier levels were accepted.
+    #: Levels beyond the list are refused.
     synthetic_acceptance: Any = None
-    #: auto = fused kernels and captured cycles on a GPU where the target's layers allow | fused | transformers = the
-    #: target's own forward
+    #: How the target's forward runs: auto (fused kernels and captured cycles on a GPU where the target's layers allow
+    #: them), fused, or transformers (the model's own forward).
     engine: str = "auto"
-    #: measure which kernels run fastest, also where an earlier run on such a card has; its choices are kept in
-    #: ~/.cache/headstart/kernels
+    #: Measure again which kernels are fastest, even if an earlier run did so on such a card. The choices are kept in
+    #: ~/.cache/headstart/kernels.
     measure_kernels: bool = False
-    #: also time the parts of a cycle: drafting, the target's forward, the rest
+    #: Also time the parts of a cycle: drafting, the target's forward, the rest.
     cycle_parts: bool = True
-    #: conversations decoded together
+    #: Conversations decoded together.
     batch_size: int = 1
-    #: auto = as the target was loaded; another value must equal the target's dtype (set target.dtype)
+    #: A check only: auto accepts the target as it was loaded, any other value must be its dtype (which target.dtype
+    #: sets).
     dtype: str = "auto"
-    #: first prompts of each file or dataset, or null for all
+    #: Use the first prompts of each file or dataset; null uses all.
     limit: int | None = None
-    #: first prompts of each task, or null for all
+    #: Use the first prompts of each task; null uses all.
     limit_per_task: int | None = None
-    #: field that names a record's task in the report; auto = `task`, else `category`
+    #: Field of a record that names its task in the report; auto looks for `task`, then `category`.
     task_field: str = "auto"
-    #: turns of a multi-turn prompt to decode, or null for all
+    #: Decode the first turns of a prompt with several turns; null decodes all.
     max_turns: int | None = None
-    #: also decode plainly in the same loop: speed-up and identity need it
+    #: Also decode plainly in the same loop. Speed-up and greedy identity need it.
     baseline: bool = True
-    #: seed of sampling and of the bootstrap
+    #: Seed of sampling and of the bootstrap. A recipe takes its `seed` unless this is set.
     seed: int = 0
-    #: unmeasured tokens decoded before timing starts
+    #: Tokens decoded, unmeasured, before timing starts.
     warmup_tokens: int = 8
-    #: prompt tokens per prefill forward
-    prefill_chunk: int = 512
-    #: attention reads the KV buffer up to the next multiple of this many slots
-    kv_bucket: int = 128
-    #: batch sizes at which plain and speculative decoding are timed besides, e.g. [1,2,4,8,16,32,64]
+    #: Batch sizes at which plain and speculative decoding are timed besides, e.g. [1,2,4,8,16,32,64].
     batch_sizes: list[int] = field(default_factory=list)
-    #: context lengths in tokens at which they are timed besides, at batch_size; a context is its prompt's own tokens
-    #: repeated, or the last of them
+    #: Context lengths in tokens at which both are timed besides, at eval.batch_size. A context repeats its prompt's
+    #: tokens, or keeps the last of them.
     context_lengths: list[int] = field(default_factory=list)
-    #: prompts decoded at every point of a sweep at least, spread over the data; repeated where a batch needs more
+    #: Least number of prompts decoded at every such point, spread over the data; a larger batch repeats some.
     sweep_prompts: int = 16
-    #: also time HF `generate` at batch 1 on the same contexts (slow; not the baseline of the speed-up)
+    #: Also time transformers' `generate` at batch 1 on the same contexts. It is slow, and not the speed-up's baseline.
     generate_baseline: bool = False
-    #: bootstrap resamples behind tau_ci95
-    bootstrap: int = 1000
-    #: n-gram drafter: longest suffix that is looked up in the context
+    #: n-gram drafter: longest end of the context that is looked up in it.
     ngram_max: int = 4
-    #: n-gram drafter: shortest suffix that is looked up
+    #: n-gram drafter: shortest end of the context that is looked up in it.
     ngram_min: int = 1
 
 
@@ -126,19 +129,19 @@ class EvalConfig:
 class TuneConfig:
     """What `headstart tune` searches, and how long it measures."""
 
-    #: batch sizes to choose a tree for
+    #: Batch sizes to choose a tree for.
     batch_sizes: list[int] = field(default_factory=lambda: [1, 4, 16])
-    #: longest chain and deepest tree; heads with a fixed number of depths draft at most those
+    #: Longest chain and deepest tree. A head with a fixed number of depths drafts at most those.
     depth: int = 8
-    #: dynamic trees: children per node
+    #: Dynamic trees: numbers of children per node to try.
     k: list[int] = field(default_factory=lambda: [4, 10])
-    #: trees: nodes verified at once, the root included
+    #: Trees: numbers of verified nodes to try, the root included.
     total_tokens: list[int] = field(default_factory=lambda: [8, 16, 24, 32, 48, 60])
-    #: prompts whose acceptance is recorded and on which the winner is measured, spread evenly over the data
+    #: Prompts on which acceptance is recorded and the winner is measured, spread evenly over the data.
     prompts: int = 32
-    #: context length in tokens for which costs are measured; null = as long as the prompts with half an answer
+    #: Context length in tokens at which costs are measured; null takes the prompts' length plus half an answer.
     context: int | None = None
-    #: timed repetitions behind each cost
+    #: Timed repetitions behind each cost.
     repeats: int = 5
 
 
@@ -158,12 +161,9 @@ def check_config(config: EvalConfig) -> None:
         ("eval.tree.total_tokens", config.tree.total_tokens, 2),
         ("eval.max_new_tokens", config.max_new_tokens, 1),
         ("eval.batch_size", config.batch_size, 1),
-        ("eval.prefill_chunk", config.prefill_chunk, 1),
-        ("eval.kv_bucket", config.kv_bucket, 1),
         ("eval.ngram_min", config.ngram_min, 1),
         ("eval.ngram_max", config.ngram_max, config.ngram_min),
         ("eval.top_k", config.top_k, 0),
-        ("eval.bootstrap", config.bootstrap, 0),
         ("eval.sweep_prompts", config.sweep_prompts, 1),
         ("eval.warmup_tokens", config.warmup_tokens, 0),
         ("eval.seed", config.seed, 0),

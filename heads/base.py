@@ -22,10 +22,11 @@ from headstart.heads.ends import Teacher
 class HeadConfig:
     """Fields every family shares; each family's file subclasses this."""
 
+    #: Family of the head; see below.
     type: str = "???"
-    #: draft depths trained (K): Medusa heads, or TTT steps of EAGLE-3
+    #: Draft depths trained (K).
     depth: int = 1
-    #: weight of depth d is decay ** (d - 1)
+    #: Weight of the loss of depth d, as a power: depth_decay ** (d - 1).
     depth_decay: float = 1.0
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from headstart.eval.config import RETIRED
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import is_file
@@ -198,7 +199,7 @@ def merge(layers: Sequence[Layer], schema: type) -> Any:
     """An instance of the dataclass `schema`, each layer checked against it; ConfigError names layer, line and key."""
     merged = OmegaConf.structured(schema)
     all_keys = sorted(_all_keys(schema))
-    for layer in layers:
+    for layer in map(_without_retired, layers):
         layer = _edited(layer, merged, schema, all_keys) if layer.edit is not None else layer
         _check_keys(layer, layer.values, schema, "", all_keys)
         try:
@@ -217,6 +218,23 @@ def merge(layers: Sequence[Layer], schema: type) -> Any:
         raise _unresolved(layers, label, error) from error
     made.environment = environment
     return made
+
+
+def _without_retired(layer: Layer) -> Layer:
+    """The layer without settings of earlier versions.
+
+    Raises: ConfigError for one with another value than the one that is always used now.
+    """
+    node = layer.values.get("eval")
+    if not isinstance(node, dict):
+        return layer
+    for name, value in RETIRED.items():
+        if node.get(name, value) != value:
+            key = f"eval.{name}"
+            found = f"found {shown(node[name])}, but it is no setting any more: it is always {value}. Remove it"
+            raise ConfigError(f"{layer.where(key)}: {key}: {found}")
+    kept = {name: value for name, value in node.items() if name not in RETIRED}
+    return replace(layer, values={**layer.values, "eval": kept})
 
 
 def _unresolved(layers: Sequence[Layer], label: str, error: BaseException) -> ConfigError:

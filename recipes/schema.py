@@ -42,16 +42,17 @@ def _environment() -> Any:
 class Recipe:
     """One run, from conversations to an exported head. Subclassed per family so that `head` has the family's fields."""
 
-    #: name of the run; its artefacts land in `run_dir`
+    #: Name of the run.
     name: str = "???"
-    #: where everything that the run makes is written
+    #: Folder for everything that the run makes.
     run_dir: str = "runs/${name}"
-    #: also time every shorter chain in the evaluation and name the fastest (chains only)
+    #: Also time every shorter chain in the evaluation, and name the fastest (chains only).
     shorter_chains: bool = False
-    #: seeds data split, distillation, initialisation; train.seed and eval.seed follow it unless set
+    #: Seed of the data split, of distillation and of the initial weights. train.seed and eval.seed follow it unless
+    #: set.
     seed: int = 0
-    #: a head that training goes on from, ours or published: a directory, or user/name[@revision] on the Hub; null: a
-    #: fresh one. `head` must describe it (type, draft_vocab_size, feature_layers, …)
+    #: Head that training goes on from, ours or a published one: a directory, or user/name[@revision] on the Hub. `head`
+    #: must describe it (type, draft_vocab_size, feature_layers, …). null starts a fresh one.
     start_from: str | None = None
     target: TargetConfig = field(default_factory=TargetConfig)
     head: HeadConfig = field(default_factory=HeadConfig)

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from headstart.cli import main
 from headstart.data.features import StoredFeatures
 from headstart.eval.measuring.report import Report, render_saved
-from headstart.found_heads import bound_head
 from headstart.heads.files import read_json
 from headstart.heads.formats.sidecar import annotate, notes
 from headstart.heads.provenance import device_name
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
+from headstart.saved_heads import bound_head
 
 FIXTURES = Path(__file__).parent / "fixtures"
 REVISIONS = ("dc8b283",)
@@ -33,8 +33,8 @@ assert _spec is not None and _spec.loader is not None
 made = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(made)
 
-#: Where the files were made, losses are equal to the last bit and trained weights within 1e-6. Another torch or BLAS adds
-#: float32 numbers in another order.
+#: Where the files were made, losses are equal to the last bit and trained weights within 1e-6. Another torch or BLAS
+#: adds float32 numbers in another order.
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 

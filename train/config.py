@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.heads.errors import ConfigError
 
-#: a rate that AdamW cannot apply in float32 is far above this one
+#: largest learning rate accepted; AdamW in float32 breaks far above it
 MOST_LR = 1000.0
 
 
@@ -16,87 +16,92 @@ MOST_LR = 1000.0
 class TrainConfig:
     """Budgets, optimiser, schedule, checkpoints and tracking of one training run.
 
-    Terms: a *pack* is one micro-batch of whole documents (`data.pack_tokens` rows at most); a *window* is the
-    `accumulation` packs, counted over all ranks, whose gradient makes one optimiser *step*.
+    Terms: a *pack* is one micro-batch of whole documents (`data.pack_tokens` rows at most). A *window* is
+    `accumulation` packs, counted over all ranks; its gradient makes one optimiser *step*. *τ* is the number of tokens
+    that decoding commits per forward pass of the target. *Real τ* is measured by decoding prompts, *walked τ* on
+    held-out answers that are there already (acceptance.walk).
     At least one of `steps`, `epochs`, `max_seconds` is needed; the run ends at whichever comes first.
     """
 
-    #: optimiser steps
+    #: Optimiser steps.
     steps: int | None = None
-    #: passes over the training samples; fractions are allowed (0.5 = the first half of the packs)
+    #: Passes over the training samples. Fractions are allowed: 0.5 trains on the first half of the packs.
     epochs: float | None = None
-    #: wall-clock seconds of the loop, validation and checkpoints included; a resumed run continues the clock
+    #: Seconds of training, validation and checkpoints included. A resumed run continues the clock.
     max_seconds: float | None = None
 
-    #: peak learning rate
+    #: Peak learning rate.
     lr: float = 1e-4
-    #: AdamW moment decay rates
+    #: Decay rates of AdamW's two moments.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    #: AdamW denominator offset
+    #: What AdamW adds to its denominator.
     eps: float = 1e-8
-    #: decoupled weight decay of matrices (norms and biases never decay)
+    #: Decoupled weight decay of matrices. Norms and biases do not decay.
     weight_decay: float = 0.0
-    #: part of the budget (steps, or seconds of a timed run) over which the rate climbs; warmup_steps overrules it
+    #: Part of the budget (of the steps, or of the seconds of a timed run) over which the rate climbs, unless
+    #: train.warmup_steps is set.
     warmup_ratio: float = 0.015
-    #: steps over which the rate climbs linearly to its peak
+    #: Steps over which the rate climbs linearly to its peak.
     warmup_steps: int | None = None
-    #: after warm-up: cosine (to min_lr_ratio at the end of the budget) or constant
+    #: The rate after warm-up: cosine (falls to train.min_lr_ratio at the end of the budget) or constant.
     schedule: str = "cosine"
-    #: final rate of the cosine, as a fraction of lr
+    #: Last rate of the cosine, as a fraction of train.lr.
     min_lr_ratio: float = 0.0
-    #: largest global gradient norm, None = no clipping by norm
+    #: Largest norm of the whole gradient; null does not clip by norm.
     clip_norm: float | None = 0.5
-    #: largest absolute value of a gradient entry (EAGLE-1: 0.5), None = no clipping by value
+    #: Largest absolute value of a gradient's entries (EAGLE-1: 0.5); null does not clip by value.
     clip_value: float | None = None
 
-    #: packs per optimiser step over *all* ranks, so that the order of data does not depend on the number of ranks
+    #: Packs per optimiser step over all ranks together. The order of the data does not depend on the number of ranks.
     accumulation: int = 1
-    #: auto (bf16 on a GPU that has it, else no) | bf16 (autocast, float32 master weights) | no (float32)
+    #: Precision of training: auto (bf16 on a GPU that has it, else no), bf16 (autocast with float32 master weights) or
+    #: no (float32).
     mixed_precision: str = "auto"
-    #: auto (what `accelerate launch` was configured for, else replicated) | replicated (DDP) | fsdp2 | zero2 | zero3:
-    #: how ranks share the head, its gradients and its optimiser state (zero2 and zero3 need deepspeed)
+    #: How ranks share the head, its gradients and its optimiser state: auto (as `accelerate launch` was configured,
+    #: else replicated), replicated (DDP), fsdp2, zero2 or zero3 (both need deepspeed).
     parallel: str = "auto"
-    #: auto | on | off: capture each pack's loss and backward as a CUDA graph (auto: in bf16 on GPUs
-    #: that each hold the whole head)
+    #: Capture each pack's loss and backward pass as a CUDA graph: auto (in bf16 on GPUs that each hold the whole head),
+    #: on or off.
     capture: str = "auto"
-    #: make the draft layer's MLP activations again in the backward pass: saves about two thirds of the activations'
-    #: memory for a tenth more arithmetic
+    #: Compute the activations of the draft layer's MLP again in the backward pass. It saves about two thirds of the
+    #: activations' memory and costs a tenth more arithmetic.
     activation_checkpointing: bool = False
-    #: seeds the order of data and, per pack, whatever the head draws at random
+    #: Seed of the order of the data and of what a head draws at random. A recipe takes its `seed` unless this is set.
     seed: int = 0
-    #: windows fetched ahead by a background thread (helps stored features; online ones share the GPU with the head)
+    #: Windows that a background thread fetches ahead. It helps stored features; live ones share the GPU with the head.
     prefetch: int = 0
-    #: non-finite loss or gradient: stop (names the samples, keeps the last checkpoint; found at most two steps late
-    #: so that no step waits for the device) | skip (drops the step and goes on; waits for the device at every step)
+    #: What happens at a loss or gradient that is not finite. stop names the samples and keeps the last checkpoint; it
+    #: notices up to two steps late, so that no step waits for the device. skip leaves the step out and goes on; it
+    #: waits for the device at every step.
     nonfinite: str = "stop"
 
-    #: steps between validations, 0 = only at the end
+    #: Steps between validations; 0 validates only at the end.
     eval_every: int = 0
-    #: steps between checkpoints, 0 = only at the end
+    #: Steps between checkpoints; 0 saves only at the end.
     save_every: int = 500
-    #: checkpoints kept, newest first (the best head is kept besides); 0 = all
+    #: Checkpoints kept, the newest ones; 0 keeps all. The best head is kept besides.
     keep: int = 2
-    #: seconds for which a run whose checkpoint finds the disk full waits for room before it ends; 0 = ends at once
+    #: Seconds for which a run waits for room when a checkpoint finds the disk full, before it ends; 0 ends at once.
     disk_wait: float = 1800.0
-    #: continue from the newest intact checkpoint of the run directory
+    #: Continue from the newest intact checkpoint of the run's folder. false starts anew.
     resume: bool = True
-    #: weights the run ends with: last | best (by real τ where it is measured, else by walked τ, validate.shares)
+    #: Weights that the run ends with: last, or best (by real τ where it is measured, else by walked τ).
     select: str = "last"
 
-    #: none | tensorboard | wandb; metrics.jsonl is always written
+    #: Where metrics go besides metrics.jsonl: none, tensorboard or wandb.
     tracker: str = "none"
-    #: project name for wandb
+    #: Name of the wandb project.
     project: str = "headstart"
-    #: steps between two records; the only steps at which the host waits for the device
+    #: Steps between two lines of metrics. Only at these does the host wait for the device.
     log_every: int = 10
 
-    #: steps between two measurements of real draft-verify τ, 0 = at every validation
+    #: Steps between two measurements of real τ; 0 measures at every validation.
     tau_every: int = 0
-    #: prompts decoded for it (0 = never)
+    #: Prompts decoded to measure real τ; 0 never measures it.
     tau_prompts: int = 8
-    #: new tokens per prompt
+    #: New tokens per such prompt.
     tau_tokens: int = 64
-    #: drafts of the chain of real and of walked τ, None = eval.tree.depth
+    #: Length of the drafted chain for real and walked τ; null takes eval.tree.depth.
     tau_depth: int | None = None
 
     def check(self, where: str = "train") -> None:

@@ -16,6 +16,9 @@ from headstart.eval.kernels.choices import Choices
 from headstart.heads.errors import ConfigError
 from headstart.heads.targets.target import Target
 
+#: without fused kernels, attention reads the buffers up to the next multiple of this many slots
+KV_BUCKET = 128
+
 
 class Decoder:
     """A target's engine, resized as needed and shared by plain and speculative decoding.
@@ -57,9 +60,7 @@ class Decoder:
 
     def gap(self, context: list[int]) -> float:
         """The target's top-1 minus top-2 logit after a context."""
-        engine = Engine(
-            self.target.model, 1, len(context) + 1, prefill_chunk=self.config.prefill_chunk, fused=self.fused
-        )
+        engine = Engine(self.target.model, 1, len(context) + 1, fused=self.fused)
         top = engine.prefill([context])[0].float().topk(2).values[0]
         return float(top[0] - top[1])
 
@@ -76,9 +77,8 @@ class Decoder:
         needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
         engine = self.engine
         if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
-            bucket = self.config.kv_bucket
             # captured cycles last as long as the buffers, and kernels read no more of them than is in use
-            capacity = roomy(needed) if self.fused is not None else -(-needed // bucket) * bucket
+            capacity = roomy(needed) if self.fused is not None else -(-needed // KV_BUCKET) * KV_BUCKET
             # free the old buffers before the new ones are made
             self.engine = engine = None
             self.graphs.clear()
@@ -86,8 +86,7 @@ class Decoder:
                 self.target.model,
                 len(contexts),
                 capacity,
-                bucket=bucket,
-                prefill_chunk=self.config.prefill_chunk,
+                bucket=KV_BUCKET,
                 fused=self.fused,
             )
         self.generator.manual_seed(seed)

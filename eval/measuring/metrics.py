@@ -9,6 +9,9 @@ import numpy as np
 
 from headstart.eval.decoding.decode import Cycle, Decoded
 
+#: drawn sets of prompts behind a 95 % interval
+RESAMPLES = 1000
+
 
 @dataclass(frozen=True)
 class Acceptance:

@@ -10,7 +10,15 @@ from headstart.eval.decoding.decode import Cycle
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters import Drafter
 from headstart.eval.measuring.generate import GenerateBaseline
-from headstart.eval.measuring.metrics import Pace, Timed, acceptance, bootstrap_speedup, bootstrap_tau, expected_tau
+from headstart.eval.measuring.metrics import (
+    RESAMPLES,
+    Pace,
+    Timed,
+    acceptance,
+    bootstrap_speedup,
+    bootstrap_tau,
+    expected_tau,
+)
 from headstart.eval.measuring.report import Report, Section
 from headstart.eval.prompts import describe_data
 from headstart.heads.base import Head
@@ -59,9 +67,9 @@ def section_of(tallies: list[Tally], config: EvalConfig, identity: bool) -> Sect
     speculative = Timed.sum(tally.speculative for tally in tallies)
     rates = plain.tokens_per_s, speculative.tokens_per_s
     row_rates = plain.row_tokens_per_s, speculative.row_tokens_per_s
-    interval = bootstrap_tau(per_prompt, config.bootstrap, config.seed)
+    interval = bootstrap_tau(per_prompt, RESAMPLES, config.seed)
     paces = [pace for tally in tallies for pace in tally.paces.values()]
-    speeds = bootstrap_speedup(paces, config.bootstrap, config.seed)
+    speeds = bootstrap_speedup(paces, RESAMPLES, config.seed)
     return Section(
         prompts=len(per_prompt),
         forwards=found.forwards,

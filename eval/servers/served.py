@@ -21,7 +21,7 @@ from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.measuring.benchmark import Progress
-from headstart.eval.measuring.metrics import Timed, acceptance, bootstrap_tau
+from headstart.eval.measuring.metrics import RESAMPLES, Timed, acceptance, bootstrap_tau
 from headstart.eval.measuring.report import Report, Section
 from headstart.eval.prompts import batches, describe_data, load_prompts
 from headstart.eval.servers.answers import Served
@@ -228,7 +228,7 @@ def _check_tau(cycles: list[Cycle], most: int | None) -> None:
 def _section(tallies: list[_Tally], config: EvalConfig) -> Section:
     units = [cycles for tally in tallies for cycles in tally.cycles.values()]
     found = acceptance(cycle for cycles in units for cycle in cycles)
-    interval = bootstrap_tau(units, config.bootstrap, config.seed)
+    interval = bootstrap_tau(units, RESAMPLES, config.seed)
     committed, decode_s = sum(tally.committed for tally in tallies), sum(tally.decode_s for tally in tallies)
     return Section(
         prompts=sum(len(tally.prompts) for tally in tallies),

@@ -27,13 +27,13 @@ def compute_dtype(parameter: Tensor) -> torch.dtype:
 class AutoregressiveConfig(HeadConfig):
     """Fields of the heads below."""
 
-    #: part of the supervised rows that depth 2 runs in training, its square at depth 3, …; losses are weighted so that
-    #: gradients stay unbiased. 1 = all rows
+    #: Part of the supervised rows that depth 2 trains on, its square at depth 3, and so on. Losses are weighted so that
+    #: gradients stay unbiased. 1 trains on all rows.
     row_fraction: float = 1.0
-    #: no depth runs a smaller part
+    #: Smallest part of the rows that any depth trains on.
     row_fraction_min: float = 0.2
-    #: activation of the draft layer's MLP, as transformers names it; null: silu, the one that engines compute, or that
-    #: of the head which training goes on from (`start_from`)
+    #: Activation of the MLP, as transformers names it. null takes silu, the one that engines compute, or that of the
+    #: head that training goes on from (start_from).
     hidden_act: str | None = None
 
 

@@ -11,18 +11,18 @@ ENGINES = ("portable", "vllm", "sglang", "tgi", "tensorrt_llm")
 class ExportConfig:
     """What `export` writes and where it goes."""
 
-    #: portable (one directory for every engine that takes it), vllm, sglang, tgi, tensorrt_llm
+    #: Engines to write for: portable (one directory for every engine that takes it), vllm, sglang, tgi or tensorrt_llm.
     engines: list[str] = field(default_factory=lambda: ["portable"])
-    #: bfloat16 | float16 | float32 of the exported weights
+    #: Precision of the exported weights: bfloat16, float16 or float32.
     dtype: str = "bfloat16"
-    #: weights beyond this size go into several files with an index (14MB, 5GB, 512MiB); null: one file. The trained
-    #: head is saved alike. TGI and TensorRT-LLM's Medusa converter read one file only
+    #: Largest file of weights, e.g. 5GB or 512MiB; larger weights go into several files with an index. null writes one
+    #: file. The trained head is saved in the same way. TGI and TensorRT-LLM's Medusa converter read one file only.
     max_shard_size: str | None = None
-    #: write the export although a check failed; the report records it
+    #: Write the export although a check failed; the export records it.
     force: bool = False
-    #: Hub repository (user/name) the export is uploaded to; null: stay local
+    #: Hub repository (user/name) that the export is uploaded to; null uploads nothing.
     push_to_hub: str | None = None
-    #: create the repository as a private one
+    #: Create the repository as a private one.
     private: bool = False
-    #: message of the Hub commit; null: names the head and its target
+    #: Message of the Hub commit; null names the head and its target.
     commit_message: str | None = None

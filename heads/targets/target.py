@@ -35,28 +35,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class TargetConfig:
     """Recipe node `target`."""
 
-    #: a name that `headstart target fetch` knows, a local directory, or a Hub id
+    #: The frozen model: a name that `headstart target fetch` knows, a local directory, or a Hub id.
     name: str = "???"
-    #: Hub revision (branch, tag or commit)
+    #: Revision on the Hub: a branch, a tag or a commit.
     revision: str | None = None
-    #: auto (bfloat16 on a GPU, float32 on a CPU) | float32 | bfloat16 | float16
+    #: Precision of the weights: auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16.
     dtype: str = "auto"
-    #: auto | cpu | cuda | cuda:N
+    #: Where it runs: auto, cpu, cuda or cuda:N.
     device: str = "auto"
-    #: attention implementation of transformers used for features and distillation
+    #: Attention implementation of transformers, used for features and distillation.
     attn_implementation: str = "sdpa"
-    #: compile the decoder layers for feature extraction with torch.compile: one graph for all layers and lengths
+    #: Compile the decoder layers for feature extraction with torch.compile: one graph for all layers and lengths.
     compile: bool = False
-    #: Jinja file that replaces the tokenizer's chat template
+    #: Jinja file that replaces the tokenizer's chat template.
     chat_template: str | None = None
-    #: the day that a chat template which writes the date shows, like 2026-01-31; null: that on which the run began
+    #: Day that a chat template shows where it writes the date, e.g. 2026-01-31; null takes the day on which the run
+    #: began.
     template_date: str | None = None
-    #: run code that the model repository ships: only if you trust it
+    #: Run code that comes with the model. Set it only if you trust the repository.
     trust_remote_code: bool = False
-    #: none (whole on every rank) | fsdp2 (sharded over the ranks of a node, never whole anywhere) | device_map (one
-    #: process, its layers over all its GPUs: for distilling and storing features of a target larger than one card)
+    #: How the target is spread: none (whole on every rank), fsdp2 (in shards over the ranks of a node, never whole
+    #: anywhere) or device_map (one process, layers over all its GPUs: for distilling and storing features of a target
+    #: that is larger than one card).
     parallel: str = "none"
-    #: ranks that share one copy under fsdp2; null: those of a node
+    #: Ranks that share one copy under fsdp2; null takes those of a node.
     shard_ranks: int | None = None
 
 

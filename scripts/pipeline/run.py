@@ -28,6 +28,7 @@ from headstart.data.prepare import ALONE, PreparedData, Ranks, prepare
 from headstart.data.samples import Sample, supervise_everything, token_counts
 from headstart.data.sources import load_conversations, read_prompts
 from headstart.data.split import SPLIT_RULE
+from headstart.eval.config import RETIRED
 from headstart.eval.measuring.report import render_saved
 from headstart.heads import vocab
 from headstart.heads.base import Head
@@ -556,7 +557,7 @@ class Run:
         inputs = {
             "head": identity.of_saved_head(self.head_dir) if trained else dataclasses.asdict(self.recipe.head),
             "target": identity.of_target(self.recipe.target),
-            "eval": dataclasses.asdict(config),
+            "eval": {**RETIRED, **dataclasses.asdict(config)},
             "data": describe_data(data),
             "shorter_chains": self.recipe.shorter_chains,
         }

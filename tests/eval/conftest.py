@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def target() -> Target:
         initializer_range=0.25,
     )
     return Target.from_model(LlamaForCausalLM(config))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def narrow_reads() -> Iterator[None]:
+    """Without fused kernels, attention reads the buffers in steps of 8 slots: answers of a few tokens cross several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headstart.eval.decoding.session.KV_BUCKET", 8)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -26,24 +26,25 @@ class EagleConfig(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-1."""
 
     type: str = "eagle"
-    #: passes of harmonised training (HASS, arXiv 2408.15766): 1 is EAGLE-1 as published, 3 is HASS
+    #: Passes of harmonised training (HASS, arXiv 2408.15766): 1 is EAGLE-1 as published, 3 is HASS.
     depth: int = 1
-    #: weight of SmoothL1(g_t, f_{t+1}), mean over D
+    #: Weight of the loss on features: SmoothL1(g_t, f_{t+1}), mean over the hidden size.
     hidden_loss_weight: float = 1.0
-    #: weight of `loss` through the target's frozen lm_head
+    #: Weight of head.loss, the loss on logits, through the target's frozen output matrix.
     logit_loss_weight: float = 0.1
-    #: soft_ce | kl | lk: what the logits minimise against the target's distribution (losses.eager.divergence)
+    #: Loss of the logits against the target's distribution: soft_ce, kl or lk (acceptance rate).
     loss: str = "soft_ce"
-    #: weight of -Σ p log q over the target's `top_tokens` most likely tokens alone, HASS's ranking distillation: 1 in a
-    #: second stage, which goes on from a head of the first (`start_from`). 0 = off; needs loss soft_ce
+    #: Weight of HASS's ranking distillation: -Σ p log q over the target's head.top_tokens most likely tokens alone. Set
+    #: 1 in a second stage that goes on from a head of the first (start_from). 0 is off; anything else needs
+    #: head.loss=soft_ce.
     top_tokens_loss_weight: float = 0.0
-    #: tokens in that loss
+    #: Tokens in the loss that head.top_tokens_loss_weight weighs.
     top_tokens: int = 10
-    #: amplitude a of the input noise U(-a, a) · 512 / T in training
+    #: Amplitude a of the noise U(-a, a) · 512 / T that training adds to the features of T tokens.
     feature_noise: float = 0.1
-    #: MLP width; null: the target's
+    #: Width of the MLP; null takes the target's.
     intermediate_size: int | None = None
-    #: fc with a bias, as some published heads have it: SGLang reads it, vLLM drops it in silence
+    #: Give the input projection a bias, as some published heads have it. SGLang reads it, vLLM drops it in silence.
     fc_bias: bool = False
 
 

@@ -24,18 +24,18 @@ class Eagle3Config(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-3."""
 
     type: str = "eagle3"
-    #: TTT steps (K)
+    #: Steps of training-time test (K).
     depth: int = 7
     depth_decay: float = 0.8
-    #: soft_ce | kl | lk: what every step minimises against the target's distribution (losses.eager.divergence)
+    #: Loss of every step against the target's distribution: soft_ce, kl or lk (acceptance rate).
     loss: str = "soft_ce"
-    #: three indices of HF hidden_states (inputs of those layers); null: [2, L//2, L-3]
+    #: Three layers whose inputs the head reads, as indices of hidden_states; null takes [2, L//2, L-3] of L layers.
     feature_layers: list[int] | None = None
-    #: U; the target's vocabulary size or 0 turns the draft vocabulary off
+    #: Tokens that the head can draft (U). 0 or the target's vocabulary size lets it draft all.
     draft_vocab_size: int = 32000
-    #: H; null: the target's hidden size (anything else needs own embeddings)
+    #: Hidden size of the head (H); null takes the target's. Any other size needs embeddings of its own.
     hidden_size: int | None = None
-    #: MLP width; null: the target's
+    #: Width of the MLP; null takes the target's.
     intermediate_size: int | None = None
 
 

@@ -24,17 +24,19 @@ class MedusaConfig(HeadConfig):
     """Recipe node `head` for Medusa."""
 
     type: str = "medusa"
-    #: number of heads (K)
+    #: Number of heads (K); head d drafts the token d + 1 places ahead.
     depth: int = 4
-    #: λ; head d weighs λ^d
+    #: λ: the loss of head d weighs λ^d.
     depth_decay: float = 0.8
-    #: residual blocks per head
+    #: Residual blocks per head.
     num_layers: int = 1
-    #: own: a V × D matrix per head, started from the target's; shared: the target's, frozen;
-    #: lowrank: the target's plus a trained rank-r update per head
+    #: Output matrix: own (one per head, V × D, started from the target's), shared (the target's, frozen) or lowrank
+    #: (the target's plus a trained low-rank update per head).
     lm_head: str = "own"
+    #: Rank of the update under head.lm_head=lowrank.
     rank: int = 64
-    #: kl: the target's distribution (self-distilled data); ce: the tokens of the data
+    #: What a head learns: kl (the target's distribution, for answers of the target itself) or ce (the tokens of the
+    #: data).
     loss: str = "kl"
 
 

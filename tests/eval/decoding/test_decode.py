@@ -167,7 +167,7 @@ def test_a_row_does_not_depend_on_its_neighbours(target: Target, plain: list[Ans
 
 def config_of(kind: str, **sampling: Any) -> EvalConfig:
     tree = TreeConfig(kind=kind, depth=4, k=3, total_tokens=12)
-    return EvalConfig(tree=tree, kv_bucket=8, **sampling)
+    return EvalConfig(tree=tree, **sampling)
 
 
 HEAD_TREES = [("eagle3", "chain"), ("eagle3", "dynamic"), ("eagle", "chain"), ("eagle", "dynamic")]

@@ -62,7 +62,7 @@ def ids_file(tmp_path: Path) -> str:
 
 
 def config_of(data: str, **changes: Any) -> EvalConfig:
-    base = {"data": data, "max_new_tokens": NEW_TOKENS, "kv_bucket": 8, "warmup_tokens": 2, "bootstrap": 50}
+    base = {"data": data, "max_new_tokens": NEW_TOKENS, "warmup_tokens": 2}
     return EvalConfig(**{**base, "tree": TreeConfig(depth=3), **changes})
 
 

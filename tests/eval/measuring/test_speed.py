@@ -69,12 +69,12 @@ def test_both_speedups_where_rows_end_apart() -> None:
     tally = Tally(cycles={0: [Cycle(2, 2, 3)], 1: [Cycle(2, 1, 2)]})
     for timed, decoded in zip((tally.plain, tally.speculative), apart(), strict=True):
         timed.add(decoded)
-    section = section_of([tally], EvalConfig(bootstrap=0), identity=False)
+    section = section_of([tally], EvalConfig(), identity=False)
     assert section.speedup == pytest.approx(9 / 5) and section.row_speedup == pytest.approx(12 / 6)
 
 
 def test_the_report_says_which_speedup_is_by_the_clock(target: Target, eagle3: Trained, prompts: str) -> None:
-    config = EvalConfig(data=prompts, max_new_tokens=6, warmup_tokens=0, bootstrap=0, tree=TreeConfig(depth=2))
+    config = EvalConfig(data=prompts, max_new_tokens=6, warmup_tokens=0, tree=TreeConfig(depth=2))
     report = evaluate(target, eagle3.head, replace(config, batch_size=3))
     report.speedup, report.row_speedup = 1.8, 2.0
     markdown = render_markdown(report)
@@ -117,7 +117,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def swept(target: Target, eagle3: Trained, prompts: str) -> Report:
     config = EvalConfig(
-        data=prompts, max_new_tokens=5, kv_bucket=8, warmup_tokens=2, bootstrap=20, tree=TreeConfig(depth=2),
+        data=prompts, max_new_tokens=5, warmup_tokens=2, tree=TreeConfig(depth=2),
         batch_sizes=[4, 1], context_lengths=[6, 20], sweep_prompts=2, generate_baseline=True,
     )  # fmt: skip
     seen: list[tuple[int, int, str]] = []
@@ -260,7 +260,7 @@ def test_contexts_beyond_the_targets_positions(target: Target, prompts: str) -> 
 def test_a_batch_that_does_not_fit_ends_its_sweep(target: Target, prompts: str, monkeypatch: Any) -> None:
     memory_for_two_rows(monkeypatch)
     config = EvalConfig(
-        data=prompts, max_new_tokens=3, kv_bucket=8, drafter="ngram", batch_sizes=[2, 3, 4], sweep_prompts=1
+        data=prompts, max_new_tokens=3, drafter="ngram", batch_sizes=[2, 3, 4], sweep_prompts=1
     )
     report = evaluate(target, None, config)
     points = report.sweeps["batch"]["points"]

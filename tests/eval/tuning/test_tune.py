@@ -154,7 +154,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(prompts: str, **changes: Any) -> EvalConfig:
-    return EvalConfig(data=prompts, max_new_tokens=12, kv_bucket=8, warmup_tokens=0, **changes)
+    return EvalConfig(data=prompts, max_new_tokens=12, warmup_tokens=0, **changes)
 
 
 SMALL = {"batch_sizes": [2], "depth": 2, "k": [2], "total_tokens": [4, 6], "prompts": 2, "repeats": 1}

@@ -35,6 +35,7 @@ step=$!
 
 signal_step() { # until it ends: it may not have been started on every node yet
     trap '' TERM
+    exec > /dev/null 2>&1 # must not hold what reads our output
     while kill -0 "$step" 2> /dev/null; do
         scancel --signal=TERM "$SLURM_JOB_ID" || true # the job's steps, not this script
         sleep 5
@@ -43,7 +44,7 @@ signal_step() { # until it ends: it may not have been started on every node yet
 stopping=0
 stop() {
     signalled=1
-    [ "$stopping" = 1 ] || signal_step > /dev/null 2>&1 &
+    [ "$stopping" = 1 ] || signal_step &
     stopping=1
 }
 trap stop TERM

@@ -21,14 +21,14 @@ trap 'echo launcher-signalled >> "$LOG"; exit 9' TERM
 bash -c 'trap "echo saved >> $LOG; exit 0" TERM; touch $LOG.ready; for i in $(seq 400); do sleep 0.05; done; exit 3' &
 while true; do wait $!; code=$?; [ $code -le 128 ] && exit $code; done
 """
-#: a launcher whose first rank takes a second until it can handle a signal, and which starts the second one later
+#: a launcher whose ranks take a moment until they can handle a signal, and which starts the second one later
 SLOW = """#!/usr/bin/env bash
 trap 'echo launcher-signalled >> "$LOG"; exit 9' TERM
-rank='sleep 1; trap "echo saved >> $LOG; exit 0" TERM; touch $LOG.$1; for i in $(seq 400); do sleep 0.05; done; exit 3'
+rank='sleep .4; trap "echo saved >> $LOG; exit 0" TERM; touch $LOG.$1; for i in $(seq 99); do sleep 0.05; done; exit 3'
 bash -c "$rank" rank 1 &
 first=$!
 touch "$LOG.ready"
-sleep 1.5
+sleep 0.6
 bash -c "$rank" rank 2 &
 wait $first; one=$?; wait $!; exit $((one + $?))
 """
@@ -100,7 +100,7 @@ def test_a_failed_rank_is_the_nodes_exit_code(place: Path) -> None:
     assert job.returncode == 5
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.6, 1.2])
+@pytest.mark.parametrize("after_s", [0.0, 0.25, 0.5])
 def test_a_signal_while_ranks_start_reaches_each_once_it_can_save(place: Path, after_s: float) -> None:
     """Signalled earlier, a rank would die without a word, and the job would end with an error."""
     (place / "python").write_text(SLOW)
@@ -127,11 +127,11 @@ def test_a_signal_before_there_are_ranks_ends_the_launcher_and_is_no_failure(pla
 
 def test_machines_that_do_not_meet_are_told_where_and_the_job_ends(place: Path) -> None:
     (place / "python").write_text(STARTING)
-    job = start(place, "node.sh", NODES="2", NODE_RANK="1", HEAD="h", PORT="77", MEET_S="2")
+    job = start(place, "node.sh", NODES="2", NODE_RANK="1", HEAD="h", PORT="77", MEET_S="1")
     began = time.monotonic()
     _, err = job.communicate(timeout=100)
     assert job.returncode == 1 and time.monotonic() - began < 15
-    assert "error: machine 1 of 2: within 2 s the launcher started no rank" in err and "HEAD=h PORT=77" in err
+    assert "error: machine 1 of 2: within 1 s the launcher started no rank" in err and "HEAD=h PORT=77" in err
 
 
 @pytest.mark.parametrize("signalled", [False, True])

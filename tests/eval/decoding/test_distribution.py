@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -71,8 +73,14 @@ DRAFTERS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def exact_joint(small: Target) -> Callable[[Sampling], Joint]:
+    """The probability of every answer of `TOKENS` tokens, by enumeration."""
+    return cache(partial(enumerated, small))
+
+
 @torch.no_grad()
-def exact_joint(target: Target, sampling: Sampling) -> Joint:
+def enumerated(target: Target, sampling: Sampling) -> Joint:
     joint: Joint = {(): 1.0}
     for _ in range(TOKENS):
         paths = list(joint)
@@ -131,24 +139,27 @@ CASES += [
 
 @pytest.mark.parametrize(("family", "kind", "drawn", "processors"), CASES)
 def test_output_has_the_targets_distribution(
-    small: Target, heads: dict[str, Head], family: str | None, kind: str, drawn: bool, processors: str
-) -> None:
+    small: Target, heads: dict[str, Head], exact_joint: Callable[[Sampling], Joint], family: str | None, kind: str,
+    drawn: bool, processors: str,
+) -> None:  # fmt: skip
     settings = PROCESSORS[processors]
     answers = sample(small, heads[family] if family else None, kind, drawn, settings)
     # beyond 5 a right loop comes once in three million seeds
-    assert deviation(answers, exact_joint(small, Sampling(**settings))) < 5
+    assert deviation(answers, exact_joint(Sampling(**settings))) < 5
     accepted = [cycle.accepted for answer in answers for cycle in answer.cycles if cycle.drafted]
     assert min(accepted) == 0 and max(accepted) >= (2 if family else 1)
 
 
-def test_a_wrong_distribution_is_noticed(small: Target, heads: dict[str, Head]) -> None:
+def test_a_wrong_distribution_is_noticed(
+    small: Target, heads: dict[str, Head], exact_joint: Callable[[Sampling], Joint]
+) -> None:
     """Typical acceptance, a temperature off by a tenth, and verification that forgets min-p all deviate."""
     plain = {"temperature": 1.0}
-    joint = exact_joint(small, Sampling(**plain))
+    joint = exact_joint(Sampling(**plain))
     lossy = sample(small, heads["medusa"], "static", True, {**plain, "acceptance": "typical"})
     assert deviation(lossy, joint) > 5
     assert deviation(sample(small, heads["eagle3"], "chain", True, {"temperature": 0.9}), joint) > 5
-    filtered = exact_joint(small, Sampling(temperature=1.0, min_p=0.15))
+    filtered = exact_joint(Sampling(temperature=1.0, min_p=0.15))
     assert deviation(sample(small, heads["eagle3"], "chain", True, plain), filtered) == math.inf
 
 

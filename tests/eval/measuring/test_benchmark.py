@@ -137,11 +137,11 @@ def test_synthetic_acceptance(
     assert report.per_position_conditional[0] == pytest.approx(rates[0], abs=0.13)
     assert report.synthetic == rates and not report.lossless and report.greedy_identity is None
     assert report.speedup is not None
-    report.write(tmp_path)
-    assert Report.read(tmp_path) == report
     assert "SYNTHETIC" in render_table(report).title
     assert render_markdown(report).count("SYNTHETIC") == 2
-    if asked == 0.7:
+    if (asked, temperature) == (0.7, 1.0):
+        report.write(tmp_path)
+        assert Report.read(tmp_path) == report
         config.baseline = False
         assert evaluate(target, eagle3.head, config).tau == report.tau
 

@@ -82,7 +82,7 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeHub]]:
     handler = type("Hub", (FakeHub,), {"claimed": {}})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
     yield handler

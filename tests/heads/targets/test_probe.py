@@ -30,6 +30,8 @@ SIZES: dict[str, Any] = {
 MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+#: sizes of tables that are large where nothing is said
+PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
 #: target → (settings, factor, soft-cap)
 TARGETS: dict[str, tuple[dict[str, Any], float, float | None]] = {
     "Llama": ({}, 1.0, None),
@@ -45,7 +47,7 @@ TARGETS: dict[str, tuple[dict[str, Any], float, float | None]] = {
     "Mixtral": (EXPERTS, 1.0, None),
     "Jamba": ({}, 1.0, None),
     "Llama4Text": ({"head_dim": 8, "num_local_experts": 2}, 1.0, None),
-    "Gemma4Text": ({"head_dim": 8, "final_logit_softcapping": 20.0}, 1.0, 20.0),
+    "Gemma4Text": ({"head_dim": 8, "final_logit_softcapping": 20.0, **PER_LAYER}, 1.0, 20.0),
 }
 
 
@@ -277,7 +279,7 @@ def test_a_language_model_inside_wrappers_is_found() -> None:
     )
     models = [transformers.Gemma3ForConditionalGeneration(gemma3).eval()]
     if hasattr(transformers, "Gemma4Config"):
-        inner = {**text, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+        inner = {**text, **PER_LAYER}
         gemma4 = transformers.Gemma4Config(text_config=inner, vision_config=None, audio_config=None)
         models.append(transformers.Gemma4ForConditionalGeneration(gemma4).eval())
     tokens_T = torch.randint(97, (9,), generator=torch.Generator().manual_seed(3))

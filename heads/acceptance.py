@@ -72,7 +72,7 @@ def walk(run_A: Tensor, batch: FeatureBatch, depth: int) -> Tensor:
     cycle may begin at any row, so all of them must have run at every depth.
 
     Args:
-        run_A: see HeadLoss.
+        run_A: see Loss.
         depth: drafts of the chain; no more than the anchors' depths count.
     """
     anchors = batch.anchors

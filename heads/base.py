@@ -1,12 +1,16 @@
-"""What a draft head is to the rest of the house: its inputs, its loss, its interface.
+"""What a draft head is to the rest of the house: what it reads, its loss, what it costs.
 
-Shape legend (methods §0): B batch, T tokens, R rows of a pack, A anchors (supervised rows), D target hidden,
-H head hidden, V target vocabulary, U draft vocabulary, K draft depths, k feature streams, N tree nodes.
+A family (heads/families/<name>/head.py) subclasses `Head`. Everything outside its folder, its drafter and the engines'
+files asks the head through this interface, and never asks which family it is.
+
+Shape legend (methods §0): R rows of a pack, A anchors (supervised rows), D target hidden, V target vocabulary,
+U draft vocabulary, K draft depths, T loss terms, M metrics.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,12 +19,17 @@ from torch import Tensor, nn
 
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
+from headstart.heads.errors import ConfigError
+from headstart.heads.layers import DraftLayer
 
 
 @dataclass
 class HeadConfig:
-    """Fields every family shares; each family's file subclasses this."""
+    """Fields that every family shares; each family's file subclasses this."""
+
+    #: fields that decide which tensors a head has: another value makes another head (`start_from` compares them)
+    structure: ClassVar[tuple[str, ...]] = ()
 
     #: Family of the head; see below.
     type: str = "???"
@@ -30,104 +39,247 @@ class HeadConfig:
     depth_decay: float = 1.0
 
 
-@dataclass
-class HeadLoss:
-    """Sums per depth over one pack, to be normalised by global counts (methods §0).
+@dataclass(frozen=True)
+class LossTerm:
+    """One term t of the loss L = Σ_t weight_t · S_t / N_t (methods §0).
 
     Attributes:
-        loss_K: float32 [K], S_d, differentiable.
-        count_K: float32 [K], positions that carry a loss at depth d (N_d's share; no subsampling).
-        correct_K: float32 [K], teacher-forced hits: head argmax == target argmax. This and the next are weighted by
-            importance where rows are subsampled.
-        total_K: float32 [K], positions the accuracy is over (out-of-vocabulary ones count as misses).
-        run_A: int64 [A], depths 1 … run that were hits one after the other: what a chain from that row gets accepted
-            (acceptance.walk).
+        name: the term's mean is logged as `valid/loss_<name>`.
     """
 
-    loss_K: Tensor
-    count_K: Tensor
-    correct_K: Tensor
-    total_K: Tensor
-    run_A: Tensor
+    name: str
+    weight: float
+
+
+def depth_terms(depth: int, decay: float, first: int = 0) -> tuple[LossTerm, ...]:
+    """One term per depth, named "1" … "K", of weight decay^first, decay^(first + 1), …, each rounded to float32."""
+    weight_K = decay ** torch.arange(first, first + depth, dtype=torch.float32, device="cpu")
+    return tuple(LossTerm(str(d), weight) for d, weight in enumerate(weight_K.tolist(), start=1))
+
+
+@dataclass
+class Loss:
+    """Sums over one pack. The training loop adds them over packs and ranks, and divides last.
+
+    Attributes:
+        sum_T: float32 [T], S_t of every `Head.terms`, differentiable.
+        count_T: float32 [T], this pack's share of N_t. Subsampling does not change it.
+        numerator_M, denominator_M: float32 [M], of every `Head.metrics`: a metric is the ratio of the two summed over
+            all packs, and is not logged where the denominator is 0.
+        run_A: int64 [A], how many drafts of a greedy chain from that row are right before the first wrong one
+            (acceptance.walk); None where the head drafts no chains from its anchors.
+    """
+
+    sum_T: Tensor
+    count_T: Tensor
+    numerator_M: Tensor
+    denominator_M: Tensor
+    run_A: Tensor | None = None
 
     @classmethod
-    def of(
+    def per_depth(
         cls,
         loss_K: Tensor,
         weight: list[Tensor],
         hit: list[Tensor],
         rows: list[Tensor],
+        terms: int,
         count_K: Tensor | None = None,
-    ) -> HeadLoss:
-        """Sum what each depth's rows say.
+    ) -> Loss:
+        """The loss of a head with one term per depth and the default metrics of `Head.metrics`.
 
         Args:
-            weight: float, what a row counts for in the loss.
-            hit: bool, False where a row is not active.
-            rows: float, what a row counts for in the other sums (Anchors.weights).
-            count_K: None = the sums of `weight`.
+            loss_K: float32 [K], summed losses. K may exceed `terms`: validation asks for deeper metrics than are
+                trained.
+            weight: per depth, float: what a row counts for in the loss.
+            hit: per depth, bool: the draft is the target's choice; False where a row is not active.
+            rows: per depth, float: what a row counts for in the accuracy (Anchors.weights).
+            terms: T, depths that the head trains.
+            count_K: positions that carry a loss at each depth; None = the sums of `weight`.
         """
+
+        def totals(x: list[Tensor]) -> list[Tensor]:
+            return [r.sum(dtype=loss_K.dtype) for r in x]
+
         run = hit[0]
         run_A = run.to(torch.int64)
         for hits in hit[1:]:
             run = run[: hits.shape[0]] & hits
             run_A[: run.shape[0]] += run
-
-        def total(x: list[Tensor]) -> Tensor:
-            return torch.stack([r.sum(dtype=loss_K.dtype) for r in x])
-
-        def weighted(x: list[Tensor]) -> Tensor:
-            return total([flag * row for flag, row in zip(x, rows, strict=True)])
-
-        return cls(loss_K, total(weight) if count_K is None else count_K, weighted(hit), total(rows), run_A)
+        right, total = totals([flag * row for flag, row in zip(hit, rows, strict=True)]), totals(rows)
+        if count_K is None:
+            count_K = torch.stack(totals(weight))
+        numerator_M, denominator_M = torch.stack([*right, count_K[0]]), torch.stack([*total, total[0]])
+        return cls(loss_K[:terms], count_K[:terms], numerator_M, denominator_M, run_A)
 
 
 class Head(nn.Module, ABC):
-    """A draft head. Subclasses live one per file and are registered in `FAMILIES`."""
+    """A draft head.
+
+    A family must define `loss_counts` and `loss`. The defaults below are those of a head that trains every supervised
+    row, with one loss term per depth, without decoder layers and without a draft vocabulary.
+
+    Attributes:
+        config, dims: what the head was built from.
+        terms: the terms of the loss, in the order of `Loss.sum_T`. A family with other terms than one per depth assigns
+            its own in `__init__`.
+        draft_ids_U: int64 [U] buffer, ascending target ids that the head can draft; None = all V. A family with a draft
+            vocabulary registers it in `__init__`, with U entries of any value: the data chooses the tokens, and
+            `initialise` receives them.
+        embed_VD, teacher: the target's frozen ends, attached by `bind`; neither parameters nor in the state dict.
+    """
 
     family: ClassVar[str]
+    draft_ids_U: Tensor | None
 
     def __init__(self, config: HeadConfig, dims: HeadDims):
         super().__init__()
         self.config, self.dims = config, dims
+        self.terms: tuple[LossTerm, ...] = depth_terms(config.depth, config.depth_decay)
+        self.embed_VD: Tensor | None = None
+        self.teacher: Teacher | None = None
+        self.register_buffer("draft_ids_U", None)
+
+    # -- what it is ------------------------------------------------------------------------------------------------
 
     @property
     def depth(self) -> int:
-        """K, the depths that are trained."""
+        """K, the depths that are trained: anchors are found for so many."""
         return self.config.depth
 
     @property
     def longest_chain(self) -> int | None:
-        """Most tokens a chain of its drafts can have, None = any number."""
+        """Most tokens that a chain of its drafts can have; None = any number."""
         return self.depth
 
     @property
     def spec(self) -> FeatureSpec:
-        """Which target features the head reads."""
+        """Which features of the target the head reads."""
         return FeatureSpec()
 
     @property
-    def keep_K(self) -> tuple[float, ...] | None:
-        """Fraction of the supervised rows of every depth that training runs, None = all."""
+    def draft_vocab_size(self) -> int | None:
+        """U, the tokens of the draft vocabulary; None for a head without one, which drafts any of the V tokens."""
+        return None if self.draft_ids_U is None else self.draft_ids_U.shape[0]
+
+    @property
+    def own_embeddings(self) -> bool:
+        """Whether the head's files hold token embeddings of its own, which may differ from the target's."""
+        return False
+
+    @property
+    def draft_layers(self) -> Sequence[DraftLayer]:
+        """The head's decoder layers; `train.activation_checkpointing` makes their activations again."""
+        return ()
+
+    @property
+    def hidden_act(self) -> str | None:
+        """Activation of the decoder layers' MLP; None for a head without decoder layers."""
         return None
 
-    def depth_weights(self) -> Tensor:
-        """λ_d, float32 [K]."""
-        return self.config.depth_decay ** torch.arange(self.depth, dtype=torch.float32)
+    def term_weights(self) -> Tensor:
+        """weight_t of every term, float32 [T], on the host."""
+        return torch.tensor([term.weight for term in self.terms])
+
+    def trained_parameters(self) -> int:
+        """Numbers that training changes."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def describe(self) -> str:
+        """The head in one line, for people."""
+        layers = f", reads layers {list(self.spec.layer_ids)}" if self.spec.layer_ids else ""
+        act = f", {self.hidden_act}" if self.hidden_act else ""
+        return f"{self.family}: {self.trained_parameters() / 1e6:.1f} M trained parameters{layers}{act}"
+
+    # -- the target's ends -----------------------------------------------------------------------------------------
+
+    def bind(self, ends: TargetEnds) -> None:
+        """Attach the target's frozen ends; weights stay as they are.
+
+        Raises: ConfigError for a target that the family cannot draft for.
+        """
+        self.embed_VD, self.teacher = ends.embed_VD.detach(), ends.teacher
+
+    def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
+        """Bind the ends, take over the draft vocabulary, and start from the target's weights what can start from them.
+
+        Args: draft_ids_U: int64 [U], ascending target ids, for a head that has a draft vocabulary.
+        Raises: ConfigError as `bind`, and where the draft vocabulary has not the head's size.
+        """
+        self.bind(ends)
+        if self.draft_ids_U is not None:
+            found = 0 if draft_ids_U is None else draft_ids_U.shape[0]
+            if draft_ids_U is None or found != self.draft_vocab_size:
+                raise ConfigError(
+                    f"draft vocabulary: found {found} ids, expected head.draft_vocab_size = {self.draft_vocab_size}"
+                )
+            self.draft_ids_U.copy_(draft_ids_U)
+
+    def sharpen(self) -> None:
+        """Make a head of random weights about as sure of its drafts as a trained one.
+
+        Measurements with synthetic acceptance need it: a dynamic tree of a flat distribution is broad and shallow. A
+        family whose trees do not depend on it leaves this out.
+        """
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
+        """The pack with the anchors that this step trains: a random part of them, or of the blocks they begin.
+
+        Called once per pack and step, before `loss_counts` and `loss`. The choice must depend on the pack and the seed
+        alone (never on the rank), and must not wait for the device. Validation sees all rows.
+        """
+        return batch
+
+    def metrics(self, depths: int) -> tuple[str, ...]:
+        """Names of `Loss.numerator_M`, as they are logged behind `train/` and `valid/`.
+
+        acc_d: share of the rows supervised at depth d whose draft was the target's choice, fed with the true tokens.
+        coverage: share of the supervised rows that carry a loss: where the target's choice is in the draft vocabulary.
+
+        Args: depths: of the pack's anchors. Training gives `depth` of them, validation those of the evaluation's chain.
+        """
+        return (*(f"acc_{d}" for d in range(1, depths + 1)), "coverage")
 
     @abstractmethod
-    def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
-        """Bind the frozen ends of the target and initialise what starts from them."""
+    def loss_counts(self, batch: FeatureBatch) -> Tensor:
+        """`Loss.count_T` without running the head: float32 [T], on the pack's device, which is not waited for.
+
+        Summed over the window and all ranks, it is N_t, what each term is divided by.
+        """
 
     @abstractmethod
-    def depth_counts(self, batch: FeatureBatch) -> Tensor:
-        """count_K of `loss` without running the head: float32 [K] (for the global normalisation)."""
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
+        """Sums of the loss terms and metrics over one pack. Gradients flow to trainable parameters only.
 
-    @abstractmethod
-    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
-        """Per-depth loss sums over one pack. Gradients flow to trainable parameters only.
+        It runs inside captured CUDA graphs: shapes depend on the pack's shape alone, and nothing waits for the device.
 
         Args:
-            scale_K: float32 [K]. The caller's promise that what it differentiates is a multiple of
-                `(loss_K * scale_K).sum()`: a head may form gradients with it. None = any combination of depths.
+            scale_T: float32 [T]. The caller's promise that what it differentiates is a multiple of
+                `(sum_T * scale_T).sum()`: a head may form gradients with it. None = any combination of terms.
         """
+
+    # -- what training costs ---------------------------------------------------------------------------------------
+
+    def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
+        """Multiply-adds of one pack's forward: matrices on the rows that need them, attention scores aside (< 3 %).
+
+        By default all of the head's own weights on every row supervised at depth 1.
+
+        Args:
+            rows: of the pack, R. counts: rows supervised at depth 1 … K.
+        """
+        return sum(p.numel() for p in self.parameters()) * counts[0]
+
+    def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
+        """Numbers that one pack's loss keeps for its backward, in the compute dtype (train/plan.py has the formula).
+
+        Args:
+            rows: of the pack, R. anchors: A. recompute: `train.activation_checkpointing`.
+        """
+        layers = self.draft_layers
+        hidden = layers[0].hidden_size if layers else self.dims.hidden_size
+        per_depth = sum(layer.kept_numbers(recompute) for layer in layers) if layers else 6.0 * hidden
+        vocabulary = self.draft_vocab_size or self.dims.vocab_size
+        return anchors * (self.depth * per_depth + vocabulary) + rows * 2 * hidden

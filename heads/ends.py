@@ -41,3 +41,18 @@ class Teacher:
         logits = wide(logits) * self.scale
         logits = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
         return logits if dtype is None else logits.to(dtype)
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """What a head may take from the target it drafts for.
+
+    Attributes:
+        embed_VD: input embedding weight, unscaled.
+        teacher: the output head.
+        model: the whole model, for heads that hold a module of it or change it; None where only the ends are at hand.
+    """
+
+    embed_VD: Tensor
+    teacher: Teacher
+    model: nn.Module | None = None

@@ -139,6 +139,17 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(hidden_size, intermediate_size, activation)
         self.post_attention_layernorm = RMSNorm(hidden_size, dims.rms_norm_eps)
 
+    @property
+    def hidden_size(self) -> int:
+        """H, of the residual stream."""
+        return self.self_attn.o_proj.out_features
+
+    def kept_numbers(self, recompute: bool) -> float:
+        """Numbers per row and depth that training keeps for the backward pass (train/plan.py)."""
+        attention = self.self_attn
+        packed = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
+        return 6.0 * self.hidden_size + packed + (0 if recompute else 4 * self.mlp.gate_proj.out_features)
+
     def finish(self, context: Tensor, residual: Tensor) -> Tensor:
         """Attention context [..., h, d] and residual [..., H] → layer output [..., H]."""
         x = residual + self.self_attn.o_proj(context.flatten(-2))

@@ -16,3 +16,9 @@ def weight_grad(grad_nO: Tensor, x_nI: Tensor, dtype: torch.dtype) -> Tensor:
     if grad_nO.is_cuda and grad_nO.dtype != dtype == torch.float32:
         return torch.mm(grad_nO.t(), x_nI, out_dtype=torch.float32)
     return (grad_nO.t() @ x_nI).to(dtype)
+
+
+def compute_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype activations run in: autocast's where it is on, else the parameter's."""
+    kind = parameter.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype

@@ -49,7 +49,7 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
     with torch.device("meta"):
         head = build_head(recipe.head, dims)
     target.check_layer_ids(head.spec.layer_ids)
-    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    head.bind(target.ends)
     return head
 
 
@@ -65,11 +65,7 @@ def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:
 
 def ask_head(recipe: Recipe, target: Target) -> str:
     """Whether the head can be built and bound: rope, feature layers, activation, the target's output matrix."""
-    head = planned_head(recipe, target)
-    parameters = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    layers = f", reads layers {list(head.spec.layer_ids)}" if head.spec.layer_ids else ""
-    act = f", {head.hidden_act}" if hasattr(head, "hidden_act") else ""
-    return f"{recipe.head.type}: {parameters / 1e6:.1f} M trained parameters{layers}{act}"
+    return planned_head(recipe, target).describe()
 
 
 def ask_positions(recipe: Recipe, target: Target) -> str:

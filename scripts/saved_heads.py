@@ -15,8 +15,7 @@ from headstart.console import Console
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
-from headstart.heads.families import build_head
-from headstart.heads.families.eagle3.head import Eagle3Config, Eagle3Head
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.files import read_json
 from headstart.heads.formats import ExportConfig, check_embeddings, export_head, fetch_head, load_head
 from headstart.heads.formats.launch import NAMES, launch_commands, why_tokens
@@ -30,16 +29,8 @@ from headstart.heads.targets.target import Target
 
 #: what a head's acceptance depends on in its target: part of the fingerprint → its name
 TRAINED_ON = {"weight_hash": "set of weights", "tokenizer_hash": "tokenizer", "template_hash": "chat template"}
-#: fields of `head` that decide which tensors a head has, and what it reads
-STRUCTURE = (
-    "num_layers",
-    "lm_head",
-    "rank",
-    "draft_vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "fc_bias",
-)
+#: family of the head that drafts where acceptance is synthetic and no head is named
+SYNTHETIC = "eagle3"
 
 
 def find_head(head: str, said: str = "--head") -> Path:
@@ -101,13 +92,13 @@ def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None
     Raises: FormatError as `load_head`, and where the file brings embeddings that are not the target's.
     """
     head = _read_head(directory, target).to(target.device, dtype or target.dtype)
-    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    head.bind(target.ends)
     return head.eval()
 
 
 def _read_head(directory: Path, target: Target) -> Head:
     head = load_head(directory, target.dims)
-    if not (directory / SIDECAR).exists() and getattr(head, "embed_tokens", None) is None:
+    if not (directory / SIDECAR).exists() and not head.own_embeddings:
         check_embeddings(directory, target.embed_VD)
     return head
 
@@ -117,19 +108,16 @@ def untrained_head(config: HeadConfig | None, target: Target) -> Head:
 
     Args: config: None: EAGLE-3 with a draft vocabulary of 32,000 tokens, or of half the target's where that is less.
     """
-    vocabulary = target.dims.vocab_size
     if config is None:
-        config = Eagle3Config(draft_vocab_size=min(32000, vocabulary // 2))
-    size = getattr(config, "draft_vocab_size", 0)
-    draft_ids_U = torch.arange(size, device=target.device) if size and size < vocabulary else None
+        half = min(32000, target.dims.vocab_size // 2)
+        config = FAMILIES[SYNTHETIC].config(draft_vocab_size=half)  # type: ignore[call-arg]
     with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(0)
         head = build_head(config, target.dims).to(target.device, target.dtype)
-        head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
-    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
-    if isinstance(head, Eagle3Head):
-        # as sure of itself as a trained head: trees of a flat distribution would all be broad and shallow
-        head.norm.weight.data.mul_(8)
+        size = head.draft_vocab_size
+        head.initialise(target.ends, None if size is None else torch.arange(size, device=target.device))
+    head.bind(target.ends)
+    head.sharpen()
     return head.eval()
 
 
@@ -144,7 +132,7 @@ def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:
     head = build_head(config, dims)
     head.load_state_dict(given.state_dict(), strict=True)
     head = head.to(target.device)
-    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    head.bind(target.ends)
     return head
 
 
@@ -162,15 +150,10 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
     dims = replace(given.dims, intermediate_size=target.intermediate_size)
     planned = skeleton(config, dims, "the recipe's head")
     shapes, found = _shapes(planned), _shapes(given)
-    act, act_given = getattr(planned, "hidden_act", None), getattr(given, "hidden_act", None)
-    if shapes != found or planned.spec != given.spec or act != act_given:
-        names = (
-            *STRUCTURE,
-            *(("depth",) if config.type == "medusa" else ()),
-            *(("feature_layers",) if planned.spec != given.spec else ()),
-        )
-        pairs = [(name, getattr(config, name, None), getattr(given.config, name, None)) for name in names]
-        pairs.append(("hidden_act", act, act_given))
+    if shapes != found or planned.spec != given.spec or planned.hidden_act != given.hidden_act:
+        names = (*config.structure, *(("feature_layers",) if planned.spec != given.spec else ()))
+        pairs = [(name, getattr(config, name), getattr(given.config, name)) for name in names]
+        pairs.append(("hidden_act", planned.hidden_act, given.hidden_act))
         differing = [shlex.quote(f"head.{name}={theirs}") for name, ours, theirs in pairs if ours != theirs]
         odd = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
         raise ConfigError(

@@ -71,12 +71,13 @@ def _copied(batch: FeatureBatch) -> FeatureBatch:
 
 
 class CapturedBackward:
-    """`backward(batch, scale_K)` adds the gradient of Σ_d scale_d · S_d to `.grad` and returns the loss sums.
+    """`backward(batch, scale_T)` adds the gradient of Σ_t scale_t · S_t to `.grad` and returns the sums of LossModule.
 
     Args:
-        module: maps (FeatureBatch, scale_K) to LossModule's sums; its parameters need gradients.
+        module: maps (FeatureBatch, scale_T) to LossModule's (sum_T, sums_S); its parameters need gradients.
         example: any batch with features, on the GPU, that fits `shape`.
         shape: what every later batch is padded to.
+        terms: of the loss, T.
         pool: memory pool of another capture that never runs at the same time, or None.
     """
 
@@ -85,12 +86,12 @@ class CapturedBackward:
         module: nn.Module,
         example: FeatureBatch,
         shape: PackShape,
-        depth: int,
+        terms: int,
         pool: tuple[int, int] | None = None,
     ):
         self.shape = shape
         self._batch = _copied(shape.pad(example))
-        self._scale_K = torch.zeros(depth, device=example.tokens_R.device)
+        self._scale_T = torch.zeros(terms, device=example.tokens_R.device)
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -107,30 +108,30 @@ class CapturedBackward:
         pool = self._forward_graph.pool()
         with torch.cuda.graph(self._backward_graph, pool=pool, capture_error_mode="thread_local"):
             self._backward(sums)
-        self._sums = tuple(part.detach() for part in sums)
+        self._sums = (sums[0].detach(), sums[1])
 
     @property
     def pool(self) -> tuple[int, int]:
         return self._forward_graph.pool()
 
-    def _forward(self, module: nn.Module) -> tuple[Tensor, ...]:
-        sums: tuple[Tensor, ...] = module(self._batch, self._scale_K)
+    def _forward(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        sums: tuple[Tensor, Tensor] = module(self._batch, self._scale_T)
         return sums
 
-    def _backward(self, sums: tuple[Tensor, ...]) -> None:
-        (sums[0] * self._scale_K).sum().backward()
+    def _backward(self, sums: tuple[Tensor, Tensor]) -> None:
+        (sums[0] * self._scale_T).sum().backward()
 
     def backward(
-        self, batch: FeatureBatch, scale_K: Tensor, between: Callable[[], None] = lambda: None
-    ) -> tuple[Tensor, ...]:
+        self, batch: FeatureBatch, scale_T: Tensor, between: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, Tensor]:
         """Replay on `batch` (padded here); `between` runs after the forward. The returned tensors are fresh copies."""
         for into, source in zip(tensors_of(self._batch), tensors_of(self.shape.pad(batch)), strict=True):
             into.copy_(source, non_blocking=True)
-        self._scale_K.copy_(scale_K, non_blocking=True)
+        self._scale_T.copy_(scale_T, non_blocking=True)
         self._forward_graph.replay()
         between()
         self._backward_graph.replay()
-        return tuple(part.clone() for part in self._sums)
+        return self._sums[0].clone(), self._sums[1].clone()
 
 
 class CapturedPacks:
@@ -142,13 +143,13 @@ class CapturedPacks:
         seconds: host time that took, kernel compilation included.
     """
 
-    def __init__(self, module: nn.Module, depth: int):
-        self._module, self._depth = module, depth
+    def __init__(self, module: nn.Module, terms: int):
+        self._module, self._terms = module, terms
         self._graphs: dict[tuple[int, int, int | None], CapturedBackward] = {}
         self._shape = PackShape(0, 0, 0)
         self.captures, self.seconds = 0, 0.0
 
-    def backward(self, batch: FeatureBatch, scale_K: Tensor) -> tuple[Tensor, ...]:
+    def backward(self, batch: FeatureBatch, scale_T: Tensor) -> tuple[Tensor, Tensor]:
         """As CapturedBackward.backward."""
         needed = PackShape.covering([batch])
         if not self._shape.holds(needed):
@@ -163,7 +164,7 @@ class CapturedPacks:
             started = time.perf_counter()
             shape = replace(self._shape, anchors=anchors)
             pool = next(iter(self._graphs.values())).pool if self._graphs else None
-            self._graphs[key] = CapturedBackward(self._module, batch, shape, self._depth, pool)
+            self._graphs[key] = CapturedBackward(self._module, batch, shape, self._terms, pool)
             self.captures += 1
             self.seconds += time.perf_counter() - started
-        return self._graphs[key].backward(batch, scale_K)
+        return self._graphs[key].backward(batch, scale_T)

@@ -31,7 +31,7 @@ def measure_coverage(head: Head, source: Any, seed: int) -> tuple[int, int]:
         batch = source.get([order.pop()])
         tokens += sum(batch.doc_lengths)
         rows += batch.anchors.count_K[0]
-        inside += int(head.depth_counts(batch)[0])
+        inside += int(head.loss_counts(batch)[0])
     if rows and not inside and (rows >= ENOUGH_ROWS or not order):
         raise untrained(head, rows)
     return inside, rows
@@ -41,7 +41,7 @@ def untrained(head: Head, rows: int) -> TrainingError:
     """The error of a run in which none of so many supervised rows carries a loss."""
     return TrainingError(
         f"none of {rows} supervised rows trains: what the target would say there is not in the draft vocabulary, which "
-        f"holds the tokens that the data says most. Raise head.draft_vocab_size (found "
-        f"{getattr(head, 'draft_vocab_size', None)}; 0 = all of the target's tokens), or let the target answer the "
-        "prompts itself (data.distill.prompts)"
+        "holds the tokens that the data says most. Raise head.draft_vocab_size "
+        f"(found {head.draft_vocab_size}; 0 = all of the target's tokens), or let the target answer the prompts itself "
+        "(data.distill.prompts)"
     )

@@ -47,8 +47,8 @@ from headstart.train.sharing.distributed import (
     sum_over_ranks,
 )
 from headstart.train.sharing.parallel import Parallel, resolve_kind
-from headstart.train.step import LossModule, accumulate_window, autocast_dtype, window_counts
-from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, idle_note, subsample
+from headstart.train.step import LossModule, SumNames, accumulate_window, autocast_dtype, window_counts
+from headstart.train.stream import FeatureSource, Fetcher, Pack, PackPlan, PackStream, choose_rows, idle_note
 from headstart.train.tracking.meters import Meters
 from headstart.train.tracking.track import Reporter, Tracker, open_tracker
 
@@ -118,7 +118,7 @@ def train(
     """Train `head` in place until a budget is spent, resuming from `run_dir/checkpoints` where there are any.
 
     Args:
-        head: initialised (`init_from_target`), float32 parameters.
+        head: initialised (`Head.initialise`), float32 parameters.
         source: features of pack [sample indices] → FeatureBatch; a window's packs of one rank are held together
             (2 bytes × rows × D × (streams + 1) each in bfloat16).
         lengths: tokens of every training sample; with `pack_tokens` it fixes the packs.
@@ -176,7 +176,7 @@ class _Trainer:
             recompute_activations(self.head)
         module = LossModule(head, teacher, autocast_dtype(config.mixed_precision, self.device), chain)
         captured = captures(config, accelerator)
-        self.captured = CapturedPacks(module, head.depth) if captured else None
+        self.captured = CapturedPacks(module, len(head.terms)) if captured else None
         kind = resolve_kind(config, accelerator)
         self.parallel: Parallel = make_parallel(kind, head, module, config, accelerator, captured)
         self.saver = Saver(self.store, self.device)
@@ -185,7 +185,7 @@ class _Trainer:
         self.put_off = False
         #: longest time that saving kept a step from starting, seconds
         self.blocked = 0.0
-        self.weights_K = head.depth_weights().to(self.device)
+        self.weights_T = head.term_weights().to(self.device)
         self.state = RunState()
         self.agreement = Agreement()
         self.signal = StopSignal()
@@ -195,7 +195,7 @@ class _Trainer:
         self.recent: deque[Window] = deque(maxlen=2)
         self.agreed_elapsed, self.agreed_stop, self.agreed_free = 0.0, False, False
         compute = autocast_dtype(config.mixed_precision, self.device) or torch.float32
-        self.meters = Meters(head.depth, self.device, matmul_flops(self.device, compute))
+        self.meters = Meters(SumNames.of(head), self.device, matmul_flops(self.device, compute))
         self.target_parameters = int(getattr(source, "target_parameters", 0))
         #: step of the newest checkpoint
         self.saved_step: int | None = None
@@ -336,8 +336,8 @@ class _Trainer:
         fetched = self.fetcher.window(packs, self.rank, self.size)
         batches = [batch.to(self.device, non_blocking=True) for batch in fetched]
         mine = [packs[place] for place in places]
-        seed, keep_K = self.config.seed, self.head.keep_K
-        batches = [subsample(batch, keep_K, seed, pack) for batch, pack in zip(batches, mine, strict=True)]
+        seed = self.config.seed
+        batches = [choose_rows(self.head, batch, seed, pack) for batch, pack in zip(batches, mine, strict=True)]
         # fetching costs nothing while the device still works on what came before
         self.waited += time.perf_counter() - began if self.meters.device_idle() else 0.0
         return batches
@@ -371,12 +371,12 @@ class _Trainer:
         free = self.put_off and self.rank == 0 and self.saver.free()
         control = torch.tensor([clock, self.signal.received is not None, self.saver.failed, free], dtype=torch.float32)
         control = to_device(control, self.device, non_blocking=True)
-        counts_K = window_counts(self.head, batches, self.device)
-        counts_K = self.agreement.exchange(torch.cat([counts_K, control, self.flags]))[: self.head.depth]
+        counts_T = window_counts(self.head, batches, self.device)
+        counts_T = self.agreement.exchange(torch.cat([counts_T, control, self.flags]))[: len(self.head.terms)]
         self.meters.rate = config.lr * lr_factor(config, self.budget, state.step, self.agreed_elapsed)
         set_rate(self.parallel.optimizer, self.meters.rate)
         sums = accumulate_window(
-            self.parallel.module, mine, batches, places, counts_K, self.weights_K, self.size, config.accumulation,
+            self.parallel.module, mine, batches, places, counts_T, self.weights_T, self.size, config.accumulation,
             config.seed, self.parallel.backward, self.parallel.no_sync, self.captured,
             self.parallel.rounds(len(packs), self.size),
         )  # fmt: skip
@@ -414,7 +414,7 @@ class _Trainer:
                 self._write_all()
         values = self.agreement.read()
         if values is not None:
-            clock, stop, unsaved, free = values[self.head.depth : self.head.depth + RIDERS]
+            clock, stop, unsaved, free = values[len(self.head.terms) :][:RIDERS]
             if self.size > 1:
                 self.agreed_elapsed, self.agreed_stop, self.agreed_free = clock, stop > 0, free > 0
                 if unsaved:
@@ -424,7 +424,7 @@ class _Trainer:
     def _examine_previous(self, values: list[float]) -> None:
         """An exchange made in step n carries the flags of window n - 1."""
         if len(self.recent) >= 2:
-            self._examine(values[self.head.depth + RIDERS :], self.recent[-2])
+            self._examine(values[len(self.head.terms) + RIDERS :], self.recent[-2])
 
     def _settle(self) -> None:
         """Examine what is still under way now (the host waits): before anything is saved or reported as final."""

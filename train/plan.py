@@ -25,7 +25,6 @@ from headstart.data.features import store_bytes
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
-from headstart.heads.layers import DraftLayer
 from headstart.heads.targets.locate import decoder_layers, text_decoder
 from headstart.heads.targets.target import Target
 from headstart.train.config import TrainConfig
@@ -136,8 +135,7 @@ def target_memory(target: Target, head: Head, layout: Layout) -> dict[str, int]:
     outside = everything - inside - (0 if tied else matrix)
     if layout.target_parallel == "device_map":
         return {"target weights": ceil(inside / layout.parts) + outside + (0 if tied else matrix)}
-    drafts = getattr(head, "draft_ids_U", None)
-    rows = dims.vocab_size if drafts is None else len(drafts)
+    rows = head.draft_vocab_size or dims.vocab_size
     output = 0 if tied else ceil(matrix / layout.parts) + rows * dims.hidden_size * size
     return {"target weights": ceil(inside / layout.parts) + outside + output, "target layers gathered": 2 * largest}
 
@@ -156,7 +154,7 @@ def target_activations(target: Target, head: Head, layout: Layout) -> int:
 def head_memory(head: Head, layout: Layout) -> dict[str, int]:
     """Bytes of the head's weights, gradients and moments on one rank."""
     parts, sharded = layout.head_parts, layout.parallel
-    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    trained = head.trained_parameters()
     whole = parameter_bytes(head.parameters(), 4)
     found = {
         "head weights": ceil(whole / parts) if sharded in ("fsdp2", "zero3") else whole,
@@ -176,19 +174,8 @@ def head_memory(head: Head, layout: Layout) -> dict[str, int]:
 
 def head_activations(head: Head, layout: Layout) -> int:
     """Activations of one pack's loss and backward (see the formula at the top)."""
-    dims, depths = head.dims, head.depth
-    size = 2 if layout.half else 4
-    anchors = layout.pack_tokens * layout.supervised
-    drafts = getattr(head, "draft_ids_U", None)
-    vocabulary = dims.vocab_size if drafts is None else len(drafts)
-    hidden = getattr(head.config, "hidden_size", None) or dims.hidden_size
-    numbers = 6.0 * hidden
-    if any(isinstance(module, DraftLayer) for module in head.modules()):
-        numbers += (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim
-        if not layout.activation_checkpointing:
-            numbers += 4 * (getattr(head.config, "intermediate_size", None) or dims.intermediate_size)
-    rows = layout.pack_tokens * 2 * hidden
-    return int(size * (anchors * (depths * numbers + vocabulary) + rows))
+    rows, anchors = layout.pack_tokens, layout.pack_tokens * layout.supervised
+    return int((2 if layout.half else 4) * head.kept_numbers(rows, anchors, layout.activation_checkpointing))
 
 
 def memory_of(target: Target, head: Head, layout: Layout) -> tuple[dict[str, int], int]:
@@ -269,8 +256,7 @@ def make_plan(
 
 def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
     """Changes that lower the peak, cheapest first, each on top of the ones before it."""
-    checkpointed = any(isinstance(module, DraftLayer) for module in head.modules())
-    if checkpointed and not layout.activation_checkpointing:
+    if head.draft_layers and not layout.activation_checkpointing:
         layout = replace(layout, activation_checkpointing=True)
         yield "train.activation_checkpointing=true", layout
     if layout.ranks_per_node > 1 and layout.target_parallel == "none":

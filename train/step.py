@@ -1,6 +1,6 @@
-"""One optimiser step's gradient: L = Σ_d λ_d · S_d / N_d over a window of packs and all ranks (methods §0).
+"""One optimiser step's gradient: L = Σ_t weight_t · S_t / N_t over a window of packs and all ranks (methods §0).
 
-Shape legend: K depths, P packs of the window over all ranks.
+Shape legend: T terms of the loss, M metrics, S sums that are logged (SumNames), P packs of the window over all ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,46 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.acceptance import walk
-from headstart.heads.base import Head, HeadLoss
+from headstart.heads.base import Head, Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.ends import Teacher
 from headstart.heads.numerics import wide
 from headstart.train.captured import CapturedPacks
 from headstart.train.stream import Pack, seed_pack
+
+
+@dataclass(frozen=True)
+class SumNames:
+    """What the S numbers are that training sums over packs and ranks besides the loss.
+
+    First each term's count, then every metric's numerator, then every metric's denominator. The head declares terms
+    and metrics, so a rank without a pack and a captured graph know the layout without running the head.
+
+    Example: terms ("1",), metrics ("acc_1", "walked_tau"), sums (9, 6, 30, 10, 12) → 9 positions carry a loss,
+    acc_1 = 6 / 10, walked_tau = 30 / 12.
+    """
+
+    terms: tuple[str, ...]
+    metrics: tuple[str, ...]
+
+    @classmethod
+    def of(cls, head: Head, depths: int | None = None) -> SumNames:
+        """Args: depths: of the packs' anchors, None = those that the head trains."""
+        metrics = head.metrics(head.depth if depths is None else depths)
+        return cls(tuple(term.name for term in head.terms), (*metrics, "walked_tau"))
+
+    def __len__(self) -> int:
+        return len(self.terms) + 2 * len(self.metrics)
+
+    def counts(self, sums_S: Tensor) -> Tensor:
+        """[T]: positions that carry each term's loss."""
+        return sums_S[: len(self.terms)]
+
+    def ratios(self, sums_S: Tensor, prefix: str) -> dict[str, float]:
+        """The metrics, as they are logged; one without a denominator is absent. Args: sums_S: on the host."""
+        numerator_M, denominator_M = sums_S[len(self.terms) :].view(2, len(self.metrics))
+        parts = zip(self.metrics, numerator_M, denominator_M, strict=True)
+        return {f"{prefix}/{name}": float(part / whole) for name, part, whole in parts if whole > 0}
 
 
 class LossModule(nn.Module):
@@ -37,28 +71,30 @@ class LossModule(nn.Module):
         self._teacher, self._chain = teacher, chain
 
     def forward(
-        self, batch: FeatureBatch | None, scale_K: Tensor | None = None, touch: bool = False
-    ) -> tuple[Tensor, ...]:
-        """(loss_K, count_K, correct_K, total_K, walked_2), float32; see HeadLoss and acceptance.walk.
+        self, batch: FeatureBatch | None, scale_T: Tensor | None = None, touch: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(sum_T, sums_S), float32: the terms' sums, differentiable, and the other numbers in the order of SumNames.
 
         Args:
-            scale_K: see Head.loss.
-            touch: connect every trainable parameter to the loss with gradient zero (a depth without positions leaves
+            scale_T: see Head.loss.
+            touch: connect every trainable parameter to the loss with gradient zero (a term without positions leaves
                 some out, and ranks must agree on which gradients exist).
         """
         if batch is None:
             device = next(self.head.parameters()).device
-            parts = (*(torch.zeros(self.head.depth, device=device) for _ in range(4)), torch.zeros(2, device=device))
+            sum_T = torch.zeros(len(self.head.terms), device=device)
+            sums_S = torch.zeros(len(SumNames.of(self.head)), device=device)
         else:
             with self.autocast():
-                loss: HeadLoss = self.head.loss(batch, self._teacher, scale_K)
-            parts = tuple(wide(part) for part in (loss.loss_K, loss.count_K, loss.correct_K, loss.total_K))
+                loss: Loss = self.head.loss(batch, self._teacher, scale_T)
             chain = len(batch.anchors.count_K) if self._chain is None else self._chain
-            parts = (*parts, walk(loss.run_A, batch, chain))
-        if touch or (torch.is_grad_enabled() and not parts[0].requires_grad):  # the latter: a pack without anchors
+            walked_2 = loss.count_T.new_zeros(2) if loss.run_A is None else walk(loss.run_A, batch, chain)
+            parts = (loss.count_T, loss.numerator_M, walked_2[:1], loss.denominator_M, walked_2[1:])
+            sum_T, sums_S = wide(loss.sum_T), wide(torch.cat(parts)).detach()
+        if touch or (torch.is_grad_enabled() and not sum_T.requires_grad):  # the latter: a pack without anchors
             nothing = sum(p.reshape(-1)[:0].sum() for p in self.head.parameters() if p.requires_grad)
-            parts = (parts[0] + nothing, *parts[1:])
-        return parts
+            sum_T = sum_T + nothing
+        return sum_T, sums_S
 
     def autocast(self) -> AbstractContextManager[object]:
         device = next(self.head.parameters()).device.type
@@ -71,27 +107,25 @@ class WindowSums:
 
     Attributes:
         loss: float32 scalar, this rank's part of L.
-        count_K, correct_K, total_K: float32 [K], sums of HeadLoss over the rank's packs.
-        walked_2: float32 [2], tokens and cycles of acceptance.walk.
+        sums_S: float32 [S], SumNames, over the rank's packs; a single 0 where it has none.
+        supervised: rows supervised at depth 1 in the rank's packs, as they are trained.
         trained: float32 scalar, 1 where any rank had a row that carries a loss.
         bad_P: float32 [P], 1 where a pack of this rank has a non-finite loss; other ranks' packs stay 0.
     """
 
     loss: Tensor
-    count_K: Tensor
-    correct_K: Tensor
-    total_K: Tensor
-    walked_2: Tensor
+    sums_S: Tensor
+    supervised: int
     trained: Tensor
     bad_P: Tensor
 
 
 def window_counts(head: Head, batches: list[FeatureBatch], device: torch.device) -> Tensor:
-    """This rank's share of N_d: float32 [K]."""
-    counts_K = torch.zeros(head.depth, device=device)
+    """This rank's share of N_t: float32 [T]."""
+    counts_T = torch.zeros(len(head.terms), device=device)
     for batch in batches:
-        counts_K += head.depth_counts(batch)
-    return counts_K
+        counts_T += head.loss_counts(batch)
+    return counts_T
 
 
 def accumulate_window(
@@ -99,8 +133,8 @@ def accumulate_window(
     packs: list[Pack],
     batches: list[FeatureBatch],
     places: list[int],
-    counts_K: Tensor,
-    weights_K: Tensor,
+    counts_T: Tensor,
+    weights_T: Tensor,
     size: int,
     accumulation: int,
     seed: int,
@@ -116,8 +150,8 @@ def accumulate_window(
     Args:
         module: LossModule, possibly wrapped (sharing/parallel.py).
         packs, batches, places: this rank's packs, their features, their places 0 … P-1 in the window; may be empty.
-        counts_K: N_d over the window and all ranks; a depth that nobody supervises (0) contributes 0.
-        weights_K: λ_d.
+        counts_T: N_t over the window and all ranks; a term without positions (0) contributes 0.
+        weights_T: weight_t.
         size: ranks; the loss is multiplied by it because DDP averages gradients where L is a sum.
         accumulation: P.
         seed: see stream.seed_pack.
@@ -125,11 +159,11 @@ def accumulate_window(
         captured: replays the packs as CUDA graphs instead of running `module`.
         rounds: passes every rank makes at least (None: 1 with several ranks); a rank with fewer packs adds zero losses.
     """
-    scale_K = weights_K / counts_K.clamp(min=1.0)
-    zero_K = torch.zeros_like(counts_K)
-    trained = (counts_K.sum() > 0).float()
-    zero, zero_2, bad_P = counts_K.new_zeros(()), counts_K.new_zeros(2), counts_K.new_zeros(accumulation)
-    sums = WindowSums(zero, zero_K, zero_K, zero_K, zero_2, trained, bad_P)
+    scale_T = weights_T / counts_T.clamp(min=1.0)
+    trained = (counts_T.sum() > 0).float()
+    supervised = sum(batch.anchors.count_K[0] for batch in batches)
+    zero, bad_P = counts_T.new_zeros(()), counts_T.new_zeros(accumulation)
+    sums = WindowSums(zero, zero, supervised, trained, bad_P)
     passes = len(batches)
     if captured is None:
         passes = max(passes, (1 if size > 1 else 0) if rounds is None else rounds)
@@ -138,23 +172,19 @@ def accumulate_window(
         last = number == passes - 1
         seed_pack(seed, pack)
         if captured is not None:
-            loss_K, count_K, correct_K, total_K, walked_2 = captured.backward(batch, scale_K)
-            loss = (loss_K * scale_K).sum()
+            sum_T, sums_S = captured.backward(batch, scale_T)
+            loss = (sum_T * scale_T).sum()
         else:
             with nullcontext() if last else no_sync():
-                found = module(batch, scale_K, touch=size > 1 and (last or every))
-                loss_K, count_K, correct_K, total_K, walked_2 = found
-                loss = (loss_K * scale_K).sum()
+                sum_T, sums_S = module(batch, scale_T, touch=size > 1 and (last or every))
+                loss = (sum_T * scale_T).sum()
                 backward(loss * size)
         sums.loss = sums.loss + loss.detach()
-        sums.count_K = sums.count_K + count_K.detach()
-        sums.correct_K = sums.correct_K + correct_K.detach()
-        sums.total_K = sums.total_K + total_K.detach()
-        sums.walked_2 = sums.walked_2 + walked_2
+        sums.sums_S = sums.sums_S + sums_S
         sums.bad_P[place] = (~torch.isfinite(loss.detach())).float()
     for number in range(len(batches), passes):
         with nullcontext() if number == passes - 1 else no_sync():
-            backward((module(None, touch=True)[0] * scale_K).sum())
+            backward((module(None, touch=True)[0] * scale_T).sum())
     return sums
 
 

@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, TrainingError
 
@@ -152,9 +153,9 @@ def seed_pack(seed: int, pack: Pack) -> None:
     torch.manual_seed(pack_seed(seed, pack))
 
 
-def subsample(batch: FeatureBatch, keep_K: tuple[float, ...] | None, seed: int, pack: Pack) -> FeatureBatch:
-    """The rows of the pack that training runs (Head.keep_K), the same on any rank and after any restart."""
-    return batch if keep_K is None else batch.subsampled(keep_K, pack_seed(seed, pack, "/rows"))
+def choose_rows(head: Head, batch: FeatureBatch, seed: int, pack: Pack) -> FeatureBatch:
+    """The rows of the pack that this step trains (Head.choose_rows), the same on any rank and after any restart."""
+    return head.choose_rows(batch, pack_seed(seed, pack, "/rows"))
 
 
 @contextmanager

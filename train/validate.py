@@ -1,43 +1,17 @@
-"""Validation on held-out packs: teacher-forced loss and accuracy per depth, walked and real acceptance length."""
+"""Validation on held-out packs: the loss, the head's own metrics, walked and real acceptance length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.ends import Teacher
 from headstart.train.sharing.distributed import sum_over_ranks
-from headstart.train.step import LossModule
+from headstart.train.step import LossModule, SumNames
 from headstart.train.stream import FeatureSource, explained
-
-
-def shares(count_K: Tensor, correct_K: Tensor, total_K: Tensor, walked_2: Tensor, prefix: str) -> dict[str, float]:
-    """What sums over packs say of a head; a value that nothing tells is absent.
-
-    acc_d: share of the rows supervised at depth d whose draft was the target's choice, fed with the true tokens.
-    coverage: share of the supervised rows that carry a loss: where the target's choice is in the draft vocabulary.
-    walked_tau: acceptance length τ of a greedy chain, walked over the answers (acceptance.walk): as many tokens per
-    cycle as decoding commits where the answers are the target's own greedy ones.
-
-    Example: hits (6, 2) of totals (10, 5), losses on 8 of the 10, 30 tokens in 12 cycles → acc_1 0.6, acc_2 0.4,
-    coverage 0.8, walked_tau 2.5.
-
-    Args: host tensors; see step.WindowSums.
-    """
-    values = {
-        f"{prefix}/acc_{d}": float(correct / total)
-        for d, (correct, total) in enumerate(zip(correct_K, total_K, strict=True), start=1)
-        if total > 0
-    }
-    if total_K[0] > 0:
-        values[f"{prefix}/coverage"] = float(count_K[0] / total_K[0])
-    if walked_2[1] > 0:
-        values[f"{prefix}/walked_tau"] = float(walked_2[0] / walked_2[1])
-    return values
 
 
 class Validator:
@@ -87,22 +61,23 @@ class Validator:
             return {}
         device = next(head.parameters()).device
         module = LossModule(head, self._teacher, self._autocast, self._chain)
-        depth = max(head.depth, self._chain or 0)  # the anchors' depths
-        sums = torch.zeros(4 * depth + 2, device=device)
+        depths = max(head.depth, self._chain or 0)  # the anchors'
+        terms, names = len(head.terms), SumNames.of(head, depths)
+        sums = torch.zeros(terms + len(names), device=device)
         for first in range(0, len(self._packs), self._size):
             batch = self._fetch(first, self._packs[first : first + self._size])
             if batch is not None:
                 sums += torch.cat(module(batch.to(device)))
         sums = sum_over_ranks(sums).cpu()
-        loss_K, count_K, correct_K, total_K = sums[:-2].view(4, depth)
+        sum_T, sums_S = sums.split((terms, len(names)))
+        count_T = names.counts(sums_S)
+        mean_T = sum_T / count_T.clamp(min=1)
         values = {}
-        trained_K, count_T = loss_K[: head.depth], count_K[: head.depth]  # depths beyond carry no loss
-        mean_T = trained_K / count_T.clamp(min=1)
         if count_T.any():
-            values["valid/loss"] = float((head.depth_weights() * mean_T).sum())
-        losses = zip(mean_T.tolist(), count_T.tolist(), strict=True)
-        values |= {f"valid/loss_{d}": loss for d, (loss, count) in enumerate(losses, start=1) if count}
-        return values | shares(count_K, correct_K, total_K, sums[-2:], "valid")
+            values["valid/loss"] = float((head.term_weights() * mean_T).sum())
+        losses = zip(names.terms, mean_T.tolist(), count_T.tolist(), strict=True)
+        values |= {f"valid/loss_{name}": loss for name, loss, count in losses if count}
+        return values | names.ratios(sums_S, "valid")
 
     def _fetch(self, first: int, packs: list[list[int]]) -> FeatureBatch | None:
         """This rank's of one pack per rank, the first of them number `first`."""

@@ -89,7 +89,7 @@ def attach(head: Head, target: Target) -> None:
                 "evaluate it with the target it was trained on"
             )
     if isinstance(head, AutoregressiveHead | MedusaHead):
-        head.bind(target.embed_VD, target.teacher)
+        head.bind(target.ends)
 
 
 def _measure(

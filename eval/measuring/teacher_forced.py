@@ -168,7 +168,7 @@ def main() -> None:
     target = load_target(TargetConfig(name=arguments.target, dtype="float32"))
     head = load_head(arguments.head).float().to(target.device).eval()
     if isinstance(head, AutoregressiveHead | MedusaHead):
-        head.bind(target.embed_VD, target.teacher)
+        head.bind(target.ends)
     for name in sorted({str(record.get("set", "all")) for record in records}):
         chosen = [record for record in records if str(record.get("set", "all")) == name]
         items = [(record["prompt_token_ids"], record["greedy_token_ids"]) for record in chosen]

@@ -13,21 +13,28 @@ from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
 
 
 class Family(NamedTuple):
-    """What a registry name stands for."""
+    """One drafting method.
 
+    Attributes:
+        name: `head.type` of a recipe. paper: where the method is published.
+        config: the recipe's node `head`. head: the module.
+    """
+
+    name: str
+    paper: str
     config: type[HeadConfig]
     head: type[Head]
 
 
 FAMILIES: dict[str, Family] = {
-    "medusa": Family(MedusaConfig, MedusaHead),
-    "eagle": Family(EagleConfig, EagleHead),
-    "eagle3": Family(Eagle3Config, Eagle3Head),
+    "medusa": Family("medusa", "arXiv 2401.10774", MedusaConfig, MedusaHead),
+    "eagle": Family("eagle", "arXiv 2401.15077", EagleConfig, EagleHead),
+    "eagle3": Family("eagle3", "arXiv 2503.01840", Eagle3Config, Eagle3Head),
 }
 
 
 def build_head(config: HeadConfig, dims: HeadDims) -> Head:
-    """Construct the family named by `config.type`; weights are random until `init_from_target`.
+    """Construct the family named by `config.type`; weights are random until `initialise`.
 
     Raises: ConfigError for an unknown family or a configuration the target cannot carry.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,15 +13,9 @@ from torch.nn import functional as F
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
 from headstart.heads.layers import Attend, DraftLayer, Rope
+from headstart.heads.numerics import compute_dtype
 from headstart.heads.subsample import keep_fractions
-
-
-def compute_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype activations run in: autocast's where it is on, else the parameter's."""
-    kind = parameter.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
 
 
 @dataclass
@@ -42,20 +37,16 @@ class AutoregressiveHead(Head):
 
     Attributes:
         fc: input projection.
-        draft_ids_U: int64 [U] buffer, ascending target ids the head can propose, or None when it proposes all V.
-        teacher, embed_VD: the target's frozen ends, attached by `bind`; not parameters and not in the state dict.
+        keep_K: fraction of the supervised rows that training runs at every depth, None = all (heads/subsample.py).
     """
 
-    draft_ids_U: Tensor | None
     fc: nn.Linear
     config: AutoregressiveConfig
 
     def __init__(self, config: AutoregressiveConfig, dims: HeadDims):
         super().__init__(config, dims)
-        self._keep_K = keep_fractions(config.depth, config.row_fraction, config.row_fraction_min)
+        self.keep_K = keep_fractions(config.depth, config.row_fraction, config.row_fraction_min)
         self.rope = Rope(dims)
-        self.embed_VD: Tensor | None = None
-        self.teacher: Teacher | None = None
 
     @property
     def layer(self) -> DraftLayer:
@@ -63,17 +54,19 @@ class AutoregressiveHead(Head):
         raise NotImplementedError
 
     @property
+    def draft_layers(self) -> Sequence[DraftLayer]:
+        return (self.layer,)
+
+    @property
     def longest_chain(self) -> int | None:
         return None
 
     @property
-    def keep_K(self) -> tuple[float, ...] | None:
-        return self._keep_K
-
-    @property
     def hidden_act(self) -> str:
-        """Activation of the draft layer's MLP."""
         return self.config.hidden_act or self.dims.hidden_act
+
+    def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
+        return batch if self.keep_K is None else batch.subsampled(self.keep_K, seed)
 
     @property
     def num_heads(self) -> int:
@@ -87,14 +80,10 @@ class AutoregressiveHead(Head):
     def head_dim(self) -> int:
         return self.dims.head_dim
 
-    def bind(self, embed_VD: Tensor, teacher: Teacher) -> None:
-        """Attach the target's frozen embedding and output head; weights stay as they are."""
-        self.embed_VD, self.teacher = embed_VD.detach(), teacher
-
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [...] → embeddings [..., H] in the compute dtype."""
         if self.embed_VD is None:
-            raise RuntimeError("the head is not bound to a target: call bind(embed_VD, teacher) first")
+            raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
         return F.embedding(tokens, self.embed_VD).to(compute_dtype(self.fc.weight))
 
     @abstractmethod

@@ -149,7 +149,7 @@ def portable_tensors(head: Head) -> dict[str, Tensor]:
 def check_draft_ids(ids_U: Tensor, vocab_size: int) -> None:
     if not bool((ids_U[1:] > ids_U[:-1]).all()) or int(ids_U[0]) < 0 or int(ids_U[-1]) >= vocab_size:
         raise FormatError(
-            f"draft_ids_U: expected ascending distinct ids below {vocab_size}; was init_from_target called?"
+            f"draft_ids_U: expected ascending distinct ids below {vocab_size}; was initialise called?"
         )
 
 

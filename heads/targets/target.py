@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import sha256_text
 from headstart.heads.rope import dynamic_note
@@ -148,6 +148,11 @@ class Target:
     def positions(self) -> int:
         """Tokens that a context may hold, its answer included: see HeadDims.positions."""
         return HeadDims.from_hf_config(self.model.config).positions
+
+    @property
+    def ends(self) -> TargetEnds:
+        """What a head is bound to. Ask again after `keep_rows`, which changes the teacher."""
+        return TargetEnds(self.embed_VD, self.teacher, self.model)
 
     @property
     def device(self) -> torch.device:

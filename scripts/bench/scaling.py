@@ -202,9 +202,9 @@ def run_case(
     torch.manual_seed(0)
     with device:
         head = build_head(head_config, HeadDims.from_hf_config(config)).to(device)
-    head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)  # type: ignore[attr-defined]
+    head.initialise(target.ends, draft_ids_U)
     target.keep_rows(draft_ids_U)
-    head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+    head.bind(target.ends)
     source = OnlineFeatures(target, samples, head.spec, head.depth)
     steps = options.steps
     if case.save_every:  # the last save is followed by timed steps

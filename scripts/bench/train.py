@@ -40,7 +40,7 @@ from headstart.data.samples import Sample
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.files import write_json
@@ -48,7 +48,6 @@ from headstart.heads.provenance import provenance
 from headstart.heads.targets.target import Target
 from headstart.train.captured import CapturedBackward, PackShape
 from headstart.train.config import TrainConfig
-from headstart.train.flops import multiply_adds
 from headstart.train.optim import build_optimizer
 from headstart.train.step import LossModule
 
@@ -150,7 +149,7 @@ def make_batch(case: Case, head: Head, vocab: int, device: torch.device, dtype: 
     documents = [(torch.randint(0, vocab, (n,)), turns(n, case.supervised)) for n in case.lengths]
     batch = FeatureBatch.pack(documents, head.depth, sample_ids=tuple(map(str, range(len(documents))))).to(device)
     rows, width, layers = batch.tokens_R.shape[0], head.dims.hidden_size, len(head.spec.layer_ids)
-    allowed = getattr(head, "draft_ids_U", None)
+    allowed = head.draft_ids_U
     argmax_A = torch.randint(0, vocab, (len(batch.anchors),), device=device)
     if allowed is not None:
         argmax_A = allowed[argmax_A % allowed.shape[0]]
@@ -236,12 +235,12 @@ def bench_case(
     whole = make_batch(case, head, head.dims.vocab_size, device, dtype)
 
     def batch_of(step: int) -> FeatureBatch:
-        return whole if head.keep_K is None else whole.subsampled(head.keep_K, step)
+        return head.choose_rows(whole, step)
 
     batch = batch_of(0)
     module = LossModule(head, teacher, torch.bfloat16 if device.type == "cuda" else None)
     optimizer = build_optimizer(head, TrainConfig(steps=1))
-    scale_K = head.depth_weights().to(device) / head.depth_counts(batch).clamp(min=1)
+    scale_T = head.term_weights().to(device) / head.loss_counts(batch).clamp(min=1)
     parameters = [p for p in head.parameters() if p.requires_grad]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -251,7 +250,7 @@ def bench_case(
         assert target is not None
         whole = target.extract(whole, head.spec)  # compiles the target
         batch = batch_of(0)
-    backward, captures = _backward_of(module, batch, head.depth)
+    backward, captures = _backward_of(module, batch, len(head.terms))
     compile_s = time.perf_counter() - started
     timer = Timer(device)
     for step in range(steps + 4):
@@ -260,7 +259,7 @@ def bench_case(
             assert target is not None
             whole = target.extract(whole, head.spec)
             timer.mark("target")
-        backward(batch_of(step), scale_K, lambda: timer.mark("draft_forward"))
+        backward(batch_of(step), scale_T, lambda: timer.mark("draft_forward"))
         timer.mark("draft_backward")
         torch.nn.utils.clip_grad_norm_(parameters, 0.5)
         optimizer.step()
@@ -271,11 +270,11 @@ def bench_case(
     splits = timer.read()[3:-1]  # the first warm up, the last has no successor
     compiles = captures + (compiled_graphs() - compiled if case.online else 0)
     if profile and device.type == "cuda":
-        print_kernels(lambda: backward(batch, scale_K, lambda: None))
+        print_kernels(lambda: backward(batch, scale_T, lambda: None))
     split = {name: statistics.median(s[name] for s in splits) for name in splits[0]}
     step_ms = statistics.median(sum(s.values()) for s in splits)
     tokens, supervised = sum(case.lengths), sum(int((turns(n, case.supervised) >= 0).sum()) for n in case.lengths)
-    flops = 6 * multiply_adds(head, len(batch.tokens_R), batch.anchors.count_K)
+    flops = 6 * head.multiply_adds(len(batch.tokens_R), batch.anchors.count_K)
     if case.online and target is not None:
         flops += 2 * sum(p.numel() for p in target.model.parameters()) * tokens
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
@@ -288,16 +287,16 @@ def bench_case(
     )  # fmt: skip
 
 
-def _backward_of(module: LossModule, batch: FeatureBatch, depth: int) -> tuple[Callable[..., object], int]:
+def _backward_of(module: LossModule, batch: FeatureBatch, terms: int) -> tuple[Callable[..., object], int]:
     """The captured step on CUDA, the eager one elsewhere; and how many graphs were captured."""
     if batch.tokens_R.is_cuda:
-        captured = CapturedBackward(module, batch, PackShape.covering([batch]), depth)
+        captured = CapturedBackward(module, batch, PackShape.covering([batch]), terms)
         return captured.backward, 1
 
-    def eager(batch: FeatureBatch, scale_K: Tensor, between: Callable[[], None]) -> None:
-        sums = module(batch, scale_K)
+    def eager(batch: FeatureBatch, scale_T: Tensor, between: Callable[[], None]) -> None:
+        sums = module(batch, scale_T)
         between()
-        (sums[0] * scale_K).sum().backward()
+        (sums[0] * scale_T).sum().backward()
 
     return eager, 0
 
@@ -325,7 +324,7 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
     head = run.fresh_head(data)
     packs = plan_packs([len(sample) for sample in trained], run.recipe.data.pack_tokens, 0, 0)
     batches = (FeatureBatch.pack([trained[i].tensors() for i in pack], head.depth) for pack in packs)
-    flops = sum(6 * multiply_adds(head, len(batch.tokens_R), batch.anchors.count_K) for batch in batches)
+    flops = sum(6 * head.multiply_adds(len(batch.tokens_R), batch.anchors.count_K) for batch in batches)
     tokens = sum(len(sample) for sample in trained)
     half = records[len(records) // 2 :]
     first, last = half[0], half[-1]
@@ -369,7 +368,7 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
             depth=arguments.depth, draft_vocab_size=vocab, row_fraction=arguments.row_fraction
         )
         head = build_head(head_config, dims).to(device).train()
-        head.init_from_target(embed_VD, teacher, torch.arange(vocab, device=device))
+        head.initialise(TargetEnds(embed_VD, teacher), torch.arange(vocab, device=device))
         try:
             records.append(bench_case(case, preset, head, target, teacher, arguments.steps, matmul, arguments.profile))
         except torch.cuda.OutOfMemoryError as error:

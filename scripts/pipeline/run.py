@@ -469,29 +469,27 @@ class Run:
         if self.recipe.start_from is not None:
             self.console.say(f"training goes on from {self.recipe.start_from}")
             head = continued_head(self.recipe.start_from, config, target)
-            ids_U = getattr(head, "draft_ids_U", None)
-            target.keep_rows(ids_U)
+            target.keep_rows(head.draft_ids_U)
             return head
         head = build_head(config, target.dims)
-        size = getattr(config, "draft_vocab_size", 0)
-        draft_ids_U = None
-        if size and size < target.dims.vocab_size:
+        size, draft_ids_U = head.draft_vocab_size, None
+        if size is not None:
             count_V = token_counts(data.train, target.dims.vocab_size)
             draft_ids_U = vocab.choose_draft_vocab(count_V, size, target.stop_token_ids)
             covered = vocab.coverage(count_V, draft_ids_U)
             share = f"{size} of {target.dims.vocab_size} tokens, {covered:.1%} of those that the data's answers hold"
             self.console.say(f"draft vocabulary: {share}")
         head = head.to(target.device)
-        head.init_from_target(target.embed_VD, target.teacher, draft_ids_U)
-        target.keep_rows(draft_ids_U if draft_ids_U is None else draft_ids_U.to(target.device))
-        head.bind(target.embed_VD, target.teacher)  # type: ignore[attr-defined]
+        head.initialise(target.ends, draft_ids_U)
+        target.keep_rows(head.draft_ids_U)
+        head.bind(target.ends)
         return head
 
     def _say_coverage(self, head: Head, source: OnlineFeatures | StoredFeatures | MemoryFeatures) -> None:
         """Say how many of a few rows the draft vocabulary lets train; ranks that fetch together learn it later."""
         from headstart.train.coverage import measure_coverage
 
-        if getattr(head, "draft_ids_U", None) is None or self.target.lockstep:
+        if head.draft_ids_U is None or self.target.lockstep:
             return
         inside, rows = measure_coverage(head, source, self.recipe.seed)
         if rows:

@@ -105,7 +105,7 @@ def train_briefly(target: Target, answers: list[Answer], kind: str, steps: int, 
         others = [token for token in range(VOCAB) if token not in said]
         size = config["draft_vocab_size"]
         draft_ids = torch.tensor(sorted((said[1:] + others)[:size]))
-    head.init_from_target(target.embed_VD, target.teacher, draft_ids)
+    head.initialise(target.ends, draft_ids)
     documents = []
     for context, answer in zip(CONTEXTS, answers, strict=True):
         turn = torch.tensor([-1] * len(context) + [0] * len(answer.tokens))
@@ -114,7 +114,7 @@ def train_briefly(target: Target, answers: list[Answer], kind: str, steps: int, 
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
         result = head.loss(batch, target.teacher)
-        (result.loss_K / result.count_K.clamp(min=1)).sum().backward()
+        (result.sum_T / result.count_T.clamp(min=1)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return Trained(head.eval(), batch)

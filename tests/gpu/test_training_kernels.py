@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.kernels import elementwise, rows
 from headstart.heads.kernels.attention import TrainAttention
@@ -19,7 +20,7 @@ from headstart.heads.targets.target import Target
 from headstart.train import loop
 from headstart.train.captured import CapturedPacks
 from headstart.train.config import TrainConfig
-from headstart.train.step import LossModule
+from headstart.train.step import LossModule, SumNames
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,6 +46,13 @@ def documents(lengths: list[int], vocab: int) -> list[tuple[torch.Tensor, torch.
 def batch_of(lengths: list[int], depth: int, vocab: int = 512) -> FeatureBatch:
     torch.manual_seed(len(lengths))
     return FeatureBatch.pack(documents(lengths, vocab), depth, pad_to=sum(lengths) + 5)
+
+
+def parts_of(sums_S: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Counts, tokens walked over, and the metrics' denominators without the walked cycles."""
+    names = SumNames.of(head)
+    numerator_M, denominator_M = sums_S[len(names.terms) :].view(2, len(names.metrics))
+    return names.counts(sums_S), numerator_M[-1], denominator_M[:-1]
 
 
 @pytest.mark.parametrize("own", [0, 1, 4])
@@ -232,29 +240,29 @@ def test_captured_step_equals_eager_step(family, fields):
     if family == "eagle":
         head_config.feature_noise = 0.0
     head = build_head(head_config, target.dims).cuda()
-    head.init_from_target(target.embed_VD, target.teacher, torch.arange(200, device="cuda") * 2)
+    head.initialise(target.ends, torch.arange(200, device="cuda") * 2)
     module = LossModule(head, target.teacher, torch.bfloat16)
     # the first and the last fill their shapes: no padding row, padding anchors at the end of a document
     packs = ([64, 64], [90, 40], [33, 21, 60], [100], [77], [1024, 1024])
     batches = [target.extract(batch_of(lengths, head.depth), head.spec) for lengths in packs]
-    if head.keep_K is not None:
-        batches = [batch.subsampled(head.keep_K, seed) for seed, batch in enumerate(batches)]
-    captured = CapturedPacks(module, head.depth)
+    batches = [head.choose_rows(batch, seed) for seed, batch in enumerate(batches)]
+    captured = CapturedPacks(module, len(head.terms))
     for batch in batches:
-        scale_K = head.depth_weights().cuda() / head.depth_counts(batch).clamp(min=1)
+        scale_T = head.term_weights().cuda() / head.loss_counts(batch).clamp(min=1)
         sums = module(batch)
-        gradients = torch.autograd.grad((sums[0] * scale_K).sum(), list(head.parameters()), allow_unused=True)
+        gradients = torch.autograd.grad((sums[0] * scale_T).sum(), list(head.parameters()), allow_unused=True)
         # an eager graph that is still alive ties the parameters to the default stream, which no capture may touch
         expected = tuple(part.detach() for part in sums)
         del sums
         for parameter in head.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
         for _ in range(2):
-            sums = captured.backward(batch, scale_K)
+            sums = captured.backward(batch, scale_T)
         assert relative(sums[0], expected[0]) < 1e-2
-        torch.testing.assert_close(sums[1], expected[1])
-        torch.testing.assert_close(sums[3], expected[3])
-        assert sums[4][0] == expected[4][0]  # tokens walked over; cycles are as many as bfloat16's near-ties make them
+        (counts, tokens, totals), wanted = parts_of(sums[1], head), parts_of(expected[1], head)
+        torch.testing.assert_close(counts, wanted[0])
+        torch.testing.assert_close(totals, wanted[2])
+        assert tokens == wanted[1]  # tokens walked over; cycles are as many as bfloat16's near-ties make them
         for parameter, gradient in zip(head.parameters(), gradients, strict=True):
             if gradient is not None:
                 assert relative(parameter.grad, 2 * gradient) < 2e-2
@@ -288,7 +296,7 @@ def test_a_step_does_not_wait_for_the_device(row_fraction, tmp_path, monkeypatch
     head = build_head(config, HeadDims.from_hf_config(target)).cuda()
     ends = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16) * 0.1
     teacher = Teacher(ends)
-    head.init_from_target(ends, teacher, torch.arange(200, device="cuda"))
+    head.initialise(TargetEnds(ends, teacher), torch.arange(200, device="cuda"))
     step, seen = loop._Trainer._step, []
 
     def strict(trainer) -> None:

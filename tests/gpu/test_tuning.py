@@ -37,7 +37,7 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def head(target: Target) -> Head:
     made = build_head(FAMILIES["eagle3"].config(draft_vocab_size=8000), target.dims).to(target.device, target.dtype)
-    made.init_from_target(target.embed_VD, target.teacher, torch.arange(8000, device=target.device))
+    made.initialise(target.ends, torch.arange(8000, device=target.device))
     return made.eval()
 
 

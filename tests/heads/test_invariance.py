@@ -11,6 +11,7 @@ from reference.tiny import (
     assert_near,
     double_document,
     double_ends,
+    ends_of,
     feature_batch,
     gradients,
     prefixes,
@@ -24,7 +25,7 @@ from torch import Tensor
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.families import Eagle3Config, EagleConfig, MedusaConfig, build_head
 
 VOCAB, DRAFT = 97, 40
@@ -45,7 +46,7 @@ def build(name: str) -> tuple[Head, Ends, list[Document]]:
     ends = double_ends(random_ends(VOCAB, 32, 50))
     head = build_head(CONFIGS[name], DIMS)
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(7))[:DRAFT].sort().values
-    head.init_from_target(ends.embed_VD, teacher_of(ends), ids)
+    head.initialise(ends_of(ends), ids)
     randomise(head, 1)
     documents = [double_document(random_document(p, VOCAB, 32, 3, i)) for i, p in enumerate(PATTERNS)]
     return head.double(), ends, documents
@@ -53,9 +54,9 @@ def build(name: str) -> tuple[Head, Ends, list[Document]]:
 
 def normalised(head: Head, teacher: Teacher, packs: list[FeatureBatch]) -> Tensor:
     """L = Σ_d λ_d · S_d / N_d with N_d over all packs of the window, as the training loop scales it."""
-    count_K = sum(head.depth_counts(pack) for pack in packs)
-    scale_K = head.depth_weights() / count_K.clamp(min=1)
-    return sum((head.loss(pack, teacher, scale_K).loss_K * scale_K).sum() for pack in packs)
+    count_T = sum(head.loss_counts(pack) for pack in packs)
+    scale_T = head.term_weights() / count_T.clamp(min=1)
+    return sum((head.loss(pack, teacher, scale_T).sum_T * scale_T).sum() for pack in packs)
 
 
 def check_same(name: str, layout: Callable[[Head, Ends, list[Document]], list[FeatureBatch]]) -> None:
@@ -110,7 +111,7 @@ def test_metrics_do_not_depend_on_the_layout(name: str):
     whole = head.loss(feature_batch(documents, ends, head.depth, 90), teacher)
     fixed = head.loss(feature_batch(documents, ends, head.depth).padded(90, 70, 12), teacher)
     pieces = [head.loss(feature_batch([d], ends, head.depth), teacher) for d in documents]
-    for field in ("count_K", "correct_K", "total_K"):
+    for field in ("count_T", "numerator_M", "denominator_M"):
         expected = getattr(whole, field).tolist()
         assert sum(getattr(piece, field) for piece in pieces).tolist() == expected, field
         assert getattr(fixed, field).tolist() == expected, field
@@ -124,11 +125,11 @@ def test_changing_the_padding_or_a_neighbour_does_not_reach_a_document(name: str
     head, ends, documents = build(name)
     teacher = teacher_of(ends)
     answer = documents[0]
-    expected = gradients(head, head.loss(feature_batch([answer], ends, head.depth), teacher).loss_K.sum())
+    expected = gradients(head, head.loss(feature_batch([answer], ends, head.depth), teacher).sum_T.sum())
     for seed in (100, 200):
         before, after = (double_document(random_document("." * 9, VOCAB, 32, 3, seed + i)) for i in (0, 1))
         batch = feature_batch([before, answer, after], ends, head.depth, 60, noise_seed=seed)
-        found = gradients(head, head.loss(batch, teacher).loss_K.sum())
+        found = gradients(head, head.loss(batch, teacher).sum_T.sum())
         for key, gradient in expected.items():
             assert_near(found[key], gradient, f"gradient of {key}", TOLERANCE)
 
@@ -146,7 +147,7 @@ def test_unsupervised_tail_of_a_document_does_not_matter(name: str):
         long.streams_TkD,
     )
     first, second = (
-        gradients(head, head.loss(feature_batch([d], ends, head.depth), teacher).loss_K.sum()) for d in (long, other)
+        gradients(head, head.loss(feature_batch([d], ends, head.depth), teacher).sum_T.sum()) for d in (long, other)
     )
     for key, gradient in first.items():
         assert torch.equal(gradient, second[key]), key
@@ -162,10 +163,11 @@ def test_pack_without_positions_gives_zero_and_no_nan(name: str, patterns: list[
         feature_batch(documents, ends, head.depth).padded(12, 5, 4),
     ):
         loss = head.loss(batch, teacher_of(ends))
-        for field in ("loss_K", "count_K", "correct_K", "total_K"):
-            assert getattr(loss, field).tolist() == [0.0] * head.depth, field
+        for field in ("sum_T", "count_T", "numerator_M", "denominator_M"):
+            assert not getattr(loss, field).any(), field
+        assert loss.sum_T.shape == loss.count_T.shape == (len(head.terms),)
         assert not loss.run_A.any()
-        assert all(not g.any() for g in gradients(head, loss.loss_K.sum()).values())
+        assert all(not g.any() for g in gradients(head, loss.sum_T.sum()).values())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -174,9 +176,9 @@ def test_the_target_gets_no_gradient(name: str):
     teacher = teacher_of(ends)
     for tensor in (ends.lm_head_VD, ends.embed_VD):
         tensor.requires_grad_(True)
-    head.bind(ends.embed_VD, teacher)
+    head.bind(TargetEnds(ends.embed_VD, teacher))
     try:
-        head.loss(feature_batch(documents, ends, head.depth), teacher).loss_K.sum().backward()
+        head.loss(feature_batch(documents, ends, head.depth), teacher).sum_T.sum().backward()
         assert ends.embed_VD.grad is None or not ends.embed_VD.grad.any()
     finally:
         for tensor in (ends.lm_head_VD, ends.embed_VD):

@@ -29,7 +29,7 @@ def built(family: str) -> tuple[Head, Target]:
     if family == "eagle":
         settings.feature_noise = 0.0
     head = build_head(settings, target.dims).double()
-    head.init_from_target(target.embed_VD, target.teacher, torch.arange(30) * 2)
+    head.initialise(target.ends, torch.arange(30) * 2)
     return head.train(), target
 
 
@@ -39,12 +39,12 @@ def test_same_loss_and_gradients(family: str, tmp_path: Path) -> None:
     turns = torch.tensor([-1, -1, 0, 0, 0, 0, 0, 0, -1, 1, 1, 1, 1])
     documents = [(torch.randint(0, 60, (n,)), turns[:n]) for n in (13, 9, 13)]
     batch = target.extract(FeatureBatch.pack(documents, head.depth), head.spec)
-    scale_K = head.depth_weights().double()
+    scale_T = head.term_weights().double()
     found = []
     for recompute in (False, True):
         if recompute:
             recompute_activations(head)
-        loss = (head.loss(batch, target.teacher, scale_K).loss_K * scale_K).sum()
+        loss = (head.loss(batch, target.teacher, scale_T).sum_T * scale_T).sum()
         gradients = torch.autograd.grad(loss, list(head.parameters()), allow_unused=True)
         found.append([loss, *(g for g in gradients if g is not None)])
     assert len(found[0]) > 8

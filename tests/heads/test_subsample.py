@@ -14,6 +14,7 @@ from reference.tiny import (
     assert_near,
     double_document,
     double_ends,
+    ends_of,
     feature_batch,
     gradients,
     random_document,
@@ -22,7 +23,7 @@ from reference.tiny import (
     teacher_of,
 )
 
-from headstart.heads.base import Head, HeadConfig, HeadLoss
+from headstart.heads.base import Head, HeadConfig, Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
@@ -36,14 +37,14 @@ CONFIGS: dict[str, HeadConfig] = {
     "eagle3": Eagle3Config(depth=4, draft_vocab_size=DRAFT, feature_layers=[1, 3, 5], row_fraction=0.5),
 }
 PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
-SUMS = ("loss_K", "count_K", "correct_K", "total_K")
+SUMS = ("sum_T", "count_T", "numerator_M", "denominator_M")
 
 
 def build(name: str) -> tuple[Head, Ends, FeatureBatch]:
     ends = double_ends(random_ends(VOCAB, 32, 50))
     head = build_head(CONFIGS[name], DIMS)
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(7))[:DRAFT].sort().values
-    head.init_from_target(ends.embed_VD, teacher_of(ends), ids)
+    head.initialise(ends_of(ends), ids)
     randomise(head, 1)
     documents: list[Document] = [double_document(random_document(p, VOCAB, 32, 3, i)) for i, p in enumerate(PATTERNS)]
     return head.double(), ends, feature_batch(documents, ends, head.depth, pad_to=50)
@@ -53,10 +54,10 @@ def drawn(batch: FeatureBatch, draw: Draw) -> FeatureBatch:
     return replace(batch, anchors=batch.anchors.subsampled(draw), teacher_argmax_A=batch.teacher_argmax_A[draw.order_A])
 
 
-def gradient_of(head: Head, ends: Ends, batch: FeatureBatch, scaled: bool) -> tuple[HeadLoss, dict[str, torch.Tensor]]:
-    scale_K = head.depth_weights() / head.depth_counts(batch)
-    loss = head.loss(batch, teacher_of(ends), scale_K if scaled else None)
-    return loss, gradients(head, (loss.loss_K * scale_K).sum())
+def gradient_of(head: Head, ends: Ends, batch: FeatureBatch, scaled: bool) -> tuple[Loss, dict[str, torch.Tensor]]:
+    scale_T = head.term_weights() / head.loss_counts(batch)
+    loss = head.loss(batch, teacher_of(ends), scale_T if scaled else None)
+    return loss, gradients(head, (loss.sum_T * scale_T).sum())
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -79,8 +80,8 @@ def test_the_mean_over_all_draws_is_the_full_loss(name: str, scaled: bool):
         for key, value in gradient.items():
             mean_gradient[key] += value / turns
         # the normalisation and the accuracy's denominator know all rows in every single draw
-        assert torch.equal(loss.count_K.float(), full.count_K.float())
-        torch.testing.assert_close(loss.total_K, full.total_K, rtol=1e-6, atol=0)
+        assert torch.equal(loss.count_T.float(), full.count_T.float())
+        torch.testing.assert_close(loss.denominator_M, full.denominator_M, rtol=1e-6, atol=0)
         rows_run.add(draw.count_K)
     assert rows_run == {draw.count_K} and draw.count_K[-1] < batch.anchors.count_K[-1]
     for field in SUMS:
@@ -93,8 +94,8 @@ def test_the_mean_over_all_draws_is_the_full_loss(name: str, scaled: bool):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_single_draw_differs_from_the_full_loss(name: str):
     head, ends, batch = build(name)
-    full = head.loss(batch, teacher_of(ends)).loss_K
-    part = head.loss(batch.subsampled(head.keep_K, seed=3), teacher_of(ends)).loss_K
+    full = head.loss(batch, teacher_of(ends)).sum_T
+    part = head.loss(batch.subsampled(head.keep_K, seed=3), teacher_of(ends)).sum_T
     torch.testing.assert_close(part[0], full[0])
     assert (part[1:] - full[1:]).abs().min() > 1e-3
 

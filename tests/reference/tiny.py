@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Head, HeadLoss
+from headstart.heads.base import Head, Loss
 from headstart.heads.batch import FeatureBatch
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from reference.documents import Document, Ends, Sums
 from reference.llama import Weights
 
@@ -126,9 +126,13 @@ def teacher_of(ends: Ends) -> Teacher:
     return Teacher(ends.lm_head_VD, ends.bias_V, ends.softcap, ends.scale)
 
 
-def prefixes(loss: HeadLoss) -> list[int]:
+def ends_of(ends: Ends) -> TargetEnds:
+    return TargetEnds(ends.embed_VD, teacher_of(ends))
+
+
+def prefixes(loss: Loss) -> list[int]:
     """Rows whose depths 1 … d were all hits."""
-    return [int((loss.run_A >= d).sum()) for d in range(1, len(loss.loss_K) + 1)]
+    return [int((loss.run_A >= d).sum()) for d in range(1, len(loss.numerator_M))]
 
 
 def check_against(
@@ -136,41 +140,43 @@ def check_against(
 ) -> None:
     """Sums, counts and every parameter's gradient, of each depth by itself and of the normalised loss."""
     loss = head.loss(batch, teacher)
-    assert loss.count_K.tolist() == expected.count
-    assert head.depth_counts(batch).tolist() == expected.count
-    assert loss.total_K.tolist() == expected.total
-    assert loss.correct_K.tolist() == expected.correct
-    assert prefixes(loss) == expected.prefix
-    assert_near(loss.loss_K, torch.stack(expected.loss), "loss_K", tolerance)
+    assert head.loss_counts(batch).tolist() == expected.count
+    check_sums(head, loss, expected)
+    assert_near(loss.sum_T, torch.stack(expected.loss), "sum_T", tolerance)
     for d in range(head.depth):
         if expected.count[d] > 0:
-            actual = head.loss(batch, teacher).loss_K[d]
+            actual = head.loss(batch, teacher).sum_T[d]
             check_gradients(head, actual, expected.loss[d], weights, f"depth {d + 1}", tolerance)
-    lambdas = [float(w) for w in head.depth_weights()]
-    loss_K = head.loss(batch, teacher).loss_K
-    total = sum(w * s / n for w, s, n in zip(lambdas, loss_K, expected.count, strict=True) if n > 0)
+    lambdas = [float(w) for w in head.term_weights()]
+    sum_T = head.loss(batch, teacher).sum_T
+    total = sum(w * s / n for w, s, n in zip(lambdas, sum_T, expected.count, strict=True) if n > 0)
     wanted = expected.normalised(lambdas)
     check_gradients(head, total, wanted, weights, "normalised loss", tolerance)
 
-    # the training loop's promise: what is differentiated is a multiple of (loss_K * scale_K).sum(), here three times it
-    scale_K = torch.tensor([w / n if n > 0 else 0.0 for w, n in zip(lambdas, expected.count, strict=True)])
-    scaled = head.loss(batch, teacher, scale_K)
-    for field in ("count", "correct", "total"):
-        assert getattr(scaled, f"{field}_K").tolist() == getattr(expected, field), f"{field}, scaled"
-    assert prefixes(scaled) == expected.prefix, "prefix, scaled"
-    assert_near(scaled.loss_K, torch.stack(expected.loss), "loss_K, scaled", tolerance)
+    # the training loop's promise: what is differentiated is a multiple of (sum_T * scale_T).sum(), here three times it
+    scale_T = torch.tensor([w / n if n > 0 else 0.0 for w, n in zip(lambdas, expected.count, strict=True)])
+    scaled = head.loss(batch, teacher, scale_T)
+    check_sums(head, scaled, expected)
+    assert_near(scaled.sum_T, torch.stack(expected.loss), "sum_T, scaled", tolerance)
     # float32 scales round at 6e-8
-    total = 3 * (scaled.loss_K * scale_K).sum()
+    total = 3 * (scaled.sum_T * scale_T).sum()
     check_gradients(head, total, 3 * wanted, weights, "normalised loss, scaled", max(tolerance, 1e-6))
 
 
 def check_counts(head: Head, batch: FeatureBatch, teacher: Teacher, expected: Sums) -> None:
     """Hits, misses and runs of hits; the fixture must have some of each at depth 2."""
     loss = head.loss(batch, teacher)
-    for field in ("count", "correct", "total"):
-        assert getattr(loss, f"{field}_K").tolist() == getattr(expected, field), field
-    assert prefixes(loss) == expected.prefix
+    check_sums(head, loss, expected)
     assert 0 < expected.prefix[1] < expected.correct[1] < expected.total[1], "the fixture proves nothing"
+
+
+def check_sums(head: Head, loss: Loss, expected: Sums) -> None:
+    """Counts, hits and runs of hits of a head with one term per depth."""
+    assert loss.count_T.tolist() == expected.count
+    assert head.metrics(head.depth) == (*(f"acc_{d}" for d in range(1, head.depth + 1)), "coverage")
+    assert loss.numerator_M.tolist() == [*expected.correct, expected.count[0]]
+    assert loss.denominator_M.tolist() == [*expected.total, expected.total[0]]
+    assert prefixes(loss) == expected.prefix
 
 
 def check_gradients(

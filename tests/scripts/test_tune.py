@@ -26,7 +26,7 @@ def head(tiny_target: Path, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     target = load_target(TargetConfig(name=str(tiny_target)))
     made = build_head(FAMILIES["medusa"].config(depth=2), target.dims)
-    made.init_from_target(target.embed_VD, target.teacher, None)
+    made.initialise(target.ends)
     save_head(made, tmp_path / "head", {})
     return tmp_path / "head"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from train_fakes import DIMS, FakeHead, FakeSource, in_order, make_documents, teacher
 
-from headstart.heads.base import HeadLoss
+from headstart.heads.base import Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import TrainingError
 from headstart.train import coverage, loop
@@ -34,13 +34,14 @@ class PartHead(FakeHead):
         rows = [batch.anchors.row_A[:count] for count in batch.anchors.count_K]
         return [self.inside[batch.tokens_R[row + 1 + d]].float() for d, row in enumerate(rows, start=1)]
 
-    def depth_counts(self, batch: FeatureBatch) -> torch.Tensor:
+    def loss_counts(self, batch: FeatureBatch) -> torch.Tensor:
         return torch.stack([on.sum() for on in self.on(batch)])
 
-    def loss(self, batch, teacher, scale_K=None) -> HeadLoss:
-        found = super().loss(batch, teacher, scale_K)
-        counts = self.depth_counts(batch)
-        return replace(found, loss_K=found.loss_K * (counts > 0), count_K=counts)
+    def loss(self, batch, teacher, scale_T=None) -> Loss:
+        found = super().loss(batch, teacher, scale_T)
+        counts = self.loss_counts(batch)
+        covered = torch.cat((found.numerator_M[:-1], counts[:1]))
+        return replace(found, sum_T=found.sum_T * (counts > 0), count_T=counts, numerator_M=covered)
 
 
 def run(run_dir: Path, head: FakeHead, documents=None, **settings) -> tuple[TrainResult, list[dict]]:

@@ -5,7 +5,8 @@ from train_fakes import FakeHead, FakeSource, make_documents
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.families import FAMILIES, build_head
-from headstart.train.flops import matmul_flops, multiply_adds, step_flops
+from headstart.train.flops import matmul_flops, step_flops
+from headstart.train.step import SumNames
 from headstart.train.tracking.meters import Meters
 
 DIMS = HeadDims(
@@ -22,7 +23,7 @@ def test_eagle3_by_hand():
     anchor = 8 * 8 + 10 * 8 + 3 * 8 * 16  # o, output, MLP
     expected = 9 * every_row + first * 8 * 8 + second * 16 * 8 + (first + second) * anchor
     counts = batch.anchors.count_K
-    assert multiply_adds(head, 9, counts) == expected
+    assert head.multiply_adds(9, counts) == expected
     assert step_flops(head, 9, counts, target_parameters=1000) == 6 * expected + 2 * 1000 * 9
 
 
@@ -30,14 +31,14 @@ def test_heads_without_a_layer_count_their_matrices_on_supervised_rows():
     head, batch = FakeHead(), FakeSource(make_documents()).get([0, 1])
     matrices = sum(p.numel() for p in head.parameters())
     rows = len(batch.tokens_R)
-    assert multiply_adds(head, rows, batch.anchors.count_K) == matrices * batch.anchors.count_K[0]
+    assert head.multiply_adds(rows, batch.anchors.count_K) == matrices * batch.anchors.count_K[0]
 
 
 def test_a_device_is_measured_and_mfu_is_a_share_of_it(monkeypatch):
     assert matmul_flops(torch.device("cpu"), torch.float32, size=64) > 1e6
     now = [100.0]
     monkeypatch.setattr("headstart.train.tracking.meters.time.perf_counter", lambda: now[0])
-    meters = Meters(1, torch.device("cpu"), peak_flops=1e9)
+    meters = Meters(SumNames(("1",), ()), torch.device("cpu"), peak_flops=1e9)
     meters.restart_clock()
     meters.add_host(10, 0.5, flops=3e9)
     now[0] += 10.0

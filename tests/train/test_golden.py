@@ -64,7 +64,7 @@ def make_head(family: str, target: Target, samples: list[Sample], **fields) -> H
     head = build_head(FAMILIES[family].config(**SETTINGS[family] | fields), target.dims)
     size = SETTINGS[family].get("draft_vocab_size")
     ids = choose_draft_vocab(token_counts(samples, target.dims.vocab_size), size, (1,)) if size else None
-    head.init_from_target(target.embed_VD, target.teacher, ids)
+    head.initialise(target.ends, ids)
     return head
 
 

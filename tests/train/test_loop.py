@@ -239,17 +239,17 @@ def test_nan_with_policy_skip_goes_on(tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(tmp_path):
-    from headstart.heads.base import HeadLoss
+    from headstart.heads.base import Loss
 
     source = FakeSource(make_documents())
     weights = []  # of every pack, two a step
 
     class Head(FakeHead):
-        def loss(self, batch, teacher, scale_K=None) -> HeadLoss:
-            found = super().loss(batch, teacher, scale_K)
+        def loss(self, batch, teacher, scale_T=None) -> Loss:
+            found = super().loss(batch, teacher, scale_T)
             weights.append(self.heads[0].weight.detach().clone())
             if len(weights) == 2 * 2 + 1:
-                found.loss_K.register_hook(lambda gradient: gradient * float("inf"))
+                found.sum_T.register_hook(lambda gradient: gradient * float("inf"))
             return found
 
     head = Head()

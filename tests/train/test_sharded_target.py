@@ -61,9 +61,9 @@ def make_samples(count: int = 10) -> list[Sample]:
 def run(target: Target, run_dir: Path, accelerator=None) -> list[float]:
     torch.manual_seed(1)
     head = build_head(FAMILIES["eagle3"].config(depth=2, draft_vocab_size=len(DRAFT_IDS)), target.dims)
-    head.init_from_target(target.embed_VD, target.teacher, DRAFT_IDS)
+    head.initialise(target.ends, DRAFT_IDS)
     target.keep_rows(DRAFT_IDS)
-    head.bind(target.embed_VD, target.teacher)
+    head.bind(target.ends)
     source = OnlineFeatures(target, make_samples(), head.spec, head.depth)
     rank, size = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     validator = Validator(source, [[0, 1], [2], [3, 4]], target.teacher, rank=rank, size=size)

@@ -64,9 +64,9 @@ def test_a_depth_without_positions_contributes_nothing():
     head = FakeHead()
     batch = source.get([0])
     assert batch.anchors.count_K == (1, 0, 0)
-    counts_K = window_counts(head, [batch], torch.device("cpu"))
+    counts_T = window_counts(head, [batch], torch.device("cpu"))
     sums = accumulate_window(
-        LossModule(head, teacher(), None), [Pack(0, 0, (0,))], [batch], [0], counts_K, head.depth_weights(), 1, 1, 0,
+        LossModule(head, teacher(), None), [Pack(0, 0, (0,))], [batch], [0], counts_T, head.term_weights(), 1, 1, 0,
         lambda loss: loss.backward(),
     )  # fmt: skip
     logits = head.heads[0](batch.hidden_RD[1])

@@ -1,10 +1,10 @@
 import pytest
 import torch
-from train_fakes import FakeSource, in_order, make_documents
+from train_fakes import FakeHead, FakeSource, in_order, make_documents
 
 from headstart.data.packing import plan_packs
 from headstart.heads.errors import DataError, TrainingError
-from headstart.train.stream import Fetcher, Pack, PackStream, seed_pack, subsample
+from headstart.train.stream import Fetcher, Pack, PackStream, choose_rows, seed_pack
 
 
 def stream(count: int = 10) -> PackStream:
@@ -74,11 +74,12 @@ def test_fetcher_gives_what_the_source_gives_and_names_samples_on_failure(ahead)
 
 def test_subsampled_rows_depend_on_seed_and_pack_only():
     batch = FakeSource(make_documents()).get([0, 1, 2, 3])
-    keep_K = (1.0, 0.5, 0.25)
-    assert subsample(batch, None, 0, Pack(0, 3, (0,))) is batch
+    head = FakeHead()
+    assert choose_rows(head, batch, 0, Pack(0, 3, (0,))) is batch
+    head.choose_rows = lambda batch, seed: batch.subsampled((1.0, 0.5, 0.25), seed)
 
     def rows(seed: int, pack: Pack) -> list[int]:
-        return subsample(batch, keep_K, seed, pack).anchors.row_A.tolist()
+        return choose_rows(head, batch, seed, pack).anchors.row_A.tolist()
 
     first = rows(1, Pack(0, 3, (0,)))
     torch.rand(5)

@@ -2,12 +2,16 @@ import pytest
 import torch
 from train_fakes import DIMS, FakeHead, FakeSource, make_documents, teacher
 
-from headstart.train.validate import Validator, shares
+from headstart.train.step import SumNames
+from headstart.train.validate import Validator
 
 
-def test_shares_by_hand():
-    sums = torch.tensor([[8.0, 4.0, 0.0], [6.0, 2.0, 0.0], [10.0, 5.0, 0.0]])
-    assert shares(*sums, torch.tensor([30.0, 12.0]), "v") == {
+def test_ratios_by_hand():
+    names = SumNames.of(FakeHead())
+    assert names.terms == ("1", "2", "3") and len(names) == 3 + 2 * 5
+    sums_S = torch.tensor([8.0, 4.0, 0.0, 6.0, 2.0, 0.0, 8.0, 30.0, 10.0, 5.0, 0.0, 10.0, 12.0])
+    assert names.counts(sums_S).tolist() == [8.0, 4.0, 0.0]
+    assert names.ratios(sums_S, "v") == {
         "v/acc_1": pytest.approx(0.6),
         "v/acc_2": pytest.approx(0.4),
         "v/coverage": pytest.approx(0.8),
@@ -16,7 +20,8 @@ def test_shares_by_hand():
 
 
 def test_nothing_is_not_zero():
-    assert shares(*torch.zeros(3, 2), torch.zeros(2), "v") == {}
+    names = SumNames.of(FakeHead())
+    assert names.ratios(torch.zeros(len(names)), "v") == {}
     # no answer of two tokens: neither loss nor accuracy
     source = FakeSource([(torch.arange(6), torch.tensor([-1, -1, -1, -1, -1, 0]))])
     assert Validator(source, [[0]], teacher())(FakeHead(), 1) == {}

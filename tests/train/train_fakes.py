@@ -14,7 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from headstart.heads.base import Head, HeadConfig, HeadLoss
+from headstart.heads.base import Head, HeadConfig, Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import Teacher
@@ -39,13 +39,10 @@ class FakeHead(Head):
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
         self.noise = noise
 
-    def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
-        pass
-
-    def depth_counts(self, batch: FeatureBatch) -> Tensor:
+    def loss_counts(self, batch: FeatureBatch) -> Tensor:
         return torch.tensor(batch.anchors.count_K, dtype=torch.float32)
 
-    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         hidden_RD = batch.hidden_RD
         if self.noise and self.training:
             hidden_RD = hidden_RD + self.noise * torch.rand_like(hidden_RD)
@@ -60,7 +57,7 @@ class FakeHead(Head):
             label = batch.tokens_R[row + 1 + d]
             losses.append(nn.functional.cross_entropy(logits.double(), label, reduction="sum").to(logits.dtype))
             hits.append(logits.argmax(-1) == label)
-        return HeadLoss.of(torch.stack(losses), weights, hits, weights)
+        return Loss.per_depth(torch.stack(losses), weights, hits, weights, len(self.terms))
 
 
 def make_documents(count: int = 12, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
@@ -120,14 +117,14 @@ def window_gradient(
     places = list(range(rank, len(packs), size))
     mine = [Pack(0, place, tuple(packs[place])) for place in places]
     batches = [source.get(packs[place]) for place in places]
-    counts_K = window_counts(head, batches, torch.device("cpu"))
+    counts_T = window_counts(head, batches, torch.device("cpu"))
     if size > 1:
-        torch.distributed.all_reduce(counts_K)
+        torch.distributed.all_reduce(counts_T)
     module = LossModule(head, teacher(), None)
     module = wrap(module) if wrap else module
     no_sync = module.no_sync if wrap else None
     sums = accumulate_window(
-        module, mine, batches, places, counts_K, head.depth_weights(), size, len(packs), 0,
+        module, mine, batches, places, counts_T, head.term_weights(), size, len(packs), 0,
         lambda loss: loss.backward(), *([no_sync] if no_sync else []),
     )  # fmt: skip
     return {name: p.grad for name, p in head.named_parameters()}, sums

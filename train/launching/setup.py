@@ -11,7 +11,6 @@ from torch import nn
 
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.layers import DraftLayer
 from headstart.heads.targets.sharded import shard_size
 from headstart.heads.targets.target import TARGET_KINDS, TargetConfig
 from headstart.train.config import TrainConfig
@@ -65,13 +64,12 @@ def check_layout(kind: str, config: TrainConfig, target: TargetConfig, ranks: in
 
 def recompute_activations(head: Head) -> None:
     """Switch `train.activation_checkpointing` on. Raises ConfigError for a head without a decoder layer."""
-    layers = [module for module in head.modules() if isinstance(module, DraftLayer)]
-    if not layers:
+    if not head.draft_layers:
         raise ConfigError(
             f"train.activation_checkpointing: {head.family} has no decoder layer to make activations of again: "
             "set it to false"
         )
-    for layer in layers:
+    for layer in head.draft_layers:
         layer.recompute = True
 
 

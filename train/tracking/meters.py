@@ -9,31 +9,31 @@ import torch
 from torch import Tensor
 
 from headstart.train.sharing.distributed import sum_over_ranks
-from headstart.train.step import WindowSums
-from headstart.train.validate import shares
+from headstart.train.step import SumNames, WindowSums
 
 
 class Meters:
     """Sums since the last record; `read` is where the host waits for the device.
 
     Args:
+        names: what WindowSums.sums_S holds.
         peak_flops: FLOP/s of this device, for MFU.
     Attributes:
         rate: learning rate of the last step.
         steps: optimiser steps since the last record.
     """
 
-    def __init__(self, depth: int, device: torch.device, peak_flops: float = float("inf")):
-        self._depth, self._device, self._peak = depth, device, peak_flops
+    def __init__(self, names: SumNames, device: torch.device, peak_flops: float = float("inf")):
+        self._names, self._device, self._peak = names, device, peak_flops
         self.rate = 0.0
         self._since = time.perf_counter()
         self._queued: torch.cuda.Event | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._sums = torch.zeros(2 + 3 * self._depth + 2, device=self._device)
+        self._sums = torch.zeros(2 + len(self._names), device=self._device)
         self._norm: Tensor | None = None
-        self.steps = self._rows = 0
+        self.steps = self._rows = self._supervised = 0
         self._waited = self._flops = 0.0
 
     def restart_clock(self) -> None:
@@ -45,8 +45,9 @@ class Meters:
         self._since += seconds
 
     def add(self, sums: WindowSums, norm: Tensor) -> None:
-        one = torch.stack([sums.loss, sums.trained])
-        self._sums += torch.cat([one, sums.count_K, sums.correct_K, sums.total_K, sums.walked_2])
+        self._sums[:2] += torch.stack([sums.loss, sums.trained])
+        self._sums[2:] += sums.sums_S
+        self._supervised += sums.supervised
         self._norm = norm
         self.steps += 1
 
@@ -68,24 +69,24 @@ class Meters:
         return self._queued is None or self._queued.query()
 
     def read(self) -> tuple[dict[str, float], int, int]:
-        """(values of the record, positions supervised at depth 1, positions of all depths with a loss), over all ranks.
+        """(values of the record, rows supervised at depth 1, positions with a loss over all terms), over all ranks.
 
         The sums start again. The loss is the mean of the steps that had a row with one. Memory is this rank's peak so
         far, of the process and of its card.
         """
         share = self._flops / self._peak  # seconds that the arithmetic alone would take
-        extra = torch.tensor([share, 1.0], device=self._device)
+        extra = torch.tensor([self._supervised, share, 1.0], device=self._device)
         sums = sum_over_ranks(torch.cat([self._sums, extra])).cpu()
         # each rank has its part of the losses, and all have every step
         loss, trained = float(sums[0]), float(sums[1] / sums[-1])
-        count_K, correct_K, total_K = sums[2:-4].view(3, self._depth)
+        sums_S = sums[2:-3]
         now = time.perf_counter()
         seconds = max(now - self._since, 1e-9)
         values: dict[str, float] = {}
         if self._norm is not None:  # not all steps were skipped
             if trained:
                 values["train/loss"] = loss / trained
-            values |= shares(count_K, correct_K, total_K, sums[-4:-2], "train")
+            values |= self._names.ratios(sums_S, "train")
             values["grad_norm"] = float(self._norm)
         values |= {
             "lr": self.rate,
@@ -98,4 +99,4 @@ class Meters:
             values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         self._since = now
         self._reset()
-        return values, int(total_K[0]), int(count_K.sum())
+        return values, int(sums[-3]), int(self._names.counts(sums_S).sum())

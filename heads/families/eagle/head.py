@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import HeadLoss
+from headstart.heads.base import Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError
-from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
+from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.layers import DraftLayer
 from headstart.heads.losses import check_loss, eager, fused
-from headstart.heads.numerics import wide
+from headstart.heads.numerics import compute_dtype, wide
 
 
 @dataclass
 class EagleConfig(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-1."""
+
+    structure: ClassVar[tuple[str, ...]] = ("intermediate_size", "fc_bias")
 
     type: str = "eagle"
     #: Passes of harmonised training (HASS, arXiv 2408.15766): 1 is EAGLE-1 as published, 3 is HASS.
@@ -53,7 +57,6 @@ class EagleHead(AutoregressiveHead):
 
     family = "eagle"
     config: EagleConfig
-    draft_ids_U = None
 
     def __init__(self, config: EagleConfig, dims: HeadDims):
         if config.depth < 1:
@@ -73,9 +76,6 @@ class EagleHead(AutoregressiveHead):
     def layer(self) -> DraftLayer:
         return self.layers[0]
 
-    def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
-        self.bind(embed_VD, teacher)
-
     def fuse(self, hidden: Tensor, streams: Tensor | None) -> Tensor:
         return hidden
 
@@ -88,8 +88,14 @@ class EagleHead(AutoregressiveHead):
     def logits(self, g: Tensor) -> Tensor:
         return self.teacher.logits(g)
 
-    def depth_counts(self, batch: FeatureBatch) -> Tensor:
-        return batch.anchors.active_counts()
+    def loss_counts(self, batch: FeatureBatch) -> Tensor:
+        return batch.anchors.active_counts()[: len(self.terms)]
+
+    def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
+        own = sum(p.numel() for p in self.parameters())
+        output = 0 if self.teacher is None else self.teacher.weight_VD.numel()
+        # every pass: the layer on all rows, the target's own output head on the supervised ones
+        return self.depth * (own * rows + output * counts[0])
 
     def noisy(self, batch: FeatureBatch) -> Tensor:
         """Input features with the training noise of the reference code: U(-a, a) · 512 / document length."""
@@ -132,7 +138,7 @@ class EagleHead(AutoregressiveHead):
             outputs.append(self.layer.finish(attend(q_AhD, k_RgD, v_RgD, *own), x_AH))
         return outputs
 
-    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         anchors, config = batch.anchors, self.config
         feature_AD = batch.teacher_hidden()
         with torch.no_grad():
@@ -148,7 +154,7 @@ class EagleHead(AutoregressiveHead):
             feature_loss = (distance_A * weight_A).sum()
             losses.append(config.hidden_loss_weight * feature_loss + logit_weight * logit_loss)
             hits.append((argmax_A == batch.teacher_argmax_A[row_A]) & (weight_A > 0))
-        return HeadLoss.of(torch.stack(losses), weights, hits, weights)
+        return Loss.per_depth(torch.stack(losses), weights, hits, weights, len(self.terms))
 
     def _logit_weights(self, teacher_AV: Tensor) -> Tensor | None:
         """Fold the loss of the top tokens into the teacher, in place; the weights of its rows [A], None = as they are.

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import HeadLoss
+from headstart.heads.base import Loss
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
-from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead, compute_dtype
+from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from headstart.heads.families.eagle3 import ttt
 from headstart.heads.layers import DraftLayer, RMSNorm
 from headstart.heads.losses import check_loss, fused
+from headstart.heads.numerics import compute_dtype
 from headstart.heads.vocab import membership
 
 
 @dataclass
 class Eagle3Config(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-3."""
+
+    structure: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "hidden_size", "intermediate_size")
 
     type: str = "eagle3"
     #: Steps of training-time test (K).
@@ -99,28 +104,25 @@ class Eagle3Head(AutoregressiveHead):
         return FeatureSpec(tuple(self.feature_layers))
 
     @property
-    def draft_vocab_size(self) -> int:
-        return self.lm_head.out_features
+    def own_embeddings(self) -> bool:
+        return self.embed_tokens is not None
 
-    def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
-        """Take the draft vocabulary; start lm_head from the target's rows of it and norm from the target's final norm.
+    def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
+        """As the base class's; lm_head starts from the target's rows of the draft vocabulary, norm from its final norm.
 
-        Raises: ConfigError when the draft vocabulary's size is not the configured one.
+        A head of another width than the target's keeps random weights.
         """
-        self.bind(embed_VD, teacher)
-        if self.draft_ids_U is not None:
-            found = 0 if draft_ids_U is None else draft_ids_U.shape[0]
-            if draft_ids_U is None or found != self.draft_vocab_size:
-                raise ConfigError(
-                    f"draft vocabulary: found {found} ids, expected head.draft_vocab_size = {self.draft_vocab_size}"
-                )
-            self.draft_ids_U.copy_(draft_ids_U)
+        super().initialise(ends, draft_ids_U)
+        teacher = ends.teacher
         if self.lm_head.in_features == teacher.weight_VD.shape[1]:
             rows_UD = teacher.weight_VD if self.draft_ids_U is None else self._teacher_rows(teacher)
             with torch.no_grad():
                 self.lm_head.weight.copy_(rows_UD)
                 if teacher.norm_D is not None:
                     self.norm.weight.copy_(teacher.norm_D)
+
+    def sharpen(self) -> None:
+        self.norm.weight.data.mul_(8)
 
     def _teacher_rows(self, teacher: Teacher) -> Tensor:
         return teacher.weight_VD[self.draft_ids_U.to(teacher.weight_VD.device)]
@@ -148,9 +150,24 @@ class Eagle3Head(AutoregressiveHead):
             return torch.ones_like(batch.teacher_argmax_A, dtype=torch.bool)
         return membership(self.draft_ids_U, self.dims.vocab_size)[batch.teacher_argmax_A]
 
-    def depth_counts(self, batch: FeatureBatch) -> Tensor:
+    def loss_counts(self, batch: FeatureBatch) -> Tensor:
+        return self._counts(batch)[: len(self.terms)]
+
+    def _counts(self, batch: FeatureBatch) -> Tensor:
+        """float32 [K]: supervised positions of each of the anchors' depths that are in the draft vocabulary."""
         anchors = batch.anchors
         return (self.in_vocab(batch)[anchors.teacher_AK] & anchors.supervised_AK()).sum(0, dtype=torch.float32)
+
+    def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
+        attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
+        packed = sum(linear.weight.numel() for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
+        key_value = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
+        per_row = (
+            attention.o_proj.weight.numel() + self.lm_head.weight.numel() + sum(p.numel() for p in mlp.parameters())
+        )
+        # every row: fc, the embedding half of the projections, the feature half of keys and values (ttt.py)
+        shared = (self.fc.weight.numel() + packed / 2 + key_value / 2) * rows
+        return shared + (packed - key_value) / 2 * counts[0] + packed / 2 * sum(counts[1:]) + per_row * sum(counts)
 
     def rollout(self, batch: FeatureBatch) -> Tensor:
         """Training-time test: the normed outputs [Σ count_K, H] of every depth's anchors end to end, ground truth fed.
@@ -161,7 +178,7 @@ class Eagle3Head(AutoregressiveHead):
         e_RH = self.midlayer.input_layernorm(self.embed(self.next_tokens(batch)))
         return self.norm(ttt.rollout(batch, self.midlayer, self.midlayer.hidden_norm, self.rope, e_RH, g_RH))
 
-    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         anchors = batch.anchors
         with torch.no_grad():
             inside_A = self.in_vocab(batch)
@@ -170,17 +187,17 @@ class Eagle3Head(AutoregressiveHead):
         teacher_row = [anchors.teacher_AK[:count, d] for d, count in enumerate(anchors.count_K)]
         weight = [inside_A[source] * on for source, on in zip(teacher_row, rows, strict=True)]
         output_MH, matrix, kind = self.rollout(batch), self.lm_head.weight, self.config.loss
-        if scale_K is None:
+        if scale_T is None:
             pairs = [
                 fused.soft_loss(h, matrix, teacher_AU, row, w, kind)
                 for h, row, w in zip(output_MH.split(anchors.count_K), teacher_row, weight, strict=True)
             ]
             loss_K, argmax = torch.stack([loss for loss, _ in pairs]), [best for _, best in pairs]
         else:
-            loss_K, argmax = fused.soft_loss_depths(output_MH, matrix, teacher_AU, teacher_row, weight, scale_K, kind)
+            loss_K, argmax = fused.soft_loss_depths(output_MH, matrix, teacher_AU, teacher_row, weight, scale_T, kind)
         hits = [
             (self.target_ids(best) == batch.teacher_argmax_A[source]) & (on > 0)
             for best, source, on in zip(argmax, teacher_row, rows, strict=True)
         ]
-        counts = None if anchors.weight_AK is None else self.depth_counts(batch)
-        return HeadLoss.of(loss_K, weight, hits, rows, counts)
+        counts = None if anchors.weight_AK is None else self._counts(batch)
+        return Loss.per_depth(loss_K, weight, hits, rows, len(self.terms), counts)

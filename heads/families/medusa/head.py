@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Head, HeadConfig, HeadLoss
+from headstart.heads.base import Head, HeadConfig, Loss, depth_terms
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
-from headstart.heads.families.autoregressive import compute_dtype
 from headstart.heads.losses import fused
+from headstart.heads.numerics import compute_dtype
 
 LM_HEADS = ("own", "shared", "lowrank")
 LOSSES = ("kl", "ce")
@@ -22,6 +24,8 @@ LOSSES = ("kl", "ce")
 @dataclass
 class MedusaConfig(HeadConfig):
     """Recipe node `head` for Medusa."""
+
+    structure: ClassVar[tuple[str, ...]] = ("num_layers", "lm_head", "rank", "depth")
 
     type: str = "medusa"
     #: Number of heads (K); head d drafts the token d + 1 places ahead.
@@ -64,12 +68,13 @@ class MedusaHead(Head):
 
     def __init__(self, config: MedusaConfig, dims: HeadDims):
         super().__init__(config, dims)
+        # λ^d, counted from the first head (Medusa, §2.2.1)
+        self.terms = depth_terms(config.depth, config.depth_decay, first=1)
         for name, value, allowed in (("lm_head", config.lm_head, LM_HEADS), ("loss", config.loss, LOSSES)):
             if value not in allowed:
                 raise ConfigError(f"head.{name}: found {value!r}, expected one of {list(allowed)}")
         size, vocab = dims.hidden_size, dims.vocab_size
         self.blocks = nn.ModuleList(ResidualBlocks(size, config.num_layers) for _ in range(config.depth))
-        self.teacher: Teacher | None = None
         if config.lm_head == "own":
             self.lm_heads = nn.ModuleList(nn.Linear(size, vocab, bias=False) for _ in range(config.depth))
         elif config.lm_head == "lowrank":
@@ -78,25 +83,20 @@ class MedusaHead(Head):
             for up in self.up:
                 nn.init.zeros_(up.weight)
 
-    def depth_weights(self) -> Tensor:
-        """λ^d, counted from the first head (Medusa, §2.2.1): float32 [K]."""
-        return self.config.depth_decay ** torch.arange(1, self.depth + 1, dtype=torch.float32)
-
-    def bind(self, embed_VD: Tensor, teacher: Teacher) -> None:
-        """Attach the target's frozen output head; weights stay as they are.
-
-        Raises: ConfigError for a target whose head a matrix alone cannot copy (a bias, a soft-cap).
-        """
+    def bind(self, ends: TargetEnds) -> None:
+        """As the base class's. Raises: ConfigError for a target whose output head is more than a matrix."""
+        teacher = ends.teacher
         if teacher.bias_V is not None or teacher.softcap is not None:
             what = "a bias" if teacher.bias_V is not None else f"a soft-cap of {teacher.softcap}"
             raise ConfigError(
                 f"head.type: medusa needs a target whose lm_head is a plain matrix, this one has {what}; "
                 "use head.type=eagle3"
             )
-        self.teacher = teacher
+        super().bind(ends)
 
-    def init_from_target(self, embed_VD: Tensor, teacher: Teacher, draft_ids_U: Tensor | None = None) -> None:
-        self.bind(embed_VD, teacher)
+    def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
+        """As the base class's; output matrices of the heads' own start as copies of the target's."""
+        super().initialise(ends, draft_ids_U)
         if self.config.lm_head == "own":
             with torch.no_grad():
                 for lm_head in self.lm_heads:
@@ -133,10 +133,15 @@ class MedusaHead(Head):
             logits = logits + torch.stack(updates, dim=1).to(logits.dtype)
         return logits
 
-    def depth_counts(self, batch: FeatureBatch) -> Tensor:
-        return batch.anchors.active_counts()
+    def loss_counts(self, batch: FeatureBatch) -> Tensor:
+        return batch.anchors.active_counts()[: len(self.terms)]
 
-    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_K: Tensor | None = None) -> HeadLoss:
+    def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
+        own = sum(p.numel() for p in self.parameters())
+        shared = 0 if self.config.lm_head == "own" or self.teacher is None else self.teacher.weight_VD.numel()
+        return (own + shared * self.depth) * counts[0]
+
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         anchors = batch.anchors
         hidden_RD = batch.hidden_RD.to(compute_dtype(self.blocks[0].layers[0].weight))
         hidden_AD = hidden_RD[anchors.row_A]
@@ -156,4 +161,4 @@ class MedusaHead(Head):
                 loss, argmax = fused.hard_ce(out, self.output_weight(d), label, weight)
             losses.append(loss)
             hits.append((argmax == batch.teacher_argmax_A[teacher_row]) & (weight > 0))
-        return HeadLoss.of(torch.stack(losses), weights, hits, weights)
+        return Loss.per_depth(torch.stack(losses), weights, hits, weights, len(self.terms))

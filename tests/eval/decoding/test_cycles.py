@@ -167,7 +167,7 @@ def test_captured_cycles_give_the_plain_answers(
     drafter = None
     if kind != "plain":
         head = copy.deepcopy(request.getfixturevalue(kind).head).to(card)
-        head.bind(there.embed_VD, there.teacher)
+        head.bind(there.ends)
         drafter = build_drafter(head, EvalConfig(tree=tree))
     engine = Engine(there.model, 3, slots_needed(12, 30, drafter), prefill_chunk=4, fused=fused(there))
     graphs, generator = CycleGraphs(), torch.Generator(card)
@@ -213,7 +213,7 @@ def test_captured_sampling_follows_its_seed(target: Target, request: pytest.Fixt
     card = torch.device("cuda")
     there = Target.from_model(copy.deepcopy(target.model).to(card))
     head = copy.deepcopy(request.getfixturevalue("eagle3").head).to(card)
-    head.bind(there.embed_VD, there.teacher)
+    head.bind(there.ends)
     sampling = Sampling(temperature=1.0)
     drafter = build_drafter(head, EvalConfig(tree=CHAIN, temperature=1.0))
     assert drafter is not None
@@ -236,7 +236,7 @@ def test_the_probe_of_training_says_what_a_cpu_says(target: Target, kind: str, r
     there = Target.from_model(copy.deepcopy(target.model).to(card))
     before = [parameter.data_ptr() for parameter in there.model.parameters()]
     head = copy.deepcopy(request.getfixturevalue(kind).head).to(card)
-    head.bind(there.embed_VD, there.teacher)
+    head.bind(there.ends)
     found = tau_probe(there, head, CONTEXTS, 20, depth=3)
     assert [parameter.data_ptr() for parameter in there.model.parameters()] == before
     assert found == pytest.approx(tau_probe(target, request.getfixturevalue(kind).head, CONTEXTS, 20, depth=3))

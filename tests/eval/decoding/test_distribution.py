@@ -52,7 +52,7 @@ def heads(small: Target) -> dict[str, Head]:
         torch.manual_seed(5)
         head = build_head(FAMILIES[kind].config(**config), small.dims)
         draft_ids = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 10]) if kind == "eagle3" else None
-        head.init_from_target(small.embed_VD, small.teacher, draft_ids)
+        head.initialise(small.ends, draft_ids)
         made[kind] = head.eval()
     return made
 

@@ -212,7 +212,7 @@ def test_drafters_with_and_without_kernels(
     trained: Trained = request.getfixturevalue(family)
     there = Target.from_model(copy.deepcopy(target.model).to(DEVICE))
     head = copy.deepcopy(trained.head).to(DEVICE)
-    head.bind(there.embed_VD, there.teacher)
+    head.bind(there.ends)
     config, sampling = TreeConfig("dynamic", 3, 3, 10), Sampling(repetition_penalty=penalty)
     answers = []
     for kernels in (False, True):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.families import build_head
 
 D, V, U, I, A, G = 32, 97, 40, 64, 32, 16  # noqa: E741
@@ -229,13 +229,12 @@ def our_head(config: HeadConfig, dims: HeadDims = DIMS, bound: bool = True) -> H
     head = build_head(config, dims)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
-    if getattr(head, "draft_ids_U", None) is not None:
+    if head.draft_ids_U is not None:
         size = head.draft_ids_U.shape[0]
         head.draft_ids_U.copy_(torch.randperm(dims.vocab_size)[:size].sort().values)
     if bound:
-        head.bind(
-            torch.randn(dims.vocab_size, dims.hidden_size), Teacher(torch.randn(dims.vocab_size, dims.hidden_size))
-        )
+        embed_VD, output_VD = (torch.randn(dims.vocab_size, dims.hidden_size) for _ in range(2))
+        head.bind(TargetEnds(embed_VD, Teacher(output_VD)))
     return head.eval()
 
 

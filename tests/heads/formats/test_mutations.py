@@ -27,7 +27,7 @@ from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.checkpoints.raw import open_checkpoint
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import HeadstartError
 from headstart.heads.families.llama_files import LLAMA_DEFAULTS
 from headstart.heads.formats import CheckReport, check_directory, load_head
@@ -76,9 +76,9 @@ TEACHER, EMBEDDING = Teacher(random(V, D, seed=3)), random(V, D, seed=4)
 
 def outputs(head: Head) -> list[float]:
     """What a head does with fixed inputs."""
-    head.bind(EMBEDDING, TEACHER)
+    head.bind(TargetEnds(EMBEDDING, TEACHER))
     with torch.no_grad():
-        return head.loss(fixed_batch(head.depth), TEACHER).loss_K.tolist()
+        return head.loss(fixed_batch(head.depth), TEACHER).sum_T.tolist()
 
 
 def findings(report: CheckReport) -> set[str]:

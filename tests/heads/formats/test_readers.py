@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
-from headstart.heads.ends import Teacher
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle3.head import Eagle3Config
@@ -155,7 +155,7 @@ def test_eagle1_with_a_bias_on_fc(tmp_path: Path, weights: str) -> None:
     config = {**LLAMA, "architectures": ["LlamaForCausalLM"], "bias": True}
     head = load_head(write(tmp_path / "theirs", config, {**eagle_tensors(), "fc.bias": bias}, weights), DIMS)
     assert head.config.fc_bias and torch.equal(head.fc.bias, bias)
-    head.bind(random(V, D, seed=4), Teacher(random(V, D, seed=5)))
+    head.bind(TargetEnds(random(V, D, seed=4), Teacher(random(V, D, seed=5))))
     embedding, feature = random(2, D, seed=6), random(2, D, seed=7)
     expected = torch.cat((embedding, feature), -1) @ eagle_tensors()["fc.weight"].T + bias
     torch.testing.assert_close(head.mix(embedding, feature), expected)
@@ -213,7 +213,7 @@ def test_tgi_v2_shares_the_targets_lm_head(tmp_path: Path) -> None:
     tensors = medusa_tensors(own=False)
     head = load_head(write(tmp_path, MEDUSA_V1_CONFIG, tensors, "medusa_lm_head.safetensors"), DIMS)
     assert head.config.lm_head == "shared"
-    head.bind(random(V, D, seed=1), Teacher(random(V, D, seed=2)))
+    head.bind(TargetEnds(random(V, D, seed=1), Teacher(random(V, D, seed=2))))
     hidden = random(2, D, seed=3)
     block = hidden + torch.nn.functional.silu(hidden @ tensors["1.0.linear.weight"].T + tensors["1.0.linear.bias"])
     torch.testing.assert_close(head.draft_logits(hidden)[:, 1], block @ random(V, D, seed=2).T)
@@ -237,7 +237,7 @@ def test_an_imported_head_trains_on_and_is_exported_again(tmp_path: Path, family
     }
     head = load_head(write(tmp_path / "theirs", *files[family]), DIMS)
     teacher = Teacher(random(V, D, seed=5))
-    head.bind(random(V, D, seed=4), teacher)
+    head.bind(TargetEnds(random(V, D, seed=4), teacher))
     tokens, turns = torch.arange(12) % V, torch.tensor([-1, -1] + [0] * 10)
     batch = FeatureBatch.pack([(tokens, turns)], head.depth)
     hidden = random(12, D, seed=6)
@@ -245,7 +245,7 @@ def test_an_imported_head_trains_on_and_is_exported_again(tmp_path: Path, family
     batch = replace(batch, hidden_RD=hidden, streams_RkD=random(12, 3, D, seed=7), teacher_argmax_A=argmax)
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     optimizer = torch.optim.SGD(head.parameters(), lr=1e-2)
-    head.train().loss(batch, teacher).loss_K.sum().backward()
+    head.train().loss(batch, teacher).sum_T.sum().backward()
     optimizer.step()
     assert any(not torch.equal(before[name], tensor) for name, tensor in head.state_dict().items())
     export_head(head, tmp_path / "ours", ExportConfig(dtype="float32"), {})

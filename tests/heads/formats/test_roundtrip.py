@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from headstart.heads.base import HeadConfig
 from headstart.heads.checkpoints.raw import read_header
 from headstart.heads.dims import HeadDims
+from headstart.heads.ends import TargetEnds
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle.head import EagleConfig
@@ -234,7 +235,7 @@ def test_every_export_loads_in_its_engine_and_comes_back(tmp_path: Path, name: s
     assert reports[engine].loads(served), reports[engine].render()
     back = load_head(tmp_path / "export", DIMS)
     if head.family == "medusa":
-        back.bind(head.teacher.weight_VD, head.teacher)
+        back.bind(TargetEnds(head.teacher.weight_VD, head.teacher))
         hidden = torch.randn(5, 32)
         # a low-rank update that the export has summed into its matrix is another order of the same sums
         bounds = dict(rtol=1e-5, atol=1e-4) if head.config.lm_head == "lowrank" else {}

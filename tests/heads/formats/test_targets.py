@@ -210,13 +210,13 @@ def test_a_head_trained_on_a_target_of_another_activation_is_served(tmp_path: Pa
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **TARGETS[name][0]})
     target = Target.from_model(transformers.AutoModelForCausalLM.from_config(config))
     head = build_head(FAMILIES[family], target.dims)
-    head.init_from_target(target.embed_VD, target.teacher, torch.arange(40) if family == "eagle3" else None)
+    head.initialise(target.ends, torch.arange(40) if family == "eagle3" else None)
     tokens_T = torch.randint(40, (24,), generator=torch.Generator().manual_seed(1))
     batch = target.extract(FeatureBatch.pack([(tokens_T, torch.zeros_like(tokens_T))], head.depth), head.spec)
     optimizer, losses = torch.optim.Adam(head.parameters(), lr=1e-2), []
     for _ in range(8):
         loss = head.loss(batch, target.teacher)
-        total = (loss.loss_K / loss.count_K.clamp(min=1)).sum()
+        total = (loss.sum_T / loss.count_T.clamp(min=1)).sum()
         losses.append(float(total))
         optimizer.zero_grad()
         total.backward()

@@ -87,9 +87,9 @@ class EagerPacks:
     def __init__(self, module: LossModule, depth: int):
         self.module = module
 
-    def backward(self, batch, scale_K):
-        sums = self.module(batch, scale_K)
-        (sums[0] * scale_K).sum().backward()
+    def backward(self, batch, scale_T):
+        sums = self.module(batch, scale_T)
+        (sums[0] * scale_T).sum().backward()
         return sums
 
 

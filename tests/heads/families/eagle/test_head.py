@@ -16,6 +16,7 @@ from reference.tiny import (
     double_document,
     double_ends,
     double_weights,
+    ends_of,
     feature_batch,
     random_document,
     random_ends,
@@ -52,7 +53,7 @@ def tiny_eagle(
     ends = ends or random_ends(97, 32, 50)
     ends = double_ends(ends) if dtype == torch.float64 else ends
     head = build_head(EagleConfig(**{"feature_noise": 0.0, **fields}), dims)
-    head.init_from_target(ends.embed_VD, teacher_of(ends))
+    head.initialise(ends_of(ends))
     randomise(head, 1)
     return head.to(dtype), ends
 
@@ -240,7 +241,7 @@ def test_the_loss_of_the_top_tokens_holds_no_block_of_its_own(monkeypatch: pytes
         head, ends = tiny_eagle(dtype=torch.float64, depth=2, top_tokens_loss_weight=weight)
         batch = feature_batch(inputs, ends, 2)
         with Blocks(len(batch.anchors) * 97) as found:
-            head.loss(batch, teacher_of(ends)).loss_K.sum().backward()
+            head.loss(batch, teacher_of(ends)).sum_T.sum().backward()
         counts.append(found.count)
     assert counts[0] == counts[1] > 0
 
@@ -274,8 +275,8 @@ def test_the_first_pass_is_eagle_1():
     inputs = [double_document(d) for d in documents()]
     first = head.loss(feature_batch(inputs, ends, 3), teacher_of(ends))
     only = single.loss(feature_batch(inputs, ends, 1), teacher_of(ends))
-    assert first.loss_K[0].item() == pytest.approx(only.loss_K[0].item(), rel=1e-12)
-    assert head.depth_weights().tolist() == [1.0, 1.0, 1.0], "every pass has the same weight"
+    assert first.sum_T[0].item() == pytest.approx(only.sum_T[0].item(), rel=1e-12)
+    assert head.term_weights().tolist() == [1.0, 1.0, 1.0], "every pass has the same weight"
 
 
 def test_unknown_loss_and_no_pass_at_all_are_refused():

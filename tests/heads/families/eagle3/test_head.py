@@ -18,6 +18,7 @@ from reference.tiny import (
     double_document,
     double_ends,
     double_weights,
+    ends_of,
     favour,
     feature_batch,
     random_document,
@@ -89,7 +90,7 @@ def tiny_eagle3(
     )
     head = build_head(config, dims)
     ids = None if config.draft_vocab_size in (0, VOCAB) else draft_ids()
-    head.init_from_target(ends.embed_VD, teacher_of(ends), ids)
+    head.initialise(ends_of(ends), ids)
     randomise(head, 1)
     listed = list(range(VOCAB)) if ids is None else ids.tolist()
     favour(head.lm_head.weight, [listed.index(i) for i in FAVOURITES if i in listed])
@@ -153,7 +154,7 @@ def test_teacher_with_bias_softcap_and_scale():
 def test_many_steps_on_long_turns():
     head, ends, shape, ids = tiny_eagle3(dtype=torch.float64)
     deep = build_head(Eagle3Config(depth=7, draft_vocab_size=DRAFT, feature_layers=[1, 3, 5]), DIMS).double()
-    deep.init_from_target(ends.embed_VD, teacher_of(ends), draft_ids())
+    deep.initialise(ends_of(ends), draft_ids())
     deep.load_state_dict(head.state_dict())
     inputs = [double_document(d) for d in documents(5, [".AAAAAAAAA", ".AAA.BBBBBBBB"])]
     weights = double_weights(deep)
@@ -178,12 +179,12 @@ def test_correct_answers_are_counted():
         for t in range(len(d.tokens))
         if is_supervised(d.turns, t, 1)
     )
-    assert first.correct_K[0] == hits
+    assert first.numerator_M[0] == hits
     order = ids.index(favourite)
     permuted = torch.tensor([favourite, *[i for i in ids if i != favourite]])
     assert order > 0 and permuted[0] == favourite  # … and a draft id is never mistaken for a target id
     head.draft_ids_U.copy_(permuted)
-    assert head.loss(batch, teacher_of(ends)).correct_K[0] == inside.count(favourite) > 0
+    assert head.loss(batch, teacher_of(ends)).numerator_M[0] == inside.count(favourite) > 0
 
 
 def test_uniform_head_pays_the_log_of_the_vocabulary():
@@ -191,8 +192,8 @@ def test_uniform_head_pays_the_log_of_the_vocabulary():
     with torch.no_grad():
         head.norm.weight.zero_()
     loss = head.loss(feature_batch([double_document(d) for d in documents()], ends, DEPTH), teacher_of(ends))
-    expected = loss.count_K.double() * torch.log(torch.tensor(float(DRAFT), dtype=torch.float64))
-    torch.testing.assert_close(loss.loss_K.double(), expected, rtol=1e-12, atol=0)
+    expected = loss.count_T.double() * torch.log(torch.tensor(float(DRAFT), dtype=torch.float64))
+    torch.testing.assert_close(loss.sum_T.double(), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -251,12 +252,12 @@ def test_lm_head_starts_from_the_targets_rows():
     ends = random_ends(VOCAB, 32, 50)
     config = Eagle3Config(depth=2, draft_vocab_size=DRAFT, feature_layers=[1, 3, 5])
     head = build_head(config, DIMS)
-    head.init_from_target(ends.embed_VD, teacher_of(ends), draft_ids())
+    head.initialise(ends_of(ends), draft_ids())
     assert torch.equal(head.lm_head.weight.detach(), ends.lm_head_VD[draft_ids()])
     assert head.lm_head.weight.requires_grad and head.lm_head.weight.data_ptr() != ends.lm_head_VD.data_ptr()
     assert head.draft_ids_U.dtype == torch.int64 and torch.equal(head.draft_ids_U, draft_ids())
     whole = build_head(replace(config, draft_vocab_size=VOCAB), DIMS)
-    whole.init_from_target(ends.embed_VD, teacher_of(ends))
+    whole.initialise(ends_of(ends))
     assert whole.draft_ids_U is None and torch.equal(whole.lm_head.weight.detach(), ends.lm_head_VD)
 
 
@@ -264,7 +265,7 @@ def test_embeddings_are_frozen_and_not_saved_when_the_widths_agree():
     head, ends, _, _ = tiny_eagle3()
     assert not any("embed" in name for name in head.state_dict())
     before = ends.embed_VD.clone()
-    head.loss(feature_batch(documents(), ends, DEPTH), teacher_of(ends)).loss_K.sum().backward()
+    head.loss(feature_batch(documents(), ends, DEPTH), teacher_of(ends)).sum_T.sum().backward()
     assert torch.equal(ends.embed_VD, before) and not ends.embed_VD.requires_grad
     own, _, _, _ = tiny_eagle3("own width")
     assert own.state_dict()["embed_tokens.weight"].shape == (VOCAB, 24)
@@ -273,7 +274,7 @@ def test_embeddings_are_frozen_and_not_saved_when_the_widths_agree():
 def test_bind_keeps_trained_weights():
     head, ends, _, _ = tiny_eagle3()
     before = {name: value.clone() for name, value in head.state_dict().items()}
-    head.bind(ends.embed_VD, teacher_of(ends))
+    head.bind(ends_of(ends))
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
 
 
@@ -282,7 +283,7 @@ def test_default_layers_and_depth():
     assert (config.depth, config.depth_decay, config.draft_vocab_size) == (7, 0.8, 32000)
     head = build_head(Eagle3Config(draft_vocab_size=DRAFT), replace(DIMS, num_layers=32))
     assert head.spec.layer_ids == (2, 16, 29)
-    assert head.depth_weights().tolist() == pytest.approx([0.8**i for i in range(7)])
+    assert head.term_weights().tolist() == pytest.approx([0.8**i for i in range(7)])
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 6])
@@ -308,7 +309,7 @@ def test_wrong_vocabulary_size_is_refused():
     head = build_head(Eagle3Config(draft_vocab_size=DRAFT, feature_layers=[1, 3, 5]), DIMS)
     for ids in (None, draft_ids()[:-1]):
         with pytest.raises(ConfigError, match="draft"):
-            head.init_from_target(ends.embed_VD, teacher_of(ends), ids)
+            head.initialise(ends_of(ends), ids)
 
 
 def test_loss_reaches_nothing_but_what_each_depth_uses():

@@ -14,6 +14,7 @@ from reference.tiny import (
     double_document,
     double_ends,
     double_weights,
+    ends_of,
     favour,
     feature_batch,
     random_document,
@@ -41,7 +42,7 @@ def tiny_medusa(dtype: torch.dtype = torch.float32, **fields: object) -> tuple[M
     ends = random_ends(97, 32, 50)
     ends = double_ends(ends) if dtype == torch.float64 else ends
     head = build_head(MedusaConfig(depth=DEPTH, rank=5, **fields), DIMS)
-    head.init_from_target(ends.embed_VD, teacher_of(ends))
+    head.initialise(ends_of(ends))
     randomise(head, 1)
     for lm_head in getattr(head, "lm_heads", []):
         favour(lm_head.weight, FAVOURITES)
@@ -96,7 +97,7 @@ def test_serving_logits_are_the_trained_ones(lm_head: str):
 def test_heads_start_as_exact_copies_of_the_targets(lm_head: str, num_layers: int):
     ends = random_ends(97, 32, 50)
     head = build_head(MedusaConfig(depth=3, lm_head=lm_head, num_layers=num_layers), DIMS)
-    head.init_from_target(ends.embed_VD, teacher_of(ends))
+    head.initialise(ends_of(ends))
     hidden_BD = documents()[0].hidden_TD
     target = teacher_of(ends).logits(hidden_BD)
     for d in range(3):
@@ -112,7 +113,7 @@ def test_heads_start_as_copies_where_the_target_scales_its_logits(lm_head: str):
     """Granite and Cohere multiply their logits; the starting head must say the same distribution, not a sharper one."""
     ends = random_ends(97, 32, 50, scale=0.25)
     head = build_head(MedusaConfig(depth=2, lm_head=lm_head), DIMS)
-    head.init_from_target(ends.embed_VD, teacher_of(ends))
+    head.initialise(ends_of(ends))
     hidden_BD = documents()[0].hidden_TD
     target = teacher_of(ends).logits(hidden_BD)
     for d in range(2):
@@ -129,7 +130,7 @@ def test_shared_output_head_is_frozen_and_not_saved():
     head, ends = tiny_medusa(lm_head="shared")
     assert all(name.startswith("blocks.") for name in head.state_dict())
     before = ends.lm_head_VD.clone()
-    head.loss(feature_batch(documents(), ends, DEPTH), teacher_of(ends)).loss_K.sum().backward()
+    head.loss(feature_batch(documents(), ends, DEPTH), teacher_of(ends)).sum_T.sum().backward()
     assert torch.equal(ends.lm_head_VD, before) and ends.lm_head_VD.grad is None
 
 
@@ -138,10 +139,10 @@ def test_own_output_heads_do_not_touch_the_targets():
     assert all(m.weight.data_ptr() != ends.lm_head_VD.data_ptr() for m in head.lm_heads)
 
 
-def test_depth_weights_are_powers_of_lambda_from_the_first_head():
+def test_term_weights_are_powers_of_lambda_from_the_first_head():
     """Σ_d λ^d with d from 1 (methods §1): 0.8, 0.64, 0.512, …"""
     head, _ = tiny_medusa()
-    assert head.depth_weights().tolist() == pytest.approx([0.8, 0.64, 0.512, 0.4096], rel=1e-6)
+    assert head.term_weights().tolist() == pytest.approx([0.8, 0.64, 0.512, 0.4096], rel=1e-6)
 
 
 @pytest.mark.parametrize("fields", [{"lm_head": "borrowed"}, {"loss": "mse"}])
@@ -158,7 +159,7 @@ def test_teacher_is_the_distribution_at_t_plus_d():
     moved.hidden_TD[4] += 1.0
     before = medusa_loss(double_weights(head), ends, [base], 3, kind="kl")
     teacher: Teacher = teacher_of(ends)
-    first, second = (head.loss(feature_batch([d], ends, DEPTH), teacher).loss_K for d in (base, moved))
+    first, second = (head.loss(feature_batch([d], ends, DEPTH), teacher).sum_T for d in (base, moved))
     assert_near(first[:3], torch.stack(before.loss), "before", 1e-10)
     # row 4 is x_4's feature: teacher of (t=1, d=3), (2, 2), (3, 1); as an anchor it has no depth left
     changed = [(a != b).item() for a, b in zip(first, second, strict=True)]

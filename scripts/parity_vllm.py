@@ -174,7 +174,7 @@ def compare(arguments: argparse.Namespace) -> int:
         "eval.decoding.decode",
         "eval.measuring.metrics",
         "eval.servers.served",
-        "pipeline.run",
+        "pipeline.train",
         "saved_heads",
         "serve_vllm",
     ):
@@ -245,7 +245,9 @@ def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> P
         given = arguments.heads / family
         return given / "head" if (given / "head").is_dir() else given
     from headstart.console import Console
+    from headstart.pipeline.distill import distill
     from headstart.pipeline.run import Run
+    from headstart.pipeline.train import train
     from headstart.recipes.load import load_recipe
 
     # a Medusa head may share the target's lm_head: parity needs real drafts, not good ones
@@ -256,10 +258,10 @@ def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> P
     }[family]
     where = [f"name=parity-{family}", f"run_dir={arguments.work / family}", f"target.name={arguments.target}"]
     run = Run(load_recipe(arguments.recipe, [*own, *where, "target.dtype=float32", *arguments.set]), Console(), target)
-    with run.steps.lock():
+    with run.lock():
         run.save_recipe()
-        run.distill()
-        run.train()
+        distill(run)
+        train(run)
     return run.head_dir
 
 

@@ -18,6 +18,7 @@ from headstart.data.sources import read_prompts
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.families import build_head
 from headstart.heads.targets.target import DTYPES
+from headstart.pipeline.data import trained_samples, without_prompts
 from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe
 from headstart.refusals import refuse_ahead
@@ -200,12 +201,12 @@ def data_of(recipe: Recipe, launch: Launch, console: Console, target: Any) -> Da
         planned = DataShape.equal(prompts, most, pack_tokens, note)
         if not recipe.data.sources:
             return planned
-        return planned.beside(_read(run.of_sources_alone()))
+        return planned.beside(_read(without_prompts(run)))
     return _read(run)
 
 
 def _read(run: Run) -> DataShape:
-    samples = run.trained_samples(run.prepare())
+    samples = trained_samples(run)
     lengths = [len(sample) for sample in samples]
     supervised = sum(int((sample.turn_ids >= 0).sum()) for sample in samples)
     packs = len(plan_packs(lengths, run.recipe.data.pack_tokens, run.recipe.seed)) if lengths else 0

@@ -29,6 +29,8 @@ from headstart.heads.targets.target import Target
 
 #: what a head's acceptance depends on in its target: part of the fingerprint → its name
 TRAINED_ON = {"weight_hash": "set of weights", "tokenizer_hash": "tokenizer", "template_hash": "chat template"}
+#: parts of a recipe that say how a head was made; the others say what is done with it
+MAKING = ("seed", "start_from", "head", "data", "train")
 #: family of the head that drafts where acceptance is synthetic and no head is named
 SYNTHETIC = "eagle3"
 
@@ -84,6 +86,15 @@ def trained_otherwise(directory: Path | None, target: Target) -> str | None:
         f"WARNING: the head was trained on a target with another {' and another '.join(other)}: its acceptance here "
         "says nothing about that target"
     )
+
+
+def recipe_of_head(values: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A recipe's values, with those parts that the head in `directory` was made by in their place.
+
+    The head is what an evaluation measures, whatever the command's recipe says of other heads.
+    """
+    made = notes(directory).get("recipe") or {}
+    return values | {name: made[name] for name in MAKING if name in made}
 
 
 def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None) -> Head:

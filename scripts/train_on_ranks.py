@@ -19,7 +19,11 @@ from headstart.console import Console
 from headstart.heads.errors import HeadstartError, explain_memory
 from headstart.heads.escape import plain
 from headstart.heads.targets.load import resolve_device
+from headstart.pipeline.data import prepare
+from headstart.pipeline.distill import distill
+from headstart.pipeline.features import store_features
 from headstart.pipeline.run import Run
+from headstart.pipeline.train import is_trained, require_layout, train_head, train_once
 from headstart.recipes.load import load_recipe
 from headstart.signals import terminable
 from headstart.train.launching.setup import make_accelerator
@@ -77,25 +81,25 @@ def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
     """The pipeline's train step on every rank of this launch; all tokenise, rank 0 does the rest, marks and writes."""
 
     def begin() -> bool:
-        run.distill()
-        done = run.is_trained()
+        distill(run)
+        done = is_trained(run)
         if not done:
             run.check()  # before the targets are loaded
         return done
 
     main, ranks = accelerator.is_main_process, accelerator.num_processes
     node_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    run.check_layout(ranks, node_ranks, resolve_kind(run.recipe.train, accelerator))
+    require_layout(run, ranks, node_ranks, resolve_kind(run.recipe.train, accelerator))
     require_shared(run.dir)
-    with run.steps.lock() if main else nullcontext():
+    with run.lock() if main else nullcontext():
         if on_main(begin):
             if main:
                 run.save_recipe()
             return
-        run.prepare(all_ranks())
-        on_main(run.features)
+        prepare(run, all_ranks())
+        on_main(lambda: store_features(run))
         if main:
-            run.train_once(accelerator, watch)
+            train_once(run, accelerator, watch)
             run.save_recipe()
         else:
-            run.train_head(accelerator, watch)
+            train_head(run, accelerator, watch)

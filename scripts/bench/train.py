@@ -307,7 +307,9 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
     The run's own data is prepared again to count its multiply-adds. Card and versions are those the run wrote down.
     """
     from headstart.console import Console
+    from headstart.pipeline.data import trained_samples
     from headstart.pipeline.run import Run
+    from headstart.pipeline.train import fresh_head
     from headstart.recipes.load import load_recipe
 
     if arguments.run is None:
@@ -319,9 +321,8 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
     overrides = [f"target.name={arguments.target}"]
     overrides += [f"data.sources=[{{path: {arguments.data}}}]"] if arguments.data is not None else []
     run = Run(load_recipe(arguments.run / "recipe.yaml", overrides), Console(silent=True))
-    data = run.prepare()
-    trained = run.trained_samples(data)
-    head = run.fresh_head(data)
+    trained = trained_samples(run)
+    head = fresh_head(run)
     packs = plan_packs([len(sample) for sample in trained], run.recipe.data.pack_tokens, 0, 0)
     batches = (FeatureBatch.pack([trained[i].tensors() for i in pack], head.depth) for pack in packs)
     flops = sum(6 * head.multiply_adds(len(batch.tokens_R), batch.anchors.count_K) for batch in batches)

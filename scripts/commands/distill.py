@@ -9,13 +9,14 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
     """Let the target answer the recipe's prompts (data.distill.prompts); resumable."""
     with speaking(json, "distill") as console:
         from headstart.heads.errors import ConfigError
+        from headstart.pipeline.distill import distill
         from headstart.pipeline.run import Run
         from headstart.recipes.load import load_recipe
 
         # the answers are trained on: what training would refuse is asked before the first of them
         run = Run(load_recipe(recipe, overrides or []), console, ahead=("train",))
-        with run.steps.lock():
-            result = run.distill()
+        with run.lock():
+            result = distill(run)
             if result is None:
                 raise ConfigError(
                     f"{recipe}: data.distill.prompts is empty: set data.distill.prompts=[{{path: prompts.jsonl}}]"

@@ -83,12 +83,13 @@ def command(
 
 
 def _of_recipe(recipe: str, overrides: list[str], data: list[str] | None, console: Console) -> Path:
+    from headstart.pipeline.evaluate import evaluate
     from headstart.pipeline.run import Run
     from headstart.recipes.load import load_recipe
 
     run = Run(load_recipe(recipe, overrides, {"eval.data": one_or_all(data)}), console, ahead=("eval",))
-    with run.steps.lock():
-        run.eval()
+    with run.lock():
+        evaluate(run)
     return run.dir
 
 
@@ -101,8 +102,8 @@ def _of_head(
     out: str | None,
     console: Console,
 ) -> Path:
+    from headstart.directory_lock import locked
     from headstart.evaluation import UNTRAINED, measure
-    from headstart.pipeline.markers import locked
     from headstart.recipes.load import load_evaluation, load_recipe, to_dict
     from headstart.saved_heads import bound_head, find_head, trained_date, untrained_head
     from headstart.targets import loaded_target
@@ -137,9 +138,9 @@ def _of_server(
     out: str | None,
     console: Console,
 ) -> Path:
+    from headstart.directory_lock import locked
     from headstart.eval.servers.served import evaluate_server
     from headstart.heads.errors import ConfigError
-    from headstart.pipeline.markers import locked
     from headstart.recipes.load import load_evaluation, to_dict
 
     engine, url, model = server

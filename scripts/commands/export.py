@@ -85,21 +85,22 @@ def command(
 
 
 def _of_recipe(recipe: str, overrides: list[str], console: Console) -> dict[str, Any]:
+    from headstart.pipeline.export import export
     from headstart.pipeline.run import Run
     from headstart.recipes.load import load_recipe
 
     run = Run(load_recipe(recipe, overrides), console, ahead=("export",))
-    with run.steps.lock():
-        return run.export()
+    with run.lock():
+        return export(run)
 
 
 def _of_head(
     recipe: str | None, overrides: list[str], head: str, target: str | None, out: str | None, console: Console
 ) -> dict[str, Any]:
+    from headstart.directory_lock import locked
     from headstart.heads.errors import ConfigError
     from headstart.heads.formats import check_export, push_export
     from headstart.heads.formats.sidecar import notes
-    from headstart.pipeline.markers import locked
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_exporting
     from headstart.saved_heads import check_out, export_found, find_head

@@ -22,6 +22,7 @@ def command(
         from rich.text import Text
 
         from headstart.data.inspection import render_sample, render_tokens, summarise
+        from headstart.pipeline.data import prepare, trained_samples, without_prompts
         from headstart.pipeline.run import Run, dated_target
         from headstart.recipes.load import load_recipe
         from headstart.targets import weightless_target
@@ -35,9 +36,9 @@ def command(
                 same = shlex.join(["headstart", "distill", recipe, *(overrides or [])])
                 raise DataError(f"{run.distilled_path}: the prompts are not answered yet: run `{same}` first")
             console.say(f"not distilled yet, showing data.sources alone ({run.distilled_path} is missing)")
-            run = run.of_sources_alone()
-        data = run.prepare()
-        trained = run.trained_samples(data)
+            run = without_prompts(run)
+        data = prepare(run)
+        trained = trained_samples(run)
         # turns and answers as they are, also where every token of a sample trains
         counts = {**summarise(data.train), "supervised_tokens": sum(sample.supervised for sample in trained)}
         chosen = trained[:samples]

@@ -9,16 +9,20 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
     """Do every step: distil, train, evaluate, export. Finished steps are skipped, a killed run continues."""
     with speaking(json, "run") as console:
         from headstart.eval.measuring.report import Report, render_tables
+        from headstart.pipeline.distill import distill
+        from headstart.pipeline.evaluate import evaluate
+        from headstart.pipeline.export import export
         from headstart.pipeline.run import Run
+        from headstart.pipeline.train import train
         from headstart.recipes.load import load_recipe
 
         run = Run(load_recipe(recipe, overrides or []), console, ahead=("train", "eval", "export"))
         run.require_eval_data()
-        with run.steps.lock():
-            run.distill()
-            trained = run.train()
-            measured = run.eval()
-            exported = run.export()
+        with run.lock():
+            distill(run)
+            trained = train(run)
+            measured = evaluate(run)
+            exported = export(run)
             run.save_recipe()
         value = {"run_dir": str(run.dir), "train": trained, "eval": measured, "export": exported}
         console.result(value, lambda: render_tables(Report.read(run.dir)))

@@ -47,13 +47,15 @@ def command(
             from headstart.train.sharing.distributed import REMEDY
 
             raise ConfigError(f"{', '.join(given)}: found in `headstart train`, expected in `headstart plan`. {REMEDY}")
+        from headstart.pipeline.distill import distill
         from headstart.pipeline.run import Run
+        from headstart.pipeline.train import train
         from headstart.recipes.load import load_recipe
 
         run = Run(load_recipe(recipe, overrides or []), console, ahead=("train",))
-        with run.steps.lock():
-            run.distill()
-            result = run.train()
+        with run.lock():
+            distill(run)
+            result = train(run)
             run.save_recipe()
         console.result(
             result, f"trained {result['step']} steps in {result['seconds']:.0f} s; the head is in {result['head']}"

@@ -61,10 +61,10 @@ def _tune(
     write: bool,
     console: Console,
 ) -> None:
+    from headstart.directory_lock import locked
     from headstart.eval.tuning.tune import tune
     from headstart.eval.tuning.tune_report import tuning_table, tuning_text, write_tuning
     from headstart.heads.published import published
-    from headstart.pipeline.markers import locked
     from headstart.pipeline.run import Run
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_evaluation, load_recipe

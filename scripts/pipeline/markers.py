@@ -16,17 +16,11 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from headstart.heads.errors import DataError, StorageError
-from headstart.heads.files import delete, explain_disk, read_json, remove_leftovers, set_aside, write_json
-
-#: directories of a run that files are written to (checkpoints/ looks after itself)
-MADE = ("steps", "data", "features/*", "head", "export", "export/*")
+from headstart.heads.files import delete, explain_disk, read_json, set_aside, write_json
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[str]:
@@ -57,7 +51,7 @@ def no_begin() -> None:
     """For work that is no step of a run."""
 
 
-class Steps:
+class Markers:
     """The markers of one run directory.
 
     Args:
@@ -68,7 +62,7 @@ class Steps:
     def __init__(self, run_dir: Path, say: Callable[[str], None], check: Callable[[], None] | None = None):
         self.run_dir, self.say, self._check = Path(run_dir), say, check
 
-    def marker(self, step: str) -> dict[str, Any]:
+    def read(self, step: str) -> dict[str, Any]:
         """The step's marker, {} when there is none. Raises StorageError when it cannot be read."""
         path = self._path(step)
         if not path.exists():
@@ -92,11 +86,11 @@ class Steps:
 
     def is_done(self, step: str, inputs: dict[str, Any], outputs: Sequence[Path]) -> bool:
         """Whether the step finished with these inputs and its outputs are still there."""
-        found = self.marker(step)
+        found = self.read(step)
         same = not any(changed(found.get("inputs"), _plain(inputs)))
         return found.get("status") == "done" and same and all(path.exists() for path in outputs)
 
-    def run(
+    def do(
         self,
         step: str,
         inputs: dict[str, Any],
@@ -124,7 +118,7 @@ class Steps:
                 where it has made anything.
         """
         inputs = _plain(inputs)
-        found = self.marker(step)
+        found = self.read(step)
         if not again and self.is_done(step, inputs, outputs):
             self.say(f"{step}: finished before ({found.get('seconds', 0):.0f} s), skipped")
             return found["result"]
@@ -193,45 +187,6 @@ class Steps:
             write_json(self._path(step), marker)
             shutil.rmtree(place)
         self.say(f"{step}: it failed before it made anything of worth; what was there is back in its place")
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep a second command out of the run directory. Raises StorageError when one is at work there.
-
-        What a killed command left half written there is removed.
-        """
-        with locked(self.run_dir, "name=… or run_dir=…"):
-            with explain_disk(self.run_dir):
-                for place in (self.run_dir, *(found for name in MADE for found in self.run_dir.glob(name))):
-                    remove_leftovers(place)
-            yield
-
-
-@contextmanager
-def locked(directory: Path, another: str, wait: bool = False) -> Iterator[None]:
-    """Keep a second command out of a directory that this one writes to; it is made where it is missing.
-
-    Args:
-        another: the options that name another place, for the message.
-        wait: wait for the other command to end, instead of raising.
-    Raises: StorageError when one is at work there, or the directory cannot be made.
-    """
-    if "\0" in str(directory):
-        raise StorageError(f"{str(directory)!r}: cannot be a path. Choose another place with {another}")
-    with explain_disk(directory, another):
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(directory / ".lock")
-        try:
-            lock.acquire(timeout=-1 if wait else 0)
-        except Timeout:
-            raise StorageError(
-                f"{directory}: another headstart command is working there; wait for it, or choose another place with "
-                f"{another}"
-            ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _plain(value: Any) -> Any:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from headstart.directory_lock import locked
 from headstart.eval.prompts import load_prompts
 from headstart.heads.errors import DataError
-from headstart.pipeline.markers import locked
 
 ONLY_FILES = ("data.distill.prompts=[]", "train.epochs=1")
 

@@ -20,9 +20,10 @@ from headstart.cli import main
 from headstart.data.prepare import PreparedData, TokenizeReport
 from headstart.data.samples import Sample
 from headstart.data.split import Split
+from headstart.directory_lock import locked
 from headstart.heads.errors import TrainingError
 from headstart.heads.provenance import git_revision
-from headstart.pipeline.run import held_out_prompts
+from headstart.pipeline.data import held_out_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 from train_fakes import forked  # noqa: E402
@@ -229,9 +230,7 @@ def test_a_signal_saves_and_the_run_continues(
 
 
 def test_two_commands_do_not_share_a_run_directory(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
-    from headstart.pipeline.markers import Steps
-
-    with Steps(tmp_path / "run", print).lock():
+    with locked(tmp_path / "run", "run_dir=…"):
         refused = headstart("run", recipe)
     assert refused.code == 1 and "another headstart command is working there" in refused.err
 

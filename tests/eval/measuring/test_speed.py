@@ -27,7 +27,7 @@ from headstart.eval.measuring.sweep import fit, gain_ends, spread
 from headstart.eval.measuring.task_results import Tally, section_of
 from headstart.heads.errors import ConfigError
 from headstart.heads.targets.target import Target
-from headstart.pipeline.run import summary
+from headstart.pipeline.evaluate import summary
 
 
 def decoded() -> Decoded:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from headstart.directory_lock import locked
 from headstart.heads.errors import StorageError
-from headstart.pipeline.markers import Begin, Steps, changed, locked
+from headstart.pipeline.markers import Begin, Markers, changed
 
 
 class Work:
@@ -30,46 +31,46 @@ class Work:
 
 def test_done_once(tmp_path: Path) -> None:
     said: list[str] = []
-    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head")
-    assert steps.run("train", {"lr": 1e-3, "sizes": (1, 2)}, [work.output], work) == {"runs": 1}
-    assert steps.run("train", {"sizes": [1, 2], "lr": 0.001}, [work.output], work) == {"runs": 1}
+    markers, work = Markers(tmp_path, said.append), Work(tmp_path / "head")
+    assert markers.do("train", {"lr": 1e-3, "sizes": (1, 2)}, [work.output], work) == {"runs": 1}
+    assert markers.do("train", {"sizes": [1, 2], "lr": 0.001}, [work.output], work) == {"runs": 1}
     assert said[0] == "train: starts" and "finished before" in said[1] and work.runs == 1
 
 
 def test_a_setting_that_an_older_version_did_not_know_is_no_change(tmp_path: Path) -> None:
     said: list[str] = []
-    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "answers")
-    steps.run("distill", {"settings": {"tokens": 8}}, [work.output], work)
-    steps.run("distill", {"settings": {"tokens": 8, "max_seconds": None}}, [work.output], work)
+    markers, work = Markers(tmp_path, said.append), Work(tmp_path / "answers")
+    markers.do("distill", {"settings": {"tokens": 8}}, [work.output], work)
+    markers.do("distill", {"settings": {"tokens": 8, "max_seconds": None}}, [work.output], work)
     assert "finished before" in said[-1] and work.runs == 1
-    steps.run("distill", {"settings": {"tokens": 8, "max_seconds": 5}}, [work.output], work)
+    markers.do("distill", {"settings": {"tokens": 8, "max_seconds": 5}}, [work.output], work)
     assert "max_seconds: null → 5" in said[-2] and work.runs == 2
     work.fail = True
     for inputs in ({"data": {"a": 1}, "lr": 1}, {"data": {"a": 1, "new": None}, "lr": 2}):
         with pytest.raises(RuntimeError):
-            steps.run("train", inputs, [tmp_path / "head"], work, lasting=lambda inputs: inputs["data"])
+            markers.do("train", inputs, [tmp_path / "head"], work, lasting=lambda inputs: inputs["data"])
     assert said[-1] == "train: continues with other settings (lr: 1 → 2)"
 
 
 def test_a_failed_step_continues(tmp_path: Path) -> None:
     said: list[str] = []
-    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head", fail=True)
+    markers, work = Markers(tmp_path, said.append), Work(tmp_path / "head", fail=True)
     with pytest.raises(RuntimeError):
-        steps.run("train", {"a": 1}, [work.output], work)
+        markers.do("train", {"a": 1}, [work.output], work)
     work.fail = False
     (tmp_path / "checkpoints").mkdir()
-    steps.run("train", {"a": 1}, [work.output], work, leftovers=[tmp_path / "checkpoints"])
+    markers.do("train", {"a": 1}, [work.output], work, leftovers=[tmp_path / "checkpoints"])
     assert said[-1] == "train: continues" and (tmp_path / "checkpoints").exists()
 
 
 def test_changed_inputs_set_the_old_work_aside(tmp_path: Path) -> None:
     said: list[str] = []
-    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head")
+    markers, work = Markers(tmp_path, said.append), Work(tmp_path / "head")
     cache = tmp_path / "features"
     for value in (1, 2, 3):
         cache.mkdir(exist_ok=True)
         (cache / "stale").touch()
-        steps.run("train", {"a": {"b": value}}, [work.output], work, caches=[cache])
+        markers.do("train", {"a": {"b": value}}, [work.output], work, caches=[cache])
         (cache / "stale").exists() or cache.mkdir(exist_ok=True)
     assert "its inputs changed (a.b: 1 → 2)" in said[1]
     assert (tmp_path / "previous/1-train/head/made.txt").read_text() == "1"
@@ -79,23 +80,23 @@ def test_changed_inputs_set_the_old_work_aside(tmp_path: Path) -> None:
 
 
 def test_changed_inputs_of_an_unfinished_step_start_afresh(tmp_path: Path) -> None:
-    steps, work = Steps(tmp_path, lambda message: None), Work(tmp_path / "head", fail=True)
+    markers, work = Markers(tmp_path, lambda message: None), Work(tmp_path / "head", fail=True)
     checkpoints = tmp_path / "checkpoints"
     with pytest.raises(RuntimeError):
-        steps.run("train", {"a": 1}, [work.output], work, leftovers=[checkpoints])
+        markers.do("train", {"a": 1}, [work.output], work, leftovers=[checkpoints])
     checkpoints.mkdir()
     work.fail = False
-    steps.run("train", {"a": 2}, [work.output], work, leftovers=[checkpoints])
+    markers.do("train", {"a": 2}, [work.output], work, leftovers=[checkpoints])
     assert not checkpoints.exists() and (tmp_path / "previous/1-train/checkpoints").exists()
 
 
 def test_an_unfinished_step_goes_on_with_settings_that_do_not_spoil_what_it_has_made(tmp_path: Path) -> None:
     said: list[str] = []
-    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head", fail=True)
+    markers, work = Markers(tmp_path, said.append), Work(tmp_path / "head", fail=True)
     checkpoints = tmp_path / "checkpoints"
 
     def run(lr: float, data: str) -> None:
-        steps.run(
+        markers.do(
             "train", {"lr": lr, "data": data}, [work.output], work, leftovers=[checkpoints],
             lasting=lambda inputs: inputs["data"],
         )  # fmt: skip
@@ -116,8 +117,8 @@ def test_an_unfinished_step_goes_on_with_settings_that_do_not_spoil_what_it_has_
 @pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])
 def test_a_mistake_does_not_cost_what_was_there(tmp_path: Path, stop: type[BaseException]) -> None:
     said: list[str] = []
-    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "export")
-    steps.run("export", {"engines": ["vllm"]}, [work.output], work)
+    markers, work = Markers(tmp_path, said.append), Work(tmp_path / "export")
+    markers.do("export", {"engines": ["vllm"]}, [work.output], work)
 
     def mistaken(begin: Begin) -> dict:
         raise stop
@@ -130,11 +131,11 @@ def test_a_mistake_does_not_cost_what_was_there(tmp_path: Path, stop: type[BaseE
     marker = (tmp_path / "steps/export.json").read_text()
     for refused in (mistaken, unlucky):
         with pytest.raises(stop):
-            steps.run("export", {"engines": ["tgi"]}, [work.output], refused)
+            markers.do("export", {"engines": ["tgi"]}, [work.output], refused)
         assert (work.output / "made.txt").read_text() == "1" and list(tmp_path.glob("previous/*")) == []
         assert json.loads((tmp_path / "steps/export.json").read_text()) == json.loads(marker)
         assert ("what was there is back in its place" in said[-1]) == (refused is unlucky)
-    steps.run("export", {"engines": ["vllm"]}, [work.output], work)
+    markers.do("export", {"engines": ["vllm"]}, [work.output], work)
     assert "finished before" in said[-1]
 
     def torn(begin: Begin) -> dict:
@@ -142,10 +143,10 @@ def test_a_mistake_does_not_cost_what_was_there(tmp_path: Path, stop: type[BaseE
         raise stop
 
     with pytest.raises(stop):
-        steps.run("export", {"engines": ["tgi"]}, [work.output], torn, worth=lambda: False)
+        markers.do("export", {"engines": ["tgi"]}, [work.output], torn, worth=lambda: False)
     assert (work.output / "made.txt").read_text() == "1" and list(tmp_path.glob("previous/*")) == []
     with pytest.raises(stop):
-        steps.run("export", {"engines": ["tgi"]}, [work.output], torn)
+        markers.do("export", {"engines": ["tgi"]}, [work.output], torn)
     assert (work.output / "made.txt").read_text() == "3"
     assert (tmp_path / "previous/1-export/export/made.txt").read_text() == "1"
 
@@ -153,23 +154,23 @@ def test_a_mistake_does_not_cost_what_was_there(tmp_path: Path, stop: type[BaseE
 def test_what_is_ahead_is_asked_once_before_the_first_step_that_is_not_done(tmp_path: Path) -> None:
     asked: list[str] = []
 
-    def steps(refuses: bool) -> Steps:
+    def markers(refuses: bool) -> Markers:
         def check() -> None:
             asked.append("asked")
             if refuses:
                 raise StorageError("no")
 
-        return Steps(tmp_path, lambda message: None, check)
+        return Markers(tmp_path, lambda message: None, check)
 
     work = Work(tmp_path / "head")
     with pytest.raises(StorageError):
-        steps(True).run("train", {"a": 1}, [work.output], work)
+        markers(True).do("train", {"a": 1}, [work.output], work)
     assert work.runs == 0 and list(tmp_path.iterdir()) == []
-    one = steps(False)
-    one.run("train", {"a": 1}, [work.output], work)
-    one.run("eval", {"a": 1}, [tmp_path / "report"], work)
+    one = markers(False)
+    one.do("train", {"a": 1}, [work.output], work)
+    one.do("eval", {"a": 1}, [tmp_path / "report"], work)
     assert len(asked) == 2 and work.runs == 2
-    steps(True).run("train", {"a": 1}, [work.output], work)  # nothing to do, nothing to ask
+    markers(True).do("train", {"a": 1}, [work.output], work)  # nothing to do, nothing to ask
     assert len(asked) == 2
 
 
@@ -190,11 +191,11 @@ def test_two_commands_do_not_write_to_one_place(tmp_path: Path) -> None:
 
 def test_a_step_that_was_done_goes_on_where_that_only_adds_to_it(tmp_path: Path) -> None:
     said: list[str] = []
-    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "answers")
+    markers, work = Markers(tmp_path, said.append), Work(tmp_path / "answers")
 
     def run(seconds: float, prompts: str) -> None:
         inputs = {"seconds": seconds, "prompts": prompts}
-        steps.run("distill", inputs, [work.output], work, lasting=lambda inputs: inputs["prompts"], extends=True)
+        markers.do("distill", inputs, [work.output], work, lasting=lambda inputs: inputs["prompts"], extends=True)
 
     run(1.0, "a")
     run(2.0, "a")
@@ -208,9 +209,9 @@ def test_a_step_that_was_done_goes_on_where_that_only_adds_to_it(tmp_path: Path)
 
 def test_a_step_is_done_again_when_asked_to(tmp_path: Path) -> None:
     said: list[str] = []
-    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head")
+    markers, work = Markers(tmp_path, said.append), Work(tmp_path / "head")
     for _ in range(3):
-        steps.run("train", {"a": 1}, [work.output], work, again="as asked (train.resume=false)")
+        markers.do("train", {"a": 1}, [work.output], work, again="as asked (train.resume=false)")
     assert said[1] == "train: done again, as asked (train.resume=false)"
     assert [(tmp_path / f"previous/{n}-train/head/made.txt").read_text() for n in (1, 2)] == ["1", "2"]
     assert (tmp_path / "head/made.txt").read_text() == "3"
@@ -227,8 +228,8 @@ def test_a_step_is_done_again_when_asked_to(tmp_path: Path) -> None:
     ],
 )
 def test_a_marker_that_cannot_be_read_is_told_with_the_remedy(tmp_path: Path, harm: Callable[[Path], object]) -> None:
-    steps, work = Steps(tmp_path, lambda message: None), Work(tmp_path / "head")
-    steps.run("train", {"a": 1}, [work.output], work)
+    markers, work = Markers(tmp_path, lambda message: None), Work(tmp_path / "head")
+    markers.do("train", {"a": 1}, [work.output], work)
     marker = tmp_path / "steps/train.json"
     if harm is None:
         marker.unlink()
@@ -236,18 +237,18 @@ def test_a_marker_that_cannot_be_read_is_told_with_the_remedy(tmp_path: Path, ha
     else:
         harm(marker)
     with pytest.raises(StorageError, match=r"steps/train.json: found what is not a step's marker .* Move it away"):
-        steps.run("train", {"a": 1}, [work.output], work)
+        markers.do("train", {"a": 1}, [work.output], work)
     marker.rename(tmp_path / "away")
-    assert steps.run("train", {"a": 1}, [work.output], work) == {"runs": 2}
+    assert markers.do("train", {"a": 1}, [work.output], work) == {"runs": 2}
 
 
 def test_a_missing_output_is_made_again(tmp_path: Path) -> None:
     said: list[str] = []
-    steps, work = Steps(tmp_path, said.append), Work(tmp_path / "head")
-    steps.run("train", {}, [work.output], work)
+    markers, work = Markers(tmp_path, said.append), Work(tmp_path / "head")
+    markers.do("train", {}, [work.output], work)
     (work.output / "made.txt").unlink()
     work.output.rmdir()
-    assert steps.run("train", {}, [work.output], work) == {"runs": 2}
+    assert markers.do("train", {}, [work.output], work) == {"runs": 2}
     assert "head is gone" in said[-1]
 
 

@@ -1,0 +1,83 @@
+"""The samples of a run: tokenised conversations to train on and to hold out. Not marked: every command makes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from headstart.data.config import DistillConfig, SourceConfig
+from headstart.data.prepare import ALONE, PreparedData, Ranks
+from headstart.data.prepare import prepare as tokenise
+from headstart.data.samples import Sample, supervise_everything
+from headstart.heads.errors import DataError
+from headstart.heads.files import write_json, write_text
+from headstart.pipeline.run import EVAL_DATA, Run
+
+
+def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
+    """Tokenised training and held-out samples; what became of the conversations is said.
+
+    Args: ranks: processes that call this together, the first time, and share the tokenising.
+    """
+    if run.prepared is None:
+        recipe, say = run.recipe, run.console.say
+        distilled = [SourceConfig(path=str(run.distilled_path))] if recipe.data.distill.prompts else []
+        if distilled and not run.distilled_path.is_file():
+            raise DataError(
+                f"{run.distilled_path}: no such file: the recipe's prompts (data.distill.prompts) were not "
+                "answered in this run. If it was made with other overrides, give them again, or "
+                f"{run.dir / 'recipe.yaml'} as the recipe, which has them; otherwise run `headstart distill` with "
+                "the same arguments first"
+            )
+        target = run.target
+        run.prepared = data = tokenise(
+            recipe.data, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks
+        )
+        for line in data.report.lines():
+            say(f"data: {line}")
+        if recipe.data.supervise == "all":
+            say("data: data.supervise=all trains on every token of these, prompts too")
+        say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
+        for line in data.split.lines():
+            say(f"data: {line}")
+        if "eval" in run.ahead and recipe.eval.data is None and not data.held_out:
+            raise DataError(f"eval.data: not set, and no conversation is held out. {EVAL_DATA}")
+    return run.prepared
+
+
+def trained_samples(run: Run) -> list[Sample]:
+    """What the loop trains on: the training samples under `data.supervise`."""
+    samples = prepare(run).train
+    return samples if run.recipe.data.supervise == "answers" else [supervise_everything(sample) for sample in samples]
+
+
+def without_prompts(run: Run) -> Run:
+    """The run without the prompts that are still to be answered: what there is to see before they are."""
+    return run.with_recipe(replace(run.recipe, data=replace(run.recipe.data, distill=DistillConfig())))
+
+
+def save_data_report(run: Run) -> None:
+    """Write data/report.json, and the held-out prompts, which an evaluation decodes, to data/held_out.jsonl."""
+    data = prepare(run)
+    held = data.held_out_report
+    report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
+    write_json(run.dir / "data" / "report.json", {**report, "split": data.split.as_dict()})
+    records = [
+        {"id": sample.id, "task": sample.meta.get("task") or "held_out", "prompt_token_ids": first_prompt(sample)}
+        for sample in held_out_prompts(data)
+    ]
+    write_text(run.held_out_path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def first_prompt(sample: Sample) -> list[int]:
+    """Token ids up to the first supervised token: what the target was asked."""
+    first = int((sample.turn_ids >= 0).argmax())
+    return sample.token_ids[:first].tolist()
+
+
+def held_out_prompts(data: PreparedData) -> list[Sample]:
+    """The first held-out sample of every prompt: a prompt with several answers is decoded once."""
+    found: dict[tuple[int, ...], Sample] = {}
+    for sample in data.held_out:
+        found.setdefault(tuple(first_prompt(sample)), sample)
+    return list(found.values())

@@ -1,0 +1,66 @@
+"""The step `distill`: the target answers the recipe's prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headstart.data import distill as distillation
+from headstart.data.sources import read_prompts
+from headstart.eval.decoding.generation import EngineGenerator
+from headstart.pipeline.inputs import answered
+from headstart.pipeline.markers import Begin
+from headstart.pipeline.run import Run
+from headstart.refusals import require_decoding
+
+
+def distill(run: Run) -> dict[str, Any] | None:
+    """Answer the recipe's prompts with the target; None when it has none."""
+    if not run.recipe.data.distill.prompts:
+        return None
+    path = run.distilled_path
+    return run.markers.do(
+        "distill",
+        run.inputs.distill,
+        [path],
+        lambda begin: _answer(run, begin),
+        leftovers=[path.with_name(path.name + ".skipped.json")],
+        lasting=answered,
+        extends=True,
+    )
+
+
+def _answer(run: Run, begin: Begin) -> dict[str, Any]:
+    run.require_one_process(
+        "the prompts are not answered yet",
+        "run `headstart distill RECIPE target.parallel=device_map` first (the layers over all GPUs of a machine)",
+    )
+    recipe, target = run.recipe, run.target
+    if "train" in run.ahead:
+        require_decoding(target, run.head_without_memory().spec, recipe.export.force)
+    data, generator = recipe.data, None
+    prompts = read_prompts(data.distill.prompts)
+    # captured cycles need a GPU, and one that holds the whole target
+    if target.device.type == "cuda" and recipe.target.parallel != "device_map":
+        generator = EngineGenerator(target, data.distill)
+    done = planned = 0
+    run.claim(begin)
+    with run.console.progress("distill", "answers") as advance:
+
+        def progress(count: int, total: int, message: str) -> None:
+            nonlocal done, planned
+            done, planned = count, total
+            advance(count, total, message)
+
+        path = distillation.distill(
+            target,
+            prompts,
+            data.distill,
+            run.distilled_path,
+            recipe.seed,
+            progress,
+            dict(data.template_kwargs),
+            generator,
+        )
+    with open(path, encoding="utf-8") as lines:
+        answers = sum(1 for _ in lines)
+    return {"path": str(path), "prompts": len(prompts), "answers": answers, "left": planned - done}

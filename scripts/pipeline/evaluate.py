@@ -1,0 +1,76 @@
+"""The step `eval`: acceptance and speed of the trained head, in report.json and report.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from headstart import identity
+from headstart.eval.config import RETIRED
+from headstart.eval.measuring.report import render_saved
+from headstart.eval.prompts import describe_data
+from headstart.evaluation import UNTRAINED, measure, say_own_data
+from headstart.heads.errors import ConfigError, FormatError
+from headstart.pipeline.markers import Begin
+from headstart.pipeline.run import EVAL_DATA, Run
+from headstart.recipes.load import to_dict
+from headstart.saved_heads import bound_head, recipe_of_head, untrained_head
+
+#: numbers of a report that a person asks for first
+FIRST = (
+    "tau",
+    "tau_ci95",
+    "per_position_acceptance",
+    "baseline_tokens_per_s",
+    "tokens_per_s",
+    "speedup",
+    "greedy_identity",
+)
+
+
+def evaluate(run: Run) -> dict[str, Any]:
+    """Measure the trained head; writes report.json and report.md."""
+    config, held_out = run.recipe.eval, run.held_out_path
+    trained = run.head_dir.is_dir()
+    if not trained and config.synthetic_acceptance is None:
+        raise FormatError(
+            f"{run.head_dir}: no trained head there; run `headstart train` first, give --head DIR, or ask what a "
+            "head would gain with eval.synthetic_acceptance=0.8 eval.data=FILE.jsonl"
+        )
+    if not config.data and not (held_out.is_file() and held_out.stat().st_size):
+        raise ConfigError(f"eval.data: not set, and {held_out} has no conversation. {EVAL_DATA}")
+    data = config.data or str(held_out)
+    inputs = {
+        "head": identity.of_saved_head(run.head_dir) if trained else dataclasses.asdict(run.recipe.head),
+        "target": identity.of_target(run.recipe.target),
+        "eval": {**RETIRED, **dataclasses.asdict(config)},
+        "data": describe_data(data),
+        "shorter_chains": run.recipe.shorter_chains,
+    }
+    report, rendered = run.dir / "report.json", run.dir / "report.md"
+    # report.md is made from report.json: where it is gone it is made again, and nothing is measured again
+    result = run.markers.do("eval", inputs, [report], lambda begin: _measure(run, data, begin), leftovers=[rendered])
+    if not rendered.is_file():
+        render_saved(report, run.console.say)
+    say_own_data(config.data, run.console)
+    return result
+
+
+def _measure(run: Run, data: Any, begin: Begin) -> dict[str, Any]:
+    run.check_eval_data()
+    place = run.head_dir if run.head_dir.is_dir() else None
+    if place is not None:
+        head, info = bound_head(place, run.target), {"path": str(place)}
+    else:
+        head, info = untrained_head(run.recipe.head, run.target), UNTRAINED
+    config = dataclasses.replace(run.recipe.eval, data=data)
+    values = recipe_of_head(to_dict(run.recipe), run.head_dir)
+    report = measure(run.target, head, config, run.console, values, info, run.recipe.shorter_chains, place)
+    begin()
+    path = report.save(run.dir)
+    return {"report": str(path), **summary(report.to_json())}
+
+
+def summary(report: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a report that a person asks for first, its tree and its notes."""
+    return {name: report[name] for name in FIRST} | {"tree": report["tree"]["label"], "notes": report["notes"]}

@@ -1,0 +1,59 @@
+"""The step `features`: the target's hidden states of all samples, stored where the recipe asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headstart.data.features import OnlineFeatures, StoredFeatures, build_store
+from headstart.data.memory import MemoryFeatures
+from headstart.data.samples import Sample
+from headstart.heads.base import Head
+from headstart.pipeline.data import prepare, trained_samples
+from headstart.pipeline.markers import Begin
+from headstart.pipeline.run import Run
+
+
+def store_features(run: Run) -> None:
+    """Store the hidden states of all samples (`data.features=stored`)."""
+    if run.recipe.data.features != "stored":
+        return
+    store = run.dir / "features"
+    if run.recipe.target.parallel == "fsdp2" and (store / "train" / "manifest.json").is_file():
+        return  # what it holds is checked when it is read
+    run.require_one_process("the features are not stored yet", "set data.features=online")
+    inputs = {"data": run.inputs.data, "feature_layers": list(run.head_without_memory().spec.layer_ids)}
+    run.markers.do("features", inputs, [store / "train"], lambda begin: _store(run, begin), caches=[store])
+
+
+def _store(run: Run, begin: Begin) -> dict[str, Any]:
+    data, config, store = prepare(run), run.recipe.data, run.dir / "features"
+    spec = run.head_without_memory().spec
+    run.claim(begin)
+    for name, samples in (("train", trained_samples(run)), ("held_out", data.held_out)):
+        if not samples:
+            continue
+        with run.console.progress(f"features ({name})", "tokens") as advance:
+            build_store(
+                run.target, samples, spec, store / name, config.features_dtype, config.shard_tokens,
+                config.pack_tokens, advance,
+            )  # fmt: skip
+    size = sum(path.stat().st_size for path in store.rglob("*.safetensors"))
+    return {"path": str(store), "layer_ids": list(spec.layer_ids), "bytes": size}
+
+
+def feature_source(
+    run: Run, samples: list[Sample], name: str, head: Head, depth: int
+) -> OnlineFeatures | StoredFeatures | MemoryFeatures:
+    """Where training reads the features of these samples (`data.features`).
+
+    Args:
+        name: "train" or "held_out".
+        depth: of the anchors.
+    """
+    kind, target = run.recipe.data.features, run.target
+    if kind == "memory":
+        with run.console.progress(f"features ({name})", "tokens") as advance:
+            return MemoryFeatures(target, samples, head.spec, depth, progress=advance)
+    if kind != "stored":
+        return OnlineFeatures(target, samples, head.spec, depth)
+    return StoredFeatures(run.dir / "features" / name, depth, target.device, head.spec, target.fingerprint(), samples)

@@ -1,0 +1,99 @@
+"""What the steps of a run depend on. Markers hold these values: a step is done again when its own have changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+from headstart import identity
+from headstart.data.split import SPLIT_RULE
+from headstart.pipeline.markers import Markers
+from headstart.recipes.load import to_dict
+from headstart.recipes.schema import Recipe
+from headstart.saved_heads import find_head
+
+#: settings that change how training is watched, not what it makes
+WATCHING = (
+    "parallel",
+    "capture",
+    "tracker",
+    "project",
+    "log_every",
+    "prefetch",
+    "resume",
+    "save_every",
+    "keep",
+    "disk_wait",
+)
+#: settings of the data node that change how features are stored, not what they are
+STORING = ("shard_tokens",)
+#: file of a run that holds the answers to the recipe's prompts
+DISTILLED = "data/distilled.jsonl"
+
+
+class Inputs:
+    """The inputs of the steps that make a head: JSON values, each computed when it is first asked for, then kept."""
+
+    def __init__(self, recipe: Recipe, markers: Markers):
+        self._recipe, self._markers = recipe, markers
+
+    @cached_property
+    def distill(self) -> dict[str, Any]:
+        config = self._recipe.data.distill
+        return {
+            "target": identity.of_target(self._recipe.target),
+            "prompts": identity.of_sources(config.prompts),
+            "settings": identity.without(dataclasses.asdict(config), "prompts"),
+            "template_kwargs": dict(self._recipe.data.template_kwargs),
+            "seed": self._recipe.seed,
+        }
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        data = self._recipe.data
+        return {
+            "target": identity.of_target(self._recipe.target),
+            "sources": identity.of_sources(data.sources),
+            "held_out": identity.of_sources(data.held_out),
+            "distilled": self._distilled() if data.distill.prompts else None,
+            "split": SPLIT_RULE,
+            "settings": identity.without(dataclasses.asdict(data), "distill", "sources", "held_out", *STORING),
+            "seed": self._recipe.seed,
+        }
+
+    def _distilled(self) -> dict[str, Any]:
+        """What the answers depend on. If the time limit left prompts unanswered, also which answers there are."""
+        result = self._markers.read("distill").get("result") or {}
+        path = self._markers.run_dir / DISTILLED
+        partial = bool(result.get("left")) and path.is_file()
+        return {**answered(self.distill), "answers": identity.of_file(path) if partial else None}
+
+    @cached_property
+    def train(self) -> dict[str, Any]:
+        recipe = self._recipe
+        settings = identity.without(dataclasses.asdict(recipe.train), *WATCHING)
+        inputs = {"data": self.data, "head": dataclasses.asdict(recipe.head), "train": settings}
+        if recipe.start_from is not None:
+            inputs["start_from"] = identity.of_head(find_head(recipe.start_from, "start_from"))
+        return inputs
+
+    def recipe_facts(self) -> dict[str, Any]:
+        """The recipe as saved heads and exports carry it: own data also by its digest, because its name is removed."""
+        values = to_dict(self._recipe)
+        data, distill = values["data"], values["data"]["distill"]
+        lists = [(data, "sources", self.data), (data, "held_out", self.data), (distill, "prompts", self.distill)]
+        for node, name, inputs in lists:
+            digests = [{key: value for key, value in source.items() if key == "sha256"} for source in inputs[name]]
+            node[name] = [{**source, **digest} for source, digest in zip(node[name], digests, strict=True)]
+        return values
+
+
+def answered(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The part of distillation's inputs that its answers depend on: another time limit keeps them and adds more."""
+    return {**inputs, "settings": identity.without(inputs["settings"], "max_seconds")}
+
+
+def lasting(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The part of training's inputs that may not change under way: data, head, seed. Others count from then on."""
+    return {**inputs, "train": {"seed": inputs["train"]["seed"]}}

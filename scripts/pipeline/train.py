@@ -1,0 +1,169 @@
+"""The step `train`: the head is trained and saved in the portable format."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from headstart.data.packing import plan_packs
+from headstart.data.prepare import PreparedData
+from headstart.data.samples import token_counts
+from headstart.eval.measuring.benchmark import tau_probe
+from headstart.heads import vocab
+from headstart.heads.base import Head
+from headstart.heads.errors import Terminated
+from headstart.heads.families import build_head
+from headstart.heads.formats import save_head
+from headstart.heads.formats.shards import shard_bytes
+from headstart.heads.provenance import provenance
+from headstart.pipeline.data import first_prompt, held_out_prompts, prepare, save_data_report, trained_samples
+from headstart.pipeline.features import feature_source, store_features
+from headstart.pipeline.inputs import lasting
+from headstart.pipeline.markers import Begin, no_begin
+from headstart.pipeline.run import Run
+from headstart.refusals import require_decoding
+from headstart.saved_heads import continued_head
+from headstart.train import loop
+from headstart.train.checkpoints.resume import TRAINED
+from headstart.train.coverage import measure_coverage
+from headstart.train.launching.setup import check_layout
+from headstart.train.step import autocast_dtype
+from headstart.train.validate import Validator
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train the head in this process. Ends early, resumably, at the first Ctrl-C."""
+    require_layout(run, 1, 1)
+    if not is_trained(run):
+        store_features(run)
+    return train_once(run)
+
+
+def require_layout(run: Run, ranks: int, node_ranks: int, kind: str | None = None) -> None:
+    """Raise ConfigError where so many ranks cannot train this recipe; see train.launching.setup.check_layout."""
+    check_layout(kind or run.recipe.train.parallel, run.recipe.train, run.recipe.target, ranks, node_ranks)
+
+
+def is_trained(run: Run) -> bool:
+    """Whether a head trained like this is there, and may stay (`train.resume`)."""
+    outputs = [run.head_dir, run.held_out_path]
+    return run.recipe.train.resume and run.markers.is_done("train", run.inputs.train, outputs)
+
+
+def train_once(run: Run, accelerator: Any = None, watch: Any = None) -> dict[str, Any]:
+    """`train_head` as a marked step: skipped when it is done; what another recipe had made there is moved away."""
+    return run.markers.do(
+        "train",
+        run.inputs.train,
+        [run.head_dir, run.held_out_path],
+        lambda begin: train_head(run, accelerator, watch, lambda: run.claim(begin)),
+        leftovers=[run.dir / name for name in TRAINED],
+        lasting=lasting,
+        again="" if run.recipe.train.resume else "as asked (train.resume=false)",
+        worth=lambda: run.head_dir.is_dir() or any((run.dir / "checkpoints").glob("step-*")),
+    )
+
+
+def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begin = no_begin) -> dict[str, Any]:
+    """Train on the ranks of `accelerator` (None: this process alone) under their `watch`; rank 0 writes.
+
+    Args: begin: called when everything is ready to train on.
+    """
+    recipe, target, data = run.recipe, run.target, prepare(run)
+    main = accelerator is None or accelerator.is_main_process
+    head = fresh_head(run)
+    samples = trained_samples(run)
+    source = feature_source(run, samples, "train", head, head.depth)
+    _say_coverage(run, head, source)
+    origin = {**provenance(target.device), "recipe": run.inputs.recipe_facts(), "target": target.fingerprint()}
+    validator = _validator(run, data, head, accelerator)
+    require_decoding(target, head.spec, recipe.export.force)
+    begin()
+    if main:
+        save_data_report(run)
+    result = loop.train(
+        head,
+        source,
+        target.teacher,
+        source.lengths,
+        recipe.train,
+        run.dir,
+        validator,
+        provenance=origin,
+        pack_tokens=recipe.data.pack_tokens,
+        supervised=[sample.supervised for sample in samples],
+        accelerator=accelerator,
+        watch=watch,
+        progress=not run.console.silent,
+        chain=measured_chain(run, head),
+    )
+    if result.stopped == "signal":
+        raise KeyboardInterrupt if result.interrupted else Terminated
+    values = dataclasses.asdict(result)
+    if main:
+        origin["training"] = values
+        # counts alone: names of conversations are the user's
+        origin["data"] = {name: n for name, n in data.report.as_dict().items() if isinstance(n, int | float)}
+        save_head(head, run.head_dir, origin, max_shard_bytes=shard_bytes(recipe.export.max_shard_size))
+    return {**values, "head": str(run.head_dir)}
+
+
+def fresh_head(run: Run) -> Head:
+    """The head as training starts: seeded, its draft vocabulary chosen by the data, or that of `start_from`."""
+    target, config, say = run.target, run.recipe.head, run.console.say
+    torch.manual_seed(run.recipe.seed)
+    if run.recipe.start_from is not None:
+        say(f"training goes on from {run.recipe.start_from}")
+        head = continued_head(run.recipe.start_from, config, target)
+        target.keep_rows(head.draft_ids_U)
+        return head
+    head = build_head(config, target.dims)
+    size, draft_ids_U = head.draft_vocab_size, None
+    if size is not None:
+        count_V = token_counts(prepare(run).train, target.dims.vocab_size)
+        draft_ids_U = vocab.choose_draft_vocab(count_V, size, target.stop_token_ids)
+        covered = vocab.coverage(count_V, draft_ids_U)
+        share = f"{size} of {target.dims.vocab_size} tokens, {covered:.1%} of those that the data's answers hold"
+        say(f"draft vocabulary: {share}")
+    head = head.to(target.device)
+    head.initialise(target.ends, draft_ids_U)
+    target.keep_rows(head.draft_ids_U)
+    head.bind(target.ends)
+    return head
+
+
+def _say_coverage(run: Run, head: Head, source: Any) -> None:
+    """Say how many of a few rows the draft vocabulary lets train; ranks that fetch together learn it later."""
+    if head.draft_ids_U is None or run.target.lockstep:
+        return
+    inside, rows = measure_coverage(head, source, run.recipe.seed)
+    if rows:
+        share = f"{inside / rows:.1%} of {rows} supervised rows of some training samples"
+        more = "" if inside / rows >= 0.9 else "; a larger head.draft_vocab_size lets more of them train"
+        run.console.say(f"draft vocabulary: the target's choice is in it on {share}; the others carry no loss{more}")
+
+
+def measured_chain(run: Run, head: Head) -> int:
+    """Drafts of the chain that training measures: the evaluation's depth, unless `train.tau_depth` says another."""
+    depth = run.recipe.train.tau_depth or run.recipe.eval.tree.depth
+    return depth if head.longest_chain is None else min(depth, head.longest_chain)
+
+
+def _validator(run: Run, data: PreparedData, head: Head, accelerator: Any) -> Validator | None:
+    if not data.held_out:
+        return None
+    config, target = run.recipe.train, run.target
+    chain = measured_chain(run, head)
+    source = feature_source(run, data.held_out, "held_out", head, max(head.depth, chain))
+    packs = plan_packs(source.lengths, run.recipe.data.pack_tokens, 0, 0)
+    prompts = [first_prompt(sample) for sample in held_out_prompts(data)[: config.tau_prompts]]
+
+    def probe(trained: Head) -> float:
+        return tau_probe(target, trained, prompts, config.tau_tokens, chain)
+
+    rank, size = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
+    autocast = autocast_dtype(config.mixed_precision, target.device)
+    measure = probe if prompts and not target.lockstep else None  # one rank alone cannot run a sharded target
+    return Validator(source, packs, target.teacher, measure, config.tau_every, autocast, rank, size, chain)

@@ -48,10 +48,14 @@ class SumNames:
         """[T]: positions that carry each term's loss."""
         return sums_S[: len(self.terms)]
 
-    def ratios(self, sums_S: Tensor, prefix: str) -> dict[str, float]:
-        """The metrics, as they are logged; one without a denominator is absent. Args: sums_S: on the host."""
+    def fractions(self, sums_S: Tensor) -> tuple[Tensor, Tensor]:
+        """(numerator_M, denominator_M) of the metrics."""
         numerator_M, denominator_M = sums_S[len(self.terms) :].view(2, len(self.metrics))
-        parts = zip(self.metrics, numerator_M, denominator_M, strict=True)
+        return numerator_M, denominator_M
+
+    def ratios(self, sums_S: Tensor, prefix: str) -> dict[str, float]:
+        """The metrics, as they are logged; one whose denominator is 0 is absent. Args: sums_S: on the host."""
+        parts = zip(self.metrics, *self.fractions(sums_S), strict=True)
         return {f"{prefix}/{name}": float(part / whole) for name, part, whole in parts if whole > 0}
 
 

@@ -63,7 +63,7 @@ class DraftStep:
         """What the rows are made of (an EAGLE-1 head's fc comes after it); None = whatever the head does."""
         head, kind = self.head, type(self.head)
         if head.embed_VD is None:
-            raise RuntimeError("the head is not bound to a target: call bind(embed_VD, teacher) first")
+            raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
         if isinstance(head, Eagle3Head) and kind.mix is Eagle3Head.mix:
             embed_VD = head.embed_VD if head.embed_tokens is None else head.embed_tokens.weight.detach()
             return DraftInput(embed_VD, (norm_of(head.midlayer.input_layernorm), norm_of(head.midlayer.hidden_norm)))

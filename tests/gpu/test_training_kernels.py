@@ -51,7 +51,7 @@ def batch_of(lengths: list[int], depth: int, vocab: int = 512) -> FeatureBatch:
 def parts_of(sums_S: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Counts, tokens walked over, and the metrics' denominators without the walked cycles."""
     names = SumNames.of(head)
-    numerator_M, denominator_M = sums_S[len(names.terms) :].view(2, len(names.metrics))
+    numerator_M, denominator_M = names.fractions(sums_S)
     return names.counts(sums_S), numerator_M[-1], denominator_M[:-1]
 
 

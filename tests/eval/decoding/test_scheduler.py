@@ -159,7 +159,7 @@ def test_captured_cycles_ask_the_scheduler(
     monkeypatch.setattr(Loop, "choose_ways", lambda loop: None)
     there = Target.from_model(copy.deepcopy(target.model).to("cuda"))
     head = copy.deepcopy(eagle3.head).to("cuda")
-    head.bind(there.embed_VD, there.teacher)
+    head.bind(there.ends)
     tree = TreeConfig("chain", 4)
     drafter = drafter_of(head, tree)
     fused = FusedModel(there.model, attention_windows(there.model.config))

@@ -19,6 +19,7 @@ from headstart.data.hub import load_rows
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import parse_record
 from headstart.data.sources import read_records, source_path
+from headstart.eval.config import EvalConfig
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.files import explain_read, is_file, require_regular, sha256_file
 
@@ -119,6 +120,13 @@ def data_label(data: Any) -> str:
     return "+".join(source.name.replace("/", "-") for source in eval_sources(data))[:80]
 
 
+def eval_prompts(config: EvalConfig) -> list[Prompt]:
+    """The prompts of an evaluation. Raises: ConfigError where `eval.data` names none; as `load_prompts`."""
+    if config.data is None:
+        raise ConfigError("eval.data is not set: give --data FILE.jsonl, or eval.data=FILE.jsonl: a file of prompts")
+    return load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+
+
 def load_prompts(
     data: Any,
     limit: int | None = None,
@@ -167,13 +175,3 @@ def _named(prompt: Prompt) -> Prompt:
 def _other(task: str | None, name: str) -> str:
     """`name` in the place of "all", which is the name of the total."""
     return name if task in (None, "all") else str(task)
-
-
-def batches(prompts: list[Prompt], size: int) -> Iterator[tuple[str, int, list[Prompt]]]:
-    """(task, turn, prompts): batches never mix tasks, so that each task has its own clock; turns run in order."""
-    for task in dict.fromkeys(str(prompt.task) for prompt in prompts):
-        members = [prompt for prompt in prompts if prompt.task == task]
-        for start in range(0, len(members), size):
-            group = members[start : start + size]
-            for turn in range(max(prompt.answers for prompt in group)):
-                yield task, turn, [prompt for prompt in group if turn < prompt.answers]

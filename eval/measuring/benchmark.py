@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
-from itertools import count
 from typing import Any
 
-from headstart.data.chat import RefusedError
-from headstart.data.prompts import Chats, Prompt
-from headstart.data.records import Message, unread_note
-from headstart.eval.config import EvalConfig, TreeConfig, check_config
+from headstart.data.prompts import Prompt
+from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decoding.decode import Answer, Cycle, Decoded
-from headstart.eval.decoding.session import Decoder, positions_of
+from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.measuring.breakdown import cycle_parts
+from headstart.eval.measuring.contexts import Contexts, first_contexts
+from headstart.eval.measuring.conversations import Conversations, Progress
 from headstart.eval.measuring.generate import GenerateBaseline
-from headstart.eval.measuring.metrics import Pace, acceptance
+from headstart.eval.measuring.metrics import Pace, acceptance, expected_tau
 from headstart.eval.measuring.report import Report
 from headstart.eval.measuring.sweep import check_contexts, sweep, sweep_points
-from headstart.eval.measuring.task_results import Found, Tally, report_of
-from headstart.eval.prompts import batches, load_prompts
+from headstart.eval.measuring.task_results import TaskResults, report_of
+from headstart.eval.prompts import eval_prompts
 from headstart.heads.base import Head
-from headstart.heads.errors import ConfigError, DataError
+from headstart.heads.errors import ConfigError
 from headstart.heads.families.autoregressive import AutoregressiveHead
 from headstart.heads.families.medusa.head import MedusaHead
+from headstart.heads.provenance import device_name
 from headstart.heads.targets.target import Target
-
-#: called with (prompts done, prompts in all, what is being decoded)
-Progress = Callable[[int, int, str], None]
 
 
 def evaluate(
@@ -57,9 +52,7 @@ def evaluate(
         raise ConfigError(
             f"eval.dtype: found {config.dtype!r}, the target is loaded in {dtype}; set target.dtype={config.dtype}"
         )
-    if config.data is None:
-        raise ConfigError("eval.data is not set: give a JSONL file of prompts, e.g. eval.data=prompts.jsonl")
-    prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+    prompts = eval_prompts(config)
     if head is not None:
         attach(head, target)
     drafter = drafter or build_drafter(head, config)
@@ -72,11 +65,29 @@ def evaluate(
     try:
         if head is not None:
             head.eval()
-        found = _measure(target, drafter, config, prompts, progress)
+        measured = _Measurement(target, drafter, config, prompts, progress)
+        measured.run()
     finally:
         if head is not None:
             head.train(training)
-    return report_of(target, head, drafter, config, dtype, len(prompts), found, recipe, head_info).published()
+    sampling = measured.decoder.sampling
+    return report_of(
+        config,
+        measured.tasks,
+        identity=sampling.greedy and not sampling.lossy and config.baseline and drafter is not None,
+        timing={"capture_s": measured.decoder.graphs.seconds or None, "ready_s": measured.ready_s},
+        target=target.fingerprint(),
+        head=_describe(head, head_info),
+        drafter=drafter.name if drafter is not None else "plain",
+        dtype=dtype,
+        device=device_name(target.device),
+        tree={**_by_name(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
+        recipe=recipe or {},
+        notes=_notes(target, measured),
+        sweeps=measured.sweeps or None,
+        cycle=measured.cycle,
+        generate=None if measured.generate is None else measured.generate.report(),
+    ).published()
 
 
 def attach(head: Head, target: Target) -> None:
@@ -92,168 +103,127 @@ def attach(head: Head, target: Target) -> None:
         head.bind(target.ends)
 
 
-def _measure(
-    target: Target, drafter: Drafter | None, config: EvalConfig, prompts: list[Prompt], progress: Progress | None
-) -> Found:
-    began, ready_s = time.perf_counter(), None
-    decoder = Decoder(target, config)
-    tallies = {str(prompt.task): Tally() for prompt in prompts}
-    generate = GenerateBaseline(target, decoder.sampling, config.max_new_tokens) if config.generate_baseline else None
-    plain = config.baseline or drafter is None
-    decoded_turns, total = 0, sum(prompt.answers for prompt in prompts) + sweep_points(config)
-    starts = first_contexts(prompts, target, config)
-    talks = _Talks(target, config, prompts, starts)
-    warm = config.warmup_tokens < 1
-    for number, (task, turn, asked) in enumerate(batches(prompts, config.batch_size)):
-        if progress is not None:
-            progress(decoded_turns, total, task)
-        decoded_turns += len(asked)
-        batch, contexts = talks.ask(asked, turn)
-        if not batch:
-            continue
-        if not warm:
-            for way in [None] * plain + [drafter] * (drafter is not None):
-                decoder.run(contexts, way, config.warmup_tokens, config.seed)
-            if generate is not None:
-                GenerateBaseline(target, decoder.sampling, config.warmup_tokens).run(contexts[0])
-            warm = True
-        if ready_s is None:
-            ready_s = time.perf_counter() - began
-        tally, seed, limits = tallies[task], config.seed + number, decoder.limits(contexts)
-        base = decoder.run(contexts, None, limits, seed) if plain else None
-        spec = decoder.run(contexts, drafter, limits, seed) if drafter is not None else None
-        _book(tally, batch, turn, base, spec)
-        if base is not None and spec is not None and decoder.sampling.greedy and not decoder.sampling.lossy:
-            _compare(tally, decoder, batch, turn, contexts, base, spec)
-        for row, context in enumerate(contexts if generate is not None else []):
-            generate.run(context, seed + row)  # type: ignore[union-attr]
-        # plain answers go on into the next turn, so that both ways see the same context
-        talks.answer(batch, turn, (base or spec).answers, limits)  # type: ignore[union-attr]
-    steps = count(decoded_turns)
-    say = None if progress is None else lambda what: progress(next(steps), total, what)
-    sweeps = sweep(decoder, drafter, config, starts, say)
-    parts = None
-    if config.cycle_parts and drafter is not None and drafter.captures and starts:
-        # the prompt of middle length stands for all
-        middle = sorted(starts, key=len)[len(starts) // 2]
-        parts = cycle_parts(decoder, drafter, [middle] * config.batch_size)
-    if progress is not None:
-        progress(total, total, "done")
-    captured = decoder.graphs.seconds
-    return Found(tallies, sweeps, generate, decoder.unfused, captured, ready_s, parts, talks.notes())
+def _describe(head: Head | None, head_info: dict[str, Any] | None) -> dict[str, Any] | None:
+    if head is None:
+        return head_info
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    return {"type": head.family, "config": _by_name(head.config), "parameters": parameters, **(head_info or {})}
 
 
-class _Talks:
-    """The prompts' conversations as they grow, and what the target's positions and its template cut off them.
+def _by_name(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
 
-    Args: starts: first_contexts of the prompts.
+
+class _Measurement:
+    """One evaluation: every prompt decoded plainly and speculatively, then the sweeps.
+
+    Attributes:
+        tasks: results by task.
+        sweeps: over batch sizes and context lengths.
+        cycle: milliseconds of a cycle's parts (breakdown.cycle_parts), or None.
+        ready_s: seconds from a loaded target to the first measured token: choosing kernels, compiling, capturing,
+            warming up.
     """
 
-    def __init__(self, target: Target, config: EvalConfig, prompts: list[Prompt], starts: list[list[int]]):
-        self.config, self.positions, self.chats = config, positions_of(target), chats_of(target, config)
-        self.starts = {id(prompt): start for prompt, start in zip(prompts, starts, strict=True)}
-        self.answers: dict[int, list[Message]] = {id(prompt): [] for prompt in prompts}
-        self.ended: dict[int, str] = {}
-        self.unread = Counter(name for prompt in prompts for name in prompt.unread)
-        self.left_out: Counter[str] = Counter()
-        self.cut = 0
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        config: EvalConfig,
+        prompts: list[Prompt],
+        progress: Progress | None,
+    ):
+        self.began = time.perf_counter()
+        self.target, self.drafter, self.config = target, drafter, config
+        self.decoder = Decoder(target, config)
+        self.generate = self._generate(config.max_new_tokens) if config.generate_baseline else None
+        self.plain = config.baseline or drafter is None
+        prompts, self.first, self.dropped = first_contexts(prompts, target, config)
+        self.conversations = Conversations(prompts, progress, sweep_points(config))
+        self.contexts = Contexts(target, config, self.conversations, self.first)
+        self.tasks = {str(prompt.task): TaskResults() for prompt in prompts}
+        self.sweeps: dict[str, Any] = {}
+        self.cycle: dict[str, float] | None = None
+        self.ready_s: float | None = None
 
-    def ask(self, prompts: list[Prompt], turn: int) -> tuple[list[Prompt], list[list[int]]]:
-        """Prompts whose question of this turn can be asked, with its context."""
-        asked, contexts = [], []
-        for prompt in prompts:
-            context = self._context(prompt, turn) if id(prompt) not in self.ended else None
-            if context is None:
-                self.left_out[self.ended[id(prompt)]] += 1
-            else:
-                asked.append(prompt)
-                contexts.append(context)
-        return asked, contexts
+    def _generate(self, limit: int) -> GenerateBaseline:
+        return GenerateBaseline(self.target, self.decoder.sampling, limit)
 
-    def _context(self, prompt: Prompt, turn: int) -> list[int] | None:
-        if not turn:
-            return self.starts[id(prompt)]
-        try:
-            context = self.chats.prompt_ids(prompt, self.answers[id(prompt)])
-        except RefusedError as error:
-            self.ended[id(prompt)] = error.reason
-            return None
-        if len(context) < self.positions:
-            return context
-        self.ended[id(prompt)] = f"the target has {self.positions} positions, which their conversations fill"
-        return None
-
-    def answer(self, prompts: list[Prompt], turn: int, answers: list[Answer], limits: list[int]) -> None:
-        """Add the messages that the answers stand for; one that cannot be told ends its conversation."""
-        for prompt, answer, limit in zip(prompts, answers, limits, strict=True):
-            self.cut += limit < self.config.max_new_tokens and answer.finish_reason == "length"
-            if turn + 1 == prompt.answers:
+    def run(self) -> None:
+        decoder, drafter, config = self.decoder, self.drafter, self.config
+        for asked in self.conversations.batches(config.batch_size):
+            batch, contexts = self.contexts.of(asked.prompts, asked.turn)
+            if not batch:
                 continue
-            said = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
-            try:
-                self.answers[id(prompt)].append(self.chats.of(prompt).answer_message(said))
-            except RefusedError as error:
-                self.ended[id(prompt)] = error.reason
+            if self.ready_s is None:
+                self._warm_up(contexts)
+                self.ready_s = time.perf_counter() - self.began
+            seed, limits = config.seed + asked.number, decoder.limits(contexts)
+            base = decoder.run(contexts, None, limits, seed) if self.plain else None
+            spec = decoder.run(contexts, drafter, limits, seed) if drafter is not None else None
+            _book(self.tasks[asked.task], batch, base, spec)
+            if base is not None and spec is not None and decoder.sampling.greedy and not decoder.sampling.lossy:
+                _compare(self.tasks[asked.task], decoder, batch, asked.turn, contexts, base, spec)
+            if self.generate is not None:
+                for row, context in enumerate(contexts):
+                    self.generate.run(context, seed + row)
+            # plain answers go on into the next turn, so that both ways see the same context
+            self.contexts.answered(batch, asked.turn, (base or spec).answers, limits)  # type: ignore[union-attr]
+        self.sweeps = sweep(decoder, drafter, config, self.first, self.conversations.tell)
+        if config.cycle_parts and drafter is not None and drafter.captures and self.first:
+            # the prompt of middle length stands for all
+            middle = sorted(self.first, key=len)[len(self.first) // 2]
+            self.cycle = cycle_parts(decoder, drafter, [middle] * config.batch_size)
+        self.conversations.finish()
 
-    def notes(self) -> list[str]:
-        notes = [f"{count} later turns were left out: {reason}" for reason, count in self.left_out.items()]
-        if self.cut:
-            reason = f"the target has {self.positions} positions"
-            notes.insert(0, f"{self.cut} answers end before eval.max_new_tokens={self.config.max_new_tokens}: {reason}")
-        unread = unread_note(self.unread)
-        return [*notes, *self.chats.notes, *([unread] if unread else [])]
-
-
-def chats_of(target: Target, config: EvalConfig) -> Chats:
-    return Chats(target.tokenizer, target.stop_token_ids, dict(config.template_kwargs))
-
-
-def first_contexts(prompts: list[Prompt], target: Target, config: EvalConfig) -> list[list[int]]:
-    """Token ids that the first answers of the prompts are to follow.
-
-    Raises: DataError naming a prompt that leaves no room, that the template refuses, or whose ids are not the target's.
-    """
-    chats, positions, contexts = chats_of(target, config), positions_of(target), []
-    for prompt in prompts:
-        try:
-            context = chats.prompt_ids(prompt)
-        except RefusedError as error:
-            raise DataError(f"prompt {prompt.id} ({prompt.where}): {error}: change it, or leave it out") from error
-        if not context:
-            raise DataError(f"prompt {prompt.id} ({prompt.where}): has no tokens: change it, or leave it out")
-        if prompt.prompt_token_ids is not None and max(context) >= target.dims.vocab_size:
-            raise DataError(
-                f"prompt {prompt.id}: prompt_token_ids: found {max(context)}, the target has {target.dims.vocab_size} "
-                "tokens: these ids are another tokenizer's"
-            )
-        if len(context) >= positions:
-            raise DataError(
-                f"prompt {prompt.id}: found {len(context)} tokens, the target has {positions} positions: shorten it, "
-                "or leave it out"
-            )
-        contexts.append(context)
-    return contexts
+    def _warm_up(self, contexts: list[list[int]]) -> None:
+        tokens = self.config.warmup_tokens
+        if tokens < 1:
+            return
+        for way in [None] * self.plain + [self.drafter] * (self.drafter is not None):
+            self.decoder.run(contexts, way, tokens, self.config.seed)
+        if self.generate is not None:
+            self._generate(tokens).run(contexts[0])
 
 
-def _book(tally: Tally, batch: list[Prompt], turn: int, base: Decoded | None, spec: Decoded | None) -> None:
+def _notes(target: Target, measured: _Measurement) -> list[str]:
+    sampling, unfused, notes = measured.decoder.sampling, measured.decoder.unfused, []
+    if sampling.synthetic is not None:
+        rates = ", ".join(f"{rate:g}" for rate in sampling.synthetic)
+        notes.append(
+            f"SYNTHETIC acceptance ({rates} by level, τ {expected_tau(sampling.synthetic):.3f} if every row drafts all "
+            "levels): the text is not the target's, τ is what was asked for and not the head's; times are real"
+        )
+    elif sampling.lossy:
+        notes.append("typical acceptance is LOSSY: the output distribution is not the target's")
+    if unfused is not None:
+        notes.append(f"the target ran by transformers' own forward, slower than the fused one: {unfused}")
+    notes += [*measured.dropped, *measured.contexts.notes()]
+    if target.device.type == "cpu":
+        notes.append("on a CPU more tokens per forward cost more time: τ carries over to a GPU, the speed-up does not")
+    return notes
+
+
+def _book(results: TaskResults, batch: list[Prompt], base: Decoded | None, spec: Decoded | None) -> None:
     if base is not None:
-        tally.plain.add(base)
+        results.plain.add(base)
     if spec is not None:
-        tally.speculative.add(spec)
+        results.speculative.add(spec)
     if len(batch) == 1 and base is not None and spec is not None:
-        pace = tally.paces.setdefault(id(batch[0]), Pace())
+        pace = results.paces.setdefault(id(batch[0]), Pace())
         pace.plain_tokens += base.decode_tokens
         pace.plain_s += base.decode_s
         pace.tokens += spec.decode_tokens
         pace.seconds += spec.decode_s
     counted = spec or base
-    for row, prompt in enumerate(batch):
-        if counted is not None:
-            tally.cycles.setdefault(id(prompt), []).extend(counted.answers[row].cycles)
+    assert counted is not None
+    for prompt, answer in zip(batch, counted.answers, strict=True):
+        results.prompts.add(id(prompt))
+        results.cycles.setdefault(id(prompt), []).extend(answer.cycles)
 
 
 def _compare(
-    tally: Tally,
+    results: TaskResults,
     decoder: Decoder,
     batch: list[Prompt],
     turn: int,
@@ -263,13 +233,13 @@ def _compare(
 ) -> None:
     """Count identical greedy answers; of the others, note where they part and how close the target's choice was."""
     for prompt, context, plain, drafted in zip(batch, contexts, base.answers, spec.answers, strict=True):
-        tally.sequences += 1
+        results.sequences += 1
         place = first_difference(plain, drafted)
         if place is None:
-            tally.identical += 1
+            results.identical += 1
         else:
             gap = decoder.gap([*context, *plain.tokens[:place]])
-            tally.divergences.append({"id": prompt.id, "turn": turn, "position": place, "gap": gap})
+            results.divergences.append({"id": prompt.id, "turn": turn, "position": place, "gap": gap})
 
 
 def first_difference(plain: Answer, speculative: Answer) -> int | None:

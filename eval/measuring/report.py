@@ -24,14 +24,13 @@ SCHEMA = 1
 
 
 @dataclass
-class Section:
-    """Numbers of one task, or of everything. τ is methods §0's: tokens committed per target forward after prefill.
+class Numbers:
+    """What was measured on some prompts. τ is methods §0's: tokens committed per target forward after prefill.
 
     Attributes:
         per_position_acceptance: unconditional, accepted at depth d ÷ number of drafts.
         per_position_conditional: given that all earlier depths were accepted.
         baseline_tokens_per_s, tokens_per_s: decode phase only, plain and speculative, in the same loop.
-        identity: {"sequences", "identical"} of speculative against plain, greedy runs with a baseline only.
         speedup: by the clock, so what a batch loses as its rows end counts.
         speedup_ci95: of prompts resampled, at batch 1.
         row_speedup: by the time that rows spent decoding, as where a server replaces ended rows at once.
@@ -49,19 +48,29 @@ class Section:
     tokens_per_s: float | None
     baseline_tokens_per_s: float | None
     speedup: float | None
-    identity: dict[str, int] | None = None
     latency: dict[str, dict[str, float | None] | None] | None = None
     speedup_ci95: list[float] | None = None
     row_speedup: float | None = None
 
-    def headline(self) -> dict[str, Any]:
-        """The fields that a report repeats for all tasks together."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("prompts", "identity")}
+    def numbers(self) -> dict[str, Any]:
+        """By name, what both a task's section and a report hold."""
+        return {f.name: getattr(self, f.name) for f in fields(Numbers)}
 
 
 @dataclass
-class Report:
-    """Everything an evaluation found, and what it was made from."""
+class Section(Numbers):
+    """Numbers of one task, or of all of them.
+
+    Attributes:
+        identity: {"sequences", "identical"} of speculative against plain, greedy runs with a baseline only.
+    """
+
+    identity: dict[str, int] | None = None
+
+
+@dataclass(kw_only=True)
+class Report(Numbers):
+    """Everything an evaluation measured, of all tasks together and of each, and what it was made from."""
 
     target: dict[str, Any]
     head: dict[str, Any] | None
@@ -74,16 +83,6 @@ class Report:
     tree: dict[str, Any]
     batch_size: int
     max_new_tokens: int
-    prompts: int
-    forwards: int
-    tokens: int
-    tau: float
-    tau_ci95: list[float] | None
-    per_position_acceptance: list[float]
-    per_position_conditional: list[float | None]
-    baseline_tokens_per_s: float | None
-    tokens_per_s: float | None
-    speedup: float | None
     tasks: dict[str, Section]
     greedy_identity: dict[str, Any] | None
     timing: dict[str, float | None]
@@ -96,9 +95,6 @@ class Report:
     engine: dict[str, Any] | None = None
     #: acceptance by level that was asked for (eval.synthetic_acceptance), τ is not the head's; None: the target decided
     synthetic: list[float] | None = None
-    latency: dict[str, dict[str, float | None] | None] | None = None
-    speedup_ci95: list[float] | None = None
-    row_speedup: float | None = None
     #: plain and speculative decoding over batch sizes ("batch") and context lengths ("context"), where asked for
     sweeps: dict[str, Any] | None = None
     #: milliseconds of a cycle's parts: draft_ms, verify_ms, rest_ms
@@ -167,22 +163,8 @@ class Report:
     @property
     def total(self) -> Section:
         identity = self.greedy_identity
-        return Section(
-            self.prompts,
-            self.forwards,
-            self.tokens,
-            self.tau,
-            self.tau_ci95,
-            self.per_position_acceptance,
-            self.per_position_conditional,
-            self.tokens_per_s,
-            self.baseline_tokens_per_s,
-            self.speedup,
-            {k: identity[k] for k in ("sequences", "identical")} if identity else None,
-            self.latency,
-            self.speedup_ci95,
-            self.row_speedup,
-        )
+        counts = {name: identity[name] for name in ("sequences", "identical")} if identity else None
+        return Section(**self.numbers(), identity=counts)
 
 
 def render_saved(path: Path, say: Callable[[str], None]) -> bool:

@@ -1,172 +1,121 @@
-"""What an evaluation gathers, task by task, and the report that is made of it."""
+"""What an evaluation measures, task by task, and the report made of it: for Headstart's own loop and for a server."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from headstart.eval.config import EvalConfig, tree_label
+from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.drafters import Drafter
-from headstart.eval.measuring.generate import GenerateBaseline
-from headstart.eval.measuring.metrics import (
-    RESAMPLES,
-    Pace,
-    Timed,
-    acceptance,
-    bootstrap_speedup,
-    bootstrap_tau,
-    expected_tau,
-)
+from headstart.eval.measuring.metrics import RESAMPLES, Pace, Timed, acceptance, bootstrap_speedup, bootstrap_tau
 from headstart.eval.measuring.report import Report, Section
 from headstart.eval.prompts import describe_data
-from headstart.heads.base import Head
-from headstart.heads.provenance import command_line, device_name, git_revision, versions
-from headstart.heads.targets.target import Target
+from headstart.heads.provenance import command_line, git_revision, versions
 
 
 @dataclass
-class Found:
-    """Everything that was measured: by task, over batches and contexts, and with HF `generate`."""
+class TaskResults:
+    """What was measured on one task.
 
-    tallies: dict[str, Tally]
-    sweeps: dict[str, Any] = field(default_factory=dict)
-    generate: GenerateBaseline | None = None
-    #: why transformers' own forward ran where the fused one would have been faster
-    unfused: str | None = None
-    #: seconds that capturing cycles took, which are part of no other time
-    capture_s: float = 0.0
-    #: seconds from a loaded target to the first measured token: choosing kernels, compiling, capturing, warming up
-    ready_s: float | None = None
-    #: milliseconds of a cycle's parts (parts.cycle_parts)
-    parts: dict[str, float] | None = None
-    #: what the target's positions cut off
-    notes: list[str] = field(default_factory=list)
+    Attributes:
+        prompts: id(prompt) of those that were asked.
+        cycles: by prompt, which is what the bootstrap draws; by batch where a server answered several prompts at once.
+        plain, speculative: times of both ways of decoding.
+        paces: by prompt, at batch 1 only: in a larger batch a prompt's time depends on the other rows.
+        sequences, identical: answers that were decoded both ways, and those that came out the same.
+        divergences: where the others differ.
+    """
 
-
-@dataclass
-class Tally:
-    """What a task has gathered; cycles are kept per prompt for the bootstrap."""
-
+    prompts: set[int] = field(default_factory=set)
     cycles: dict[int, list[Cycle]] = field(default_factory=dict)
     plain: Timed = field(default_factory=Timed)
     speculative: Timed = field(default_factory=Timed)
-    #: by prompt, batch 1 only: what other rows of a batch take is not a prompt's own
     paces: dict[int, Pace] = field(default_factory=dict)
     sequences: int = 0
     identical: int = 0
     divergences: list[dict[str, Any]] = field(default_factory=list)
 
 
-def section_of(tallies: list[Tally], config: EvalConfig, identity: bool) -> Section:
-    """The numbers of some tasks together."""
-    per_prompt = [cycles for tally in tallies for cycles in tally.cycles.values()]
-    found = acceptance(cycle for cycles in per_prompt for cycle in cycles)
-    plain = Timed.sum(tally.plain for tally in tallies)
-    speculative = Timed.sum(tally.speculative for tally in tallies)
-    rates = plain.tokens_per_s, speculative.tokens_per_s
-    row_rates = plain.row_tokens_per_s, speculative.row_tokens_per_s
-    interval = bootstrap_tau(per_prompt, RESAMPLES, config.seed)
-    paces = [pace for tally in tallies for pace in tally.paces.values()]
+def section_of(tasks: list[TaskResults], config: EvalConfig, identity: bool) -> Section:
+    """The numbers of some tasks together. Args: identity: whether answers were compared with plain decoding."""
+    units = [cycles for results in tasks for cycles in results.cycles.values()]
+    accepted = acceptance(cycle for cycles in units for cycle in cycles)
+    plain = Timed.sum(results.plain for results in tasks)
+    speculative = Timed.sum(results.speculative for results in tasks)
+    interval = bootstrap_tau(units, RESAMPLES, config.seed)
+    paces = [pace for results in tasks for pace in results.paces.values()]
     speeds = bootstrap_speedup(paces, RESAMPLES, config.seed)
+    same = {name: sum(getattr(results, name) for results in tasks) for name in ("sequences", "identical")}
     return Section(
-        prompts=len(per_prompt),
-        forwards=found.forwards,
-        tokens=found.tokens,
-        tau=found.tau,
+        prompts=sum(len(results.prompts) for results in tasks),
+        forwards=accepted.forwards,
+        tokens=accepted.tokens,
+        tau=accepted.tau,
         tau_ci95=None if interval is None else list(interval),
-        per_position_acceptance=found.per_position,
-        per_position_conditional=found.per_position_conditional,
-        tokens_per_s=rates[1],
-        baseline_tokens_per_s=rates[0],
-        speedup=rates[1] / rates[0] if rates[0] and rates[1] else None,
-        identity={"sequences": sum(t.sequences for t in tallies), "identical": sum(t.identical for t in tallies)}
-        if identity
-        else None,
+        per_position_acceptance=accepted.per_position,
+        per_position_conditional=accepted.per_position_conditional,
+        tokens_per_s=speculative.tokens_per_s,
+        baseline_tokens_per_s=plain.tokens_per_s,
+        speedup=_ratio(speculative.tokens_per_s, plain.tokens_per_s),
+        identity=same if identity else None,
         speedup_ci95=None if speeds is None else list(speeds),
-        row_speedup=row_rates[1] / row_rates[0] if row_rates[0] and row_rates[1] else None,
+        row_speedup=_ratio(speculative.row_tokens_per_s, plain.row_tokens_per_s),
         latency={"baseline": plain.latency(), "speculative": speculative.latency()},
     )
 
 
+def _ratio(speculative: float | None, plain: float | None) -> float | None:
+    return speculative / plain if speculative and plain else None
+
+
 def report_of(
-    target: Target,
-    head: Head | None,
-    drafter: Drafter | None,
     config: EvalConfig,
-    dtype: str,
-    prompts: int,
-    measured: Found,
-    recipe: dict[str, Any] | None,
-    head_info: dict[str, Any] | None,
+    tasks: dict[str, TaskResults],
+    *,
+    identity: bool = False,
+    timing: dict[str, float | None] | None = None,
+    **about: Any,
 ) -> Report:
-    """The report of everything that was measured. Args: prompts: how many; measured: what came of them."""
-    sampling, tallies = Sampling.from_config(config), measured.tallies
-    identity = sampling.greedy and not sampling.lossy and config.baseline and drafter is not None
-    total = section_of(list(tallies.values()), config, identity)
-    divergences = [case for tally in tallies.values() for case in tally.divergences]
-    timing: dict[str, float | None] = {
-        "prefill_s": sum(t.speculative.prefill_s for t in tallies.values()) if drafter is not None else None,
-        "decode_s": sum(t.speculative.decode_s for t in tallies.values()) if drafter is not None else None,
-        "baseline_prefill_s": sum(t.plain.prefill_s for t in tallies.values()) or None,
-        "baseline_decode_s": sum(t.plain.decode_s for t in tallies.values()) or None,
-        "capture_s": measured.capture_s or None,
-        "ready_s": measured.ready_s,
+    """The report of everything that was measured.
+
+    Args:
+        identity: see section_of.
+        timing: further entries of the report's `timing`.
+        about: fields of the Report that say what was measured, and how.
+    """
+    sampling, total = Sampling.from_config(config), section_of(list(tasks.values()), config, identity)
+    divergences = [case for results in tasks.values() for case in results.divergences]
+    fields = {
+        "data": describe_data(config.data),
+        "temperature": float(config.temperature),
+        "lossless": not sampling.lossy,
+        "synthetic": None if sampling.synthetic is None else list(sampling.synthetic),
+        "batch_size": config.batch_size,
+        "max_new_tokens": config.max_new_tokens,
+        **total.numbers(),
+        "tasks": {task: section_of([results], config, identity) for task, results in tasks.items()},
+        "greedy_identity": None,
+        "timing": {**_seconds(list(tasks.values())), **(timing or {})},
+        "sampling": {**_jsonable(asdict(sampling)), "acceptance": config.acceptance, "seed": config.seed},
+        "recipe": {},
+        "versions": versions(),
+        "git_revision": git_revision(),
+        "command": command_line(),
     }
-    notes = []
-    if sampling.synthetic is not None:
-        rates = ", ".join(f"{rate:g}" for rate in sampling.synthetic)
-        notes.append(
-            f"SYNTHETIC acceptance ({rates} by level, τ {expected_tau(sampling.synthetic):.3f} if every row drafts all "
-            "levels): the text is not the target's, τ is what was asked for and not the head's; times are real"
-        )
-    elif sampling.lossy:
-        notes.append("typical acceptance is LOSSY: the output distribution is not the target's")
-    if measured.unfused is not None:
-        notes.append(f"the target ran by transformers' own forward, slower than the fused one: {measured.unfused}")
-    notes += measured.notes
-    if target.device.type == "cpu":
-        notes.append("on a CPU more tokens per forward cost more time: τ carries over to a GPU, the speed-up does not")
-    return Report(
-        target=target.fingerprint(),
-        head=_describe(head, head_info),
-        drafter=drafter.name if drafter is not None else "plain",
-        data=describe_data(config.data),
-        dtype=dtype,
-        device=device_name(target.device),
-        temperature=float(config.temperature),
-        lossless=not sampling.lossy,
-        synthetic=None if sampling.synthetic is None else list(sampling.synthetic),
-        tree={**_plain_dict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
-        batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        prompts=prompts,
-        **total.headline(),
-        tasks={task: section_of([tally], config, identity) for task, tally in tallies.items()},
-        greedy_identity={"dtype": dtype, **total.identity, "divergences": divergences} if total.identity else None,
-        timing=timing,
-        sampling={**_jsonable(asdict(sampling)), "acceptance": config.acceptance, "seed": config.seed},
-        recipe=recipe or {},
-        versions=versions(),
-        git_revision=git_revision(),
-        notes=notes,
-        sweeps=measured.sweeps or None,
-        cycle=measured.parts,
-        generate=None if measured.generate is None else measured.generate.report(),
-        command=command_line(),
-    )
+    if total.identity is not None:
+        fields["greedy_identity"] = {"dtype": about["dtype"], **total.identity, "divergences": divergences}
+    return Report(**{**fields, **about})
 
 
-def _describe(head: Head | None, head_info: dict[str, Any] | None) -> dict[str, Any] | None:
-    if head is None:
-        return head_info
-    parameters = sum(parameter.numel() for parameter in head.parameters())
-    return {"type": head.family, "config": _plain_dict(head.config), "parameters": parameters, **(head_info or {})}
-
-
-def _plain_dict(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
+def _seconds(tasks: list[TaskResults]) -> dict[str, float | None]:
+    """Seconds of prefill and decoding, of both ways; None where a way did not run."""
+    seconds: dict[str, float | None] = {}
+    for prefix, parts in (("", [r.speculative for r in tasks]), ("baseline_", [r.plain for r in tasks])):
+        ran = any(part.first_s for part in parts)
+        seconds[f"{prefix}prefill_s"] = sum(part.prefill_s for part in parts) if ran else None
+        seconds[f"{prefix}decode_s"] = sum(part.decode_s for part in parts) if ran else None
+    return seconds
 
 
 def _jsonable(values: dict[str, Any]) -> dict[str, Any]:

@@ -10,25 +10,23 @@ meanwhile: its requests would be counted.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headstart.data.messages import wire_message
 from headstart.data.prompts import Prompt
-from headstart.data.records import Message, unread_note
+from headstart.data.records import Message
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
-from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.measuring.benchmark import Progress
-from headstart.eval.measuring.metrics import RESAMPLES, Timed, acceptance, bootstrap_tau
-from headstart.eval.measuring.report import Report, Section
-from headstart.eval.prompts import batches, describe_data, load_prompts
+from headstart.eval.measuring.conversations import Asked, Conversations, Progress
+from headstart.eval.measuring.metrics import acceptance
+from headstart.eval.measuring.report import Report
+from headstart.eval.measuring.task_results import TaskResults, report_of
+from headstart.eval.prompts import eval_prompts
 from headstart.eval.servers.answers import Served
 from headstart.eval.servers.api_client import Client, served_model
 from headstart.eval.servers.probes import ENGINES, Reading, Sglang, Vllm
 from headstart.heads.errors import ConfigError, ServerError
-from headstart.heads.provenance import command_line, git_revision, versions
+from headstart.heads.provenance import versions
 
 #: seconds until a server's counters hold the requests it has answered
 SETTLE = 10.0
@@ -71,16 +69,27 @@ def evaluate_server(
             raise ConfigError(
                 f"eval.{name}: found {found}; a server is measured at one eval.batch_size and by itself: unset it"
             )
-    if config.data is None:
-        raise ConfigError("eval.data is not set: give --data FILE.jsonl")
     asked = sampling(config) | ENGINES[engine].asks(config)
-    prompts = load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+    prompts = eval_prompts(config)
     client = Client(url, key)
     name = served_model(client, model)
     probe = ENGINES[engine](client, name)
-    measured = _Measurement(client, probe, {"model": name, **asked}, config)
-    measured.run(prompts, progress)
-    return _report(engine, probe, client.url, name, config, measured, len(prompts), head_info).published()
+    conversations = Conversations(prompts, progress)
+    measured = _Measurement(client, probe, {"model": name, **asked}, config, conversations)
+    measured.run()
+    return report_of(
+        config,
+        measured.tasks,
+        target={"name": name},
+        head=head_info,
+        drafter=probe.drafter,
+        dtype="the server's dtype",
+        device=client.url,
+        tree=dict(probe.tree),
+        notes=_notes(client.url, config, measured),
+        versions={**versions(), engine: probe.version},
+        engine={"name": engine, "version": probe.version, "url": client.url, "model": name, "request": measured.asked},
+    ).published()
 
 
 def sampling(config: EvalConfig) -> dict[str, Any]:
@@ -107,64 +116,42 @@ def chat_fields(prompt: Prompt, answers: list[Message], config: EvalConfig, prob
     return fields | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
-@dataclass
-class _Tally:
-    """What a task has gathered: cycles by prompt (by batch where several were answered at once), and seconds."""
-
-    prompts: set[int] = field(default_factory=set)
-    cycles: dict[int, list[Cycle]] = field(default_factory=dict)
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    committed: int = 0
-    #: seconds to the first token of every request, and each request's mean per later token
-    timed: Timed = field(default_factory=Timed)
-
-
 class _Measurement:
     """
     Args: asked: fields that every request has in common.
     """
 
-    def __init__(self, client: Client, probe: Vllm | Sglang, asked: dict[str, Any], config: EvalConfig):
+    def __init__(
+        self,
+        client: Client,
+        probe: Vllm | Sglang,
+        asked: dict[str, Any],
+        config: EvalConfig,
+        conversations: Conversations,
+    ):
         self.client, self.probe, self.asked, self.config = client, probe, asked, config
-        self.tallies: dict[str, _Tally] = {}
-        #: answers that ended by length before the limit that was asked for
-        self.cut = 0
-        #: questions that were not asked, because the answer before them had no text to put into the history
-        self.left_out = 0
-        self.unread: Counter[str] = Counter()
+        self.conversations = conversations
+        self.tasks: dict[str, TaskResults] = {}
 
-    def run(self, prompts: list[Prompt], progress: Progress | None) -> None:
-        said: dict[int, list[Message]] = {id(prompt): [] for prompt in prompts}
-        self.unread = Counter(name for prompt in prompts for name in prompt.unread)
-        total, done = sum(prompt.answers for prompt in prompts), 0
+    def run(self) -> None:
+        said = self.conversations.said
         if self.config.warmup_tokens > 0:
-            self._warm_up(prompts[0])
-        for number, (task, _, batch) in enumerate(batches(prompts, self.config.batch_size)):
-            if progress is not None:
-                progress(done, total, task)
-            done += len(batch)
-            asked = [prompt for prompt in batch if all(message["content"] for message in said[id(prompt)])]
-            self.left_out += len(batch) - len(asked)
-            if not asked:
-                continue
-            answers, grown = self._ask([self._request(prompt, said[id(prompt)]) for prompt in asked])
-            self._book(task, asked, number, grown, answers)
-            for prompt, answer in zip(asked, answers, strict=True):
+            self._ask([self._request(self.conversations.prompts[0], self.config.warmup_tokens)])
+        for asked in self.conversations.batches(self.config.batch_size):
+            answers, grown = self._ask([self._request(prompt, self.config.max_new_tokens) for prompt in asked.prompts])
+            self._book(asked, grown, answers)
+            for prompt, answer in zip(asked.prompts, answers, strict=True):
                 said[id(prompt)].append({"role": "assistant", "content": answer.text})
+                if not answer.text:
+                    self.conversations.end(prompt, "the answer before them had no text")
         self._check_drafts()
-        if progress is not None:
-            progress(total, total, "done")
+        self.conversations.finish()
 
-    def _request(self, prompt: Prompt, answers: list[Message], tokens: int | None = None) -> tuple[str, dict[str, Any]]:
-        limit = self.config.max_new_tokens if tokens is None else tokens
-        body = {**self.asked, "max_tokens": limit}
+    def _request(self, prompt: Prompt, limit: int) -> tuple[str, dict[str, Any]]:
+        answers, body = self.conversations.said[id(prompt)], {**self.asked, "max_tokens": limit}
         if prompt.prompt_token_ids is not None and not answers:
             return "/v1/completions", {**body, "prompt": list(prompt.prompt_token_ids)}
         return "/v1/chat/completions", {**body, **chat_fields(prompt, answers, self.config, self.probe)}
-
-    def _warm_up(self, prompt: Prompt) -> None:
-        self._ask([self._request(prompt, [], self.config.warmup_tokens)])
 
     def _ask(self, requests: list[tuple[str, dict[str, Any]]]) -> tuple[list[Served], Reading]:
         """Answers, and what the counters grew by: a server books a step after it has sent its tokens."""
@@ -190,32 +177,34 @@ class _Measurement:
 
     def _check_drafts(self) -> None:
         """Raises: ServerError where the server drafted nothing at all."""
-        committed = sum(tally.committed for tally in self.tallies.values())
+        committed = sum(results.speculative.tokens for results in self.tasks.values())
         if committed >= MANY and not self.probe.verified:
             raise ServerError(
                 f"{self.client.url}: the server generated {committed} tokens and says that it drafted none: its "
                 "counters stand still, or speculation is switched off for these requests. Check its settings and log"
             )
 
-    def _book(self, task: str, batch: list[Prompt], number: int, grown: Reading, answers: list[Served]) -> None:
-        tally = self.tallies.setdefault(task, _Tally())
+    def _book(self, asked: Asked, grown: Reading, answers: list[Served]) -> None:
         try:
             cycles = self.probe.cycles(grown, answers)
             _check_tau(cycles, self.probe.most)
         except ValueError as error:
             raise ServerError(f"{self.client.url}: {error}; does somebody else use the server?") from error
-        self.cut += sum(answer.finish == "length" and answer.tokens < answer.limit for answer in answers)
-        unit = id(batch[0]) if self.config.batch_size == 1 else number
-        tally.cycles.setdefault(unit, []).extend(cycles)
-        tally.prompts |= {id(prompt) for prompt in batch}
-        tally.committed += sum(answer.committed for answer in answers)
+        self.conversations.cut += sum(answer.finish == "length" and answer.tokens < answer.limit for answer in answers)
+        results = self.tasks.setdefault(asked.task, TaskResults())
+        # counters tell the cycles of a batch, and not whose they were
+        unit = id(asked.prompts[0]) if self.config.batch_size == 1 else asked.number
+        results.cycles.setdefault(unit, []).extend(cycles)
+        results.prompts |= {id(prompt) for prompt in asked.prompts}
+        timed = results.speculative
+        timed.tokens += sum(answer.committed for answer in answers)
         for answer in answers:
-            tally.timed.first_s.append(answer.first - answer.sent)
+            timed.first_s.append(answer.first - answer.sent)
             if answer.committed:
-                tally.timed.token_s.append((answer.last - answer.first) / answer.committed)
+                timed.token_s.append((answer.last - answer.first) / answer.committed)
         began = min(answer.first for answer in answers)
-        tally.prefill_s += began - min(answer.sent for answer in answers)
-        tally.decode_s += max(answer.last for answer in answers) - began
+        timed.prefill_s += began - min(answer.sent for answer in answers)
+        timed.decode_s += max(answer.last for answer in answers) - began
 
 
 def _check_tau(cycles: list[Cycle], most: int | None) -> None:
@@ -225,82 +214,15 @@ def _check_tau(cycles: list[Cycle], most: int | None) -> None:
         raise ValueError(f"found {tau:.2f} tokens per forward, expected {most} at most (draft depth + 1)")
 
 
-def _section(tallies: list[_Tally], config: EvalConfig) -> Section:
-    units = [cycles for tally in tallies for cycles in tally.cycles.values()]
-    found = acceptance(cycle for cycles in units for cycle in cycles)
-    interval = bootstrap_tau(units, RESAMPLES, config.seed)
-    committed, decode_s = sum(tally.committed for tally in tallies), sum(tally.decode_s for tally in tallies)
-    return Section(
-        prompts=sum(len(tally.prompts) for tally in tallies),
-        forwards=found.forwards,
-        tokens=found.tokens,
-        tau=found.tau,
-        tau_ci95=None if interval is None else list(interval),
-        per_position_acceptance=found.per_position,
-        per_position_conditional=found.per_position_conditional,
-        tokens_per_s=committed / decode_s if committed and decode_s else None,
-        baseline_tokens_per_s=None,
-        speedup=None,
-        latency={"baseline": None, "speculative": Timed.sum(tally.timed for tally in tallies).latency()},
-    )
-
-
-def _report(
-    engine: str,
-    probe: Vllm | Sglang,
-    url: str,
-    model: str,
-    config: EvalConfig,
-    measured: _Measurement,
-    prompts: int,
-    head_info: dict[str, Any] | None,
-) -> Report:
-    tallies = measured.tallies
-    total = _section(list(tallies.values()), config)
+def _notes(url: str, config: EvalConfig, measured: _Measurement) -> list[str]:
+    why_cut = "the server has a limit of its own (its context length, or max_new_tokens of its generation_config)"
     notes = [
         f"measured on a running server, {url}: tokens/s are the client's, without prefill; no speed-up without a "
         "second server that does not speculate",
         "latency per token is each request's mean",
-        *probe.notes(),
+        *measured.probe.notes(),
+        *measured.conversations.notes(config.max_new_tokens, why_cut, []),
     ]
-    if measured.cut:
-        notes.append(
-            f"{measured.cut} answers ended by length before eval.max_new_tokens={config.max_new_tokens}: the server "
-            "has a limit of its own (its context length, or max_new_tokens of its generation_config)"
-        )
-    if measured.left_out:
-        notes.append(f"{measured.left_out} later turns were left out: the answer before them had no text")
-    if unread := unread_note(measured.unread):
-        notes.append(unread)
     if config.batch_size > 1:
         notes.append("several requests at once: acceptance by position includes what lies beyond a request's limit")
-    return Report(
-        target={"name": model},
-        head=head_info,
-        drafter=probe.drafter,
-        data=describe_data(config.data),
-        dtype="the server's dtype",
-        device=url,
-        temperature=0.0,
-        lossless=True,
-        tree=dict(probe.tree),
-        batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        prompts=prompts,
-        **total.headline(),
-        tasks={task: _section([tally], config) for task, tally in tallies.items()},
-        greedy_identity=None,
-        timing={
-            "prefill_s": sum(tally.prefill_s for tally in tallies.values()),
-            "decode_s": sum(tally.decode_s for tally in tallies.values()),
-            "baseline_prefill_s": None,
-            "baseline_decode_s": None,
-        },
-        sampling={**asdict(Sampling.from_config(config)), "acceptance": config.acceptance, "seed": config.seed},
-        recipe={},
-        versions={**versions(), engine: probe.version},
-        git_revision=git_revision(),
-        notes=notes,
-        engine={"name": engine, "version": probe.version, "url": url, "model": model, "request": measured.asked},
-        command=command_line(),
-    )
+    return notes

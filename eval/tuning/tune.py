@@ -21,10 +21,11 @@ from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_conf
 from headstart.eval.decoding.decode import Decoded
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
-from headstart.eval.measuring.benchmark import attach, first_contexts
+from headstart.eval.measuring.benchmark import attach
+from headstart.eval.measuring.contexts import first_contexts
 from headstart.eval.measuring.metrics import acceptance
 from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, row_batches, spread
-from headstart.eval.prompts import describe_data, load_prompts
+from headstart.eval.prompts import describe_data, eval_prompts
 from headstart.eval.tree import MEDUSA_RANKS
 from headstart.eval.tuning.costs import Costs, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import Profile, Recorder, StaticProfile, spine
@@ -153,11 +154,9 @@ def tune(
         raise ConfigError("eval.synthetic_acceptance: tune measures the head's own acceptance: unset it")
     if config.acceptance != "lossless":
         raise ConfigError(f"eval.acceptance: found {config.acceptance!r}, tune knows lossless verification only")
-    if config.data is None:
-        raise ConfigError("eval.data is not set: give the prompts that the head is to be tuned for")
     kinds = tree_kinds(head, config)
-    prompts = load_prompts(config.data, config.limit, config.limit_per_task, 1, config.task_field)
-    contexts = first_contexts(spread(prompts, search.prompts), target, config)
+    prompts = eval_prompts(replace(config, max_turns=1))
+    _, contexts, dropped = first_contexts(spread(prompts, search.prompts), target, config)
     if search.context is not None:
         contexts = [fit(context, search.context) for context in contexts]
     if head is not None:
@@ -165,6 +164,8 @@ def tune(
         head.eval()
     search = replace(search, depth=deepest(head, search))
     session = _Session(target, head, config, search, contexts, progress)
+    for note in dropped:
+        session.say(note)
     profiles, halfway = session.profiles(kinds)
     trees = candidates(profiles, search)
     session.plan(trees)

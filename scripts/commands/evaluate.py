@@ -233,10 +233,7 @@ def label_of(config: EvalConfig) -> str:
 
     Raises: ConfigError where none are named, DataError where they cannot be read.
     """
-    from headstart.eval.prompts import data_label, load_prompts
-    from headstart.heads.errors import ConfigError
+    from headstart.eval.prompts import data_label, eval_prompts
 
-    if config.data is None:
-        raise ConfigError("eval.data is not set: give --data FILE.jsonl")
-    load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+    eval_prompts(config)
     return data_label(config.data)

@@ -14,7 +14,7 @@ from headstart.console import Console
 from headstart.data.prepare import PreparedData
 from headstart.data.sources import load_conversations
 from headstart.directory_lock import locked
-from headstart.eval.prompts import load_prompts
+from headstart.eval.prompts import eval_prompts
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import build_head
@@ -150,9 +150,8 @@ class Run:
 
     def check_eval_data(self) -> None:
         """Raise DataError or ConfigError where `eval.data` is given and cannot be read."""
-        config = self.recipe.eval
-        if config.data is not None:
-            load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+        if self.recipe.eval.data is not None:
+            eval_prompts(self.recipe.eval)
 
     def require_eval_data(self) -> None:
         """Raise ConfigError where there will be nothing to evaluate on: before hours of training, not after."""

@@ -15,7 +15,7 @@ from headstart.data.prompts import prompt_of
 from headstart.data.records import parse_record
 from headstart.data.sources import load_conversations, read_prompts
 from headstart.eval.config import EvalConfig
-from headstart.eval.measuring.benchmark import first_contexts
+from headstart.eval.measuring.contexts import first_contexts
 from headstart.eval.prompts import load_prompts
 from headstart.eval.servers.probes import Sglang, Vllm
 from headstart.eval.servers.served import chat_fields
@@ -148,7 +148,7 @@ def test_distillation_renders_the_prompt(target, case, tmp_path):
 
 def test_evaluation_renders_the_prompt(target, case):
     _, expected, path = case
-    (context,) = first_contexts(load_prompts(path), target, EvalConfig())
+    _, (context,), _ = first_contexts(load_prompts(path), target, EvalConfig())
     assert target.tokenizer.decode(context) == expected
 
 

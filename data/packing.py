@@ -17,7 +17,7 @@ from headstart.heads.errors import ConfigError
 WINDOW = 1024
 
 
-def plan_packs(
+def make_packs(
     lengths: Sequence[int],
     budget: int,
     seed: int = 0,

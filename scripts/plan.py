@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headstart.console import Console
-from headstart.data.packing import WINDOW, plan_packs
+from headstart.data.packing import WINDOW, make_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.families import build_head
@@ -96,7 +96,7 @@ class DataShape:
 
     @classmethod
     def equal(cls, samples: int, length: float, pack_tokens: int, note: str) -> DataShape:
-        """Of `samples` samples of the same length, all supervised, packed as plan_packs does."""
+        """Of `samples` samples of the same length, all supervised, packed as make_packs does."""
         each = max(int(pack_tokens // length), 1)
         full, rest = divmod(samples, WINDOW)
         return cls(full * -(-WINDOW // each) - (-rest // each), round(samples * length), notes=[note])
@@ -209,7 +209,7 @@ def _read(run: Run) -> DataShape:
     samples = trained_samples(run)
     lengths = [len(sample) for sample in samples]
     supervised = sum(int((sample.turn_ids >= 0).sum()) for sample in samples)
-    packs = len(plan_packs(lengths, run.recipe.data.pack_tokens, run.recipe.seed)) if lengths else 0
+    packs = len(make_packs(lengths, run.recipe.data.pack_tokens, run.recipe.seed)) if lengths else 0
     return DataShape(packs, sum(lengths), supervised / max(sum(lengths), 1))
 
 

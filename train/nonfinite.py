@@ -7,7 +7,7 @@ nonfinite-step-N.safetensors    the first bad pack: tokens, turns and features a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,22 @@ from headstart.heads.files import write_json, write_safetensors
 from headstart.train.sharing.distributed import gather_objects
 from headstart.train.stream import Pack
 
-#: (step, packs of the window, sample ids of this rank's packs by place)
-Window = tuple[int, list[Pack], dict[int, tuple[str, ...]]]
 #: packs kept by a run that skips bad steps
 MOST_PACKS = 5
+
+
+@dataclass(frozen=True)
+class WindowSamples:
+    """Which samples a window was made of, for the error that must name them.
+
+    Attributes:
+        step: of the window, 0-based. packs: of all ranks.
+        own_ids: sample ids of this rank's packs, by the pack's place in the window.
+    """
+
+    step: int
+    packs: list[Pack]
+    own_ids: dict[int, tuple[str, ...]]
 
 
 def bad_entries(named: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -39,7 +51,7 @@ def bad_weights(head: nn.Module) -> dict[str, int]:
 
 def dump(
     flags: list[float],
-    window: Window,
+    window: WindowSamples,
     rate: float,
     head: nn.Module,
     rank: int,
@@ -53,7 +65,7 @@ def dump(
         fetch: features of a pack once more; None where ranks fetch together only.
     Returns: one sentence that names step and samples.
     """
-    step, packs, mine = window
+    step, packs, mine = window.step, window.packs, window.own_ids
     bad = [place for place, flag in enumerate(flags[:-1]) if flag]
     what = "loss" if bad else "gradient"
     places = bad or list(range(len(packs)))

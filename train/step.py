@@ -18,7 +18,7 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.ends import Teacher
 from headstart.heads.numerics import wide
 from headstart.train.captured import CapturedPacks
-from headstart.train.stream import Pack, seed_pack
+from headstart.train.stream import Window, seed_pack
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,7 @@ def window_counts(head: Head, batches: list[FeatureBatch], device: torch.device)
 
 def accumulate_window(
     module: nn.Module,
-    packs: list[Pack],
-    batches: list[FeatureBatch],
-    places: list[int],
+    window: Window,
     counts_T: Tensor,
     weights_T: Tensor,
     size: int,
@@ -153,7 +151,7 @@ def accumulate_window(
 
     Args:
         module: LossModule, possibly wrapped (sharing/parallel.py).
-        packs, batches, places: this rank's packs, their features, their places 0 … P-1 in the window; may be empty.
+        window: this rank's packs, which may be none, with their features.
         counts_T: N_t over the window and all ranks; a term without positions (0) contributes 0.
         weights_T: weight_t.
         size: ranks; the loss is multiplied by it because DDP averages gradients where L is a sum.
@@ -163,6 +161,7 @@ def accumulate_window(
         captured: replays the packs as CUDA graphs instead of running `module`.
         rounds: passes every rank makes at least (None: 1 with several ranks); a rank with fewer packs adds zero losses.
     """
+    batches = window.batches
     scale_T = weights_T / counts_T.clamp(min=1.0)
     trained = (counts_T.sum() > 0).float()
     supervised = sum(batch.anchors.count_K[0] for batch in batches)
@@ -172,7 +171,7 @@ def accumulate_window(
     if captured is None:
         passes = max(passes, (1 if size > 1 else 0) if rounds is None else rounds)
     every = (rounds or 0) > 1  # ranks must then agree at every pass on which gradients exist
-    for number, (pack, batch, place) in enumerate(zip(packs, batches, places, strict=True)):
+    for number, (pack, batch, place) in enumerate(zip(window.own, batches, window.places, strict=True)):
         last = number == passes - 1
         seed_pack(seed, pack)
         if captured is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,12 +24,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from headstart.data.packing import make_packs
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import ConfigError, DataError, HeadstartError, TrainingError
+from headstart.train.config import TrainConfig
 
-#: (lengths, budget in tokens, seed, epoch) → packs of sample indices; also `supervised=` where PackStream has it
-PackPlan = Callable[..., list[list[int]]]
+#: (lengths, budget in tokens, seed, epoch) → packs of sample indices; called with `supervised=` where that is known
+MakePacks = Callable[..., list[list[int]]]
 
 
 class FeatureSource(Protocol):
@@ -37,6 +40,26 @@ class FeatureSource(Protocol):
     def get(self, pack: list[int]) -> FeatureBatch:
         """The pack of these sample indices, with `hidden_RD` (and what the head's spec asks for) filled."""
         ...
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """What a head is trained on.
+
+    Attributes:
+        source: features of the samples.
+        lengths: tokens of every training sample; with `pack_tokens` it fixes the packs.
+        pack_tokens: largest number of tokens of a pack (a longer document has a pack of its own).
+        supervised: supervised tokens of every training sample: packs then hold equally many of them, so that ranks
+            finish together; None = balance tokens alone.
+        make_packs: puts the samples of an epoch into packs.
+    """
+
+    source: FeatureSource
+    lengths: Sequence[int]
+    pack_tokens: int = 4096
+    supervised: Sequence[int] | None = None
+    make_packs: MakePacks = make_packs
 
 
 @dataclass(frozen=True)
@@ -59,7 +82,7 @@ class PackStream:
         lengths: tokens of every training sample.
         pack_tokens: largest number of tokens of a pack (a longer document has a pack of its own).
         seed: seeds the order of every epoch.
-        plan: `headstart.data.packing.plan_packs`, or a stand-in of the same signature.
+        make_packs: puts the samples of an epoch into packs.
         supervised: supervised tokens of every training sample, which packs then hold equally many of; None = unknown.
     Raises: DataError when there is nothing to train on.
     """
@@ -69,12 +92,12 @@ class PackStream:
         lengths: Sequence[int],
         pack_tokens: int,
         seed: int,
-        plan: PackPlan,
+        make_packs: MakePacks = make_packs,
         supervised: Sequence[int] | None = None,
     ):
         if not len(lengths):
             raise DataError("no training samples: none given or all dropped; see `headstart inspect`")
-        self.lengths, self.pack_tokens, self.seed, self._plan = lengths, pack_tokens, seed, plan
+        self.lengths, self.pack_tokens, self.seed, self._make_packs = lengths, pack_tokens, seed, make_packs
         self.supervised = supervised
         self._epochs: list[int] = []  # first global pack number of every epoch known so far, then the next one's
         self._cached: dict[int, list[list[int]]] = {}
@@ -90,7 +113,7 @@ class PackStream:
             while len(self._cached) > 1:  # a window and the one ahead of it touch at most two epochs, barring tiny data
                 del self._cached[min(self._cached)]
             known = {} if self.supervised is None else {"supervised": self.supervised}
-            self._cached[epoch] = self._plan(self.lengths, self.pack_tokens, self.seed, epoch, **known)
+            self._cached[epoch] = self._make_packs(self.lengths, self.pack_tokens, self.seed, epoch, **known)
         return self._cached[epoch]
 
     def _start(self, epoch: int) -> int:
@@ -245,3 +268,82 @@ class Fetcher:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass
+class Window:
+    """The packs of one optimiser step.
+
+    Attributes:
+        packs: of all ranks, in the global order.
+        places: where this rank's packs are among them.
+        batches: the features of this rank's packs, on its device; the rows that training runs.
+    """
+
+    packs: list[Pack]
+    places: list[int]
+    batches: list[FeatureBatch]
+
+    @property
+    def own(self) -> list[Pack]:
+        """This rank's packs."""
+        return [self.packs[place] for place in self.places]
+
+
+class WindowFeed:
+    """The windows of a run with this rank's features.
+
+    Args:
+        last_pack: number of packs of the whole run, which cuts its last window; None = no limit.
+        head: chooses the rows that training runs.
+        device_idle: whether the device has nothing to do, so that time spent here is time lost.
+    Attributes:
+        waited: seconds lost that way since `take_waited`.
+    """
+
+    def __init__(
+        self, stream: PackStream, fetcher: Fetcher, config: TrainConfig, last_pack: int | None, head: Head,
+        rank: int, size: int, device: torch.device, device_idle: Callable[[], bool],
+    ):  # fmt: skip
+        self.stream, self.fetcher, self._config, self._last_pack, self._head = stream, fetcher, config, last_pack, head
+        self._rank, self._size, self._device, self._device_idle = rank, size, device, device_idle
+        self._next: Window | None = None
+        self._waited = 0.0
+
+    def take(self, start: int) -> Window:
+        """The window that begins at global pack `start`; later ones are asked for in the background."""
+        window, self._next = self._next, None
+        if window is None:
+            window = self._fetch(start)
+        for ahead in range(1, self._config.prefetch + 1):
+            packs, places = self._share(start + ahead * self._config.accumulation)
+            self.fetcher.prefetch([packs[place] for place in places])
+        return window
+
+    def fetch_next(self, start: int) -> None:
+        """Make the features of the window at `start` now, which the next `take` returns."""
+        self._next = self._fetch(start)
+
+    def take_waited(self) -> float:
+        """Seconds for which fetching left the device idle since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def _share(self, start: int) -> tuple[list[Pack], list[int]]:
+        """Packs of the window that begins at global pack `start`, and the places of this rank's."""
+        count = self._config.accumulation
+        if self._last_pack is not None:
+            count = max(min(count, self._last_pack - start), 0)
+        return self.stream.window(start, count), list(range(self._rank, count, self._size))
+
+    def _fetch(self, start: int) -> Window:
+        packs, places = self._share(start)
+        began = time.perf_counter()
+        fetched = self.fetcher.window(packs, self._rank, self._size)
+        window = Window(packs, places, [batch.to(self._device, non_blocking=True) for batch in fetched])
+        head, seed = self._head, self._config.seed
+        pairs = zip(window.batches, window.own, strict=True)
+        window.batches = [choose_rows(head, batch, seed, pack) for batch, pack in pairs]
+        # fetching costs nothing while the device still works on what came before
+        self._waited += time.perf_counter() - began if self._device_idle() else 0.0
+        return window

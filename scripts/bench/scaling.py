@@ -61,7 +61,8 @@ from headstart.process_exit import ProcessExit
 from headstart.train.config import TrainConfig
 from headstart.train.launching.setup import make_accelerator
 from headstart.train.launching.watch import Watch
-from headstart.train.loop import train
+from headstart.train.loop import Observers, train
+from headstart.train.stream import TrainData
 
 
 @dataclass(frozen=True)
@@ -220,10 +221,10 @@ def run_case(
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(dir=options.scratch) as place:
         run_dir = Path(place) if accelerator.is_main_process else Path(place, "unused")
+        observers = Observers(better_every_time if case.save_every else None, progress=False)
         result = train(
-            head, source, target.teacher, source.lengths, train_config, run_dir,
-            better_every_time if case.save_every else None, provenance={}, pack_tokens=tokens,
-            accelerator=accelerator, progress=False, final_checkpoint=False,
+            head, TrainData(source, source.lengths, tokens), target.teacher, train_config, run_dir, observers,
+            provenance={}, accelerator=accelerator, final_checkpoint=False,
         )  # fmt: skip
         if result.stopped != "steps":
             raise SystemExit(f"stopped by a {result.stopped} at step {result.step}")

@@ -34,7 +34,7 @@ from torch import Tensor
 from headstart.bench import scaling
 from headstart.bench.presets import PRESETS, print_kernels, random_target, refuse_ranks
 from headstart.data.config import DataConfig, SourceConfig
-from headstart.data.packing import plan_packs
+from headstart.data.packing import make_packs
 from headstart.data.prepare import prepare
 from headstart.data.samples import Sample
 from headstart.heads.base import Head
@@ -118,7 +118,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         if arguments.data is None:
             raise ConfigError("--data: not given; real lengths are those of a file of conversations")
         lengths = [len(sample) for sample in real_samples(arguments.data, arguments.target)]
-        packs = plan_packs(lengths, tokens, 0, 0)
+        packs = make_packs(lengths, tokens, 0, 0)
         real = tuple(lengths[i] for i in packs[0])
     known = {
         "fixed_all": Case("fixed_all", fixed),
@@ -323,7 +323,7 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
     run = Run(load_recipe(arguments.run / "recipe.yaml", overrides), Console(silent=True))
     trained = trained_samples(run)
     head = fresh_head(run)
-    packs = plan_packs([len(sample) for sample in trained], run.recipe.data.pack_tokens, 0, 0)
+    packs = make_packs([len(sample) for sample in trained], run.recipe.data.pack_tokens, 0, 0)
     batches = (FeatureBatch.pack([trained[i].tensors() for i in pack], head.depth) for pack in packs)
     flops = sum(6 * head.multiply_adds(len(batch.tokens_R), batch.anchors.count_K) for batch in batches)
     tokens = sum(len(sample) for sample in trained)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headstart.data.packing import plan_packs
+from headstart.data.packing import make_packs
 from headstart.data.prepare import PreparedData
 from headstart.data.samples import token_counts
 from headstart.eval.measuring.benchmark import tau_probe
@@ -30,6 +30,7 @@ from headstart.train.checkpoints.resume import TRAINED
 from headstart.train.coverage import measure_coverage
 from headstart.train.launching.setup import check_layout
 from headstart.train.step import autocast_dtype
+from headstart.train.stream import TrainData
 from headstart.train.validate import Validator
 
 
@@ -83,20 +84,16 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
     begin()
     if main:
         save_data_report(run)
+    supervised = [sample.supervised for sample in samples]
     result = loop.train(
         head,
-        source,
+        TrainData(source, source.lengths, recipe.data.pack_tokens, supervised),
         target.teacher,
-        source.lengths,
         recipe.train,
         run.dir,
-        validator,
+        loop.Observers(validator, watch=watch, progress=not run.console.silent),
         provenance=origin,
-        pack_tokens=recipe.data.pack_tokens,
-        supervised=[sample.supervised for sample in samples],
         accelerator=accelerator,
-        watch=watch,
-        progress=not run.console.silent,
         chain=measured_chain(run, head),
     )
     if result.stopped == "signal":
@@ -157,7 +154,7 @@ def _validator(run: Run, data: PreparedData, head: Head, accelerator: Any) -> Va
     config, target = run.recipe.train, run.target
     chain = measured_chain(run, head)
     source = feature_source(run, data.held_out, "held_out", head, max(head.depth, chain))
-    packs = plan_packs(source.lengths, run.recipe.data.pack_tokens, 0, 0)
+    packs = make_packs(source.lengths, run.recipe.data.pack_tokens, 0, 0)
     prompts = [first_prompt(sample) for sample in held_out_prompts(data)[: config.tau_prompts]]
 
     def probe(trained: Head) -> float:

@@ -297,7 +297,7 @@ def test_a_step_does_not_wait_for_the_device(row_fraction, tmp_path, monkeypatch
     ends = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16) * 0.1
     teacher = Teacher(ends)
     head.initialise(TargetEnds(ends, teacher), torch.arange(200, device="cuda"))
-    step, seen = loop._Trainer._step, []
+    step, seen = loop.TrainingLoop.step, []
 
     def strict(trainer) -> None:
         torch.cuda.set_sync_debug_mode("error" if len(seen) >= 2 else "default")
@@ -307,12 +307,11 @@ def test_a_step_does_not_wait_for_the_device(row_fraction, tmp_path, monkeypatch
             torch.cuda.set_sync_debug_mode("default")
         seen.append(trainer.captured.captures)
 
-    monkeypatch.setattr(loop._Trainer, "_step", strict)
+    monkeypatch.setattr(loop.TrainingLoop, "step", strict)
     source = StoredFeatures(head)
     settings = TrainConfig(steps=6, accumulation=2, log_every=3, save_every=0, prefetch=1)
-    loop.train(
-        head, source, teacher, [64] * 16, settings, tmp_path, provenance={}, pack_tokens=256, progress=False
-    )  # fmt: skip
+    data, observers = loop.TrainData(source, [64] * 16, pack_tokens=256), loop.Observers(progress=False)
+    loop.train(head, data, teacher, settings, tmp_path, observers, provenance={})
     assert seen == [1] * 6
     with pytest.raises(RuntimeError, match="synchronizing"):
         torch.cuda.set_sync_debug_mode("error")

@@ -159,7 +159,7 @@ def test_what_errors_advise_continues_the_run_and_starting_anew_keeps_it(
         raise TrainingError("non-finite loss")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.train.loop._Trainer._finish", stop)
+        patch.setattr("headstart.train.loop.TrainingLoop._finish", stop)
         assert headstart("train", recipe).code == 1
     remedies = ("train.nonfinite=skip", "train.select=best", "train.lr=5e-4", "train.clip_norm=0.1")
     advised = (*remedies, "train.eval_every=0", "train.tau_prompts=0", "train.epochs=3")

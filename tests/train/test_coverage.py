@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_fakes import DIMS, FakeHead, FakeSource, in_order, make_documents, teacher
+from train_fakes import DIMS, FakeHead, FakeSource, make_documents, pairs_of, quiet, teacher
 
 from headstart.heads.base import Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import TrainingError
-from headstart.train import coverage, loop
+from headstart.train import coverage, health
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
 from headstart.train.coverage import measure_coverage
@@ -48,9 +48,7 @@ def run(run_dir: Path, head: FakeHead, documents=None, **settings) -> tuple[Trai
     source = FakeSource(documents or make_documents(), depth=2)
     config = TrainConfig(**{"steps": 6, "accumulation": 2, "log_every": 3, "mixed_precision": "no", **settings})
     validate = Validator(source, [[0, 1, 2]], teacher())
-    result = train(
-        head, source, teacher(), source.lengths, config, run_dir, validate, plan=in_order, progress=False
-    )  # fmt: skip
+    result = train(head, pairs_of(source), teacher(), config, run_dir, quiet(validate))
     return result, [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -77,7 +75,7 @@ def test_a_run_in_which_no_row_trains_is_refused(tmp_path: Path, settings: dict)
 
 
 def test_a_long_epoch_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loop, "UNTRAINED_ROWS", 20)
+    monkeypatch.setattr(health, "UNTRAINED_ROWS", 20)
     with pytest.raises(TrainingError, match="supervised rows trains"):
         run(tmp_path, PartHead(set()), documents=make_documents(100), steps=50)
     assert not list((tmp_path / "checkpoints").glob("step-*"))

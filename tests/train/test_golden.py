@@ -25,7 +25,8 @@ from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 from headstart.heads.vocab import choose_draft_vocab
 from headstart.train.config import TrainConfig
-from headstart.train.loop import TrainResult, train
+from headstart.train.loop import Observers, TrainResult, train
+from headstart.train.stream import TrainData
 from headstart.train.validate import Validator
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -76,8 +77,8 @@ def run(
     values = dict(steps=20, accumulation=2, lr=3e-3, warmup_steps=2, save_every=7, log_every=1)
     source = source_of(target, samples, head.spec, head.depth)
     result = train(
-        head, source, target.teacher, [len(s.token_ids) for s in samples], TrainConfig(**(values | changes)), run_dir,
-        provenance={}, pack_tokens=96, progress=False,
+        head, TrainData(source, [len(s.token_ids) for s in samples], pack_tokens=96), target.teacher,
+        TrainConfig(**(values | changes)), run_dir, Observers(progress=False), provenance={},
     )  # fmt: skip
     return head, result, target
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_fakes import FakeHead, FakeSource, forked, make_documents, teacher
+from train_fakes import FakeHead, FakeSource, data_of, forked, make_documents, quiet, teacher
 
 from headstart.train.config import TrainConfig
 from headstart.train.loop import train
@@ -35,7 +35,7 @@ def run(run_dir: Path, source_class: type[FakeSource] = FakeSource) -> FakeHead:
     config = TrainConfig(
         steps=400, accumulation=2, lr=0.01, warmup_steps=2, weight_decay=0.01, save_every=4, log_every=1, keep=2
     )
-    train(head, source, teacher(), source.lengths, config, run_dir, provenance={}, pack_tokens=20, progress=False)
+    train(head, data_of(source), teacher(), config, run_dir, quiet(), provenance={})
     torch.save(head.state_dict(), run_dir / "end.pt")
     return head
 

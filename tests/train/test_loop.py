@@ -11,12 +11,17 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_fakes import FakeHead, FakeSource, in_order, make_documents, teacher
+from train_fakes import FakeHead, FakeSource, data_of, in_order, make_documents, pairs_of, quiet, teacher
 
 from headstart.heads.errors import ConfigError, DiskFullError, StorageError, TrainingError
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.config import TrainConfig
-from headstart.train.loop import TrainResult, train
+from headstart.train.loop import Observers, TrainResult, train
+from headstart.train.optim import Budget
+from headstart.train.standing import Standing
+from headstart.train.step import SumNames
+from headstart.train.stream import PackStream
+from headstart.train.tracking.meters import Meters
 
 
 class Killed(Exception):
@@ -45,9 +50,8 @@ def run(run_dir, source=None, noise: float = 0.1, validate=None, **changes) -> t
     head = FakeHead(noise=noise)
     source = source or FakeSource(make_documents())
     result = train(
-        head, source, teacher(), source.lengths, config(**changes), run_dir, validate, provenance={"recipe": "x"},
-        pack_tokens=20, progress=False,
-    )  # fmt: skip
+        head, data_of(source), teacher(), config(**changes), run_dir, quiet(validate), provenance={"recipe": "x"}
+    )
     return head, result
 
 
@@ -106,7 +110,7 @@ def test_damaged_checkpoint_falls_back_loudly(tmp_path, capsys):
     (newest / "head.safetensors").write_bytes(data)
     source = FakeSource(make_documents())
     head = FakeHead(noise=0.1)
-    result = train(head, source, teacher(), source.lengths, config(), tmp_path, pack_tokens=20, progress=True)
+    result = train(head, data_of(source), teacher(), config(), tmp_path)
     assert result.resumed_from == 8
     message = " ".join(capsys.readouterr().err.split())
     assert "WARNING" in message and "step-00000012 is damaged: head.safetensors" in message and "sha256" in message
@@ -155,7 +159,7 @@ def test_checkpoints_that_are_gone_are_not_a_fresh_start(tmp_path, left, capsys)
         return
     (tmp_path / "checkpoints/latest").unlink()
     head, source = FakeHead(noise=0.1), FakeSource(make_documents())
-    train(head, source, teacher(), source.lengths, config(), tmp_path, pack_tokens=20, progress=True)
+    train(head, data_of(source), teacher(), config(), tmp_path)
     said = " ".join(capsys.readouterr().err.split())
     assert "WARNING: no checkpoint is there, though metrics.jsonl goes to step 7: training starts at step 0" in said
     assert (tmp_path / "previous/1-train/metrics.jsonl").read_text() == before
@@ -187,9 +191,8 @@ def test_other_data_or_seed_is_refused(tmp_path):
 def test_epochs_end_with_a_short_window(tmp_path):
     source = FakeSource(make_documents())
     result = train(
-        FakeHead(), source, teacher(), source.lengths, config(steps=None, epochs=1.5, accumulation=4), tmp_path,
-        plan=in_order, progress=False,
-    )  # fmt: skip
+        FakeHead(), pairs_of(source), teacher(), config(steps=None, epochs=1.5, accumulation=4), tmp_path, quiet()
+    )
     assert (result.step, result.stopped) == (3, "epochs")  # 6 packs per epoch: 9 packs in windows of 4, 4, 1
     assert source.asked == [[i, i + 1] for i in [0, 2, 4, 6, 8, 10, 0, 2, 4]]
     assert result.tokens == sum(source.lengths) + sum(source.lengths[:6])
@@ -208,7 +211,7 @@ def test_nan_loss_stops_with_the_sample_ids_and_keeps_the_checkpoint(tmp_path, a
     kept = config(steps=40, save_every=2, log_every=50)
     run_source = FakeSource(make_documents(), poison=poisoned)
     with pytest.raises(TrainingError) as caught:
-        train(FakeHead(), run_source, teacher(), source.lengths, kept, tmp_path, plan=in_order, progress=False)
+        train(FakeHead(), pairs_of(run_source), teacher(), kept, tmp_path, quiet())
     message = str(caught.value)
     assert f"non-finite loss at step {after_good}" in message
     assert f"samples sample-{poisoned}, sample-{poisoned + 1}." in message
@@ -228,10 +231,7 @@ def test_nan_loss_stops_with_the_sample_ids_and_keeps_the_checkpoint(tmp_path, a
 def test_nan_with_policy_skip_goes_on(tmp_path):
     source = FakeSource(make_documents(), poison=2)
     head = FakeHead()
-    result = train(
-        head, source, teacher(), source.lengths, config(steps=6, nonfinite="skip"), tmp_path,
-        plan=in_order, progress=False,
-    )  # fmt: skip
+    result = train(head, pairs_of(source), teacher(), config(steps=6, nonfinite="skip"), tmp_path, quiet())
     assert result.step == 6
     assert all(torch.isfinite(p).all() for p in head.parameters())
     found = sorted(p.name for p in tmp_path.glob("nonfinite-*.json"))
@@ -253,10 +253,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(tmp_path):
             return found
 
     head = Head()
-    train(
-        head, source, teacher(), source.lengths, config(steps=5, nonfinite="skip"), tmp_path, plan=in_order,
-        progress=False,
-    )  # fmt: skip
+    train(head, pairs_of(source), teacher(), config(steps=5, nonfinite="skip"), tmp_path, quiet())
     dump = json.loads((tmp_path / "nonfinite-step-2.json").read_text())
     assert dump["what"] == "gradient" and len(dump["sample_ids"]) == 4
     assert torch.equal(weights[2 * 3], weights[2 * 2]) and not torch.equal(weights[2 * 4], weights[2 * 3])
@@ -296,19 +293,19 @@ def train_spoiled(run_dir, source: FakeSource, after: int, noise: float, **setti
         return real(pack)
 
     source.get = get
-    return train(head, source, teacher(), source.lengths, config(**settings), run_dir, pack_tokens=20)
+    return train(head, data_of(source), teacher(), config(**settings), run_dir)
 
 
 def test_a_run_that_only_skips_ends_and_keeps_its_good_checkpoints(tmp_path):
     source, diverging = FakeSource(make_documents()), NonFinite(after=2 * 5)
     settings = config(steps=40, save_every=1, nonfinite="skip")
     with pytest.raises(TrainingError, match=r"10 steps in a row .* continues from .*step-00000005\. .*train\.lr"):
-        train(FakeHead(), diverging, teacher(), source.lengths, settings, tmp_path, plan=in_order, progress=False)
+        train(FakeHead(), pairs_of(diverging), teacher(), settings, tmp_path, quiet())
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000005"]
     assert len(diverging.asked) >= 2 * 15
     assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5]
     head = FakeHead()
-    result = train(head, source, teacher(), source.lengths, settings, tmp_path, plan=in_order, progress=False)
+    result = train(head, pairs_of(source), teacher(), settings, tmp_path, quiet())
     assert (result.resumed_from, result.step) == (5, 40)
 
 
@@ -492,7 +489,9 @@ def test_a_final_validation_that_ended_in_a_kill_is_recorded_once(tmp_path, monk
     """Killed after its record and before the checkpoint that says so."""
     chosen = dict(validate=lambda head, step, final: {"valid/walked_tau": float(step)}, eval_every=6)
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.train.loop._Trainer._restate", lambda trainer: (_ for _ in ()).throw(Killed))
+        patch.setattr(
+            "headstart.train.checkpoints.saving.Saving.rewrite_state", lambda saving: (_ for _ in ()).throw(Killed)
+        )
         with pytest.raises(Killed):
             run(tmp_path, save_every=5, **chosen)
     assert [r["step"] for r in records(tmp_path) if "valid/walked_tau" in r] == [6, 12]
@@ -515,10 +514,8 @@ def test_the_best_head_is_the_one_on_the_disk_also_when_the_run_takes_another_tu
     with pytest.raises((Killed, TrainingError)):
         run(tmp_path, KillingSource(make_documents(), after=15), validate=validate, **chosen)
     head, source = FakeHead(noise=0.1), FakeSource(make_documents())
-    result = train(
-        head, source, teacher(), source.lengths, config(lr=0.5, **chosen), tmp_path,
-        lambda h, s, f: {"valid/walked_tau": 1.0}, pack_tokens=20, progress=True,
-    )  # fmt: skip
+    worse = Observers(lambda h, s, f: {"valid/walked_tau": 1.0})
+    result = train(head, data_of(source), teacher(), config(lr=0.5, **chosen), tmp_path, worse)
     assert result.resumed_from == 4 and result.best == {"name": "valid/walked_tau", "value": 1.9, "step": 6}
     assert torch.equal(head.heads[0].weight, seen[6])
     said = " ".join(capsys.readouterr().err.split())
@@ -537,7 +534,7 @@ def test_a_head_of_other_sizes_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"holds another head \(tensors that differ: heads.1.bias \[13\], heads.1.bias"
     ):
-        train(Wider(), source, teacher(), source.lengths, config(), tmp_path, pack_tokens=20, progress=False)
+        train(Wider(), data_of(source), teacher(), config(), tmp_path, quiet())
 
 
 def test_a_validation_made_before_a_kill_is_recorded_once(tmp_path):
@@ -557,10 +554,8 @@ def test_a_damaged_best_head_is_told_at_once_and_the_next_validation_counts(tmp_
     run(tmp_path, steps=7, **chosen | {"validate": lambda *_: {"valid/walked_tau": 1.9}})
     (tmp_path / "checkpoints/best/head.safetensors").write_bytes(b"half")
     head, source = FakeHead(noise=0.1), FakeSource(make_documents())
-    result = train(
-        head, source, teacher(), source.lengths, config(**{k: v for k, v in chosen.items() if k != "validate"}),
-        tmp_path, chosen["validate"], pack_tokens=20, progress=True,
-    )  # fmt: skip
+    settings = config(**{k: v for k, v in chosen.items() if k != "validate"})
+    result = train(head, data_of(source), teacher(), settings, tmp_path, Observers(chosen["validate"]))
     said = " ".join(capsys.readouterr().err.split())
     assert "WARNING: the best head (step 3, valid/walked_tau 1.9) is damaged: head.safetensors has 4 bytes" in said
     assert result.best == {"name": "valid/walked_tau", "value": 1.5, "step": 9}
@@ -575,9 +570,7 @@ def test_a_best_head_damaged_at_the_end_leaves_the_last_weights_and_a_warning(tm
     last, _ = run(tmp_path / "last")
     head, source = FakeHead(noise=0.1), FakeSource(make_documents())
     settings = config(eval_every=3, select="best")
-    result = train(
-        head, source, teacher(), source.lengths, settings, tmp_path / "run", validate, pack_tokens=20, progress=True
-    )
+    result = train(head, data_of(source), teacher(), settings, tmp_path / "run", Observers(validate))
     assert result.step == 12 and "cannot be used: head.safetensors has 4 bytes" in " ".join(
         capsys.readouterr().err.split()
     )
@@ -626,20 +619,14 @@ def test_resuming_gives_the_generators_and_the_clock_back(tmp_path):
     assert records(tmp_path)[-1]["seconds"] > 500.0
 
 
-def test_progress_is_rank_0s_alone():
-    from types import SimpleNamespace
-
-    from headstart.train import loop
-
-    shown = []
-    for rank in (0, 1):
-        trainer = loop._Trainer.__new__(loop._Trainer)
-        trainer.__dict__ |= {"rank": rank, "budget": SimpleNamespace(seconds=None, steps=3)}
-        trainer.signal = trainer.saver = trainer.fetcher = None  # the run ends at the first of these
-        with pytest.raises((TypeError, AttributeError)):
-            trainer.run(None, {}, True)
-        shown.append(trainer.reporter._show)
-    assert shown == [True, False]
+def test_progress_is_rank_0s_alone(tmp_path):
+    settings, stream = config(), PackStream([5, 6], 20, 0)
+    meters, budget = Meters(SumNames((), ()), torch.device("cpu")), Budget.of(settings, None)
+    shown = {
+        (rank, show): Standing(settings, tmp_path, stream, budget, meters, rank, 2, show).reporter._show
+        for rank in (0, 1) for show in (True, False)
+    }  # fmt: skip
+    assert shown == {(0, True): True, (0, False): False, (1, True): False, (1, False): False}
 
 
 def test_trackers_receive_every_number_of_a_record(tmp_path):
@@ -672,10 +659,8 @@ def test_a_sample_that_cannot_be_read_is_named_and_the_checkpoint_stays(tmp_path
 
     source = Unreadable(make_documents())
     with pytest.raises(TrainingError, match=r"features of sample talk-9 \(epoch 0, pack 4\) failed: OSError"):
-        train(
-            FakeHead(), source, teacher(), source.lengths, config(save_every=1, prefetch=prefetch), tmp_path,
-            plan=in_order, progress=False,
-        )  # fmt: skip
+        settings = config(save_every=1, prefetch=prefetch)
+        train(FakeHead(), pairs_of(source), teacher(), settings, tmp_path, quiet())
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000002\n"
 
 

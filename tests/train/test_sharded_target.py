@@ -23,7 +23,8 @@ from headstart.heads.targets.sharded import RowsTeacher, rows_of
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.train.config import TrainConfig
 from headstart.train.launching.setup import make_accelerator
-from headstart.train.loop import train
+from headstart.train.loop import Observers, train
+from headstart.train.stream import TrainData
 from headstart.train.validate import Validator
 
 SHAPE = dict(
@@ -69,8 +70,8 @@ def run(target: Target, run_dir: Path, accelerator=None) -> list[float]:
     validator = Validator(source, [[0, 1], [2], [3, 4]], target.teacher, rank=rank, size=size)
     config = TrainConfig(steps=4, accumulation=3, lr=3e-3, log_every=1)
     train(
-        head, source, target.teacher, source.lengths, config, run_dir, validator, provenance={}, pack_tokens=48,
-        accelerator=accelerator, progress=False,
+        head, TrainData(source, source.lengths, pack_tokens=48), target.teacher, config, run_dir,
+        Observers(validator, progress=False), provenance={}, accelerator=accelerator,
     )  # fmt: skip
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record.get("train/loss", record.get("valid/loss")) for record in records]

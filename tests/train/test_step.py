@@ -8,7 +8,7 @@ from train_fakes import FakeHead, FakeSource, make_documents, teacher
 from train_fakes import window_gradient as gradient
 
 from headstart.train.step import LossModule, accumulate_window, window_counts
-from headstart.train.stream import Pack
+from headstart.train.stream import Pack, Window
 
 ALL = list(range(12))
 TOLERANCE = dict(rtol=1e-5, atol=1e-6)  # float32 sums in another order
@@ -65,10 +65,10 @@ def test_a_depth_without_positions_contributes_nothing():
     batch = source.get([0])
     assert batch.anchors.count_K == (1, 0, 0)
     counts_T = window_counts(head, [batch], torch.device("cpu"))
+    window = Window([Pack(0, 0, (0,))], [0], [batch])
     sums = accumulate_window(
-        LossModule(head, teacher(), None), [Pack(0, 0, (0,))], [batch], [0], counts_T, head.term_weights(), 1, 1, 0,
-        lambda loss: loss.backward(),
-    )  # fmt: skip
+        LossModule(head, teacher(), None), window, counts_T, head.term_weights(), 1, 1, 0, lambda loss: loss.backward()
+    )
     logits = head.heads[0](batch.hidden_RD[1])
     torch.testing.assert_close(sums.loss, -torch.log_softmax(logits, -1)[4].detach())
     assert head.heads[1].weight.grad is None or not head.heads[1].weight.grad.any()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from train_fakes import FakeHead, FakeSource, in_order, make_documents
 
-from headstart.data.packing import plan_packs
+from headstart.data.packing import make_packs
 from headstart.heads.errors import DataError, TrainingError
 from headstart.train.stream import Fetcher, Pack, PackStream, choose_rows, seed_pack
 
@@ -25,13 +25,13 @@ def test_count_of_packs_in_fractional_epochs(epochs, packs):
 
 def test_every_epoch_of_the_real_plan_holds_every_sample_once_and_orders_differ():
     lengths = [3 + i % 7 for i in range(40)]
-    s = PackStream(lengths, 20, 5, plan_packs)
+    s = PackStream(lengths, 20, 5, make_packs)
     per_epoch = s.count(1)
     first = [i for p in s.window(0, per_epoch) for i in p.samples]
     second = [i for p in s.window(per_epoch, s.count(2) - per_epoch) for i in p.samples]
     assert sorted(first) == sorted(second) == list(range(40))
     assert first != second
-    assert [p.samples for p in PackStream(lengths, 20, 5, plan_packs).window(3, 4)] == [
+    assert [p.samples for p in PackStream(lengths, 20, 5, make_packs).window(3, 4)] == [
         p.samples for p in s.window(3, 4)
     ]
 

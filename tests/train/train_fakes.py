@@ -1,4 +1,4 @@
-"""A head, features and a pack plan small enough to check by hand."""
+"""A head, features and packs small enough to check by hand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from headstart.heads.base import Head, HeadConfig, Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import Teacher
+from headstart.train.loop import Observers, Validate
 from headstart.train.step import LossModule, accumulate_window, window_counts
-from headstart.train.stream import Pack
+from headstart.train.stream import Pack, TrainData, Window
 
 DIMS = HeadDims(
     hidden_size=8, vocab_size=13, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=16
@@ -99,12 +100,26 @@ class FakeSource:
         return batch
 
 
+def data_of(source: FakeSource, **more) -> TrainData:
+    """Packs of at most 20 tokens, in the order that training uses."""
+    return TrainData(source, source.lengths, **{"pack_tokens": 20, **more})
+
+
+def pairs_of(source: FakeSource) -> TrainData:
+    """Packs of two documents, unshuffled."""
+    return data_of(source, make_packs=in_order)
+
+
+def quiet(validate: Validate | None = None, **more) -> Observers:
+    return Observers(validate, progress=False, **more)
+
+
 def teacher() -> Teacher:
     return Teacher(torch.zeros(DIMS.vocab_size, DIMS.hidden_size))
 
 
 def in_order(lengths, budget, seed, epoch) -> list[list[int]]:
-    """A plan without shuffling: two documents per pack."""
+    """Two documents per pack, unshuffled."""
     return [list(range(i, min(i + 2, len(lengths)))) for i in range(0, len(lengths), 2)]
 
 
@@ -115,17 +130,17 @@ def window_gradient(
     head = head or FakeHead()
     source = FakeSource(make_documents(), pad=pad)
     places = list(range(rank, len(packs), size))
-    mine = [Pack(0, place, tuple(packs[place])) for place in places]
-    batches = [source.get(packs[place]) for place in places]
-    counts_T = window_counts(head, batches, torch.device("cpu"))
+    numbered = [Pack(0, place, tuple(pack)) for place, pack in enumerate(packs)]
+    window = Window(numbered, places, [source.get(packs[place]) for place in places])
+    counts_T = window_counts(head, window.batches, torch.device("cpu"))
     if size > 1:
         torch.distributed.all_reduce(counts_T)
     module = LossModule(head, teacher(), None)
     module = wrap(module) if wrap else module
     no_sync = module.no_sync if wrap else None
     sums = accumulate_window(
-        module, mine, batches, places, counts_T, head.term_weights(), size, len(packs), 0,
-        lambda loss: loss.backward(), *([no_sync] if no_sync else []),
+        module, window, counts_T, head.term_weights(), size, len(packs), 0, lambda loss: loss.backward(),
+        *([no_sync] if no_sync else []),
     )  # fmt: skip
     return {name: p.grad for name, p in head.named_parameters()}, sums
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ class Saver:
                 break
         return not self._pending and not self._writing and not self.failed
 
-    def outlast(self, seconds: float) -> bool:
+    def wait_for_writes(self, seconds: float) -> bool:
         """Wait at most `seconds` for files being written, and say whether there were any. Any thread may ask."""
         under_way = [future for _, future in list(self._writing) if not future.done()]
         wait(under_way, timeout=seconds)
@@ -202,6 +203,11 @@ class Saver:
             if not self._writing:
                 return
             wait([future for _, future in self._writing])
+
+    def last_checkpoint(self, diverged: bool) -> Path | None:
+        """The newest checkpoint, after what is being written; of a run that diverged, the newest before its skips."""
+        self.settle()
+        return self.store.before_skips() if diverged else next(iter(self.store.paths()), None)
 
     def finish(self) -> None:
         """Wait for everything under way. Raises what a write raised (DiskFullError when there is no room)."""

@@ -83,8 +83,8 @@ class Watch:
         self._reason = ""
         #: exit code of a rank that ends because of another
         self.code = 1
-        #: (seconds) → whether it had to wait, at most so long, for files being written; set by who writes
-        self.outlast: Callable[[float], bool] = lambda seconds: False
+        #: waits for files being written, at most so many seconds, and says whether there were any; set by who writes
+        self.wait_for_writes: Callable[[float], bool] = lambda seconds: False
         self._stop = threading.Event()
         self.rank = 0
         #: process id of what started this rank, None once it is gone
@@ -132,7 +132,7 @@ class Watch:
             word = STOPPED
         self._say_word(word)
         if self.rank == 0:
-            self._outlast()
+            self._leave_last()
         self._stop.set()
         self._thread.join(timeout=self.interval_s + 1.0)
 
@@ -142,7 +142,7 @@ class Watch:
         except RuntimeError:
             pass  # rank 0 is gone: nobody is left to be told
 
-    def _outlast(self) -> None:
+    def _leave_last(self) -> None:
         """Rank 0 hosts the store: it leaves last, within a few seconds."""
         deadline = time.monotonic() + GRACE_S
         keys = [f"word/{r}" for r in range(self.size)]
@@ -202,7 +202,7 @@ class Watch:
     def _lose(self, reason: str) -> None:
         self._reason = f"{reason}; this job ends here. The same command continues from the last checkpoint."
         self._lost.set()
-        if self._stop.wait(GRACE_S) or (self.outlast(WRITE_S) and self._stop.wait(1.0)):
+        if self._stop.wait(GRACE_S) or (self.wait_for_writes(WRITE_S) and self._stop.wait(1.0)):
             return
         kind = "error: " if self.code else ""  # the main thread is stuck in a collective
         print(f"rank {self.rank}: {kind}{self._reason}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_fakes import FakeHead, FakeSource, make_documents, teacher
+from train_fakes import FakeHead, FakeSource, data_of, make_documents, quiet, teacher
 
 from headstart.heads.errors import DiskFullError, StorageError
 from headstart.train.checkpoints import checkpoint
@@ -48,8 +48,7 @@ class Gate:
 def run(run_dir: Path, source: FakeSource, validate: Validate | None = None, **changes):
     config = TrainConfig(**(dict(steps=12, accumulation=1, lr=0.01, save_every=2, keep=0, log_every=1) | changes))
     return train(
-        FakeHead(), source, teacher(), source.lengths, config, run_dir, provenance={}, pack_tokens=20, progress=False,
-        validate=validate,
+        FakeHead(), data_of(source), teacher(), config, run_dir, quiet(validate), provenance={}
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from train_fakes import FakeHead, FakeSource, forked, in_order, make_documents, teacher, window_gradient
+from train_fakes import FakeHead, FakeSource, forked, make_documents, pairs_of, quiet, teacher, window_gradient
 
 from headstart.heads.errors import DiskFullError, StorageError, TrainingError
 from headstart.train.checkpoints.checkpoint import CheckpointStore
@@ -42,9 +42,7 @@ def config(**changes) -> TrainConfig:
 def run(run_dir: Path, source: FakeSource | None = None, validate=None, **changes):
     head = FakeHead(noise=0.1)
     source = source or FakeSource(make_documents())
-    result = train(
-        head, source, teacher(), source.lengths, config(**changes), run_dir, validate, plan=in_order, progress=False
-    )
+    result = train(head, pairs_of(source), teacher(), config(**changes), run_dir, quiet(validate))
     return head, result
 
 
@@ -220,9 +218,10 @@ def losing_a_rank_while_saving(rank: int, port: int, out: Path) -> None:
     with slow, mock.patch.object(Saver, "free", look), mock.patch("headstart.train.launching.watch.GRACE_S", 0.2):
         accelerator, source = make_accelerator("cpu"), Dying(make_documents())
         with Watch(interval_s=0.1) as watch:
+            settings = config(save_every=1, prefetch=0)
             train(
-                FakeHead(), source, teacher(), source.lengths, config(save_every=1, prefetch=0), out / "run",
-                plan=in_order, progress=False, accelerator=accelerator, watch=watch,
+                FakeHead(), pairs_of(source), teacher(), settings, out / "run", quiet(watch=watch),
+                accelerator=accelerator,
             )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_fakes import FakeHead, FakeSource, forked, in_order, make_documents, teacher
+from train_fakes import FakeHead, FakeSource, forked, make_documents, pairs_of, quiet, teacher
 
 from headstart.train.config import TrainConfig
 from headstart.train.launching.setup import make_accelerator
@@ -34,9 +34,8 @@ def run(run_dir: Path, source: FakeSource | None = None, **changes):
     values = dict(steps=8, accumulation=3, lr=0.05, warmup_steps=2, weight_decay=0.01, save_every=0, log_every=1)
     head, source = FakeHead(noise=0.1), source or FakeSource(make_documents())
     result = train(
-        head, source, teacher(), source.lengths, TrainConfig(**(values | changes)), run_dir, provenance={},
-        plan=in_order, progress=False,
-    )  # fmt: skip
+        head, pairs_of(source), teacher(), TrainConfig(**(values | changes)), run_dir, quiet(), provenance={}
+    )
     return head, result
 
 

@@ -1,0 +1,167 @@
+"""When a run is saved: periodic checkpoints, the best head, the end.
+
+A checkpoint is taken between two steps and written by a thread while the next steps run (saver.py). The loop waits for
+a write only at the end of the run, and where the disk is full.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.train.checkpoints.resume import capture, state_values
+from headstart.train.checkpoints.saver import Saver, write_all
+from headstart.train.health import Health
+from headstart.train.sharing.distributed import from_main, on_main
+from headstart.train.sharing.parallel import Parallel
+from headstart.train.standing import Standing
+
+#: values that the best head is chosen by: the first of them that is measured
+CHOSEN_BY = ("valid/tau", "valid/walked_tau")
+
+
+class Saving:
+    """Decides when to save, and gathers from all ranks what rank 0 writes.
+
+    Args:
+        provenance: saved in every checkpoint.
+    Attributes:
+        saved_step: step of the newest checkpoint, None without one.
+        blocked: longest time that saving kept a step from starting, seconds.
+    """
+
+    def __init__(
+        self, standing: Standing, health: Health, parallel: Parallel, saver: Saver, provenance: dict[str, Any]
+    ):
+        self.standing, self.health, self.parallel, self.saver = standing, health, parallel, saver
+        self.provenance = provenance
+        self.saved_step: int | None = None
+        self.blocked = 0.0
+        #: whether a periodic checkpoint is due and not taken yet
+        self._due = False
+        #: whether it found the one before still being written
+        self._put_off = False
+        #: seconds that all ranks took to learn whether it may be taken
+        self._asked = 0.0
+
+    def prepare(self, checkpoints: bool, best: bool) -> None:
+        """Rank 0: make room in host memory now, for what will be saved; later, a step would wait for it."""
+        if checkpoints:
+            self.saver.copies.prepare(self._saved_sizes())
+        if best:
+            for copies in self.saver.best_copies:
+                copies.prepare((f"best/{name}", *size) for name, *size in self.parallel.head_sizes())
+
+    def _saved_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """What a checkpoint will hold; the optimiser has no moments yet."""
+        trained = {name for name, p in self.parallel.head.named_parameters() if p.requires_grad}
+        for name, shape, dtype in self.parallel.head_sizes():
+            yield f"head/{name}", shape, dtype
+            if name in trained:
+                yield f"optimizer/exp_avg/{name}", shape, dtype
+                yield f"optimizer/exp_avg_sq/{name}", shape, dtype
+
+    # -- periodic checkpoints --------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether `train.save_every` asks for a checkpoint after `step`; it stays due until it is taken."""
+        every = self.standing.config.save_every
+        due = bool(every) and step % every == 0
+        self._due = self._due or due
+        return due
+
+    def may_begin(self) -> bool:
+        """Whether a checkpoint is due and can be taken now; one still being written puts it off to a later step."""
+        if not self._due or self.standing.state.skipped:
+            return False  # weights between skipped steps may have diverged: they must not push a good checkpoint out
+        began = time.perf_counter()
+        if self._put_off and self.standing.size > 1:
+            free = self.standing.agreed.may_save  # came with the step: to ask again would wait for the device
+        else:
+            free = from_main(self.saver.free())
+        self._asked = time.perf_counter() - began
+        self._put_off = not free
+        if self._put_off:
+            self.blocked = max(self.blocked, self._asked)
+        return not self._put_off
+
+    def begin(self) -> None:
+        """Take the checkpoint that is due; it is written while training goes on."""
+        self.health.examine_all()
+        self.standing.state.elapsed = self.standing.elapsed()
+        began = time.perf_counter()  # until here the host only waited for the device, which went on working
+        self._take()
+        self.blocked = max(self.blocked, self._asked + time.perf_counter() - began)
+
+    def save_now(self) -> Path:
+        """Take a checkpoint and wait until it is written."""
+        self.write_all()
+        self.health.examine_all()
+        self.standing.state.elapsed = self.standing.elapsed()
+        self._take()
+        self.write_all()
+        return on_main(lambda: self.saver.store.paths()[0])
+
+    def _take(self) -> None:
+        checkpoint = capture(self.standing, self.parallel, self.saver.copies, self.provenance)
+        if checkpoint is not None:
+            self.saver.save(checkpoint)
+        self._due, self.saved_step = False, self.standing.state.step
+
+    def rewrite_state(self) -> None:
+        """Write this moment's state into the checkpoint of this step, after all that is under way."""
+        if self.standing.rank == 0:
+            self.saver.restate(state_values(self.standing, [], self.provenance))
+
+    # -- what rank 0 tells the others with every step --------------------------------------------------------------
+
+    def poll(self) -> tuple[bool, bool]:
+        """(whether a write failed, whether the checkpoint that was put off may be taken); waits for nothing."""
+        self.saver.poll()
+        free = self._put_off and self.standing.rank == 0 and self.saver.free()
+        return self.saver.failed, free
+
+    def write_all(self) -> None:
+        """Wait until everything is on disk. A full disk pauses the run (saver.write_all)."""
+        standing = self.standing
+        stopped = lambda: standing.signal.received is not None  # noqa: E731
+        standing.leave_out(write_all(self.saver, standing.config.disk_wait, stopped, standing.reporter.say))
+
+    # -- the best head ---------------------------------------------------------------------------------------------
+
+    def keep_if_best(self, values: dict[str, float]) -> None:
+        """Save the head where the validation `values` are the best so far; all ranks take part."""
+        state = self.standing.state
+        best = state.best
+        if best is not None and best["name"] not in CHOSEN_BY:  # an older version's, which nothing measures any more
+            best = None
+        name = best["name"] if best else next((name for name in CHOSEN_BY if name in values), "")
+        if name in values and (best is None or values[name] > best["value"]):
+            state.best = {"name": name, "value": values[name], "step": state.step}
+            self._save_best(dict(state.best))
+
+    def _save_best(self, best: dict[str, Any]) -> None:
+        began = time.perf_counter()
+        tensors = self.parallel.head_tensors()  # gathered by all ranks
+        if self.standing.rank == 0:
+            self.saver.save_best(tensors, best)
+        else:
+            for _ in tensors:
+                pass
+        self.blocked = max(self.blocked, time.perf_counter() - began)
+
+    def load_best(self, best: dict[str, Any]) -> None:
+        """End with the weights of the best validation. Where they cannot be read, warn and keep the last ones."""
+        store = self.saver.store
+        fault = on_main(store.best_damage)
+        if fault is None:
+            self.parallel.load_head(store.load_best())
+            return
+        self.standing.reporter.say(
+            f"WARNING: {store.directory / 'best'}: the best head (step {best['step']}) cannot be used: {fault}. "
+            f"The run ends with the weights of its last step, {self.standing.state.step}"
+        )

@@ -1,0 +1,201 @@
+"""Where a run stands: what it has done, how much of its budget is left, what its ranks agree on, what it has told.
+
+Ranks must take the same turn at the same step: all go on, or all end. What decides (rank 0's clock, a signal that one
+of them got, a failed write) therefore travels in the one all-reduce that a step makes anyway:
+
+    counts_T = standing.exchange(counts_T, flags, …)   step n: summed on the device, nobody waits
+    …                                                  the device computes step n
+    flags = standing.read_agreement(…)                 before step n + 1: the sums are there, all ranks read the same
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.transfer import to_device
+from headstart.train.config import TrainConfig
+from headstart.train.optim import Budget
+from headstart.train.sharing.distributed import Agreement, StopSignal
+from headstart.train.stream import PackStream
+from headstart.train.tracking.meters import Meters
+from headstart.train.tracking.track import Reporter, Tracker, open_tracker
+
+#: numbers of `Agreed`, which travel between the counts and the flags of an exchange
+AGREED = 4
+
+
+@dataclass
+class RunState:
+    """What a run has done so far; all of it is in every checkpoint (JSON values).
+
+    Attributes:
+        step: optimiser steps made. packs: packs consumed, which is the position in the data.
+        elapsed: wall-clock seconds of the loop. tokens, supervised: rows and depth-1 positions trained on.
+        trained: positions of any depth that carried a loss; None = an older version did not count them.
+        metrics: last validation. best: {"name", "value", "step"}.
+        finished: [step, reason] once the final validation and checkpoint are done.
+        unvalidated: whether a validation was due at this step and is not in `metrics` and `best` yet.
+        skipped: steps skipped in a row until here (`train.nonfinite=skip`).
+    """
+
+    step: int = 0
+    packs: int = 0
+    elapsed: float = 0.0
+    tokens: int = 0
+    supervised: int = 0
+    trained: int | None = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+    finished: list[Any] | None = None
+    unvalidated: bool = False
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What every rank knows alike when a step begins.
+
+    Attributes:
+        elapsed: rank 0's clock, seconds.
+        stop: whether any rank was asked to end.
+        write_failed: whether rank 0 has something that could not be written.
+        may_save: whether rank 0 can begin the checkpoint that was put off (several ranks only).
+    """
+
+    elapsed: float = 0.0
+    stop: bool = False
+    write_failed: bool = False
+    may_save: bool = False
+
+
+class Standing:
+    """The state of a run, its clock and its records.
+
+    Args:
+        show: whether a terminal shows how far the run is (on rank 0).
+    Attributes:
+        state: replaced when a run resumes.
+        agreed: what the ranks agreed on last.
+        tracker: receives every record; rank 0 alone has one.
+    """
+
+    def __init__(
+        self, config: TrainConfig, run_dir: Path, stream: PackStream, budget: Budget, meters: Meters, rank: int,
+        size: int, show: bool,
+    ):  # fmt: skip
+        self.config, self.run_dir, self.stream, self.budget, self.meters = config, run_dir, stream, budget, meters
+        self.rank, self.size = rank, size
+        total, unit = (budget.seconds, "s") if budget.seconds else (float(budget.steps or 1), "steps")
+        self.reporter = Reporter(show and rank == 0, total, unit)
+        self.tracker: Tracker | None = None
+        self.signal = StopSignal()
+        self.state = RunState()
+        self.agreed = Agreed()
+        self._agreement = Agreement()
+        self._counts = 0
+        self._started = time.perf_counter()
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def open_tracker(self, given: Tracker | None) -> None:
+        """Rank 0: begin to write records, after those of the checkpoint that the run resumes from."""
+        step, again = self.state.step, self.state.unvalidated
+        self.tracker = open_tracker(self.config, self.run_dir, step, asdict(self.config), given, again)
+
+    def read_meters(self) -> dict[str, float]:
+        """The averages since the last record. The host waits for the device here, and nowhere else between saves."""
+        values, supervised, trained = self.meters.read()
+        state = self.state
+        state.supervised += supervised
+        state.trained = None if state.trained is None else state.trained + trained
+        return values
+
+    def log_step(self, values: dict[str, float]) -> None:
+        """Write the record of a training step: `values`, and how far the run is."""
+        epoch = self.stream.locate(max(self.state.packs - 1, 0)).epoch
+        self.log({**values, "epoch": epoch, "seconds": self.elapsed(), "supervised_tokens": self.state.supervised})
+
+    def log(self, values: dict[str, float]) -> None:
+        self.reporter.record(self.state.step, values, self._done())
+        if self.tracker is not None:
+            self.tracker.log(self.state.step, values)
+
+    def advance(self) -> None:
+        """Show the step that was just made."""
+        self.reporter.advance(self._done())
+
+    def _done(self) -> float:
+        return self.elapsed() if self.budget.seconds else float(self.state.step)
+
+    def close(self) -> None:
+        if self.tracker is not None:
+            self.tracker.close()
+        self.reporter.close()
+
+    # -- clock and budget ------------------------------------------------------------------------------------------
+
+    def start_clock(self) -> None:
+        """Go on from the seconds that the state remembers."""
+        self._started = time.perf_counter() - self.state.elapsed
+        self.meters.restart_clock()
+        self.agreed = Agreed(elapsed=self.state.elapsed)
+
+    def elapsed(self) -> float:
+        """Seconds of the loop, earlier parts of a resumed run included, pauses left out."""
+        return time.perf_counter() - self._started
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave a pause out of the clock and the rates."""
+        self._started += seconds
+        self.meters.leave_out(seconds)
+
+    def ended(self) -> str | None:
+        """Why no further step may be made (signal | steps | epochs | seconds), None while one may."""
+        return "signal" if self.agreed.stop else self.budget.finished(self.state.step, self.agreed.elapsed)
+
+    def is_last(self, step: int) -> bool:
+        """Whether the steps or epochs of the budget end with `step`; a clock does not end here."""
+        return self.budget.finished(step, 0.0) is not None
+
+    # -- agreement between ranks -----------------------------------------------------------------------------------
+
+    def exchange(self, counts_T: Tensor, flags: Tensor, write_failed: bool, may_save: bool) -> Tensor:
+        """Sum over the ranks what a step counts, and with it what they must agree on. All ranks take part.
+
+        Args:
+            counts_T: this rank's positions with a loss.
+            flags: see Health; those of the window before.
+            write_failed, may_save: rank 0's part of `Agreed`; False elsewhere.
+        Returns: the sums of `counts_T`, on the device.
+        """
+        clock = self.elapsed() if self.rank == 0 else 0.0
+        control = torch.tensor([clock, self.signal.received is not None, write_failed, may_save], dtype=torch.float32)
+        control = to_device(control, counts_T.device, non_blocking=True)
+        self._counts = len(counts_T)
+        return self._agreement.exchange(torch.cat([counts_T, control, flags]))[: self._counts]
+
+    def read_agreement(self, write_failed: bool) -> list[float] | None:
+        """Take over what the exchange of the step before says. Returns its flags, None before the first step.
+
+        Args: write_failed: rank 0's present answer, which a run of one rank acts on at once.
+        """
+        if self.size == 1:
+            self.agreed = Agreed(self.elapsed(), self.signal.received is not None, write_failed)
+        values = self._agreement.read()
+        if values is None:
+            return None
+        if self.size > 1:
+            clock, stop, failed, may_save = values[self._counts : self._counts + AGREED]
+            self.agreed = Agreed(clock, stop > 0, failed > 0, may_save > 0)
+        return values[self._counts + AGREED :]
+
+    def exchanged_flags(self) -> list[float] | None:
+        """The flags of the last exchange, None before the first; waits for it where it is still under way."""
+        values = self._agreement.read()
+        return None if values is None else values[self._counts + AGREED :]

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.bench.presets import PRESETS, print_kernels, random_target
+from headstart.bench.presets import PRESETS, random_target
+from headstart.bench.timing import Clock, print_kernels
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Decoded, decode, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
@@ -260,21 +261,6 @@ def print_attention(forward: ForwardBench) -> None:
         best = sorted(found.items(), key=lambda item: item[1])[:8]
         print(f"attention of {tokens} (rows, slots, stages, splits):", flush=True)
         print("".join(f"  {way}: {microseconds:.1f} µs" for way, microseconds in best), flush=True)
-
-
-class Clock:
-    """Seconds between marks."""
-
-    def __init__(self) -> None:
-        self._last, self._spent = time.perf_counter(), {}  # type: ignore[var-annotated]
-
-    def mark(self, name: str) -> None:
-        now = time.perf_counter()
-        self._spent[name] = self._spent.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def __str__(self) -> str:
-        return "  ".join(f"{name} {seconds:.1f}" for name, seconds in self._spent.items())
 
 
 def replayed(run: Callable[[], object]) -> Callable[[], object]:

@@ -1,9 +1,8 @@
-"""What the benchmarks share: models by name, their random weights, the kernel table, one process."""
+"""Models of the benchmarks by name, made with random weights."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
@@ -62,25 +61,11 @@ def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.d
     return Target.from_model(model, config=TargetConfig(name="random"))
 
 
-def print_kernels(step: Callable[[], object], most: int = 30) -> None:
-    """Device time by kernel over one step: what a slow case spends its time on."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        step()
-        torch.cuda.synchronize()
-    rows = sorted(recorded.key_averages(), key=lambda row: -row.self_device_time_total)
-    total = sum(row.self_device_time_total for row in rows)
-    print(f"kernels: {total / 1e3:.1f} ms in {sum(row.count for row in rows)} launches")
-    for row in rows[:most]:
-        print(f"  {row.self_device_time_total / 1e3:8.2f} ms  {row.count:5d} ×  {row.key[:110]}")
-
-
-def refuse_ranks(module: str) -> None:
+def refuse_ranks() -> None:
     """Raise ConfigError inside a launch of several ranks: each would measure by itself, all of them on one card."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1":
         raise ConfigError(
-            f"launch: WORLD_SIZE is {ranks}, expected one process; start it without a launcher, it starts its ranks "
-            f"itself: python -m headstart.{module} --gpus 1 {ranks}"
+            f"launch: WORLD_SIZE is {ranks}, expected one process without a launcher. To measure several GPUs: "
+            f"python -m headstart.bench.scaling --gpus 1 {ranks}, which starts its ranks itself"
         )

@@ -410,7 +410,7 @@ def main(arguments: list[str] | None = None) -> int:
         run_rank(options)
         return 0
     try:
-        refuse_ranks("bench.scaling")
+        refuse_ranks()
     except ConfigError as error:
         parser.error(str(error))
     there = torch.cuda.device_count() if torch.cuda.is_available() else max(options.gpus)

@@ -4,16 +4,13 @@
     python -m headstart.bench.train --preset llama-3.1-8b --cases real_lengths --data answers.jsonl --target NAME
     headstart train smollm2-eagle3 && python -m headstart.bench.train --cases smollm2_real --run runs/smollm2-eagle3
     python -m headstart.bench.train --supervised-fraction 0.3 --lengths real --online --data answers.jsonl --target NAME
-    python -m headstart.bench.train --preset llama-3.1-8b --gpus 1 2 4
 
 Weights are random (shapes decide the speed), except in `smollm2_real`, which reads what a real training run recorded.
 One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same
 run, peak memory, what was compiled or captured and how long that took, and the split of a step. Document lengths
 of the `real` cases are those of the conversations in --data under the tokenizer of --target.
 
-With --gpus the online case runs on one and on each of those numbers of GPUs of this machine, data parallel, in
-processes that this one starts: tokens/s, efficiency per GPU against one GPU, and the largest difference from one GPU's
-losses at the same global batch. It is `headstart.bench.scaling --cases ddp`, which knows the other ways of sharing.
+Several GPUs: `python -m headstart.bench.scaling`.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.bench import scaling
-from headstart.bench.presets import PRESETS, print_kernels, random_target, refuse_ranks
+from headstart.bench.presets import PRESETS, random_target, refuse_ranks
+from headstart.bench.timing import Timer, measure_matmul, print_kernels
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import make_packs
 from headstart.data.prepare import prepare
@@ -130,7 +127,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             "custom",
             real if arguments.lengths == "real" else fixed,
             arguments.supervised_fraction,
-            bool(arguments.online),
+            arguments.online,
         ),
     }
     return [known[name] for name in names if name != "smollm2_real"]
@@ -161,63 +158,11 @@ def make_batch(case: Case, head: Head, vocab: int, device: torch.device, dtype: 
     )
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
-    """FLOP/s of a large matrix product on random data."""
-    size = size if device.type == "cuda" else 512
-    a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size, device=device, dtype=dtype)
-    timer = Timer(device)
-    for _ in range(3):
-        a @ b
-    for _ in range(10):
-        timer.start()
-        a @ b
-        timer.mark("matmul")
-    return 2 * size**3 / (statistics.median(run["matmul"] for run in timer.read()) / 1e3)
-
-
 def compiled_graphs() -> int:
     """Graphs that torch.compile has made in this process, recompilations included."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
-
-
-class Timer:
-    """Marks on the device's clock (events) or the host's; reading them waits for the device, marking does not."""
-
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._runs: list[list[tuple[str, Any]]] = []
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        self._runs.append([("", self._now())])
-
-    def mark(self, name: str) -> None:
-        self._runs[-1].append((name, self._now()))
-
-    def read(self) -> list[dict[str, float]]:
-        """Per run, milliseconds between successive marks; the last part of a run reaches to the next run's start."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        found: list[dict[str, float]] = []
-        for number, run in enumerate(self._runs):
-            ends = run[1:]
-            if number + 1 < len(self._runs):
-                ends[-1] = (ends[-1][0], self._runs[number + 1][0][1])
-            found.append(
-                {
-                    name: before.elapsed_time(after) if self._cuda else (after - before) * 1e3
-                    for (_, before), (name, after) in zip(run, ends, strict=False)
-                }
-            )
-        return found
 
 
 def bench_case(
@@ -385,30 +330,6 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
     return records
 
 
-#: options of one GPU's cases, with the only value under which a run on several GPUs measures the same
-ONE_GPU_ONLY: dict[str, tuple[object, ...]] = {
-    "cases": (None, ["online_all"]), "supervised_fraction": (1.0,), "lengths": ("fixed",), "online": (None, True),
-    "compile_target": (True,), "data": (None,), "row_fraction": (1.0,), "run": (None,), "matmul_tflops": (None,),
-    "profile": (False,),
-}  # fmt: skip
-
-
-def bench_gpus(arguments: argparse.Namespace) -> int:
-    """--gpus: the online case on each number of GPUs, by the launcher of bench.scaling; its exit code."""
-    for name, allowed in ONE_GPU_ONLY.items():
-        value = getattr(arguments, name)
-        if value not in allowed:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: found {value}, which --gpus cannot measure: it runs the online case with "
-                "fixed lengths, all tokens supervised and a compiled target; leave one of the two options out"
-            )
-    command = ["--preset", arguments.preset, "--gpus", *map(str, sorted({1, *arguments.gpus})), "--cases", "ddp"]
-    for name in ("tokens", "length", "depth", "steps", "out"):
-        value = getattr(arguments, name)
-        command += [f"--{name}", str(value)] if value is not None else []
-    return scaling.main(command)
-
-
 def print_record(record: Record) -> None:
     print(
         f"{record.preset:13s} {record.case:13s} {record.tokens_per_s:9.0f} tokens/s  "
@@ -421,35 +342,27 @@ def print_record(record: Record) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="llama-3.1-8b")
-    parser.add_argument("--cases", nargs="+", choices=CASES, help="default: custom")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["custom"])
     parser.add_argument("--tokens", type=int, default=8192, help="rows of the pack")
     parser.add_argument("--length", type=int, default=2048, help="rows per document of the fixed cases")
     parser.add_argument("--supervised-fraction", type=float, default=1.0, help="for the case `custom`")
     parser.add_argument("--lengths", choices=("fixed", "real"), default="fixed", help="for the case `custom`")
-    parser.add_argument("--online", action=argparse.BooleanOptionalAction, help="for the case `custom`")
-    parser.add_argument("--offline", action="store_false", dest="online", help="features preloaded (the default)")
-    parser.add_argument("--gpus", type=int, nargs="+", help="the online case on these numbers of GPUs and on one")
+    parser.add_argument("--online", action="store_true", help="for the case `custom`: time the target's forward too")
     parser.add_argument("--compile-target", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--data", type=Path, help="conversations, for the `real` cases")
     parser.add_argument("--target", default="smollm2-135m-instruct", help="tokenizer of --data and of --run")
     parser.add_argument("--depth", type=int, default=7, help="TTT steps")
     parser.add_argument("--row-fraction", type=float, default=1.0, help="head.row_fraction: rows that later steps run")
-    parser.add_argument("--steps", type=int, help="default: 10, with --gpus 16")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per case")
     parser.add_argument("--run", type=Path, help="run directory of smollm2_real")
     parser.add_argument("--matmul-tflops", type=float, help="MFU's denominator, where the run was on another machine")
     parser.add_argument("--profile", action="store_true", help="print device time by kernel")
     parser.add_argument(
-        "--out",
-        type=Path,
-        help="JSON list to write: rows of the same case, preset and row fraction are replaced; with --gpus a list of "
-        "bench.scaling's rows, appended to",
+        "--out", type=Path, help="JSON list to write; rows of the same case, preset and row fraction are replaced"
     )
     arguments = parser.parse_args()
     try:
-        refuse_ranks("bench.train")
-        if arguments.gpus is not None:
-            sys.exit(bench_gpus(arguments))
-        arguments.cases, arguments.steps = arguments.cases or ["custom"], arguments.steps or 10
+        refuse_ranks()
         records = bench(arguments)
     except HeadstartError as error:
         parser.exit(2, f"error: {error}\n")

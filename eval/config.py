@@ -9,7 +9,7 @@ from typing import Any
 from headstart.heads.errors import ConfigError
 
 TREE_KINDS = ("chain", "dynamic", "static")
-DRAFTERS = ("auto", "ngram", "none")
+DRAFTER_SETTINGS = ("auto", "ngram", "none")
 ACCEPTANCE = ("lossless", "typical")
 ENGINES = ("auto", "fused", "transformers")
 #: settings that earlier versions had → the value that is always used now; old recipes and runs name them
@@ -149,7 +149,7 @@ def check_config(config: EvalConfig) -> None:
     """Refuse what cannot be evaluated. Raises ConfigError naming the field, the value and the remedy."""
     for name, value, allowed in (
         ("eval.tree.kind", config.tree.kind, TREE_KINDS),
-        ("eval.drafter", config.drafter, DRAFTERS),
+        ("eval.drafter", config.drafter, DRAFTER_SETTINGS),
         ("eval.acceptance", config.acceptance, ACCEPTANCE),
         ("eval.engine", config.engine, ENGINES),
     ):

@@ -1,33 +1,94 @@
-"""Drafters: what proposes trees for the target to verify."""
+"""Drafters: what proposes trees for the target to verify. `DRAFTERS` says what evaluation knows of each."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
+from headstart.eval.drafters.everywhere import autoregressive_everywhere, medusa_everywhere
 from headstart.eval.drafters.medusa import MedusaDrafter
 from headstart.eval.drafters.ngram import NgramDrafter
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.families.autoregressive import AutoregressiveHead
-from headstart.heads.families.medusa.head import MedusaHead
 
-__all__ = ["AutoregressiveDrafter", "Drafter", "MedusaDrafter", "NgramDrafter", "build_drafter"]
+__all__ = ["DRAFTERS", "Drafter", "Drafting", "build_drafter", "find_drafting"]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What evaluation knows of a head family, or of a method that needs no head.
+
+    Attributes:
+        kinds: kinds of trees that it drafts (`eval.tree.kind`).
+        build: (head bound to its target, eval config) → drafter. A method without a head gets None.
+        draft_everywhere: (head, tokens_BT, hidden_BTD, streams_BTkD or None, row_BA, depth) → int64 [B, A, ≤ depth],
+            the greedy drafts after every row of known texts, at once. None = only the decode loop tells them.
+    """
+
+    kinds: tuple[str, ...]
+    build: Callable[[Any, EvalConfig], Drafter]
+    draft_everywhere: Callable[[Any, Tensor, Tensor, Tensor | None, Tensor, int], Tensor] | None = None
+
+
+AUTOREGRESSIVE = Drafting(
+    ("chain", "dynamic"),
+    lambda head, config: AutoregressiveDrafter(head, config.tree, Sampling.from_config(config)),
+    autoregressive_everywhere,
+)
+
+#: head family, or method without a head → how it drafts
+DRAFTERS: dict[str, Drafting] = {
+    "medusa": Drafting(
+        ("chain", "static"),
+        lambda head, config: MedusaDrafter(head, config.tree, Sampling.from_config(config)),
+        medusa_everywhere,
+    ),
+    "eagle": AUTOREGRESSIVE,
+    "eagle3": AUTOREGRESSIVE,
+    "ngram": Drafting(
+        ("chain",), lambda head, config: NgramDrafter(config.tree.depth, config.ngram_min, config.ngram_max)
+    ),
+}
+
+
+def find_drafting(head: Head | None, config: EvalConfig) -> Drafting | None:
+    """How `eval.drafter` and the head ask to draft; None = plain decoding.
+
+    Raises: ConfigError for a head that no drafter is known for.
+    """
+    if config.drafter not in ("auto", "none"):
+        return DRAFTERS[config.drafter]
+    if config.drafter == "none" or head is None:
+        return None
+    if head.family not in DRAFTERS:
+        raise ConfigError(
+            f"eval: no drafter for a head of the family {head.family}, expected one of {sorted(DRAFTERS)}; set "
+            "eval.drafter to ngram or none"
+        )
+    return DRAFTERS[head.family]
 
 
 def build_drafter(head: Head | None, config: EvalConfig) -> Drafter | None:
     """The drafter that `eval.drafter` and the head ask for; None = plain decoding.
 
+    Args: head: bound to its target.
     Raises: ConfigError when the head cannot draft the tree asked for.
     """
-    sampling = Sampling.from_config(config)
-    if config.drafter == "none" or (config.drafter == "auto" and head is None):
+    drafting = find_drafting(head, config)
+    if drafting is None:
         return None
-    if config.drafter == "ngram":
-        return NgramDrafter(config.tree.depth, config.ngram_min, config.ngram_max)
-    if isinstance(head, AutoregressiveHead):
-        return AutoregressiveDrafter(head, config.tree, sampling)
-    if isinstance(head, MedusaHead):
-        return MedusaDrafter(head, config.tree, sampling)
-    raise ConfigError(f"eval: no drafter for a head of type {type(head).__name__}; set eval.drafter to ngram or none")
+    # a method without a head drafts its chain whatever tree is asked for
+    if config.drafter == "auto" and head is not None and config.tree.kind not in drafting.kinds:
+        chain, *trees = drafting.kinds
+        raise ConfigError(
+            f"eval.tree.kind: {head.family} drafts a {chain}{''.join(f' or a {kind} tree' for kind in trees)}, found "
+            f"{config.tree.kind!r}"
+        )
+    return drafting.build(head, config)

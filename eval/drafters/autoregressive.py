@@ -29,7 +29,6 @@ from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.rows import take_rows
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureSpec
-from headstart.heads.errors import ConfigError
 from headstart.heads.families.autoregressive import AutoregressiveHead
 
 #: context rows per pass when a batch starts: whole chunks, and a power of two that holds the rest
@@ -42,8 +41,6 @@ class AutoregressiveDrafter:
     captures = True
 
     def __init__(self, head: AutoregressiveHead, tree: TreeConfig, sampling: Sampling):
-        if tree.kind not in ("chain", "dynamic"):
-            raise ConfigError(f"eval.tree.kind: {head.family} drafts a chain or a dynamic tree, found {tree.kind!r}")
         self.head, self.tree, self.sampling = head, tree, sampling
         self.name = head.family
         self.spec: FeatureSpec | None = head.spec

@@ -17,27 +17,19 @@ from headstart.heads.families.medusa.head import MedusaHead
 
 
 class MedusaDrafter:
-    """Keeps the feature of the last committed token; the tree is a function of it.
-
-    Args:
-        shape: static tree; default: the one that `tree` describes (`static_paths`).
-    """
+    """Keeps the feature of the last committed token; the tree is a function of it."""
 
     captures = True
     prepare_s = 0.0
 
-    def __init__(self, head: MedusaHead, tree: TreeConfig, sampling: Sampling, shape: StaticShape | None = None):
-        if tree.kind not in ("chain", "static"):
-            raise ConfigError(f"eval.tree.kind: {head.family} drafts a chain or a static tree, found {tree.kind!r}")
+    def __init__(self, head: MedusaHead, tree: TreeConfig, sampling: Sampling):
         self.head, self.tree, self.sampling = head, tree, sampling
         self.name = head.family
         self.spec: FeatureSpec | None = head.spec
         self.depth = min(tree.depth, head.depth)
         self.shape: StaticShape | None = None
         if tree.kind == "static":
-            self.shape = shape or static_shape(static_paths(tree, self.depth))
-            if self.shape.levels > head.depth:
-                raise ConfigError(f"static tree: has {self.shape.levels} levels, the head drafts {head.depth}")
+            self.shape = static_shape(static_paths(tree, self.depth))
             if self.shape.ranks > head.dims.vocab_size:
                 raise ConfigError(
                     f"eval.tree.paths: found rank {self.shape.ranks - 1}, the vocabulary has {head.dims.vocab_size} "

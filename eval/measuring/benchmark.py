@@ -21,8 +21,6 @@ from headstart.eval.measuring.task_results import TaskResults, report_of
 from headstart.eval.prompts import eval_prompts
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.families.autoregressive import AutoregressiveHead
-from headstart.heads.families.medusa.head import MedusaHead
 from headstart.heads.provenance import device_name
 from headstart.heads.targets.target import Target
 
@@ -99,8 +97,7 @@ def attach(head: Head, target: Target) -> None:
                 f"the head was made for a target with {name} {found}, {target.config.name} has {expected}: "
                 "evaluate it with the target it was trained on"
             )
-    if isinstance(head, AutoregressiveHead | MedusaHead):
-        head.bind(target.ends)
+    head.bind(target.ends)
 
 
 def _describe(head: Head | None, head_info: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ one ended.)
     python -m headstart.eval.measuring.teacher_forced --head DIR --target NAME --data tau_check.jsonl --depth 5
 
 prints τ of a float32 greedy chain over records with `prompt_token_ids` and `greedy_token_ids`, one line per `set`.
-Shape legend: B documents, T tokens, A roots of a document, K depth, h heads, g kv heads, d head dim.
+Shape legend: B documents, T tokens, A roots of a document, K depth, D target hidden, k streams.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from headstart.eval.decoding.decode import Cycle
+from headstart.eval.drafters import DRAFTERS
 from headstart.eval.measuring.metrics import Acceptance, acceptance
 from headstart.heads.acceptance import find_cycles
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.families.autoregressive import AutoregressiveHead
-from headstart.heads.families.medusa.head import MedusaHead
 from headstart.heads.targets.target import Target
 
 
@@ -85,6 +83,10 @@ def draft_everywhere(
     target: Target, head: Head, items: list[tuple[list[int], list[int]]], depth: int
 ) -> list[list[list[int]]]:
     """Greedy drafts after every token of every answer but the last: per item, [answer length - 1][≤ depth] ids."""
+    drafting = DRAFTERS.get(head.family)
+    if drafting is None or drafting.draft_everywhere is None:
+        known = [name for name, known in DRAFTERS.items() if known.draft_everywhere is not None]
+        raise ConfigError(f"teacher-forced drafts: found a head of the family {head.family}, expected one of {known}")
     documents = [[*prompt, *answer] for prompt, answer in items]
     longest = max(map(len, documents))
     tokens_BT = torch.tensor([doc + [0] * (longest - len(doc)) for doc in documents], device=target.device)
@@ -93,64 +95,10 @@ def draft_everywhere(
     first_B1 = torch.tensor([[len(prompt) - 1] for prompt, _ in items], device=target.device)
     count = max(len(answer) for _, answer in items) - 1
     row_BA = (first_B1 + torch.arange(count, device=target.device)).clamp(max=longest - 2)
-    if isinstance(head, AutoregressiveHead):
-        stacked = torch.stack([streams[k] for k in head.spec.layer_ids], 2) if head.spec.layer_ids else None
-        drafts_BAK = _autoregressive(head, tokens_BT, head.fuse(hidden_BTD, stacked), row_BA, depth)
-    elif isinstance(head, MedusaHead):
-        batch = torch.arange(len(items), device=target.device)[:, None]
-        hidden_AD = hidden_BTD[batch, row_BA].flatten(0, 1)
-        parts = [head.draft_logits(part)[:, :depth].argmax(-1) for part in hidden_AD.split(256)]
-        drafts_BAK = torch.cat(parts).unflatten(0, row_BA.shape)
-    else:
-        raise ConfigError(f"no teacher-forced drafts for a head of type {type(head).__name__}")
+    streams_BTkD = torch.stack([streams[k] for k in head.spec.layer_ids], 2) if head.spec.layer_ids else None
+    drafts_BAK = drafting.draft_everywhere(head, tokens_BT, hidden_BTD, streams_BTkD, row_BA, depth)
     table = drafts_BAK.tolist()
     return [rows[: len(answer) - 1] for rows, (_, answer) in zip(table, items, strict=True)]
-
-
-def _autoregressive(head: AutoregressiveHead, tokens_BT: Tensor, g_BTH: Tensor, row_BA: Tensor, depth: int) -> Tensor:
-    """int64 [B, A, K]: each root's row rolls out on its own drafts, seeing context rows up to itself and its own."""
-    batch, rows = tokens_BT.shape
-    device = tokens_BT.device
-    batch_B1 = torch.arange(batch, device=device)[:, None]
-    later_TT = torch.ones((rows, rows), dtype=torch.bool, device=device).triu(1)
-    scale = head.head_dim**-0.5
-    stored: list[tuple[Tensor, Tensor]] = []
-
-    def attend_context(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> Tensor:
-        stored.append((_widen(k_BgTd, head), _widen(v_BgTd, head)))
-        return _weigh(q_BhTd, *stored[0], later_TT, [], scale)
-
-    def attend_rollout(q_BhAd: Tensor, k_BgAd: Tensor, v_BgAd: Tensor) -> Tensor:
-        stored.append((_widen(k_BgAd, head), _widen(v_BgAd, head)))
-        hidden_BAT = torch.arange(rows, device=device) > row_BA[:, :, None]
-        return _weigh(q_BhAd, *stored[0], hidden_BAT[:, None], stored[1:], scale)
-
-    next_BT = torch.roll(tokens_BT, -1, dims=1)
-    g_BTH, logits_BTU = head.step(next_BT, g_BTH, torch.arange(rows, device=device).expand(batch, rows), attend_context)
-    g_BAH, choice_BA = g_BTH[batch_B1, row_BA], logits_BTU[batch_B1, row_BA].argmax(-1)
-    del logits_BTU
-    drafts = [head.target_ids(choice_BA)]
-    for step in range(1, depth):
-        g_BAH, logits_BAU = head.step(drafts[-1], g_BAH, row_BA + step, attend_rollout)
-        drafts.append(head.target_ids(logits_BAU.argmax(-1)))
-    return torch.stack(drafts, -1)
-
-
-def _widen(x_BgNd: Tensor, head: AutoregressiveHead) -> Tensor:
-    return x_BgNd.repeat_interleave(head.num_heads // head.num_kv_heads, dim=1)
-
-
-def _weigh(
-    q_BhNd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, hidden: Tensor, own: list[tuple[Tensor, Tensor]], scale: float
-) -> Tensor:
-    """Attention over context keys (where not `hidden`) and each row's own keys, in float32."""
-    scores = (q_BhNd.float() @ k_BhTd.float().transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
-    own_scores = [(q_BhNd.float() * k.float()).sum(-1, keepdim=True) * scale for k, _ in own]
-    weights = torch.cat([scores, *own_scores], -1).softmax(-1)
-    context = weights[..., : k_BhTd.shape[2]] @ v_BhTd.float()
-    for n, (_, v) in enumerate(own):
-        context = context + weights[..., k_BhTd.shape[2] + n, None] * v.float()
-    return context.to(q_BhNd.dtype)
 
 
 def main() -> None:
@@ -167,8 +115,7 @@ def main() -> None:
     records = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()]
     target = load_target(TargetConfig(name=arguments.target, dtype="float32"))
     head = load_head(arguments.head).float().to(target.device).eval()
-    if isinstance(head, AutoregressiveHead | MedusaHead):
-        head.bind(target.ends)
+    head.bind(target.ends)
     for name in sorted({str(record.get("set", "all")) for record in records}):
         chosen = [record for record in records if str(record.get("set", "all")) == name]
         items = [(record["prompt_token_ids"], record["greedy_token_ids"]) for record in chosen]

@@ -22,7 +22,7 @@ from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.drafters import Drafter
 from headstart.eval.kernels.linear import Linear
-from headstart.eval.tree import StaticShape, Tree, static_paths, static_shape
+from headstart.eval.tree import StaticShape, Tree, static_paths
 
 #: rank of what was not accepted: in no tree
 NEVER = np.iinfo(np.int64).max
@@ -185,9 +185,10 @@ class Recorder:
         return np.stack(found) if found else np.zeros((0, shape.levels), dtype=np.int64)
 
 
-def spine(levels: int, ranks: int) -> StaticShape:
+def spine(levels: int, ranks: int) -> TreeConfig:
     """A static tree in which every candidate of every head is a node: the best path with all its siblings."""
-    return static_shape([(*(0,) * level, rank) for level in range(levels) for rank in range(ranks)])
+    paths = [[*[0] * level, rank] for level in range(levels) for rank in range(ranks)]
+    return TreeConfig("static", levels, total_tokens=len(paths) + 1, paths=paths)
 
 
 def ranks_by_depth(tree: Tree) -> Tensor:

@@ -20,19 +20,17 @@ import torch
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune, tree_label
 from headstart.eval.decoding.decode import Decoded
 from headstart.eval.decoding.session import Decoder
-from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
+from headstart.eval.drafters import Drafter, build_drafter, find_drafting
 from headstart.eval.measuring.benchmark import attach
 from headstart.eval.measuring.contexts import first_contexts
 from headstart.eval.measuring.metrics import acceptance
 from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, row_batches, spread
 from headstart.eval.prompts import describe_data, eval_prompts
-from headstart.eval.tree import MEDUSA_RANKS
+from headstart.eval.tree import MEDUSA_RANKS, static_paths, static_shape
 from headstart.eval.tuning.costs import Costs, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import Profile, Recorder, StaticProfile, spine
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError
-from headstart.heads.families.autoregressive import AutoregressiveHead
-from headstart.heads.families.medusa.head import MedusaHead
 from headstart.heads.provenance import command_line, device_name, git_revision, versions
 from headstart.heads.targets.target import Target
 
@@ -168,7 +166,7 @@ def tune(
         session.say(note)
     profiles, halfway = session.profiles(kinds)
     trees = candidates(profiles, search)
-    session.plan(trees)
+    session.expect(trees)
     choices: list[Choice] = []
     for batch in sorted(set(search.batch_sizes)):
         try:
@@ -211,17 +209,15 @@ def usual_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
 
 
 def tree_kinds(head: Head | None, config: EvalConfig) -> tuple[str, ...]:
-    if config.drafter == "ngram":
-        return ("chain",)
-    if isinstance(head, AutoregressiveHead):
-        return ("chain", "dynamic")
-    if isinstance(head, MedusaHead):
-        return ("chain", "static")
-    raise ConfigError("tune: give a head, or eval.drafter=ngram")
+    drafting = find_drafting(head, config)
+    if drafting is None:
+        raise ConfigError("tune: give a head, or eval.drafter=ngram")
+    return drafting.kinds
 
 
 def deepest(head: Head | None, search: TuneConfig) -> int:
-    return min(search.depth, head.depth) if isinstance(head, MedusaHead) else search.depth
+    most = None if head is None else head.longest_chain
+    return search.depth if most is None else min(search.depth, most)
 
 
 def tree_name(tree: TreeConfig) -> str:
@@ -295,7 +291,7 @@ class _Session:
         if self.progress is not None:
             self.progress(self.done, max(self.total, self.done), what)
 
-    def plan(self, trees: list[TreeConfig]) -> None:
+    def expect(self, trees: list[TreeConfig]) -> None:
         self.total = self.done + len(self.search.batch_sizes) * (measurements(trees) + 2)
 
     def build(self, tree: TreeConfig) -> Drafter:
@@ -310,7 +306,7 @@ class _Session:
         if "dynamic" in kinds:
             runs += [(f"dynamic{k}", TreeConfig("dynamic", depth, k, most)) for k in self.search.k]
         if "static" in kinds:
-            runs.append(("static", TreeConfig("static", depth)))
+            runs.append(("static", spine(depth, MEDUSA_RANKS)))
         batches = -(-len(self.contexts) // PROFILE_BATCH)
         self.total = len(runs) * batches
         found: dict[str, Profile] = {}
@@ -329,13 +325,8 @@ class _Session:
 
     def _profile(self, name: str, tree: TreeConfig) -> tuple[Profile, list[int]]:
         """Decode the prompts with the largest tree of a kind; also the lengths of the answers."""
-        static = name == "static"
-        shape = spine(self.search.depth, MEDUSA_RANKS) if static else None
-        if shape is not None:
-            assert isinstance(self.head, MedusaHead)
-            recorder = Recorder(MedusaDrafter(self.head, tree, self.decoder.sampling, shape))
-        else:
-            recorder = Recorder(self.build(tree))
+        shape = static_shape(static_paths(tree, tree.depth)) if tree.kind == "static" else None
+        recorder = Recorder(self.build(tree))
         lengths: list[int] = []
         ranks = []
         self.say(f"acceptance of {name}")
@@ -345,7 +336,7 @@ class _Session:
                 ranks.append(recorder.static_ranks(shape, decoded.answers))
             self.say(step=1)
         profile: Profile
-        if static:
+        if shape is not None:
             profile = StaticProfile(np.concatenate(ranks))
         else:
             profile = recorder.dynamic_profile() if name.startswith("dynamic") else recorder.chain_profile()

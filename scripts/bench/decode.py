@@ -40,7 +40,8 @@ from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.drafters import AutoregressiveDrafter, Drafter, build_drafter
+from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.kernels import attention
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth

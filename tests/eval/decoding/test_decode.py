@@ -15,7 +15,8 @@ from headstart.eval.decoding.decode import Answer, decode
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.drafters import NgramDrafter, build_drafter
+from headstart.eval.drafters import build_drafter
+from headstart.eval.drafters.ngram import NgramDrafter
 from headstart.eval.tree import Tree, chain
 from headstart.heads.targets.target import Target
 

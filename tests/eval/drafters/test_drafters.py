@@ -9,12 +9,14 @@ import torch
 from eval_help import CONTEXTS, Trained
 from torch import Tensor
 
-from headstart.eval.config import TreeConfig
+from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, penalise, probabilities
-from headstart.eval.drafters import AutoregressiveDrafter, MedusaDrafter, NgramDrafter, autoregressive
-from headstart.eval.drafters.ngram import NgramIndex
+from headstart.eval.drafters import autoregressive, build_drafter
+from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
+from headstart.eval.drafters.medusa import MedusaDrafter
+from headstart.eval.drafters.ngram import NgramDrafter, NgramIndex
 from headstart.eval.tree import chain
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.autoregressive import AutoregressiveHead
@@ -130,11 +132,8 @@ def test_medusa_takes_ranks_of_each_head(target: Target, medusa: Trained) -> Non
     for n in range(tree.nodes):
         assert tree.tokens_BN[0, n] == ranked[shape.depth_N[n] - 1, shape.rank_N[n]]
     assert drafter.name == "medusa"
-    with pytest.raises(ConfigError, match="has 4 levels, the head drafts 3"):
-        from headstart.eval.tree import static_shape
-
-        deep = static_shape([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)])
-        MedusaDrafter(head, TreeConfig("static"), Sampling(), shape=deep)  # type: ignore[arg-type]
+    deeper = MedusaDrafter(head, TreeConfig("static", paths=[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]), Sampling())  # type: ignore[arg-type]
+    assert deeper.max_nodes == 3  # the head has three depths
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -187,9 +186,9 @@ def test_ngram_rows_may_draft_nothing() -> None:
 
 def test_tree_kinds_that_a_head_cannot_draft(medusa: Trained, eagle: Trained) -> None:
     with pytest.raises(ConfigError, match="chain or a static tree, found 'dynamic'"):
-        MedusaDrafter(medusa.head, TreeConfig("dynamic"), Sampling())  # type: ignore[arg-type]
+        build_drafter(medusa.head, EvalConfig(tree=TreeConfig("dynamic")))
     with pytest.raises(ConfigError, match="chain or a dynamic tree, found 'static'"):
-        AutoregressiveDrafter(eagle.head, TreeConfig("static"), Sampling())  # type: ignore[arg-type]
+        build_drafter(eagle.head, EvalConfig(tree=TreeConfig("static")))
     assert chain(torch.tensor([[1]])).linear
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.drafters import AutoregressiveDrafter
+from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.kernels import candidates
 from headstart.eval.kernels.candidates import (
     Frontier,

@@ -186,7 +186,7 @@ def test_divergences_carry_the_logit_gap(
     """A wrong verifier must show: accept everything and the report says where and how close the call was."""
     from headstart.eval.decoding import loop
     from headstart.eval.decoding.verify import Verified
-    from headstart.eval.drafters import NgramDrafter
+    from headstart.eval.drafters.ngram import NgramDrafter
 
     def gullible(tree: Any, logits: torch.Tensor, *rest: Any) -> Any:
         if tree.nodes == 0:

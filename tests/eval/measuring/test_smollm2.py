@@ -12,7 +12,7 @@ import pytest
 
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.session import Decoder
-from headstart.eval.drafters import NgramDrafter
+from headstart.eval.drafters.ngram import NgramDrafter
 from headstart.eval.measuring.benchmark import evaluate
 from headstart.heads.targets.fetch import default_cache, find_damage
 from headstart.heads.targets.load import load_target

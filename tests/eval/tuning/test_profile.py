@@ -13,9 +13,8 @@ from torch import Tensor
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.drafters import Drafter, MedusaDrafter, build_drafter
-from headstart.eval.tree import Tree, static_shape
+from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.tree import Tree, static_paths, static_shape
 from headstart.eval.tuning.profile import (
     NEVER,
     ChainProfile,
@@ -164,17 +163,21 @@ def test_shorter_chains_follow_from_the_longest(target: Target, eagle3: Trained,
 
 def test_every_static_tree_follows_from_the_spine(target: Target, medusa: Trained, long_answers: list[Answer]) -> None:
     def drafter(paths: list[list[int]]) -> Drafter:
-        tree = TreeConfig("static", 3, total_tokens=60, paths=paths)
-        return MedusaDrafter(medusa.head, tree, Sampling())
+        return of_tree(TreeConfig("static", 3, total_tokens=60, paths=paths))
 
-    shape = spine(3, 6)
+    def of_tree(tree: TreeConfig) -> Drafter:
+        made = build_drafter(medusa.head, EvalConfig(tree=tree))
+        assert made is not None
+        return made
+
+    largest = spine(3, 6)
+    shape = static_shape(static_paths(largest, 3))
     spread = [[0], [1], [3], [0, 0], [0, 2], [1, 0], [0, 0, 1]]
-    tree = TreeConfig("static", 3, total_tokens=60)
-    recorder = Recorder(MedusaDrafter(medusa.head, tree, Sampling(), shape))
+    recorder = Recorder(of_tree(largest))
     answers = run(target, recorder, max_new_tokens=26)
     profile = StaticProfile(recorder.static_ranks(shape, answers))
     best = profile.best_paths(8)
-    beside = Beside(MedusaDrafter(medusa.head, tree, Sampling(), shape), [drafter(spread), drafter(best)], long_answers)
+    beside = Beside(of_tree(largest), [drafter(spread), drafter(best)], long_answers)
     run(target, beside, max_new_tokens=26)
     whole = [
         offset + 1 + 3 <= 26 for proposals in beside.proposals for offset, _ in proposals

@@ -1,0 +1,80 @@
+"""Greedy drafts after every row of known texts at once: for teacher-forced acceptance (measuring/teacher_forced.py).
+
+Shape legend: B documents, T tokens, A rows of a document after which is drafted, K depth, D target hidden, k streams,
+H head hidden, h heads, g kv heads, d head dim, V target vocabulary, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.heads.families.autoregressive import AutoregressiveHead
+from headstart.heads.families.medusa.head import MedusaHead
+
+
+def medusa_everywhere(
+    head: MedusaHead, tokens_BT: Tensor, hidden_BTD: Tensor, streams_BTkD: Tensor | None, row_BA: Tensor, depth: int
+) -> Tensor:
+    """int64 [B, A, K]: all depths follow from the feature of the row. Args: see Drafting.draft_everywhere."""
+    batch_B1 = torch.arange(len(row_BA), device=row_BA.device)[:, None]
+    hidden_AD = hidden_BTD[batch_B1, row_BA].flatten(0, 1)
+    # logits over the vocabulary for a few rows at a time
+    parts = [head.draft_logits(part)[:, :depth].argmax(-1) for part in hidden_AD.split(256)]
+    return torch.cat(parts).unflatten(0, row_BA.shape)
+
+
+def autoregressive_everywhere(
+    head: AutoregressiveHead,
+    tokens_BT: Tensor,
+    hidden_BTD: Tensor,
+    streams_BTkD: Tensor | None,
+    row_BA: Tensor,
+    depth: int,
+) -> Tensor:
+    """int64 [B, A, K]: each row rolls out on its own drafts; it sees context rows up to itself, and its own.
+
+    Args: see Drafting.draft_everywhere.
+    """
+    batch, rows = tokens_BT.shape
+    device = tokens_BT.device
+    batch_B1 = torch.arange(batch, device=device)[:, None]
+    later_TT = torch.ones((rows, rows), dtype=torch.bool, device=device).triu(1)
+    scale = head.head_dim**-0.5
+    stored: list[tuple[Tensor, Tensor]] = []
+
+    def attend_context(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> Tensor:
+        stored.append((_widen(k_BgTd, head), _widen(v_BgTd, head)))
+        return _weigh(q_BhTd, *stored[0], later_TT, [], scale)
+
+    def attend_rollout(q_BhAd: Tensor, k_BgAd: Tensor, v_BgAd: Tensor) -> Tensor:
+        stored.append((_widen(k_BgAd, head), _widen(v_BgAd, head)))
+        hidden_BAT = torch.arange(rows, device=device) > row_BA[:, :, None]
+        return _weigh(q_BhAd, *stored[0], hidden_BAT[:, None], stored[1:], scale)
+
+    next_BT, position_BT = torch.roll(tokens_BT, -1, dims=1), torch.arange(rows, device=device).expand(batch, rows)
+    g_BTH, logits_BTU = head.step(next_BT, head.fuse(hidden_BTD, streams_BTkD), position_BT, attend_context)
+    g_BAH, choice_BA = g_BTH[batch_B1, row_BA], logits_BTU[batch_B1, row_BA].argmax(-1)
+    del logits_BTU
+    drafts = [head.target_ids(choice_BA)]
+    for step in range(1, depth):
+        g_BAH, logits_BAU = head.step(drafts[-1], g_BAH, row_BA + step, attend_rollout)
+        drafts.append(head.target_ids(logits_BAU.argmax(-1)))
+    return torch.stack(drafts, -1)
+
+
+def _widen(x_BgNd: Tensor, head: AutoregressiveHead) -> Tensor:
+    return x_BgNd.repeat_interleave(head.num_heads // head.num_kv_heads, dim=1)
+
+
+def _weigh(
+    q_BhNd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, hidden: Tensor, own: list[tuple[Tensor, Tensor]], scale: float
+) -> Tensor:
+    """Attention over context keys (where not `hidden`) and each row's own keys, in float32."""
+    scores = (q_BhNd.float() @ k_BhTd.float().transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
+    own_scores = [(q_BhNd.float() * k.float()).sum(-1, keepdim=True) * scale for k, _ in own]
+    weights = torch.cat([scores, *own_scores], -1).softmax(-1)
+    context = weights[..., : k_BhTd.shape[2]] @ v_BhTd.float()
+    for n, (_, v) in enumerate(own):
+        context = context + weights[..., k_BhTd.shape[2] + n, None] * v.float()
+    return context.to(q_BhNd.dtype)

@@ -152,8 +152,8 @@ def tune(
         raise ConfigError("eval.synthetic_acceptance: tune measures the head's own acceptance: unset it")
     if config.acceptance != "lossless":
         raise ConfigError(f"eval.acceptance: found {config.acceptance!r}, tune knows lossless verification only")
-    kinds = tree_kinds(head, config)
     prompts = eval_prompts(replace(config, max_turns=1))
+    kinds = tree_kinds(head, config)
     _, contexts, dropped = first_contexts(spread(prompts, search.prompts), target, config)
     if search.context is not None:
         contexts = [fit(context, search.context) for context in contexts]

@@ -1,5 +1,4 @@
-"""Read a draft layer's geometry out of a config.json that nobody vouches for: bounded integers, one rope, no "
-"surprises."""
+"""Read a draft layer's sizes and rope out of a config.json that nobody vouches for."""
 
 from __future__ import annotations
 
@@ -25,9 +24,6 @@ LIMITS = {
     "num_key_value_heads": (1, 4096),
     "head_dim": (1, 4096),
     "max_position_embeddings": (1, 1 << 26),
-    "num_heads": (1, 64),
-    "medusa_num_heads": (1, 64),
-    "medusa_num_layers": (1, 64),
 }
 
 #: config fields that change what a llama layer computes, with the values that leave it a plain one
@@ -60,12 +56,29 @@ PLAIN = {
     "layer_types": (None, ["full_attention"]),
 }
 
+#: what transformers' LlamaConfig means by a field that a file leaves out (speculators write differences only)
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
 
-def integer(config: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
-    """A bounded integer field. Raises FormatError when it is missing (no default), no integer, or out of bounds."""
+
+def integer(
+    config: dict[str, Any], name: str, where: str, default: int | None = None, bounds: tuple[int, int] | None = None
+) -> int:
+    """An integer field within its bounds, by default those of `LIMITS`.
+
+    Raises: FormatError when it is missing (and there is no default), no integer, or out of bounds.
+    """
     value = config.get(name)
     value = default if value is None else value
-    low, high = LIMITS[name]
+    low, high = bounds or LIMITS[name]
     if type(value) is not int or not low <= value <= high:
         raise FormatError(f"{where}: {name} is {value!r}, expected an integer from {low} to {high}")
     return value

@@ -1,27 +1,26 @@
-"""What a checkpoint has to say before it becomes a head, and the checks every reader shares."""
+"""Which tensors of a checkpoint become which of our head's, and the checks that every family's reader shares."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 
 
 @dataclass
-class Plan:
+class TensorMap:
     """How one checkpoint becomes a head.
 
     Attributes:
-        layout: name for people.
+        layout: its name in messages.
         family: registry name.
-        fields: keyword arguments of the family's config class that the file determines.
+        fields: fields of the family's config class that the file determines.
         dims: the target's dimensions with the draft layer's geometry (heads, rope, eps).
         names: tensor name in our head → tensor name in the file.
         zeros: tensors of our head that the file leaves out because they are zero.
@@ -40,53 +39,21 @@ class Plan:
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:
+    """The first names in order, and how many more there are."""
     names = sorted(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def require_llama(config: dict[str, Any], where: str) -> None:
-    kind = config.get("model_type", "llama")
-    if kind not in ("llama", "eagle", "eagle3"):
-        raise FormatError(
-            f"{where}: model_type is {kind!r}; Headstart's draft layer is Llama's (Qwen3's has q/k norms, Qwen2's "
-            "biases)"
-        )
-    layers = integer(config, "num_hidden_layers", where, default=1)
-    if layers != 1:
-        raise FormatError(f"{where}: num_hidden_layers is {layers}; Headstart reads drafts of one layer")
-
-
-def with_target(dims: HeadDims, target: HeadDims | None, where: str) -> HeadDims:
-    """The draft's geometry with the target's facts; sizes that must agree are compared."""
-    if target is None:
-        return dims
-    require_equal(where, "hidden_size", dims.hidden_size, target.hidden_size)
-    require_equal(where, "vocab_size", dims.vocab_size, target.vocab_size)
-    return replace(
-        dims, num_layers=target.num_layers, tie_word_embeddings=target.tie_word_embeddings, model_type=target.model_type
-    )
-
-
 def require_equal(where: str, name: str, found: int, expected: int) -> None:
+    """Raises: FormatError where a size of the head is not the target's."""
     if found != expected:
         raise FormatError(
             f"{where}: {name} is {found} and the target has {expected}: the head was trained for another target"
         )
 
 
-def target_embedding(raw: RawCheckpoint, names: dict[str, str], dims: HeadDims) -> dict[str, str]:
-    if "embed_tokens.weight" not in names:
-        return {}
-    shape = raw.tensors[names["embed_tokens.weight"]].shape
-    if shape != (dims.vocab_size, dims.hidden_size):
-        raise FormatError(
-            f"{raw.directory}: embed_tokens.weight has shape {list(shape)}, expected the target's "
-            f"[{dims.vocab_size}, {dims.hidden_size}]"
-        )
-    return {"embed_tokens.weight": "the target's embeddings (compare with formats.check_embeddings)"}
-
-
 def require_names(raw: RawCheckpoint, found: set[str], expected: set[str]) -> None:
+    """Raises: FormatError unless the two sets are equal."""
     missing, unknown = expected - found, found - expected
     if missing or unknown:
         parts = [f"lacks {some(missing)}"] * bool(missing) + [f"holds unknown {some(unknown)}"] * bool(unknown)
@@ -96,7 +63,7 @@ def require_names(raw: RawCheckpoint, found: set[str], expected: set[str]) -> No
         )
 
 
-def finish(
+def map_tensors(
     raw: RawCheckpoint,
     layout: str,
     family: str,
@@ -105,7 +72,15 @@ def finish(
     names: dict[str, str],
     expected: dict[str, str],
     unused: dict[str, str],
-) -> Plan:
-    """`expected`: our name → short file name; every other file tensor must be in `unused`."""
+) -> TensorMap:
+    """The map of a checkpoint whose tensors are exactly the expected and the unused ones.
+
+    Args:
+        names: short name → name in the file, for every tensor of the file.
+        expected: our name → short name.
+        unused: short name → why leaving it out changes nothing.
+    Raises: FormatError naming the tensors that are missing, and those that nothing explains.
+    """
     require_names(raw, set(names) - set(unused), set(expected.values()))
-    return Plan(layout, family, fields, dims, {ours: names[short] for ours, short in expected.items()}, unused=unused)
+    in_file = {ours: names[short] for ours, short in expected.items()}
+    return TensorMap(layout, family, fields, dims, in_file, unused=unused)

@@ -16,7 +16,7 @@ from headstart.heads.checkpoints.geometry import integer, rope_parameters
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError, clip
-from headstart.heads.families.llama_files import LLAMA_DEFAULTS, is_eagle3, unnest
+from headstart.heads.families.eagle_files import LLAMA_DEFAULTS, is_eagle3, unnest
 from headstart.heads.families.medusa.files import MEDUSA_KEYS, is_medusa
 from headstart.heads.formats.recognise import is_dflash
 from headstart.heads.rope import dynamic_note, positions_with_one_rope, same_rope

@@ -13,7 +13,7 @@ from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.checkpoints.tensor_map import Plan, some
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
-from headstart.heads.families.llama_files import is_eagle3, plan_eagle, plan_eagle3, plan_speculators, unnest
+from headstart.heads.families.eagle_files import is_eagle3, plan_eagle, plan_eagle3, plan_speculators, unnest
 from headstart.heads.families.medusa.files import is_medusa, plan_medusa
 
 

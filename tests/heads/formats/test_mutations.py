@@ -29,7 +29,7 @@ from headstart.heads.checkpoints.raw import open_checkpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import HeadstartError
-from headstart.heads.families.llama_files import LLAMA_DEFAULTS
+from headstart.heads.families.eagle_files import LLAMA_DEFAULTS
 from headstart.heads.formats import CheckReport, check_directory, load_head
 from headstart.heads.formats.sidecar import SIDECAR
 

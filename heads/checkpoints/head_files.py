@@ -1,0 +1,166 @@
+"""How the heads of one family look on disk. A family says it in its `files.py`, as a subclass of `HeadFiles`.
+
+The defaults are right for a family that no serving engine knows: its heads are saved under their own tensor names, in
+the *compact* form, which only Headstart reads. A family that engines serve adds a portable form, and the layouts in
+which others publish its heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.checkpoints.raw import RawCheckpoint
+from headstart.heads.checkpoints.tensor_map import TensorMap
+from headstart.heads.dims import HeadDims
+from headstart.heads.errors import FormatError
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a directory holds besides headstart.json.
+
+    Attributes:
+        layout: its name in headstart.json.
+        config: config.json, without the dtype.
+        weights: name of the file of the tensors.
+        settings: the head config that the file stands for, where it is not the head's own (matrices were merged).
+    """
+
+    layout: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    weights: str = WEIGHTS
+    settings: HeadConfig | None = None
+
+    def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """The tensors, floating ones in `dtype`."""
+        if dtype is None:
+            return self.tensors
+        return {name: t.to(dtype) if t.dtype.is_floating_point else t for name, t in self.tensors.items()}
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A checkpoint's tensors under the names of the portable form, whatever names its file gives them.
+
+    Attributes:
+        config: config.json with nested parts unfolded.
+        names: portable tensor name → name in the file.
+        strangers: tensors of the file that no known spelling explains.
+    """
+
+    config: dict[str, Any]
+    names: dict[str, str]
+    strangers: list[str]
+
+
+class HeadFiles:
+    """What Headstart knows about one family's files.
+
+    Attributes:
+        facts: what headstart.json and the model card say about every head of the family.
+        layouts: names of the layouts from elsewhere that `read` understands, for error messages.
+        speculators: the family's name in a config of the speculators library; None where that has no such heads.
+        has_rope: whether the head turns positions by the rope of its dimensions, as a llama draft layer does.
+        compact_note: what a compact config.json says to its reader.
+        zero_at_start: prefix of portable tensor names → what a matrix of zeros means, where training starts with zeros.
+    """
+
+    facts: ClassVar[dict[str, str]] = {}
+    layouts: ClassVar[tuple[str, ...]] = ()
+    speculators: ClassVar[str | None] = None
+    has_rope: ClassVar[bool] = False
+    compact_note: ClassVar[str] = "Only Headstart reads this head: no serving engine knows its family."
+    zero_at_start: ClassVar[dict[str, str]] = {}
+
+    # reading
+
+    def recognise(self, raw: RawCheckpoint) -> bool:
+        """Whether a checkpoint from elsewhere is meant to be a head of this family, be it damaged."""
+        return False
+
+    def read(self, raw: RawCheckpoint, target: HeadDims | None) -> TensorMap:
+        """How a recognised checkpoint becomes a head. Every tensor is mapped, or told as unused with the reason.
+
+        Args:
+            target: the target's dimensions; sizes are compared with them.
+        Raises: FormatError naming the file, the field or tensor, and the remedy.
+        """
+        raise FormatError(
+            f"{raw.directory}: only Headstart's own directories are read for this family, and they need headstart.json;"
+            " copy it from where the head was saved"
+        )
+
+    def spell(self, raw: RawCheckpoint) -> Spelling:
+        """The tensors under portable names. Nothing is refused here: engines' rules look at damaged files, too."""
+        return Spelling(raw.config, {name: name for name in raw.tensors}, [])
+
+    # comparing config.json with headstart.json
+
+    def settings(self, config: HeadConfig, dims: HeadDims) -> dict[str, Any]:
+        """What `stated` must find in the files of a head with this config and these dimensions."""
+        return asdict(config)
+
+    def stated(self, found: TensorMap) -> dict[str, Any]:
+        """What config.json and the tensors say, by the names of `settings`."""
+        return dict(found.fields)
+
+    def differences(self, found: TensorMap, config: HeadConfig, dims: HeadDims) -> Iterator[tuple[str, Any, Any]]:
+        """Fields in which headstart.json and the files disagree: (name, in headstart.json, in the files)."""
+        settings = self.settings(config, dims)
+        for name, value in self.stated(found).items():
+            if settings.get(name) != value:
+                yield name, settings.get(name), value
+
+    # writing
+
+    def tensors(self, head: Head) -> dict[str, Tensor]:
+        """The head's own tensors under portable names."""
+        return {name: tensor.detach() for name, tensor in head.state_dict().items()}
+
+    def config_json(self, head: Head) -> dict[str, Any]:
+        """config.json of the portable form, without the dtype; {} for a family that has none."""
+        return {}
+
+    def contents(self, head: Head) -> Contents:
+        """What `save_head` writes."""
+        return compact(head, self.compact_note)
+
+    def portable(self, head: Head) -> Contents:
+        """What `export` writes for engines that take the common form. Raises: FormatError where there is none."""
+        raise FormatError(f"{head.family}: no serving engine loads heads of this family; keep the saved directory")
+
+    # serving
+
+    def drafted_tokens(self, depth: int, chain: int | None) -> int:
+        """Tokens that an engine is asked to draft.
+
+        Args:
+            depth: draft depths that were trained.
+            chain: the best length that `headstart tune` measured; None without a tuning.
+        """
+        return min(4 if chain is None else chain, depth)
+
+
+def compact(head: Head, note: str) -> Contents:
+    """The form that only Headstart reads: the state dict as it is, under an architecture that engines refuse."""
+    config = {
+        "architectures": [compact_architecture(head.family)],
+        "model_type": f"headstart_{head.family}",
+        "hidden_size": head.dims.hidden_size,
+        "vocab_size": head.dims.vocab_size,
+        "note": note,
+    }
+    return Contents("compact", config, {name: tensor.detach() for name, tensor in head.state_dict().items()})
+
+
+def compact_architecture(family: str) -> str:
+    return f"Headstart{family.capitalize()}Model"

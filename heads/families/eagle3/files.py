@@ -1,0 +1,249 @@
+"""EAGLE-3 on disk: fc [H, 3D], a layer that reads 2H, norm, lm_head [U, H], the draft vocabulary d2t (methods §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from headstart.heads import vocab
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.checkpoints.geometry import flag, integer, llama_dims, require_plain
+from headstart.heads.checkpoints.head_files import Spelling
+from headstart.heads.checkpoints.raw import RawCheckpoint
+from headstart.heads.checkpoints.tensor_map import TensorMap, map_tensors
+from headstart.heads.dims import HeadDims
+from headstart.heads.errors import FormatError
+from headstart.heads.families.eagle3.head import Eagle3Config, default_feature_layers
+from headstart.heads.families.eagle_files import (
+    LAYER,
+    LlamaDraftFiles,
+    has_draft_layer,
+    is_eagle3,
+    require_llama,
+    target_embedding,
+    with_target,
+)
+
+LAYER_WITH_NORMS = (*LAYER, "input_layernorm.weight", "hidden_norm.weight")
+#: tensors of the target that some trainers leave in the file
+VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
+
+
+class Eagle3Files(LlamaDraftFiles):
+    facts = {
+        "feature": "hidden_states[k] at feature_layers (inputs of decoder layers k, before any norm)",
+        "residual": "un-normed g (norm_before_residual = false)",
+        "recycled": "pre-norm output",
+        "method": "EAGLE-3, arXiv 2503.01840",
+    }
+    layouts = ("EAGLE-3", "SpecForge")
+    speculators = "eagle3"
+    published = "EAGLE-3"
+    architecture = "LlamaForCausalLMEagle3"
+    layer = "midlayer."
+
+    def recognise(self, raw: RawCheckpoint) -> bool:
+        return has_draft_layer(raw.tensors) and is_eagle3(raw.tensors)
+
+    def spell(self, raw: RawCheckpoint) -> Spelling:
+        spelling = super().spell(raw)
+        return replace(spelling, names={_midlayer(name): full for name, full in spelling.names.items()})
+
+    def read_flat(
+        self, raw: RawCheckpoint, config: dict[str, Any], names: dict[str, str], target: HeadDims | None, layout: str
+    ) -> TensorMap:
+        where = str(raw.directory / "config.json")
+        layer_ids = _read_layers(config, target, where)
+        draft = llama_dims(config, where, target.num_layers if target else max(layer_ids or (0,)) + 1)
+        hidden = draft.hidden_size
+        width = integer(config, "target_hidden_size", where, default=target.hidden_size if target else hidden)
+        dims = with_target(replace(draft, hidden_size=width), target, where)
+        size = integer(config, "draft_vocab_size", where, default=dims.vocab_size)
+        fields = {
+            "feature_layers": list(layer_ids) if layer_ids else None,
+            "draft_vocab_size": size,
+            "hidden_size": None if hidden == width else hidden,
+            "intermediate_size": draft.intermediate_size,
+        }
+        prefix = self.layer if any(name.startswith(self.layer) for name in names) else "layers.0."
+        expected = {name: name for name in ("fc.weight", "norm.weight", "lm_head.weight")}
+        expected |= {f"{self.layer}{name}": f"{prefix}{name}" for name in LAYER_WITH_NORMS}
+        unused = {}
+        if hidden == width:
+            unused = target_embedding(raw, names, dims)
+        else:
+            expected["embed_tokens.weight"] = "embed_tokens.weight"
+        unused |= {name: "the target's own, used in training only" for name in VERIFIER if name in names}
+        if "lm_head.weight" not in names:
+            rows = f", of {dims.vocab_size} rows where the draft vocabulary has {size}: wrong"
+            raise FormatError(
+                f"{raw.directory}: lm_head.weight is missing, so engines put the target's in its place"
+                f"{'' if size == dims.vocab_size else rows}. Add the head's own [draft_vocab_size, hidden_size] matrix."
+            )
+        ids, maps = _draft_ids(raw, names, size, dims.vocab_size, where)
+        found = map_tensors(raw, layout, "eagle3", fields, dims, names, expected, {**unused, **maps})
+        return replace(found, draft_ids_U=ids)
+
+    def from_speculators(
+        self, outer: dict[str, Any], flat: dict[str, Any], tensors: Iterable[str], where: str
+    ) -> dict[str, str]:
+        keys = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
+        flat |= {key: outer[key] for key in keys if outer.get(key) is not None}
+        flat.setdefault("draft_vocab_size", 32000)  # their default
+        flat["norm_before_residual"] = flag(outer, "norm_before_residual", where, True)
+        return {name: name for name in tensors}
+
+    def settings(self, config: HeadConfig, dims: HeadDims) -> dict[str, Any]:
+        ours, given = super().settings(config, dims), cast(Eagle3Config, config)
+        ours["feature_layers"] = given.feature_layers or default_feature_layers(dims.num_layers)
+        ours["draft_vocab_size"] = given.draft_vocab_size or dims.vocab_size
+        ours["hidden_size"] = None if given.hidden_size == dims.hidden_size else given.hidden_size
+        return ours
+
+    def tensors(self, head: Head) -> dict[str, Tensor]:
+        """The state dict, with d2t (int64 offsets) and t2d (bool) in the place of `draft_ids_U`."""
+        tensors = super().tensors(head)
+        ids_U = tensors.pop("draft_ids_U", None)
+        if ids_U is not None:
+            _check_draft_ids(ids_U, head.dims.vocab_size)
+            tensors["d2t"] = vocab.offsets(ids_U)
+            tensors["t2d"] = vocab.membership(ids_U, head.dims.vocab_size)
+        return tensors
+
+    def config_json(self, head: Head) -> dict[str, Any]:
+        ids = list(head.spec.layer_ids)
+        return super().config_json(head) | {
+            "draft_vocab_size": head.state_dict()["lm_head.weight"].shape[0],
+            "target_hidden_size": head.dims.hidden_size,
+            "norm_before_residual": False,
+            "eagle_aux_hidden_state_layer_ids": ids,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [k - 1 for k in ids],
+            },
+        }
+
+
+def _midlayer(name: str) -> str:
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def _check_draft_ids(ids_U: Tensor, vocab_size: int) -> None:
+    if not bool((ids_U[1:] > ids_U[:-1]).all()) or int(ids_U[0]) < 0 or int(ids_U[-1]) >= vocab_size:
+        raise FormatError(
+            f"draft_ids_U: expected ascending distinct ids below {vocab_size}; was init_from_target called?"
+        )
+
+
+def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) -> tuple[int, ...] | None:
+    """The three layers that a head reads, None where the file leaves the usual ones to the engine.
+
+    Raises: FormatError for a variant that Headstart does not run, and where nobody says the layers.
+    """
+    require_plain(config, where)
+    require_llama(config, where)
+    if flag(config, "norm_before_residual", where, False):
+        raise FormatError(
+            f"{where}: norm_before_residual is true: the residual is taken after hidden_norm. Headstart trains "
+            "and runs the variant that every engine runs (false); serve this head with vLLM or train a new one."
+        )
+    if eagle_config(config, where).get("use_aux_hidden_state", True) is not True:
+        raise FormatError(
+            f"{where}: eagle_config.use_aux_hidden_state is false: the head does not read three target layers"
+        )
+    layer_ids = aux_layer_ids(config, where, target.num_layers if target else None)
+    if layer_ids is None and target is None:
+        raise FormatError(
+            f"{where}: does not say which target layers it reads (eagle_aux_hidden_state_layer_ids); the usual ones "
+            "depend on the target's depth: name the target as well (--target, or load_head(directory, dims))"
+        )
+    return layer_ids
+
+
+def eagle_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The nested `eagle_config`, {} without. Raises: FormatError for one that asks for another layer than ours."""
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise FormatError(f"{where}: eagle_config is {nested!r}, expected an object")
+    require_plain(nested, f"{where}: eagle_config")
+    return nested
+
+
+def aux_layer_ids(config: dict[str, Any], where: str, target_layers: int | None) -> tuple[int, ...] | None:
+    """HF `hidden_states` indices the head reads, or None where the file leaves the usual choice to the engine.
+
+    The top-level key counts as vLLM does (k = hidden_states index), the one inside `eagle_config` as SGLang does
+    (k - 1). Raises: FormatError when the two disagree, or the ids are not three distinct ascending layers below the
+    target's last.
+    """
+    top = config.get("eagle_aux_hidden_state_layer_ids")
+    inner = eagle_config(config, where).get("eagle_aux_hidden_state_layer_ids")
+    for name, ids in (
+        ("eagle_aux_hidden_state_layer_ids", top),
+        ("eagle_config.eagle_aux_hidden_state_layer_ids", inner),
+    ):
+        if ids is not None and not (isinstance(ids, list) and all(type(k) is int for k in ids)):
+            raise FormatError(f"{where}: {name} is {ids!r}, expected a list of integers")
+    if top is not None and inner is not None and [k + 1 for k in inner] != top:
+        raise FormatError(
+            f"{where}: eagle_aux_hidden_state_layer_ids {top} (read by vLLM) and the ones inside eagle_config "
+            f"{inner} "
+            f"(SGLang adds 1) name different layers. Write {[k - 1 for k in top]} inside eagle_config."
+        )
+    found = top if top is not None else [k + 1 for k in inner] if inner is not None else None
+    if found is None:
+        return None
+    limit = target_layers if target_layers is not None else 1 << 16
+    if len(found) != 3 or sorted(set(found)) != found or found[0] < 1 or found[-1] >= limit:
+        below = (
+            f"below {target_layers}, the target's depth (its last hidden state is post-norm)"
+            if target_layers
+            else "from 1"
+        )
+        raise FormatError(
+            f"{where}: feature layers {found}; expected three distinct ascending ids {below}: engines sort and "
+            "de-duplicate them"
+        )
+    return tuple(found)
+
+
+def _draft_ids(
+    raw: RawCheckpoint, names: dict[str, str], size: int, vocab_size: int, where: str
+) -> tuple[Tensor | None, dict[str, str]]:
+    """(ids of the draft vocabulary [U] or None where it is the target's, {d2t, t2d in the file: why they are unused}).
+
+    Raises: FormatError where d2t is missing or is no list of ascending offsets, or t2d contradicts it.
+    """
+    if size > vocab_size:
+        raise FormatError(f"{where}: draft_vocab_size {size} exceeds vocab_size {vocab_size}")
+    unused: dict[str, str] = {name: "turned into the draft ids" for name in ("d2t", "t2d") if name in names}
+    if "d2t" not in names:
+        if size < vocab_size:
+            raise FormatError(
+                f"{raw.directory}: draft_vocab_size is {size} of {vocab_size} and d2t is missing: drafted ids would be "
+                "taken for target ids. Copy d2t (int64 offsets) from where the head was trained."
+            )
+        return None, unused
+    for name, length in (("d2t", size), ("t2d", vocab_size)):
+        if name in names and raw.tensors[names[name]].shape != (length,):
+            raise FormatError(
+                f"{raw.directory}: {name} has shape {list(raw.tensors[names[name]].shape)}, expected [{length}]"
+            )
+    offsets = raw.read(names["d2t"])
+    if offsets.dtype not in (torch.int64, torch.int32):
+        raise FormatError(f"{raw.directory}: d2t is {offsets.dtype}, expected int64 offsets")
+    ids = vocab.from_offsets(offsets)
+    if size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or not bool((ids[1:] > ids[:-1]).all())):
+        raise FormatError(
+            f"{raw.directory}: d2t + index is not an ascending list of distinct ids below {vocab_size}: it must hold "
+            "offsets (target id - draft id), not target ids"
+        )
+    if "t2d" in names:
+        mask = raw.read(names["t2d"])
+        if mask.dtype != torch.bool or not torch.equal(mask, vocab.membership(ids, vocab_size)):
+            raise FormatError(f"{raw.directory}: t2d ({mask.dtype}) does not mark the ids that d2t lists")
+    return (None if size == vocab_size else ids), unused

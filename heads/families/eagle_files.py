@@ -1,0 +1,217 @@
+"""EAGLE-1 and EAGLE-3 on disk, what both share: one llama draft layer, as its authors, SpecForge, speculators and the
+engines write it (methods §3, §4)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
+
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.checkpoints.geometry import (
+    LLAMA_DEFAULTS,
+    integer,
+    legacy_rope,
+    require_plain,
+    rope_parameters,
+)
+from headstart.heads.checkpoints.head_files import Contents, HeadFiles, Spelling
+from headstart.heads.checkpoints.raw import RawCheckpoint
+from headstart.heads.checkpoints.tensor_map import TensorMap, require_equal
+from headstart.heads.dims import HeadDims
+from headstart.heads.errors import FormatError
+from headstart.heads.rope import same_rope
+
+#: tensors that the draft layers of both families have
+LAYER = tuple(f"self_attn.{p}.weight" for p in ("q_proj", "k_proj", "v_proj", "o_proj")) + (
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "post_attention_layernorm.weight",
+)
+
+#: fields of the draft layer's geometry, by the names that HeadDims has for them
+GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings")
+
+
+class LlamaDraftFiles(HeadFiles):
+    """A family whose head is one llama layer with an input projection `fc`.
+
+    Attributes:
+        published: the family's name in layouts.
+        architecture: what config.json calls the head, as vLLM reads it.
+        layer: prefix of the draft layer's tensors.
+    """
+
+    has_rope = True
+    published: ClassVar[str]
+    architecture: ClassVar[str]
+    layer: ClassVar[str]
+
+    @abstractmethod
+    def read_flat(
+        self, raw: RawCheckpoint, config: dict[str, Any], names: dict[str, str], target: HeadDims | None, layout: str
+    ) -> TensorMap:
+        """As `read`, of one flat llama config.
+
+        Args:
+            names: short name (no `model.`) → name in the file.
+        """
+
+    @abstractmethod
+    def from_speculators(
+        self, outer: dict[str, Any], flat: dict[str, Any], tensors: Iterable[str], where: str
+    ) -> dict[str, str]:
+        """Short name → name in a file of the speculators library.
+
+        Args:
+            outer: config.json.
+            flat: the layer's config; what `outer` says beside it is written into it.
+        """
+
+    def read(self, raw: RawCheckpoint, target: HeadDims | None) -> TensorMap:
+        config, where = raw.config, str(raw.directory / "config.json")
+        if "speculators_model_type" not in config:
+            return self.read_flat(raw, unnest(config), short_names(raw), target, self.published)
+        kind, layer = config["speculators_model_type"], config.get("transformer_layer_config")
+        if kind != self.speculators:
+            raise FormatError(f"{where}: speculators_model_type is {kind!r} and the tensors are {self.published}'s")
+        if not isinstance(layer, dict):
+            raise FormatError(f"{where}: transformer_layer_config is {type(layer).__name__}, expected an object")
+        require_plain(config, where)
+        flat = {**LLAMA_DEFAULTS, **layer}
+        names = self.from_speculators(config, flat, raw.tensors, where)
+        return self.read_flat(raw, flat, names, target, f"speculators {self.published}")
+
+    def spell(self, raw: RawCheckpoint) -> Spelling:
+        names = {name.removeprefix("model."): name for name in raw.tensors}
+        return Spelling(unnest(raw.config), names, [])
+
+    def settings(self, config: HeadConfig, dims: HeadDims) -> dict[str, Any]:
+        ours = {**{name: getattr(dims, name) for name in GEOMETRY}, **asdict(config)}
+        for name in ("intermediate_size", "hidden_act"):
+            ours[name] = ours[name] or getattr(dims, name)
+        return ours
+
+    def stated(self, found: TensorMap) -> dict[str, Any]:
+        return {**found.fields, **{name: getattr(found.dims, name) for name in GEOMETRY}}
+
+    def differences(self, found: TensorMap, config: HeadConfig, dims: HeadDims) -> Iterator[tuple[str, Any, Any]]:
+        if not same_rope(found.dims.rope_parameters, dims.rope_parameters):
+            yield "rope_parameters", dims.rope_parameters, found.dims.rope_parameters
+        yield from super().differences(found, config, dims)
+
+    def config_json(self, head: Head) -> dict[str, Any]:
+        dims = head.dims
+        shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+        rope = rope_parameters({"rope_parameters": dims.rope_parameters}, "the target's rope")
+        theta, scaling = legacy_rope(rope)
+        config: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": "llama",
+            "hidden_size": shapes["fc.weight"][0],
+            "intermediate_size": shapes[f"{self.layer}mlp.gate_proj.weight"][0],
+            "num_hidden_layers": 1,
+            "num_attention_heads": dims.num_heads,
+            "num_key_value_heads": dims.num_kv_heads,
+            "head_dim": dims.head_dim,
+            "hidden_act": head.hidden_act,
+            "rms_norm_eps": dims.rms_norm_eps,
+            "max_position_embeddings": dims.max_position_embeddings,
+            "rope_parameters": rope,
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "vocab_size": dims.vocab_size,
+            "bos_token_id": dims.bos_token_id,
+            "eos_token_id": dims.eos_token_id,
+        }
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        return config
+
+    def contents(self, head: Head) -> Contents:
+        return self.portable(head)
+
+    def portable(self, head: Head) -> Contents:
+        return Contents("portable", self.config_json(head), self.tensors(head))
+
+    def drafted_tokens(self, depth: int, chain: int | None) -> int:
+        """A draft layer drafts as long a chain as it is asked for."""
+        return min(depth, 4) if chain is None else chain
+
+
+def short_names(raw: RawCheckpoint) -> dict[str, str]:
+    """Name without `model.` → name in the file. Raises: FormatError where a tensor is there with and without it."""
+    names = {name.removeprefix("model."): name for name in raw.tensors}
+    if len(names) != len(raw.tensors):
+        raise FormatError(
+            f"{raw.directory}: tensors appear both with and without the prefix 'model.'; keep one of each"
+        )
+    return names
+
+
+def has_draft_layer(names: Iterable[str]) -> bool:
+    """Whether any tensor is one that only heads with a draft layer have."""
+    short = [name.removeprefix("model.") for name in names]
+    return any(name == "fc.weight" or "mlp." in name or name.startswith("fusion_fc") for name in short)
+
+
+def unnest(config: dict[str, Any]) -> dict[str, Any]:
+    """`{"model_type": "eagle", "model": {llama config}}` → one flat config."""
+    inner = config.get("model")
+    if not isinstance(inner, dict):
+        return config
+    return {
+        **inner,
+        **{key: value for key, value in config.items() if key not in ("model", "model_type", "architectures")},
+    }
+
+
+def is_eagle3(names: Iterable[str]) -> bool:
+    """Whether tensor names are an EAGLE-3 head's rather than an EAGLE-1's."""
+    short = [name.removeprefix("model.") for name in names]
+    return any(name.startswith("midlayer.") or name == "layers.0.hidden_norm.weight" for name in short)
+
+
+def require_llama(config: dict[str, Any], where: str) -> None:
+    """Raises: FormatError for a draft of several layers, or of another layer than Llama's."""
+    kind = config.get("model_type", "llama")
+    if kind not in ("llama", "eagle", "eagle3"):
+        raise FormatError(
+            f"{where}: model_type is {kind!r}; Headstart's draft layer is Llama's (Qwen3's has q/k norms, Qwen2's "
+            "biases)"
+        )
+    layers = integer(config, "num_hidden_layers", where, default=1)
+    if layers != 1:
+        raise FormatError(f"{where}: num_hidden_layers is {layers}; Headstart reads drafts of one layer")
+
+
+def with_target(dims: HeadDims, target: HeadDims | None, where: str) -> HeadDims:
+    """The draft's geometry with the target's facts; sizes that must agree are compared."""
+    if target is None:
+        return dims
+    require_equal(where, "hidden_size", dims.hidden_size, target.hidden_size)
+    require_equal(where, "vocab_size", dims.vocab_size, target.vocab_size)
+    return replace(
+        dims, num_layers=target.num_layers, tie_word_embeddings=target.tie_word_embeddings, model_type=target.model_type
+    )
+
+
+def target_embedding(raw: RawCheckpoint, names: dict[str, str], dims: HeadDims) -> dict[str, str]:
+    """Embeddings in the file, which the target's replace: {name: why it is not used}, or {} without.
+
+    Raises: FormatError where they are not as large as the target's.
+    """
+    if "embed_tokens.weight" not in names:
+        return {}
+    shape = raw.tensors[names["embed_tokens.weight"]].shape
+    if shape != (dims.vocab_size, dims.hidden_size):
+        raise FormatError(
+            f"{raw.directory}: embed_tokens.weight has shape {list(shape)}, expected the target's "
+            f"[{dims.vocab_size}, {dims.hidden_size}]"
+        )
+    return {"embed_tokens.weight": "the target's embeddings (compare with formats.check_embeddings)"}

@@ -44,6 +44,14 @@ def from_offsets(d2t_U: Tensor) -> Tensor:
     return d2t_U.to(torch.int64) + torch.arange(d2t_U.shape[0], device=d2t_U.device)
 
 
+def is_draft_vocab(ids_U: Tensor, vocab_size: int) -> bool:
+    """Whether ids are those of a draft vocabulary: integers from 0 to V - 1, ascending, none twice."""
+    if ids_U.dtype not in (torch.int64, torch.int32) or ids_U.dim() != 1 or not len(ids_U):
+        return False
+    ascending = bool((ids_U[1:] > ids_U[:-1]).all())
+    return ascending and int(ids_U[0]) >= 0 and int(ids_U[-1]) < vocab_size
+
+
 def coverage(count_V: Tensor, draft_ids_U: Tensor) -> float:
     """Share of supervised tokens that the draft vocabulary holds."""
     total = float(count_V.sum())

@@ -20,7 +20,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import build_head
 from headstart.heads.formats.export import check_ahead
-from headstart.heads.formats.loading import check_shapes, plan_load, skeleton
+from headstart.heads.formats.loading import check_shapes, map_head, skeleton
 from headstart.heads.targets.target import Target
 from headstart.recipes.schema import Recipe
 from headstart.saved_heads import find_head, require_same_head
@@ -57,9 +57,9 @@ def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:
     """Dimensions of a head that goes on from `start_from`: its draft layer's are the file's."""
     start_from = str(recipe.start_from)
     raw = open_checkpoint(find_head(start_from, "start_from"))
-    plan, config = plan_load(raw, dims)
-    check_shapes(raw, plan, config)
-    given = skeleton(config, plan.dims, str(raw.directory))
+    mapped, config = map_head(raw, dims)
+    check_shapes(raw, mapped, config)
+    given = skeleton(config, mapped.dims, str(raw.directory))
     return require_same_head(given, start_from, recipe.head, dims)
 
 

@@ -18,7 +18,8 @@ from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.files import read_json
 from headstart.heads.formats import ExportConfig, check_embeddings, export_head, fetch_head, load_head
-from headstart.heads.formats.launch import NAMES, launch_commands, why_tokens
+from headstart.heads.formats.engines import FORMATS
+from headstart.heads.formats.launch import launch_commands, why_tokens
 from headstart.heads.formats.loading import skeleton
 from headstart.heads.formats.sidecar import SIDECAR, notes
 from headstart.heads.provenance import provenance
@@ -226,7 +227,7 @@ def exported(reports: dict[str, Any], console: Console) -> dict[str, Any]:
         side = notes(Path(report.directory))
         commands = launch_commands(str(report.directory), side, report.served) if side else {}
         for engine, command in commands.items():
-            console.say(f"{NAMES[engine]}:\n{command}")
+            console.say(f"{FORMATS[engine].title}:\n{command}")
         if commands and (why := why_tokens(side)):
             console.say(why)
     return {

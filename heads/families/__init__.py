@@ -1,15 +1,23 @@
-"""Draft heads: one family per folder, listed in `FAMILIES`."""
+"""Draft heads: one family per folder (`head.py`: what it computes; `files.py`: its directories), all in `FAMILIES`."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from headstart.heads.base import Head, HeadConfig
+from headstart.heads.checkpoints.head_files import HeadFiles
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
+from headstart.heads.families.eagle.files import PAPER as EAGLE
+from headstart.heads.families.eagle.files import EagleFiles
 from headstart.heads.families.eagle.head import EagleConfig, EagleHead
+from headstart.heads.families.eagle3.files import PAPER as EAGLE3
+from headstart.heads.families.eagle3.files import Eagle3Files
 from headstart.heads.families.eagle3.head import Eagle3Config, Eagle3Head
+from headstart.heads.families.medusa.files import PAPER as MEDUSA
+from headstart.heads.families.medusa.files import MedusaFiles
 from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
+from headstart.heads.families.paper import Paper
 
 
 class Family(NamedTuple):
@@ -17,19 +25,20 @@ class Family(NamedTuple):
 
     Attributes:
         name: `head.type` of a recipe. paper: where the method is published.
-        config: the recipe's node `head`. head: the module.
+        config: the recipe's node `head`. head: the module. files: how its heads look on disk.
     """
 
     name: str
-    paper: str
+    paper: Paper
     config: type[HeadConfig]
     head: type[Head]
+    files: HeadFiles
 
 
 FAMILIES: dict[str, Family] = {
-    "medusa": Family("medusa", "arXiv 2401.10774", MedusaConfig, MedusaHead),
-    "eagle": Family("eagle", "arXiv 2401.15077", EagleConfig, EagleHead),
-    "eagle3": Family("eagle3", "arXiv 2503.01840", Eagle3Config, Eagle3Head),
+    "medusa": Family("medusa", MEDUSA, MedusaConfig, MedusaHead, MedusaFiles()),
+    "eagle": Family("eagle", EAGLE, EagleConfig, EagleHead, EagleFiles()),
+    "eagle3": Family("eagle3", EAGLE3, Eagle3Config, Eagle3Head, Eagle3Files()),
 }
 
 

@@ -155,9 +155,10 @@ def short_names(raw: RawCheckpoint) -> dict[str, str]:
 
 
 def has_draft_layer(names: Iterable[str]) -> bool:
-    """Whether any tensor is one that only heads with a draft layer have."""
+    """Whether tensor names are meant to be an EAGLE head's: its input projection, or most of a draft layer."""
     short = [name.removeprefix("model.") for name in names]
-    return any(name == "fc.weight" or "mlp." in name or name.startswith("fusion_fc") for name in short)
+    projection = any(name == "fc.weight" or name.startswith("fusion_fc.") for name in short)
+    return projection or sum(name.endswith(LAYER) for name in short) > len(LAYER) // 2
 
 
 def unnest(config: dict[str, Any]) -> dict[str, Any]:

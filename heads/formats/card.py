@@ -14,27 +14,12 @@ from urllib.parse import quote
 import yaml
 
 from headstart.heads.escape import code, fenced, in_json, markdown, table
+from headstart.heads.families import FAMILIES
+from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.flags import MEANINGS, flag_of
-from headstart.heads.formats.launch import NAMES as NAMES_OF_ENGINES
-from headstart.heads.formats.launch import hub_name, launch_commands, tuned_table, why_tokens
-from headstart.heads.formats.sidecar import FACTS
+from headstart.heads.formats.launch import launch_commands, tuned_table, why_tokens
+from headstart.heads.formats.sidecar import hub_name
 from headstart.heads.published import ANSWERS, HELD_OUT, OWN_DATA, published
-
-PAPERS = {
-    "medusa": ("Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", "2401.10774"),
-    "eagle": ("EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", "2401.15077"),
-    "eagle3": (
-        "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
-        "2503.01840",
-    ),
-}
-AUTHORS = {
-    "medusa": "Cai, Tianle and Li, Yuhong and Geng, Zhengyang and Peng, Hongwu and Lee, Jason D. and Chen, Deming and "
-    "Dao, Tri",
-    "eagle": "Li, Yuhui and Wei, Fangyun and Zhang, Chao and Zhang, Hongyang",
-    "eagle3": "Li, Yuhui and Wei, Fangyun and Zhang, Chao and Zhang, Hongyang",
-}
-NAMES = {"medusa": "Medusa-1", "eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 
 def render_card(
@@ -90,7 +75,7 @@ def _front_matter(family: str, target: dict[str, Any], license_id: str | None) -
 
 
 def _summary(family: str, target: dict[str, Any], side: dict[str, Any], flag: str | None) -> str:
-    facts = "; ".join(f"{key}: {value}" for key, value in FACTS[family].items() if key != "method")
+    facts = "; ".join(f"{key}: {value}" for key, value in FAMILIES[family].files.facts.items() if key != "method")
     revision = f" (revision {code(target['revision'])})" if target.get("revision") else ""
     layers = side.get("feature_layers")
     more = f" It reads `hidden_states` {layers}." if layers else ""
@@ -98,7 +83,7 @@ def _summary(family: str, target: dict[str, Any], side: dict[str, Any], flag: st
         more += f" The results below were not measured so: they are {flag}."
     name = markdown(target.get("name", "an unnamed target"))
     return (
-        f"{NAMES[family]} draft head for **{name}**{revision}. It proposes tokens "
+        f"{FAMILIES[family].paper.method} draft head for **{name}**{revision}. It proposes tokens "
         "that the target verifies: with greedy or lossless sampled verification the output is the target's "
         f"own.{more}\n\n{facts}."
     )
@@ -140,7 +125,7 @@ def _results(report: dict[str, Any] | None) -> str:
 def _launch(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
     base = hub_name(target) or "TARGET"
     shown = [
-        f"{NAMES_OF_ENGINES[engine]}:\n\n{fenced(command, 'bash')}"
+        f"{FORMATS[engine].title}:\n\n{fenced(command, 'bash')}"
         for engine, command in launch_commands(repo_id, side, engines).items()
     ]
     if shown and (why := why_tokens(side, markdown)):
@@ -183,11 +168,11 @@ def _source(source: dict[str, Any]) -> str:
 
 
 def _citation(family: str) -> str:
-    title, arxiv = PAPERS[family]
+    _, title, authors, arxiv = FAMILIES[family].paper
     entry = [
         f"@article{{{family}-{arxiv},",
         f"  title = {{{title}}},",
-        f"  author = {{{AUTHORS[family]}}},",
+        f"  author = {{{authors}}},",
         f"  journal = {{arXiv:{arxiv}}},",
         f"  year = {{20{arxiv[:2]}}}",
         "}",

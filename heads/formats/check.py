@@ -10,31 +10,22 @@ import torch
 from torch import Tensor
 
 from headstart.heads.checkpoints.raw import RawCheckpoint, open_checkpoint
-from headstart.heads.checkpoints.tensor_map import Plan
+from headstart.heads.checkpoints.tensor_map import TensorMap
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
-from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
+from headstart.heads.families import FAMILIES
 from headstart.heads.formats.doubts import epsilon_doubts, weight_doubts
-from headstart.heads.formats.findings import (
+from headstart.heads.formats.engines import FORMATS
+from headstart.heads.formats.loading import check_shapes, map_head
+from headstart.heads.formats.sealed import add_changes, read_sealed
+from headstart.heads.formats.verdicts import (
     EngineVerdict,
     Verdict,
     doubled_names,
     geometry_notes,
+    look_at,
     rope_problems,
-    view,
 )
-from headstart.heads.formats.loading import check_shapes, plan_load
-from headstart.heads.formats.sealed import add_changes, read_sealed
-
-#: engine key (as in export.engines) → validator module
-ENGINES = {"vllm": vllm, "sglang": sglang, "tgi": tgi, "tensorrt_llm": tensorrt_llm}
-#: family → engines that read weights in shards: vLLM and SGLang take the files that the index names, TensorRT-LLM's
-#: PyTorch backend every *.safetensors; TGI and the Medusa converter open one file by its name
-SHARDED = {
-    "medusa": ("headstart", "vllm"),
-    "eagle": ("headstart", "vllm", "sglang"),
-    "eagle3": ("headstart", "vllm", "sglang", "tensorrt_llm"),
-}
 
 
 @dataclass
@@ -42,9 +33,9 @@ class CheckReport:
     """Verdicts on one directory.
 
     Attributes:
-        family: medusa, eagle, eagle3, or None where it could not be told.
+        family: as recognise.recognise tells it.
         layout: the layout as Headstart's reader names it, or None where it refuses.
-        engines: `headstart` and every key of ENGINES → verdict.
+        engines: `headstart` and every key of FORMATS → verdict.
         doubts: what is odd about the files themselves, whoever loads them (doubts.py).
     """
 
@@ -65,7 +56,7 @@ class CheckReport:
     @property
     def served(self) -> list[str]:
         """Keys of the serving engines that load the directory rightly."""
-        return [name for name in ENGINES if self.loads(name)]
+        return [name for name in FORMATS if self.loads(name)]
 
     def to_json(self) -> dict[str, Any]:
         engines = {name: {**asdict(v), "verdict": v.verdict.value} for name, v in self.engines.items()}
@@ -81,10 +72,10 @@ class CheckReport:
         """Plain text: one line per engine, its reasons below."""
         lines = [f"{self.directory}: {self.layout or self.family or 'unknown'}"]
         lines += [f"  doubtful: {doubt}" for doubt in self.doubts]
-        for found in self.engines.values():
-            lines.append(f"  {found.engine:<14} {found.verdict.value}")
-            lines += [f"      - {reason}" for reason in found.reasons]
-            lines += [f"      · {note}" for note in found.notes]
+        for verdict in self.engines.values():
+            lines.append(f"  {verdict.engine:<14} {verdict.verdict.value}")
+            lines += [f"      - {reason}" for reason in verdict.reasons]
+            lines += [f"      · {note}" for note in verdict.notes]
         return "\n".join(lines)
 
 
@@ -98,11 +89,11 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
     """
     raw = open_checkpoint(Path(path))
     report = check_checkpoint(raw, target_dims)
-    doubts, faults = weight_doubts(view(raw))
+    doubts, faults = weight_doubts(look_at(raw))
     report.doubts += [*doubts, *epsilon_doubts(raw.config)]
     faults += [f"{name} is there twice, also as model.{name}: keep one of them" for name in doubled_names(raw)]
     for fault in faults:
-        for key in ENGINES:
+        for key in FORMATS:
             if not report.engines[key].refused:
                 report.engines[key].add(Verdict.WRONG, f"{fault} (no engine looks for that)")
     return report
@@ -110,45 +101,46 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
 
 def check_checkpoint(raw: RawCheckpoint, target_dims: HeadDims | None = None) -> CheckReport:
     """As check_directory, of one that is open; what its weights say (doubts.py) is not asked."""
-    seen, sealed = view(raw), read_sealed(raw)
-    ours, plan = _headstart(raw, target_dims)
+    seen, sealed = look_at(raw), read_sealed(raw)
+    ours, mapped = _headstart(raw, target_dims)
     if target_dims is None and sealed is not None:
         target_dims = sealed.dims
-    engines = {"headstart": ours, **{key: module.check(seen, target_dims) for key, module in ENGINES.items()}}
+    engines = {"headstart": ours, **{key: format.check(seen, target_dims) for key, format in FORMATS.items()}}
     if sealed is not None:
-        for key in ENGINES:
+        for key in FORMATS:
             add_changes(engines[key], sealed, raw)
     if len(raw.readers) > 1:
-        for key in SHARDED.get(seen.family or "", ()):
+        sharded = [key for key, format in FORMATS.items() if (r := format.serves.get(seen.family)) and r.shards]
+        for key in ["headstart", *sharded] if seen.family in FAMILIES else []:
             engines[key].add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
-    layout = plan.layout if plan is not None else None
+    layout = mapped.layout if mapped is not None else None
     return CheckReport(str(raw.directory), seen.family, layout, engines)
 
 
-def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, Plan | None]:
-    found = EngineVerdict("Headstart")
+def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, TensorMap | None]:
+    verdict = EngineVerdict("Headstart")
     try:
-        plan, config = plan_load(raw, target)
-        check_shapes(raw, plan, config)
-        for name in plan.names.values():
+        mapped, config = map_head(raw, target)
+        check_shapes(raw, mapped, config)
+        for name in mapped.names.values():
             raw.read(name)
     except FormatError as error:
-        found.add(Verdict.REFUSES, str(error))
-        return found, None
-    for name, reason in plan.unused.items():
+        verdict.add(Verdict.REFUSES, str(error))
+        return verdict, None
+    for name, reason in mapped.unused.items():
         if not reason.startswith("turned into"):
-            found.add(Verdict.LOADS, f"{name} is not kept: {reason}")
-    if target is not None and raw.sidecar is None and plan.family != "medusa":
+            verdict.add(Verdict.LOADS, f"{name} is not kept: {reason}")
+    if target is not None and raw.sidecar is None and FAMILIES[mapped.family].files.has_rope:
         draft = {
-            "hidden_size": plan.fields.get("hidden_size") or plan.dims.hidden_size,
-            "num_attention_heads": plan.dims.num_heads,
-            "head_dim": plan.dims.head_dim,
-            "rms_norm_eps": plan.dims.rms_norm_eps,
-            "rope_parameters": plan.dims.rope_parameters,
+            "hidden_size": mapped.fields.get("hidden_size") or mapped.dims.hidden_size,
+            "num_attention_heads": mapped.dims.num_heads,
+            "head_dim": mapped.dims.head_dim,
+            "rms_norm_eps": mapped.dims.rms_norm_eps,
+            "rope_parameters": mapped.dims.rope_parameters,
         }
         for note in [*rope_problems(draft, "config.json", target), *geometry_notes(draft, target)]:
-            found.add(Verdict.LOADS, f"runs as config.json says: {note}")
-    return found, plan
+            verdict.add(Verdict.LOADS, f"runs as config.json says: {note}")
+    return verdict, mapped
 
 
 def check_embeddings(path: Path, embed_VD: Tensor) -> None:

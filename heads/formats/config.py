@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-ENGINES = ("portable", "vllm", "sglang", "tgi", "tensorrt_llm")
-
 
 @dataclass
 class ExportConfig:

@@ -7,19 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.errors import FormatError, clip
-from headstart.heads.formats.findings import View
+from headstart.heads.families import FAMILIES
+from headstart.heads.formats.verdicts import HeadDirectory
 
 #: rms_norm_eps of models is 1e-8 … 1e-5; beyond these the norm either does nothing against zero or is no norm
 EPSILONS = (1e-12, 1e-2)
 ZERO = "every value is zero"
-#: what a zero matrix means where training starts from one
-FROM_ZERO = {
-    "blocks.": "every value is zero, as before training: this head repeats what the target's own lm_head says",
-    "up.": "every value is zero, as before training: this head has no output matrix of its own",
-}
 
 
-def weight_doubts(seen: View) -> tuple[list[str], list[str]]:
+def weight_doubts(seen: HeadDirectory) -> tuple[list[str], list[str]]:
     """(doubts, faults) of the weights, whatever the family; every tensor is read once.
 
     Biases may be zero (SGLang's EAGLE-1 wants one). A matrix or a norm that is all zero, or a matrix whose rows are all
@@ -37,9 +33,9 @@ def weight_doubts(seen: View) -> tuple[list[str], list[str]]:
             continue
         if file.endswith(".bias") or (word := _emptiness(tensor)) is None:
             continue
-        if seen.family == "medusa" and word == ZERO:
-            name = portable.get(file, file)
-            word = next((meaning for start, meaning in FROM_ZERO.items() if name.startswith(start)), word)
+        if seen.family in FAMILIES and word == ZERO:
+            name, meanings = portable.get(file, file), FAMILIES[seen.family].files.zero_at_start
+            word = next((meaning for start, meaning in meanings.items() if name.startswith(start)), word)
         doubts.append(f"{file} {list(info.shape)}: {word}")
     return doubts, faults
 

@@ -13,33 +13,30 @@ from torch import Tensor
 
 from headstart.heads.base import Head
 from headstart.heads.checkpoints.geometry import dims_from_json
+from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.checkpoints.raw import RawCheckpoint, TensorInfo
 from headstart.heads.errors import ConfigError, FormatError
-from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
+from headstart.heads.families import FAMILIES
 from headstart.heads.formats.check import CheckReport, check_checkpoint, check_directory
-from headstart.heads.formats.config import ENGINES, ExportConfig
+from headstart.heads.formats.config import ExportConfig
+from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.loading import compare_settings
-from headstart.heads.formats.portable import DTYPES, Contents, files_of, write_directory
-from headstart.heads.formats.recognise import plan_foreign
+from headstart.heads.formats.portable import DTYPES, files_of, write_directory
+from headstart.heads.formats.recognise import map_foreign
 from headstart.heads.formats.shards import shard_bytes
 
-CONTENTS: dict[str, Callable[[Head, dict[str, Any]], Contents]] = {
-    "portable": vllm.contents,
-    "vllm": vllm.contents,
-    "sglang": sglang.contents,
-    "tgi": tgi.contents,
-    "tensorrt_llm": tensorrt_llm.contents,
-}
-#: engine → its name, and the families that it serves
-SERVES = {
-    "portable": ("the portable directory", ("medusa", "eagle", "eagle3")),
-    "vllm": ("vLLM", ("medusa", "eagle", "eagle3")),
-    "sglang": ("SGLang", ("eagle", "eagle3")),
-    "tgi": ("TGI", ("medusa",)),
-    "tensorrt_llm": ("TensorRT-LLM", ("medusa", "eagle3")),
-}
-#: engines that must load the portable directory of a family
-PORTABLE_ENGINES = {"medusa": ("vllm",), "eagle": ("vllm",), "eagle3": ("vllm", "sglang", "tensorrt_llm")}
+PORTABLE = "portable"
+
+
+def writable(family: str) -> list[str]:
+    """What can be written for a family: `portable` where some engine takes it, and the engines that serve it."""
+    served = [key for key, format in FORMATS.items() if family in format.serves]
+    return [PORTABLE, *served] if any(FORMATS[key].loads_portable(family) for key in served) else served
+
+
+def contents(head: Head, engine: str, provenance: dict[str, Any]) -> Contents:
+    """What the directory for an engine holds. Raises: FormatError as `Format.write` does."""
+    return FAMILIES[head.family].files.portable(head) if engine == PORTABLE else FORMATS[engine].write(head, provenance)
 
 
 def check_export(config: ExportConfig, family: str | None = None) -> None:
@@ -48,17 +45,16 @@ def check_export(config: ExportConfig, family: str | None = None) -> None:
     Args: family: of the head, where it is known.
     Raises: ConfigError for an unknown engine, one that does not serve the family, an unknown dtype or size.
     """
-    unknown = [name for name in config.engines if name not in ENGINES]
-    if unknown or not config.engines:
-        raise ConfigError(f"export.engines: found {list(config.engines)}, expected some of {list(ENGINES)}")
+    known = [PORTABLE, *FORMATS]
+    if not config.engines or not set(config.engines) <= set(known):
+        raise ConfigError(f"export.engines: found {list(config.engines)}, expected some of {known}")
     if config.dtype not in DTYPES:
         raise ConfigError(f"export.dtype: found {config.dtype!r}, expected one of {sorted(DTYPES)}")
     for name in config.engines if family is not None else []:
-        if family not in SERVES[name][1]:
-            able = [other for other, (_, families) in SERVES.items() if family in families]
-            raise ConfigError(
-                f"export.engines: {SERVES[name][0]} does not serve {family} heads; expected some of {able}"
-            )
+        if name not in (able := writable(family)):
+            engine = "the portable directory" if name == PORTABLE else FORMATS[name].name
+            remedy = f"expected some of {able}" if able else "no engine does: serve the target alone"
+            raise ConfigError(f"export.engines: {engine} does not serve {family} heads; {remedy}")
     shard_bytes(config.max_shard_size)
 
 
@@ -79,7 +75,7 @@ def export_head(
     reports = {}
     for index, name in enumerate(config.engines):
         place = Path(directory) if index == 0 else Path(directory) / name
-        write_directory(head, place, CONTENTS[name](head, provenance), provenance, DTYPES[config.dtype], limit)
+        write_directory(head, place, contents(head, name, provenance), provenance, DTYPES[config.dtype], limit)
         reports[name] = check_directory(place, head.dims)
         _require_right(reports[name], name, head.family, config.force)
     return reports
@@ -94,13 +90,13 @@ def check_ahead(head: Head, config: ExportConfig, provenance: dict[str, Any]) ->
     Raises: as `export_head`; and as `load_head` would for what it wrote.
     """
     check_export(config, head.family)
-    dims_from_json(json.loads(json.dumps(asdict(head.dims))), "the target", rope=head.family != "medusa")
+    dims_from_json(json.loads(json.dumps(asdict(head.dims))), "the target", rope=FAMILIES[head.family].files.has_rope)
     for name in config.engines:
-        held, place = CONTENTS[name](head, provenance), Path(f"the export for {name}")
+        held, place = contents(head, name, provenance), Path(f"the export for {name}")
         files_of(place, held, DTYPES[config.dtype], shard_bytes(config.max_shard_size))
         raw = ImaginedCheckpoint.of(held, place)
         _require_right(check_checkpoint(raw, head.dims), name, head.family, config.force)
-        compare_settings(plan_foreign(raw, head.dims), held.settings or head.config, head.dims, str(place))
+        compare_settings(map_foreign(raw, head.dims), held.settings or head.config, head.dims, str(place))
 
 
 @dataclass
@@ -121,7 +117,7 @@ class ImaginedCheckpoint(RawCheckpoint):
 
 
 def _require_right(report: CheckReport, name: str, family: str, force: bool) -> None:
-    engines = PORTABLE_ENGINES.get(family, ()) if name == "portable" else (name,)
+    engines = [key for key, format in FORMATS.items() if format.loads_portable(family)] if name == PORTABLE else [name]
     bad = [engine for engine in ("headstart", *engines) if not report.loads(engine)]
     if bad and not force:
         reasons = "; ".join(

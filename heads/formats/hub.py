@@ -19,9 +19,8 @@ from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.config import ExportConfig
-from headstart.heads.formats.launch import hub_name
 from headstart.heads.formats.plots import draw_plots
-from headstart.heads.formats.sidecar import SIDECAR, seal
+from headstart.heads.formats.sidecar import SIDECAR, hub_name, seal
 from headstart.heads.published import published, published_text, variables
 from headstart.heads.repository import check_repository
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from headstart.heads.escape import table
-from headstart.heads.repository import is_repository
+from headstart.heads.families import FAMILIES
+from headstart.heads.formats.engines import FORMATS
+from headstart.heads.formats.format import Launch
+from headstart.heads.formats.sidecar import hub_name
 from headstart.heads.rope import positions_with_one_rope
-from headstart.heads.targets.fetch import TARGETS
-
-#: engine key → its name in text
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "tgi": "TGI", "tensorrt_llm": "TensorRT-LLM (PyTorch backend)"}
 
 
 @dataclass(frozen=True)
@@ -68,12 +63,10 @@ def tuned_chain(side: dict[str, Any]) -> TunedBatch | None:
 
 
 def drafted_tokens(side: dict[str, Any]) -> int:
-    """Tokens that engines are to draft: the tuned chain's, else as many as the head trained for, 4 at most."""
-    chosen = tuned_chain(side)
-    depth = int(side["config"].get("depth") or 3)
-    if chosen is not None and chosen.chain is not None:
-        return min(chosen.chain, depth) if side["type"] == "medusa" else chosen.chain
-    return min(depth, 4) if side["type"] != "eagle" else 3
+    """Tokens that engines are asked to draft: what was tuned, as far as the family drafts it."""
+    choice = tuned_chain(side)
+    depth, chain = int(side["config"].get("depth") or 3), choice.chain if choice is not None else None
+    return FAMILIES[side["type"]].files.drafted_tokens(depth, chain)
 
 
 def why_tokens(side: dict[str, Any], text: Callable[[str], str] = str) -> str:
@@ -110,13 +103,6 @@ def tuned_table(side: dict[str, Any]) -> str:
     return "\n".join(["## Tuned trees", "", *table(columns, rows), "", said])
 
 
-def hub_name(target: dict[str, Any]) -> str | None:
-    """The target's Hub id where its name is one, or a registered one's."""
-    name = str(target.get("hub_id") or target.get("name") or "")
-    name = TARGETS[name].hub_id if name in TARGETS else name
-    return name if is_repository(name) else None
-
-
 def context_limit(side: dict[str, Any]) -> int | None:
     """Tokens that a context may hold where the engine is launched; None: as many as the target has positions.
 
@@ -139,33 +125,7 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dic
         side: headstart.json of the export.
         engines: keys of the engines that load it.
     """
-    family, base, tokens = side["type"], hub_name(side.get("target") or {}) or "TARGET", drafted_tokens(side)
-    commands = {}
-    limit = context_limit(side)
-
-    def context(option: str) -> list[str]:
-        return [] if limit is None else [option, str(limit)]
-
-    if "vllm" in engines:
-        spec = json.dumps({"method": family, "model": model, "num_speculative_tokens": tokens}, ensure_ascii=False)
-        serve = ["vllm", "serve", base, *context("--max-model-len"), "--speculative-config", spec]
-        commands["vllm"] = shlex.join(serve)
-    if "sglang" in engines:
-        commands["sglang"] = shlex.join(
-            [
-                "python", "-m", "sglang.launch_server", "--model-path", base, "--speculative-algorithm",
-                "EAGLE3" if family == "eagle3" else "EAGLE", "--speculative-draft-model-path", model,
-                "--speculative-num-steps", str(tokens), "--speculative-eagle-topk", "1",
-                "--speculative-num-draft-tokens", str(tokens + 1), *context("--context-length"),
-            ]
-        )  # fmt: skip
-    if "tgi" in engines:
-        launcher = ["text-generation-launcher", "--model-id", model, "--speculate", str(tokens)]
-        commands["tgi"] = shlex.join([*launcher, *context("--max-total-tokens")])
-    if "tensorrt_llm" in engines and family == "eagle3":
-        settings = {"decoding_type": "Eagle3", "max_draft_len": tokens, "speculative_model": model}
-        text = yaml.safe_dump({"speculative_config": settings}, sort_keys=False, allow_unicode=True, width=1000)
-        serve = ["trtllm-serve", base, "--backend", "pytorch", *context("--max_seq_len")]
-        serve += ["--extra_llm_api_options", "spec.yaml"]
-        commands["tensorrt_llm"] = f"printf %s {shlex.quote(text)} > spec.yaml\n{shlex.join(serve)}"
-    return commands
+    target = hub_name(side.get("target") or {}) or "TARGET"
+    launch = Launch(model, target, side["type"], drafted_tokens(side), context_limit(side))
+    commands = {key: format.launch(launch) for key, format in FORMATS.items() if key in engines}
+    return {key: command for key, command in commands.items() if command is not None}

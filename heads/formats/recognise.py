@@ -1,52 +1,68 @@
-"""Checkpoints from elsewhere become our heads. Every tensor of a file is accounted for, or it is refused.
-
-Layouts read (by their public key names):
-- portable / vLLM: `midlayer.*` or `layers.0.*`, `fc`, `norm`, `lm_head`, `d2t`, `t2d`; `blocks.*`, `lm_heads.*`
-- EAGLE-1/2/3 as published by their authors (`yuhuili/*`), SpecForge exports
-- speculators (`speculators_model_type`, `transformer_layer_config`)
-- FasterDecoding Medusa v1 = TGI v1 (`{i}.{j}.linear.*`, `{i}.{N}.weight`), TGI v2 (one layer, target's lm_head)
-"""
+"""Which family a checkpoint from elsewhere belongs to, and what becomes of its tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from headstart.heads.checkpoints.head_files import compact_architecture
 from headstart.heads.checkpoints.raw import RawCheckpoint
-from headstart.heads.checkpoints.tensor_map import Plan, some
+from headstart.heads.checkpoints.tensor_map import TensorMap, some
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
-from headstart.heads.families.eagle_files import is_eagle3, plan_eagle, plan_eagle3, plan_speculators, unnest
-from headstart.heads.families.medusa.files import is_medusa, plan_medusa
+from headstart.heads.families import FAMILIES
 
 
 def is_dflash(raw: RawCheckpoint) -> bool:
-    architectures = raw.config.get("architectures")
-    return "dflash_config" in raw.config or (isinstance(architectures, list) and "DFlashDraftModel" in architectures)
+    """A DFlash head: a small bidirectional model over blocks of masked tokens."""
+    return "dflash_config" in raw.config or "DFlashDraftModel" in architectures(raw)
 
 
-def plan_foreign(raw: RawCheckpoint, dims: HeadDims | None) -> Plan:
-    """Recognise the layout of a checkpoint without our sidecar.
+def is_language_model(raw: RawCheckpoint) -> bool:
+    """An ordinary causal language model."""
+    names = {name.removeprefix("model.") for name in raw.tensors}
+    return "embed_tokens.weight" in names and "layers.0.input_layernorm.weight" in names and "fc.weight" not in names
+
+
+#: drafts that engines serve and Headstart does not read: name → (what a user calls it, whether a checkpoint is one)
+NOT_READ: dict[str, tuple[str, Callable[[RawCheckpoint], bool]]] = {
+    "dflash": ("a DFlash head", is_dflash),
+    "draft_model": ("an ordinary language model", is_language_model),
+}
+
+
+def architectures(raw: RawCheckpoint) -> list[str]:
+    """`architectures` of config.json, [] where it is no list."""
+    named = raw.config.get("architectures")
+    return named if isinstance(named, list) else []
+
+
+def recognise(raw: RawCheckpoint) -> str | None:
+    """A name of FAMILIES or NOT_READ, or None for what is neither. Engines read no headstart.json, so neither do we."""
+    for family in FAMILIES:
+        if compact_architecture(family) in architectures(raw):
+            return family
+    for name, (_, matches) in NOT_READ.items():
+        if matches(raw):
+            return name
+    return next((name for name, family in FAMILIES.items() if family.files.recognise(raw)), None)
+
+
+def map_foreign(raw: RawCheckpoint, dims: HeadDims | None) -> TensorMap:
+    """The tensors of a checkpoint that carries no headstart.json, by the rules of its family.
 
     Args:
         dims: the target's dimensions; needed where the file does not say which target layers it reads.
     Raises: FormatError naming the file, the keys, and what to do.
     """
-    config, where = raw.config, str(raw.directory / "config.json")
-    if "speculators_model_type" in config:
-        return plan_speculators(raw, dims, where)
-    if is_dflash(raw):
-        raise FormatError(f"{where}: a DFlash head; Headstart reads Medusa, EAGLE-1/2 and EAGLE-3 heads")
-    if is_medusa(raw):
-        return plan_medusa(raw, dims, where)
-    config = unnest(config)
-    names = {name.removeprefix("model."): name for name in raw.tensors}
-    if len(names) != len(raw.tensors):
-        raise FormatError(
-            f"{raw.directory}: tensors appear both with and without the prefix 'model.'; keep one of each"
-        )
-    if "fc.weight" not in names:
-        raise FormatError(
-            f"{raw.directory}: no head that Headstart knows: neither Medusa blocks nor fc.weight among "
-            f"{some(raw.tensors)}. Readable: Medusa v1/v2, EAGLE-1/2, EAGLE-3, SpecForge, speculators."
-        )
-    if is_eagle3(names):
-        return plan_eagle3(raw, config, names, dims, where, "EAGLE-3")
-    return plan_eagle(raw, config, names, dims, where, "EAGLE-1")
+    where, kind = raw.directory / "config.json", raw.config.get("speculators_model_type")
+    kinds = [family.files.speculators for family in FAMILIES.values() if family.files.speculators]
+    if kind is not None and kind not in kinds:
+        raise FormatError(f"{where}: speculators_model_type is {kind!r}; Headstart reads {' and '.join(kinds)}")
+    family = recognise(raw)
+    if family in FAMILIES:
+        return FAMILIES[family].files.read(raw, dims)
+    layouts = [layout for entry in FAMILIES.values() for layout in entry.files.layouts]
+    readable = f"Readable: {', '.join([*layouts, 'speculators'])}."
+    if family in NOT_READ:
+        raise FormatError(f"{raw.directory}: {NOT_READ[family][0]}, which Headstart does not read. {readable}")
+    raise FormatError(f"{raw.directory}: no head that Headstart knows has the tensors {some(raw.tensors)}. {readable}")

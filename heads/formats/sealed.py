@@ -9,10 +9,10 @@ from headstart.heads.checkpoints.geometry import dims_from_json
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
-from headstart.heads.formats.findings import EngineVerdict, Verdict
+from headstart.heads.families import FAMILIES
 from headstart.heads.formats.loading import skeleton
-from headstart.heads.formats.portable import portable_config
 from headstart.heads.formats.sidecar import SIDECAR, changed_files, family_config, verify_sidecar
+from headstart.heads.formats.verdicts import EngineVerdict, Verdict
 
 #: fields that exports for single engines spell otherwise
 SPELLED = ("architectures", "model_type", "dtype")
@@ -41,21 +41,23 @@ def read_sealed(raw: RawCheckpoint) -> Sealed | None:
     where = str(raw.directory / SIDECAR)
     try:
         verify_sidecar(where, side)
-        dims = dims_from_json(side.get("dims"), where, rope=side.get("type") != "medusa")
-        head = skeleton(family_config(side.get("type"), side.get("config"), where), dims, where)
-        config = {} if side.get("layout") == "compact" else portable_config(head)
+        settings = family_config(side.get("type"), side.get("config"), where)
+        files = FAMILIES[side["type"]].files
+        dims = dims_from_json(side.get("dims"), where, rope=files.has_rope)
+        head = skeleton(settings, dims, where)
+        config = {} if side.get("layout") == "compact" else files.config_json(head)
     except (FormatError, ConfigError):
         return None
     return Sealed(dims, config, changed_files(raw, side))
 
 
-def add_changes(found: EngineVerdict, sealed: Sealed, raw: RawCheckpoint) -> None:
+def add_changes(verdict: EngineVerdict, sealed: Sealed, raw: RawCheckpoint) -> None:
     """Tell an engine's verdict what was changed; one that refuses anyway protects from it."""
-    if not sealed.changed or found.refused:
+    if not sealed.changed or verdict.refused:
         return
     for name in sealed.changed:
         if name != "config.json":
-            found.add(
+            verdict.add(
                 Verdict.WRONG,
                 f"{name} is not the file that was exported (sha256 differs from {SIDECAR}), which no engine compares: "
                 f"copy it again or, if the change is meant, delete {SIDECAR}",
@@ -64,10 +66,10 @@ def add_changes(found: EngineVerdict, sealed: Sealed, raw: RawCheckpoint) -> Non
         return
     differing = [key for key in sealed.config if key not in SPELLED and raw.config.get(key) != sealed.config[key]]
     for key in differing:
-        found.add(
+        verdict.add(
             Verdict.WRONG,
             f"config.json: {key} is {raw.config.get(key)!r}, exported as {sealed.config[key]!r}: put it back or, if "
             f"the change is meant, delete {SIDECAR}",
         )
     if not differing:
-        found.add(Verdict.LOADS, "config.json was changed after the export, in nothing that the head depends on")
+        verdict.add(Verdict.LOADS, "config.json was changed after the export, in nothing that the head depends on")

@@ -54,7 +54,7 @@ def split(tensors: dict[str, Tensor], limit: int, where: str) -> list[dict[str, 
     return parts
 
 
-def plan_files(
+def split_into_files(
     directory: Path, weights: str, tensors: dict[str, Tensor], limit: int | None
 ) -> dict[str, dict[str, Tensor]]:
     """File name → tensors: one file named `weights`, or shards where it would pass `limit` bytes."""
@@ -67,7 +67,7 @@ def plan_files(
 
 
 def write_files(directory: Path, weights: str, files: dict[str, dict[str, Tensor]], earlier: set[str]) -> None:
-    """Write the files of `plan_files` (and their index), then delete an earlier head's: engines would load them too.
+    """Write the files of `split_into_files` and their index, then delete an earlier head's: engines would load both.
 
     Args:
         earlier: weight files of the head that was saved here before.

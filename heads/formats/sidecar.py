@@ -14,8 +14,11 @@ from omegaconf.errors import OmegaConfBaseException
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.errors import FormatError, HeadstartError
+from headstart.heads.families import FAMILIES
 from headstart.heads.files import read_json, sha256_file, write_json
 from headstart.heads.published import published
+from headstart.heads.repository import is_repository
+from headstart.heads.targets.fetch import TARGETS
 
 SCHEMA = 1
 SIDECAR = "headstart.json"
@@ -37,24 +40,6 @@ KINDS: dict[str, type] = {
 MAX_ITEMS = 64
 #: depths, or blocks of one, that a head may have
 MAX_LAYERS = 64
-FACTS = {
-    "medusa": {
-        "feature": "last hidden state after the final norm",
-        "block": "h + SiLU(W h + b)",
-        "method": "Medusa-1, arXiv 2401.10774",
-    },
-    "eagle": {
-        "feature": "last hidden state after the final norm",
-        "input": "fc(cat(embedding, feature)), embedding first, no input_layernorm, no final norm",
-        "method": "EAGLE, arXiv 2401.15077",
-    },
-    "eagle3": {
-        "feature": "hidden_states[k] at feature_layers (inputs of decoder layers k, before any norm)",
-        "residual": "un-normed g (norm_before_residual = false)",
-        "recycled": "pre-norm output",
-        "method": "EAGLE-3, arXiv 2503.01840",
-    },
-}
 
 
 def sidecar(
@@ -70,7 +55,7 @@ def sidecar(
         "config": asdict(settings),
         "dims": asdict(head.dims),
         "feature_layers": list(head.spec.layer_ids),
-        "facts": FACTS.get(head.family, {}),
+        "facts": FAMILIES[head.family].files.facts,
         "target": rest.pop("target", None),
         "recipe": rest.pop("recipe", None),
         "provenance": rest,
@@ -159,9 +144,15 @@ def notes(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and misshapen(found) is None else {}
 
 
-def family_config(family: Any, values: Any, where: str) -> HeadConfig:
-    from headstart.heads.families import FAMILIES
+def hub_name(target: dict[str, Any]) -> str | None:
+    """The target's Hub id where its name is one, or a registered one's."""
+    name = str(target.get("hub_id") or target.get("name") or "")
+    name = TARGETS[name].hub_id if name in TARGETS else name
+    return name if is_repository(name) else None
 
+
+def family_config(family: Any, values: Any, where: str) -> HeadConfig:
+    """The head config that a file states. Raises: FormatError for what is none, or is beyond any head's size."""
     if not isinstance(family, str) or family not in FAMILIES:
         raise FormatError(f"{where}: type is {family!r}, expected one of {sorted(FAMILIES)}")
     if not isinstance(values, dict) or "${" in json.dumps(values):

@@ -8,80 +8,73 @@ import torch
 
 from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.dims import HeadDims
-from headstart.heads.formats.findings import (
+from headstart.heads.formats.eagle_rules import eagle_config_of, layer_tensors, llama_sizes, mask_token_problem
+from headstart.heads.formats.verdicts import (
+    LOADS,
+    REFUSES,
+    WRONG,
     EngineVerdict,
-    Row,
-    Verdict,
-    View,
-    eagle_config_of,
-    geometry_notes,
-    layer_rows,
-    llama_sizes,
-    mask_token_problem,
-    match_rows,
-    rope_problems,
+    HeadDirectory,
+    TensorRule,
+    check_geometry,
+    check_target,
+    match_tensors,
 )
 
-WRONG, REFUSES, LOADS = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
 ARCHITECTURE = "DFlashDraftModel"
 #: architectures whose modules are counted by num_hidden_layers alone, so that building one has a bound
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 
 
-def check_dflash(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
+def check_dflash(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None) -> None:
     """DFlash: a small bidirectional Qwen3 over blocks of masked tokens that reads several target layers."""
     config = seen.config
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
-        found.add(REFUSES, f"architectures is {architectures!r}, expected [{ARCHITECTURE!r}]")
+        verdict.add(REFUSES, f"architectures is {architectures!r}, expected [{ARCHITECTURE!r}]")
     nested = config.get("dflash_config")
     nested = nested if isinstance(nested, dict) else {}
-    ids = _layers(found, config, nested, target)
+    ids = _layers(verdict, config, nested, target)
     sizes = llama_sizes(config, "config.json")
     token = nested.get("mask_token_id", config.get("mask_token_id"))
     if problem := mask_token_problem("dflash_config.mask_token_id", token, sizes["V"]):
-        found.add(REFUSES, problem)
-    width = target.hidden_size if target is not None else sizes["D"]
-    if sizes["D"] != width:
-        found.add(REFUSES, f"reads hidden states of width {sizes['D']}, the target's are {width} wide")
-    if target is not None and sizes["V"] != target.vocab_size:
-        found.add(WRONG, f"vocab_size is {sizes['V']}, the target's {target.vocab_size}: it belongs to another target")
+        verdict.add(REFUSES, problem)
+    check_target(verdict, target, sizes["D"], sizes["V"])
     sizes["F"] = sizes["D"] * (len(ids) or sizes["layers"])
     sizes["h"] = sizes["A"] // integer(config, "num_attention_heads", "config.json", default=32)
-    rows = [Row("fc.weight", ("H", "F"), REFUSES), Row("hidden_norm.weight", ("H",), REFUSES)]
-    rows.append(Row("norm.weight", ("H",), REFUSES))
+    rows = [TensorRule("fc.weight", ("H", "F"), REFUSES), TensorRule("hidden_norm.weight", ("H",), REFUSES)]
+    rows.append(TensorRule("norm.weight", ("H",), REFUSES))
     for number in range(sizes["layers"]):
         prefix = f"layers.{number}."
-        rows += layer_rows(prefix, "H", REFUSES)
-        rows += [Row(f"{prefix}input_layernorm.weight", ("H",), REFUSES)]
-        rows += [Row(f"{prefix}self_attn.{name}.weight", ("h",), REFUSES) for name in ("q_norm", "k_norm")]
-    match_rows(found, seen, rows, sizes)
+        rows += layer_tensors(prefix, "H", REFUSES)
+        rows += [TensorRule(f"{prefix}input_layernorm.weight", ("H",), REFUSES)]
+        rows += [TensorRule(f"{prefix}self_attn.{name}.weight", ("h",), REFUSES) for name in ("q_norm", "k_norm")]
+    match_tensors(verdict, seen, rows, sizes)
     if "mask_hidden" in seen.names:
-        found.add(REFUSES, "mask_hidden must be absent: DFlash embeds masked places by mask_token_id")
+        verdict.add(REFUSES, "mask_hidden must be absent: DFlash embeds masked places by mask_token_id")
     odd = sorted(set(seen.names) - {row.name for row in rows} - OPTIONAL - {"mask_hidden"})
     if odd:
-        found.add(REFUSES, f"unexpected tensors {', '.join(odd[:6])}")
-    for reason in rope_problems(config, "config.json", target):
-        found.add(WRONG, reason)
-    for note in geometry_notes(config, target):
-        found.add(LOADS, note)
+        verdict.add(REFUSES, f"unexpected tensors {', '.join(odd[:6])}")
+    check_geometry(verdict, config, target)
     wanted = [name for name in ("num_target_layers", "layer_types", "block_size") if config.get(name) is None]
     if wanted:
-        found.add(LOADS, f"the reference implementation also wants {', '.join(wanted)} in config.json")
+        verdict.add(LOADS, f"the reference implementation also wants {', '.join(wanted)} in config.json")
 
 
-def _layers(found: EngineVerdict, config: dict[str, Any], nested: dict[str, Any], target: HeadDims | None) -> list[int]:
+def _layers(
+    verdict: EngineVerdict, config: dict[str, Any], nested: dict[str, Any], target: HeadDims | None
+) -> list[int]:
     """hidden_states indices that vLLM reads, with what is wrong about them."""
     inner, top = nested.get("target_layer_ids"), config.get("eagle_aux_hidden_state_layer_ids")
     for name, ids in (("dflash_config.target_layer_ids", inner), ("eagle_aux_hidden_state_layer_ids", top)):
         if ids is not None and not (isinstance(ids, list) and all(type(k) is int for k in ids)):
-            found.add(REFUSES, f"{name} is {ids!r}, expected a list of integers")
+            verdict.add(REFUSES, f"{name} is {ids!r}, expected a list of integers")
             return []
     if not inner:
-        found.add(WRONG, "dflash_config.target_layer_ids is missing: vLLM takes layers that fc was not trained on")
+        verdict.add(WRONG, "dflash_config.target_layer_ids is missing: vLLM takes layers that fc was not trained on")
     if top and inner and top != [k + 1 for k in inner]:
-        found.add(
+        verdict.add(
             WRONG,
             f"eagle_aux_hidden_state_layer_ids {top} are read as they are, in the place of "
             f"dflash_config.target_layer_ids {inner}, to which 1 is added: write {[k + 1 for k in inner]} or leave it "
@@ -90,42 +83,42 @@ def _layers(found: EngineVerdict, config: dict[str, Any], nested: dict[str, Any]
     if not top and isinstance(config.get("eagle_config"), dict):
         other = eagle_config_of(config).get("eagle_aux_hidden_state_layer_ids")
         if inner and other != [k + 1 for k in inner]:
-            found.add(WRONG, f"eagle_config hides dflash_config: vLLM reads layers {other}; remove eagle_config")
+            verdict.add(WRONG, f"eagle_config hides dflash_config: vLLM reads layers {other}; remove eagle_config")
     read = top or [k + 1 for k in inner or []]
     if len(set(read)) != len(read) or sorted(read) != read:
-        found.add(WRONG, f"feature layers {read} are not ascending or repeat: vLLM sorts and de-duplicates them")
+        verdict.add(WRONG, f"feature layers {read} are not ascending or repeat: vLLM sorts and de-duplicates them")
     if read and (min(read) < 0 or (target is not None and max(read) > target.num_layers)):
-        found.add(REFUSES, f"feature layers {read} lie outside the target's {target.num_layers if target else '?'}")
+        verdict.add(REFUSES, f"feature layers {read} lie outside the target's {target.num_layers if target else '?'}")
     elif read and target is not None and max(read) == target.num_layers:
-        found.add(WRONG, f"feature layer {max(read)} is the last hidden state, pre-norm in vLLM")
+        verdict.add(WRONG, f"feature layer {max(read)} is the last hidden state, pre-norm in vLLM")
     return read
 
 
-def check_draft_model(found: EngineVerdict, seen: View, target: HeadDims | None) -> None:
+def check_draft_model(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None) -> None:
     """An ordinary causal language model that drafts: only its vocabulary has to be the target's."""
-    _compare_layers(found, seen)
+    _compare_layers(verdict, seen)
     config = seen.config.get("text_config")
     config = config if isinstance(config, dict) else seen.config
     vocab = integer(config, "vocab_size", "config.json")
     longest = config.get("max_position_embeddings")
     if target is not None and type(longest) is int and longest < (limit := target.max_position_embeddings):
-        found.add(LOADS, f"it drafts for texts of up to {longest} tokens, the target's are up to {limit}")
+        verdict.add(LOADS, f"it drafts for texts of up to {longest} tokens, the target's are up to {limit}")
     if target is None:
-        found.add(LOADS, f"as a draft model, for targets whose vocab_size is {vocab}")
+        verdict.add(LOADS, f"as a draft model, for targets whose vocab_size is {vocab}")
     elif vocab != target.vocab_size:
-        found.add(REFUSES, f"vocab_size is {vocab}, the target's {target.vocab_size}: a draft model needs the same")
+        verdict.add(REFUSES, f"vocab_size is {vocab}, the target's {target.vocab_size}: a draft model needs the same")
     else:
-        found.add(LOADS, 'as a draft model: "method": "draft_model"; compare the tokenizers, which no engine does')
+        verdict.add(LOADS, 'as a draft model: "method": "draft_model"; compare the tokenizers, which no engine does')
 
 
-def _compare_layers(found: EngineVerdict, seen: View) -> None:
+def _compare_layers(verdict: EngineVerdict, seen: HeadDirectory) -> None:
     """Names and shapes of a plain architecture's tensors; others are what an engine makes of config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which only this check needs
 
     config, where = dict(seen.raw.config), "config.json"
     kind = config.get("model_type")
     if kind not in DENSE or config.get("quantization_config") is not None:
-        found.add(LOADS, f"its layers are not compared with config.json (model_type {kind!r})")
+        verdict.add(LOADS, f"its layers are not compared with config.json (model_type {kind!r})")
         return
     llama_sizes(config, where)  # bounded before a module is built
     integer(config, "max_position_embeddings", where, default=2048)
@@ -134,19 +127,19 @@ def _compare_layers(found: EngineVerdict, seen: View) -> None:
         with torch.device("meta"):
             shapes = {name: tuple(x.shape) for name, x in AutoModelForCausalLM.from_config(made).state_dict().items()}
     except Exception as error:  # noqa: BLE001 - whatever transformers makes of a damaged config, engines meet it, too
-        found.add(REFUSES, f"no {kind} can be built from config.json ({type(error).__name__}: {error})")
+        verdict.add(REFUSES, f"no {kind} can be built from config.json ({type(error).__name__}: {error})")
         return
     held = {name: info.shape for name, info in seen.raw.tensors.items()}
     if made.tie_word_embeddings or "lm_head.weight" not in held:
         shapes.pop("lm_head.weight", None)
         if not made.tie_word_embeddings:
-            found.add(REFUSES, "lm_head.weight is missing and tie_word_embeddings is false")
+            verdict.add(REFUSES, "lm_head.weight is missing and tie_word_embeddings is false")
     if missing := sorted(set(shapes) - set(held)):
-        found.add(REFUSES, f"tensors {', '.join(missing[:6])} are missing")
+        verdict.add(REFUSES, f"tensors {', '.join(missing[:6])} are missing")
     for name in sorted(set(shapes) & set(held)):
         if shapes[name] != held[name]:
-            found.add(REFUSES, f"{name} is {list(held[name])}, config.json makes it {list(shapes[name])}")
+            verdict.add(REFUSES, f"{name} is {list(held[name])}, config.json makes it {list(shapes[name])}")
         elif not seen.raw.tensors[name].dtype.is_floating_point:
-            found.add(WRONG, f"{name} is {seen.raw.tensors[name].dtype}: it would be cast in silence")
+            verdict.add(WRONG, f"{name} is {seen.raw.tensors[name].dtype}: it would be cast in silence")
     if odd := sorted(set(held) - set(shapes) - {"lm_head.weight"}):
-        found.add(LOADS, f"{', '.join(odd[:6])} belong to no layer of a {kind}")
+        verdict.add(LOADS, f"{', '.join(odd[:6])} belong to no layer of a {kind}")

@@ -21,6 +21,14 @@ from headstart.heads.families.eagle_files import (
     target_embedding,
     with_target,
 )
+from headstart.heads.families.paper import Paper
+
+PAPER = Paper(
+    method="EAGLE-1",
+    title="EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty",
+    authors="Li, Yuhui and Wei, Fangyun and Zhang, Chao and Zhang, Hongyang",
+    arxiv="2401.15077",
+)
 
 
 class EagleFiles(LlamaDraftFiles):

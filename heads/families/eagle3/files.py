@@ -27,7 +27,14 @@ from headstart.heads.families.eagle_files import (
     target_embedding,
     with_target,
 )
+from headstart.heads.families.paper import Paper
 
+PAPER = Paper(
+    method="EAGLE-3",
+    title="EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+    authors="Li, Yuhui and Wei, Fangyun and Zhang, Chao and Zhang, Hongyang",
+    arxiv="2503.01840",
+)
 LAYER_WITH_NORMS = (*LAYER, "input_layernorm.weight", "hidden_norm.weight")
 #: tensors of the target that some trainers leave in the file
 VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
@@ -109,7 +116,11 @@ class Eagle3Files(LlamaDraftFiles):
         tensors = super().tensors(head)
         ids_U = tensors.pop("draft_ids_U", None)
         if ids_U is not None:
-            _check_draft_ids(ids_U, head.dims.vocab_size)
+            if not vocab.is_draft_vocab(ids_U, head.dims.vocab_size):
+                raise FormatError(
+                    f"draft_ids_U: expected ascending distinct ids below {head.dims.vocab_size}; was initialise "
+                    "called?"
+                )
             tensors["d2t"] = vocab.offsets(ids_U)
             tensors["t2d"] = vocab.membership(ids_U, head.dims.vocab_size)
         return tensors
@@ -130,13 +141,6 @@ class Eagle3Files(LlamaDraftFiles):
 
 def _midlayer(name: str) -> str:
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
-
-
-def _check_draft_ids(ids_U: Tensor, vocab_size: int) -> None:
-    if not bool((ids_U[1:] > ids_U[:-1]).all()) or int(ids_U[0]) < 0 or int(ids_U[-1]) >= vocab_size:
-        raise FormatError(
-            f"draft_ids_U: expected ascending distinct ids below {vocab_size}; was init_from_target called?"
-        )
 
 
 def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) -> tuple[int, ...] | None:
@@ -237,7 +241,7 @@ def _draft_ids(
     if offsets.dtype not in (torch.int64, torch.int32):
         raise FormatError(f"{raw.directory}: d2t is {offsets.dtype}, expected int64 offsets")
     ids = vocab.from_offsets(offsets)
-    if size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or not bool((ids[1:] > ids[:-1]).all())):
+    if not vocab.is_draft_vocab(ids, vocab_size):
         raise FormatError(
             f"{raw.directory}: d2t + index is not an ascending list of distinct ids below {vocab_size}: it must hold "
             "offsets (target id - draft id), not target ids"

@@ -17,7 +17,15 @@ from headstart.heads.checkpoints.tensor_map import TensorMap, require_equal, req
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
+from headstart.heads.families.paper import Paper
 
+PAPER = Paper(
+    method="Medusa-1",
+    title="Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads",
+    authors="Cai, Tianle and Li, Yuhong and Geng, Zhengyang and Peng, Hongwu and Lee, Jason D. and Chen, Deming and "
+    "Dao, Tri",
+    arxiv="2401.10774",
+)
 #: heads that a file may say it has, and blocks of one head
 COUNTS = (1, 64)
 #: spelling in a file → portable name

@@ -15,13 +15,12 @@ from headstart.heads.checkpoints.raw import read_header
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds
 from headstart.heads.errors import ConfigError, FormatError
-from headstart.heads.families import build_head
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.families.eagle.head import EagleConfig
 from headstart.heads.families.eagle3.head import Eagle3Config
 from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.files import sha256_file
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
-from headstart.heads.formats.portable import portable_config, portable_tensors
 from headstart.heads.formats.sidecar import seal
 from headstart.recipes.load import load_recipe
 
@@ -78,7 +77,7 @@ def test_the_portable_directory_loads_without_its_sidecar(tmp_path: Path, name: 
 
 
 def test_eagle3_config_says_everything_to_every_engine() -> None:
-    config = portable_config(our_head(CONFIGS["eagle3"]))
+    config = FAMILIES["eagle3"].files.config_json(our_head(CONFIGS["eagle3"]))
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert config["draft_vocab_size"] == U and config["vocab_size"] == 97 and config["target_hidden_size"] == 32
     assert config["norm_before_residual"] is False and config["attention_bias"] is False
@@ -93,20 +92,20 @@ def test_eagle3_config_says_everything_to_every_engine() -> None:
 
 def test_the_full_draft_vocabulary_is_still_stated_and_d2t_left_out() -> None:
     head = our_head(CONFIGS["eagle3-full-vocabulary"])
-    assert portable_config(head)["draft_vocab_size"] == 97
-    assert not {"d2t", "t2d", "draft_ids_U"} & set(portable_tensors(head))
+    assert FAMILIES[head.family].files.config_json(head)["draft_vocab_size"] == 97
+    assert not {"d2t", "t2d", "draft_ids_U"} & set(FAMILIES[head.family].files.tensors(head))
 
 
 def test_d2t_holds_offsets_and_t2d_marks_the_same_ids() -> None:
     head = our_head(CONFIGS["eagle3"])
-    tensors = portable_tensors(head)
+    tensors = FAMILIES[head.family].files.tensors(head)
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
     assert torch.equal(tensors["d2t"] + torch.arange(U), head.draft_ids_U)
     assert torch.equal(torch.nonzero(tensors["t2d"]).squeeze(1), head.draft_ids_U)
 
 
 def test_medusa_config_names_no_other_heads_or_layers() -> None:
-    config = portable_config(our_head(CONFIGS["medusa"]))
+    config = FAMILIES["medusa"].files.config_json(our_head(CONFIGS["medusa"]))
     counted = [key for key in config if "num" in key]
     assert sorted(counted) == ["num_heads", "num_hidden_layers"]
     assert (config["num_heads"], config["num_hidden_layers"], config["medusa_fc_bias"]) == (3, 2, True)
@@ -114,13 +113,15 @@ def test_medusa_config_names_no_other_heads_or_layers() -> None:
 
 def test_default_rope_has_no_scaling_for_older_engines() -> None:
     dims = HeadDims(32, 97, 8, 4, 2, 8, 64, rope_parameters={"rope_type": "default", "rope_theta": 100000.0})
-    config = portable_config(our_head(CONFIGS["eagle"], dims))
+    config = FAMILIES["eagle"].files.config_json(our_head(CONFIGS["eagle"], dims))
     assert config["rope_theta"] == 100000.0 and config["rope_scaling"] is None
 
 
 def test_partial_rope_is_written_where_older_engines_look() -> None:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    config = portable_config(our_head(CONFIGS["eagle"], HeadDims(32, 97, 8, 4, 2, 8, 64, rope_parameters=rope)))
+    config = FAMILIES["eagle"].files.config_json(
+        our_head(CONFIGS["eagle"], HeadDims(32, 97, 8, 4, 2, 8, 64, rope_parameters=rope))
+    )
     assert config["partial_rotary_factor"] == 0.5 and config["rope_parameters"]["partial_rotary_factor"] == 0.5
 
 

@@ -1,0 +1,20 @@
+"""Where a drafting method is published: what model cards cite."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Paper(NamedTuple):
+    """A paper on arXiv.
+
+    Attributes:
+        method: what people call the method.
+        authors: as BibTeX writes them.
+        arxiv: number, such as 2401.10774.
+    """
+
+    method: str
+    title: str
+    authors: str
+    arxiv: str

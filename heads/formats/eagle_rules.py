@@ -1,0 +1,99 @@
+"""What the engines' rules about EAGLE heads share: sizes, tensors, and the draft vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headstart.heads import vocab
+from headstart.heads.checkpoints.geometry import LLAMA_DEFAULTS, integer
+from headstart.heads.formats.verdicts import HeadDirectory, TensorRule, Verdict
+
+
+def llama_sizes(config: dict[str, Any], where: str) -> dict[str, int]:
+    """Symbol → size as an engine computes them from a llama config, transformers' defaults included.
+
+    H draft width, D target width, A query rows, G key/value rows, I MLP width, V target and U draft vocabulary.
+    Raises: FormatError for a value that is no size.
+    """
+    full = {**LLAMA_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    hidden, heads = integer(full, "hidden_size", where), integer(full, "num_attention_heads", where)
+    kv_heads = integer(full, "num_key_value_heads", where, default=heads)
+    head_dim = integer(full, "head_dim", where, default=max(hidden // heads, 1))
+    width = integer(full, "target_hidden_size", where, default=hidden)
+    vocab = integer(full, "vocab_size", where)
+    return {
+        "H": hidden,
+        "2H": 2 * hidden,
+        "D": width,
+        "3D": 3 * width,
+        "A": heads * head_dim,
+        "G": kv_heads * head_dim,
+        "I": integer(full, "intermediate_size", where),
+        "V": vocab,
+        "U": integer(full, "draft_vocab_size", where, default=vocab),
+        "layers": integer(full, "num_hidden_layers", where),
+    }
+
+
+def layer_tensors(prefix: str, width: str, missing: Verdict) -> list[TensorRule]:
+    """Tensors of one llama draft layer whose attention input is `width` wide."""
+    return [
+        TensorRule(f"{prefix}self_attn.q_proj.weight", ("A", width), missing),
+        TensorRule(f"{prefix}self_attn.k_proj.weight", ("G", width), missing),
+        TensorRule(f"{prefix}self_attn.v_proj.weight", ("G", width), missing),
+        TensorRule(f"{prefix}self_attn.o_proj.weight", ("H", "A"), missing),
+        TensorRule(f"{prefix}mlp.gate_proj.weight", ("I", "H"), missing),
+        TensorRule(f"{prefix}mlp.up_proj.weight", ("I", "H"), missing),
+        TensorRule(f"{prefix}mlp.down_proj.weight", ("H", "I"), missing),
+        TensorRule(f"{prefix}post_attention_layernorm.weight", ("H",), missing, "the norm stays at ones"),
+    ]
+
+
+EAGLE3_NORMS = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
+
+
+def eagle3_tensors(missing: Verdict) -> list[TensorRule]:
+    """Tensors of an EAGLE-3 head that engines do not share from the target; lm_head and d2t have rules of their own."""
+    norms = [TensorRule(name, ("H",), missing, "the norm stays at ones") for name in EAGLE3_NORMS]
+    return [TensorRule("fc.weight", ("H", "3D"), missing), *layer_tensors("midlayer.", "2H", missing), *norms]
+
+
+def eagle_tensors(missing: Verdict) -> list[TensorRule]:
+    """Tensors of an EAGLE-1 head."""
+    return [TensorRule("fc.weight", ("H", "2H"), missing), *layer_tensors("layers.0.", "H", missing)]
+
+
+def eagle_config_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The nested `eagle_config`, empty where it is missing or no object."""
+    nested = config.get("eagle_config")
+    return nested if isinstance(nested, dict) else {}
+
+
+def draft_map_problem(seen: HeadDirectory, size: int, vocab_size: int) -> str | None:
+    """What is wrong with the values of d2t and t2d, or None."""
+    if "d2t" not in seen.names:
+        return None
+    offsets = seen.raw.read(seen.names["d2t"])
+    if offsets.dtype not in (torch.int64, torch.int32):
+        return f"d2t is {offsets.dtype}, expected int64 offsets"
+    if tuple(offsets.shape) != (size,):
+        return f"d2t has shape {list(offsets.shape)}, expected [{size}]"
+    ids = vocab.from_offsets(offsets)
+    if not vocab.is_draft_vocab(ids, vocab_size):
+        return (
+            f"d2t + index is no ascending list of ids below {vocab_size}: it must hold offsets (target id - draft id)"
+        )
+    if "t2d" in seen.names:
+        mask = seen.raw.read(seen.names["t2d"])
+        if tuple(mask.shape) != (vocab_size,) or not torch.equal(torch.nonzero(mask).squeeze(1), ids):
+            return "t2d does not mark the ids that d2t lists"
+    return None
+
+
+def mask_token_problem(name: str, token: Any, vocab: int) -> str | None:
+    """What is wrong with the token that stands for places still to be drafted, or None."""
+    if type(token) is int and 0 <= token < vocab:
+        return None
+    return f"{name} is {token!r}, expected the token that stands for what is to be drafted: an id below {vocab}"

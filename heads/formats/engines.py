@@ -1,0 +1,10 @@
+"""The serving engines that Headstart writes for and checks for, by their names in `export.engines`."""
+
+from __future__ import annotations
+
+from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
+from headstart.heads.formats.format import Format
+
+FORMATS: dict[str, Format] = {
+    format.key: format for format in (vllm.FORMAT, sglang.FORMAT, tgi.FORMAT, tensorrt_llm.FORMAT)
+}

@@ -1,0 +1,102 @@
+"""What Headstart knows about one serving engine: which families it serves, and by which rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.heads.base import Head
+from headstart.heads.checkpoints.head_files import Contents
+from headstart.heads.dims import HeadDims
+from headstart.heads.errors import FormatError
+from headstart.heads.families import FAMILIES
+from headstart.heads.formats.verdicts import EngineVerdict, HeadDirectory, Verdict, guarded
+
+#: adds to a verdict what the engine makes of a directory; a FormatError from it is a refusal
+Check = Callable[[EngineVerdict, HeadDirectory, HeadDims | None], None]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an engine does with heads of one family.
+
+    Attributes:
+        check: what the engine makes of a directory.
+        write: what the engine needs in a directory, from the head and its provenance; None: the portable directory.
+        shards: whether the engine reads weights that stand in several files.
+    """
+
+    check: Check
+    write: Callable[[Head, dict[str, Any]], Contents] | None = None
+    shards: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch command is made from.
+
+    Attributes:
+        head: where the engine finds the head, a directory or a Hub id. target: the same of the target.
+        tokens: to draft per cycle.
+        context: tokens that a context may hold; None: as many as the target has positions.
+    """
+
+    head: str
+    target: str
+    family: str
+    tokens: int
+    context: int | None
+
+    def limit(self, option: str) -> list[str]:
+        """The words that hold contexts to their limit, [] without one."""
+        return [] if self.context is None else [option, str(self.context)]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One serving engine. Each has a module here, with its tables and a `FORMAT`.
+
+    Attributes:
+        key: its name in `export.engines`.
+        name: its name in text. title: the same above a launch command.
+        version: what the rules were read from.
+        serves: family → rules. A family that is absent is not served.
+        launch: the shell command that serves a target with a head, None where there is no single one.
+        not_served: why the engine refuses a directory of another family, or of none that is known.
+        unchecked: kinds of drafts of which nobody has looked what the engine does with them.
+    """
+
+    key: str
+    name: str
+    title: str
+    version: str
+    serves: dict[str, Rules]
+    launch: Callable[[Launch], str | None]
+    not_served: Callable[[HeadDirectory], str]
+    unchecked: tuple[str, ...] = ()
+
+    def check(self, seen: HeadDirectory, target: HeadDims | None) -> EngineVerdict:
+        """What the engine does with a directory, and every reason."""
+        verdict, rules = EngineVerdict(self.version), self.serves.get(seen.family or "")
+        if rules is not None:
+            return guarded(verdict, lambda: rules.check(verdict, seen, target))
+        if seen.family in self.unchecked:
+            verdict.add(Verdict.UNKNOWN, f"what it does with a {seen.family} has not been checked")
+        else:
+            verdict.add(Verdict.REFUSES, self.not_served(seen))
+        return verdict
+
+    def write(self, head: Head, provenance: dict[str, Any]) -> Contents:
+        """What a directory for this engine holds.
+
+        Raises: FormatError for a family that it does not serve, or a head that is not bound to a target it needs.
+        """
+        rules = self.serves.get(head.family)
+        if rules is None:
+            raise FormatError(f"export.engines: {self.name} does not serve {head.family} heads")
+        return FAMILIES[head.family].files.portable(head) if rules.write is None else rules.write(head, provenance)
+
+    def loads_portable(self, family: str) -> bool:
+        """Whether the portable directory of a family is made for this engine, among others."""
+        return family in self.serves and self.serves[family].write is None

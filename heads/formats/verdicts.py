@@ -1,0 +1,256 @@
+"""What an engine does with a checkpoint directory, and what the rules of all engines share.
+
+A reader stops at the first fault. An engine's rules do not: they say what the engine does with each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from headstart.heads.checkpoints.geometry import LLAMA_DEFAULTS, rope_parameters
+from headstart.heads.checkpoints.raw import RawCheckpoint
+from headstart.heads.dims import HeadDims
+from headstart.heads.errors import FormatError, clip
+from headstart.heads.families import FAMILIES
+from headstart.heads.formats.recognise import recognise
+from headstart.heads.rope import dynamic_note, positions_with_one_rope, same_rope
+
+
+class Verdict(StrEnum):
+    """What an engine does with a directory."""
+
+    LOADS = "loads"
+    WRONG = "loads wrongly"
+    REFUSES = "refuses"
+    UNKNOWN = "not known"
+
+
+LOADS, WRONG, REFUSES = Verdict.LOADS, Verdict.WRONG, Verdict.REFUSES
+
+
+@dataclass
+class EngineVerdict:
+    """One engine's verdict with every reason.
+
+    Attributes:
+        wrong: why it would draft something else than was trained, without saying so.
+        refused: why it stops with an error.
+        unknown: why nothing can be said.
+        notes: what a user should know although it loads.
+    """
+
+    engine: str
+    wrong: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        """A refusal protects from loading wrongly, so it comes first."""
+        if self.refused or self.wrong:
+            return Verdict.REFUSES if self.refused else Verdict.WRONG
+        return Verdict.UNKNOWN if self.unknown else Verdict.LOADS
+
+    @property
+    def reasons(self) -> list[str]:
+        return [*self.refused, *self.wrong, *self.unknown]
+
+    def add(self, verdict: Verdict, reason: str) -> None:
+        lists = {Verdict.LOADS: self.notes, Verdict.WRONG: self.wrong, Verdict.UNKNOWN: self.unknown}
+        lists.get(verdict, self.refused).append(clip(reason))
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """A tensor that an engine reads, its shape in symbols, and what the engine does when it is missing."""
+
+    name: str
+    shape: tuple[str, ...]
+    missing: Verdict
+    why: str = ""
+
+
+@dataclass
+class HeadDirectory:
+    """A directory as the engines' rules see it.
+
+    Attributes:
+        family: a name of FAMILIES or recognise.NOT_READ, or None.
+        config: config.json with nested parts unfolded.
+        names: portable tensor name → name in the file.
+        strangers: tensors of the file that no known spelling explains.
+    """
+
+    raw: RawCheckpoint
+    family: str | None
+    config: dict[str, Any]
+    names: dict[str, str]
+    strangers: list[str]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.raw.tensors[self.names[name]].shape if name in self.names else None
+
+    def nonzero(self, name: str) -> bool:
+        """Whether the tensor is in the file and not all zero."""
+        return name in self.names and bool(self.raw.read(self.names[name]).any())
+
+
+def doubled_names(raw: RawCheckpoint) -> list[str]:
+    """Tensors that a file holds with and without `model.`: which of the two counts depends on the engine's order."""
+    return sorted(name for name in raw.tensors if f"model.{name}" in raw.tensors)
+
+
+def look_at(raw: RawCheckpoint) -> HeadDirectory:
+    """Recognise the family and give the tensors portable names."""
+    family = recognise(raw)
+    if family in FAMILIES:
+        spelling = FAMILIES[family].files.spell(raw)
+        return HeadDirectory(raw, family, spelling.config, spelling.names, spelling.strangers)
+    return HeadDirectory(raw, family, raw.config, {name.removeprefix("model."): name for name in raw.tensors}, [])
+
+
+def match_tensors(
+    verdict: EngineVerdict, seen: HeadDirectory, rules: Iterable[TensorRule], sizes: dict[str, int]
+) -> None:
+    """Compare names, shapes and dtypes of a directory with what an engine reads.
+
+    Args: sizes: symbol of the rules' shapes → size.
+    """
+    for rule in rules:
+        shape = seen.shape(rule.name)
+        expected = tuple(sizes[symbol] for symbol in rule.shape)
+        if shape is None:
+            silent = "the engine keeps uninitialised memory in its place; copy or export the head again"
+            reason = rule.why or ("the engine stops" if rule.missing is Verdict.REFUSES else silent)
+            verdict.add(rule.missing, f"{rule.name} {list(expected)} is missing: {reason}")
+        elif shape != expected:
+            symbols = " × ".join(rule.shape)
+            turned = ": it is transposed" if shape == expected[::-1] else ""
+            verdict.add(
+                Verdict.REFUSES,
+                f"{seen.names[rule.name]} is {list(shape)}, config.json makes it {list(expected)} ({symbols}){turned}",
+            )
+        elif not seen.raw.tensors[seen.names[rule.name]].dtype.is_floating_point:
+            dtype = seen.raw.tensors[seen.names[rule.name]].dtype
+            verdict.add(Verdict.WRONG, f"{seen.names[rule.name]} is {dtype}: it would be cast in silence")
+
+
+def rope_problems(config: dict[str, Any], where: str, target: HeadDims | None) -> list[str]:
+    """Why the draft layer would turn differently than the target: every engine reads rope from the draft's config."""
+    try:
+        rope = rope_parameters(config, where)
+    except FormatError as error:
+        return [str(error)]
+    if target is None or same_rope(rope, target.rope_parameters):
+        return []
+    return [
+        f"rope {rope} differs from the target's {target.rope_parameters}: write the target's, unless the head was "
+        "trained with another"
+    ]
+
+
+def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]:
+    """What changes a draft layer's output but neither its shapes nor any engine's mind.
+
+    Sizes that are not the target's: a head may have been trained so; a config edited by hand looks the same. LongRoPE,
+    by whose long factors an engine turns where it is launched with a longer context.
+    """
+    notes = one_rope_note(config)
+    if target is None:
+        return notes
+    heads = config.get("num_attention_heads") or LLAMA_DEFAULTS["num_attention_heads"]
+    hidden = config.get("hidden_size") or LLAMA_DEFAULTS["hidden_size"]
+    size = config.get("head_dim") or hidden // max(heads, 1)
+    epsilon = config.get("rms_norm_eps") or LLAMA_DEFAULTS["rms_norm_eps"]
+    if hidden == target.hidden_size and (heads, size) != (target.num_heads, target.head_dim):
+        notes.append(
+            f"{heads} attention heads of {size} where the target has {target.num_heads} of {target.head_dim}: right "
+            "only if the head was trained so"
+        )
+    known = target.rms_norm_eps
+    if not isinstance(epsilon, int | float) or not known * 0.999 <= epsilon <= known * 1.001:
+        notes.append(
+            f"rms_norm_eps is {epsilon!r} where the target has {known!r}: right only if the head was trained so"
+        )
+    longest = config.get("max_position_embeddings")
+    if type(longest) is int and longest < target.max_position_embeddings:
+        notes.append(
+            f"max_position_embeddings is {longest}, the target's {target.max_position_embeddings}: engines that go by "
+            "it draft nothing for longer texts"
+        )
+    return notes
+
+
+def one_rope_note(config: dict[str, Any]) -> list[str]:
+    """That a head with LongRoPE is served within its original length only, and what engines make of a dynamic rope."""
+    try:
+        rope = rope_parameters(config, "config.json")
+    except FormatError:
+        return []
+    limit = positions_with_one_rope(rope)
+    if limit is None:
+        return [note] if (note := dynamic_note(rope)) else []
+    return [
+        f"LongRoPE: launch the engine with a context of at most {limit} tokens (vLLM: --max-model-len {limit}); with a "
+        "longer one it turns every position, of the target too, by the long factors, which this head never saw"
+    ]
+
+
+#: config fields that transformers parses before an engine sees them, and what each has to be
+PARSED: dict[str, tuple[type, str]] = {
+    "eagle_config": (dict, "an object"),
+    "dflash_config": (dict, "an object"),
+    "architectures": (list, "a list of names"),
+    "max_position_embeddings": (int, "an integer"),
+    "hidden_act": (str, "the name of an activation"),
+}
+
+
+def check_parses(verdict: EngineVerdict, seen: HeadDirectory) -> None:
+    """Add why transformers, which engines ask first, makes no configuration out of config.json."""
+    config = seen.raw.config
+    kind = config.get("model_type")
+    if not (isinstance(kind, str) and kind) and "speculators_model_type" not in config:
+        verdict.add(Verdict.REFUSES, f"model_type is {kind!r}, expected the name of an architecture such as 'llama'")
+    for name, (wanted, words) in PARSED.items():
+        value = config.get(name)
+        parts = value if isinstance(value, list) else []
+        if value is None or (type(value) is wanted and all(isinstance(part, str) for part in parts)):
+            continue
+        verdict.add(Verdict.REFUSES, f"{name} is {value!r}, expected {words}")
+
+
+def check_target(verdict: EngineVerdict, target: HeadDims | None, width: int, vocab_size: int) -> None:
+    """Compare the sizes that a head shares with its target."""
+    if target is None:
+        return
+    if width != target.hidden_size:
+        verdict.add(
+            Verdict.REFUSES, f"reads hidden states of width {width}, the target's are {target.hidden_size} wide"
+        )
+    if vocab_size != target.vocab_size:
+        verdict.add(
+            Verdict.WRONG,
+            f"vocab_size is {vocab_size}, the target's {target.vocab_size}: the head belongs to another target",
+        )
+
+
+def check_geometry(verdict: EngineVerdict, config: dict[str, Any], target: HeadDims | None) -> None:
+    """Compare the draft layer's rope and sizes with the target's."""
+    for problem in rope_problems(config, "config.json", target):
+        verdict.add(Verdict.WRONG, problem)
+    for note in geometry_notes(config, target):
+        verdict.add(Verdict.LOADS, note)
+
+
+def guarded(verdict: EngineVerdict, check: Callable[[], None]) -> EngineVerdict:
+    """Run a check; what it cannot even read, the engine cannot either."""
+    try:
+        check()
+    except FormatError as error:
+        verdict.add(Verdict.REFUSES, str(error))
+    return verdict

@@ -118,8 +118,7 @@ class Eagle3Files(LlamaDraftFiles):
         if ids_U is not None:
             if not vocab.is_draft_vocab(ids_U, head.dims.vocab_size):
                 raise FormatError(
-                    f"draft_ids_U: expected ascending distinct ids below {head.dims.vocab_size}; was initialise "
-                    "called?"
+                    f"draft_ids_U: expected ascending distinct ids below {head.dims.vocab_size}; was initialise called?"
                 )
             tensors["d2t"] = vocab.offsets(ids_U)
             tensors["t2d"] = vocab.membership(ids_U, head.dims.vocab_size)

@@ -1,4 +1,4 @@
-"""Static key/value buffers that are written at explicit slots, behind transformers' public Cache interface.
+"""Static key/value buffers that are written at explicit slots: bare, and behind transformers' public Cache interface.
 
 Shape legend: B batch, g kv heads, S slots, d head dim, M tokens of one forward, J rows moved.
 """
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from headstart.eval.kernels.rows import move_slots
 
 
 class Slots:
@@ -103,3 +105,33 @@ class StaticKV(Cache):
         """Compaction: copy slots `source` onto `target` in every layer (send what is not wanted to the bin)."""
         for layer in self.slot_layers:
             layer.move(source_BJ, target_BJ)
+
+
+class Buffers:
+    """Zeroed key and value buffers of all layers, [B, g, S + 1, d] each; slot S is the bin that padding is written to.
+
+    Zeros: a masked slot has weight 0, and 0 × garbage must not be NaN.
+
+    Args: shapes: (kv heads, head dim) of every layer; layers of one shape share one allocation.
+    """
+
+    def __init__(
+        self, shapes: list[tuple[int, int]], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.capacity = capacity
+        self._wholes = [
+            torch.zeros((shapes.count(shape), 2, batch, shape[0], capacity + 1, shape[1]), dtype=dtype, device=device)
+            for shape in dict.fromkeys(shapes)
+        ]
+        rest = {shape: iter(whole) for shape, whole in zip(dict.fromkeys(shapes), self._wholes, strict=True)}
+        pairs = [next(rest[shape]) for shape in shapes]
+        self.keys, self.values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+    @property
+    def bin(self) -> int:
+        return self.capacity
+
+    def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
+        """Copy slots `source` onto `target` in every layer (send what is not wanted to the bin)."""
+        for whole in self._wholes:
+            move_slots(whole, source_BJ, target_BJ)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.cache import StaticKV
-from headstart.eval.decoding.fused import Buffers, FusedModel
+from headstart.eval.decoding.cache import Buffers, StaticKV
+from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.prefill import Prefill
 from headstart.eval.decoding.rows import Rows, Step
 from headstart.eval.kernels.attention import Visibility, visible_slots

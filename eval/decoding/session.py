@@ -9,7 +9,8 @@ from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Decoded, decode, roomy, slots_needed
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.engine import Engine, attention_windows
-from headstart.eval.decoding.fused import FusedModel, Unfusable
+from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused_layers import Unfusable
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.kernels.choices import Choices

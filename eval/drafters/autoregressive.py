@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.fused import Buffers
+from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, draw, penalise, probabilities
 from headstart.eval.drafters.draft import DraftStep

@@ -15,9 +15,10 @@ from headstart.data.config import DistillConfig
 from headstart.data.distill import generate
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding import prefill
+from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.decode import Answer, decode, roomy, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
-from headstart.eval.decoding.fused import Buffers, FusedModel
+from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.generation import EngineGenerator
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import Loop

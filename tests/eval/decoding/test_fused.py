@@ -11,8 +11,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.eval.decoding import fused as fused_module
+from headstart.eval.decoding import fused_layers
 from headstart.eval.decoding.engine import attention_windows
-from headstart.eval.decoding.fused import HIDDEN_BYTES, STACKED, FusedModel, Pass, Unfusable
+from headstart.eval.decoding.fused import HIDDEN_BYTES, STACKED, FusedModel
+from headstart.eval.decoding.fused_layers import Pass, Unfusable
 from headstart.eval.kernels import choices
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.linear import Tiles, row_bucket
@@ -112,7 +114,7 @@ def test_a_norm_is_made_with_the_sum_before_it(monkeypatch: pytest.MonkeyPatch) 
         alone.append(x.shape)
         return rms_norm_eager(x, norm)
 
-    monkeypatch.setattr(fused_module, "rms_norm", counted)
+    monkeypatch.setattr(fused_layers, "rms_norm", counted)
     logits, _, _ = twin.forward(ids, visibility, twin.buffers(2, 5))
     assert len(alone) == 1 < len(twin.layers)
     # a norm with other weights is another norm

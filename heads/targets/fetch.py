@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -293,18 +292,19 @@ def _from_hub(staging: Path, source: TargetSource) -> dict[str, Any]:
     if (refusal := hub_refusal()) is not None:
         raise TargetError(refusal)
     hub, name = HfApi(endpoint=_hub()), source.hub_id
-    download = partial(hub.snapshot_download, name, local_dir=staging, allow_patterns=FILES)
     try:
-        files = download(revision=source.revision, dry_run=True)
+        files = hub.snapshot_download(
+            name, revision=source.revision, local_dir=staging, allow_patterns=FILES, dry_run=True
+        )
     except Exception as error:  # many kinds: no such repository, one that needs an account, …
         raise TargetError(f"the Hub could not be asked ({_brief(error.__cause__ or error)})") from error
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise TargetError(f"{name} at {source.revision} has no safetensors weights")
-    require_disk(staging, sum(file.file_size for file in files), f"downloading {name}")
+    require_disk(staging, sum(file.file_size or 0 for file in files), f"downloading {name}")
     revision = files[0].commit_hash
     try:
         with explain_disk(staging):
-            download(revision=revision)
+            hub.snapshot_download(name, revision=revision, local_dir=staging, allow_patterns=FILES)
             wrong = hub.verify_repo_checksums(name, revision=revision, local_dir=staging).mismatches
     except StorageError:
         raise

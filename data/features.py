@@ -326,7 +326,6 @@ class StoredFeatures:
         spec: layers the head reads; they must be among the store's. None = all of the store's.
         fingerprint: Target.fingerprint() to check the store against, or None.
         samples: samples the store must hold, or None: all that is supervised then counts as answers.
-        verify: hash every shard before use (slow: reads the whole store).
     Raises: TargetError, DataError or StorageError naming the field, what was found and what was expected.
     """
 
@@ -341,7 +340,6 @@ class StoredFeatures:
         spec: FeatureSpec | None = None,
         fingerprint: dict[str, Any] | None = None,
         samples: Sequence[Sample] | None = None,
-        verify: bool = False,
     ):
         self.directory, self.max_depth, self.device = Path(directory), max_depth, torch.device(device)
         self.manifest = manifest = Manifest.read(self.directory)
@@ -358,7 +356,7 @@ class StoredFeatures:
                 "build the store for this head, or set head.feature_layers to layers it holds"
             )
         self._columns = [manifest.layer_ids.index(k) for k in self.spec.layer_ids]
-        self._check_files(verify)
+        self._check_files()
         self.lengths = [int(rows) for _, rows, _ in manifest.samples]
         self.sample_ids = [str(name) for name, _, _ in manifest.samples]
         self._place: list[tuple[int, int]] = []
@@ -389,7 +387,7 @@ class StoredFeatures:
         )
         return batch.to(self.device)
 
-    def _check_files(self, verify: bool) -> None:
+    def _check_files(self) -> None:
         for shard in self.manifest.shards:
             path = self.directory / shard.file
             if not shard.complete or not path.is_file():
@@ -397,10 +395,10 @@ class StoredFeatures:
                     f"{path}: the feature store is incomplete: run the same command again, it continues the build"
                 )
             size = path.stat().st_size
-            if size != shard.bytes or (verify and sha256_file(path) != shard.sha256):
+            if size != shard.bytes:
                 raise StorageError(
-                    f"{path}: found {size} bytes, expected {shard.bytes} with sha256 {shard.sha256}: the shard is "
-                    "damaged; remove it and run the same command again"
+                    f"{path}: found {size} bytes, expected {shard.bytes}: the shard is damaged; remove it and run "
+                    "the same command again"
                 )
 
     def _read(self, document: int) -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ def make_packs(
     seed: int = 0,
     epoch: int = 0,
     window: int = WINDOW,
-    too_long: str = "own_pack",
     supervised: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Lists of document indices: every document exactly once, at most `budget` tokens per list.
@@ -35,8 +34,7 @@ def make_packs(
     Args:
         supervised: supervised tokens per document, to be spread evenly as well; None = balance tokens only.
         lengths: tokens per document, each ≥ 1.
-        budget: tokens per pack.
-        too_long: "own_pack" gives a document longer than the budget a pack of its own; "refuse" raises.
+        budget: tokens per pack. A longer document gets a pack of its own.
     Raises: ConfigError naming the document.
     """
     if budget < 1 or window < 1:
@@ -45,11 +43,6 @@ def make_packs(
         if length < 1:
             raise ConfigError(
                 f"document {index}: found length {length}, expected ≥ 1: drop empty samples before packing"
-            )
-        if length > budget and too_long == "refuse":
-            raise ConfigError(
-                f"document {index}: found {length} tokens, expected at most data.pack_tokens={budget}: "
-                "raise data.pack_tokens or lower data.max_length"
             )
     if supervised is not None and len(supervised) != len(lengths):
         raise ConfigError(f"supervised: found counts of {len(supervised)} documents, expected {len(lengths)}")

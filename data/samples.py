@@ -95,16 +95,16 @@ def check_vocabulary(samples: Sequence[Sample], vocab_size: int) -> None:
             )
 
 
-def require_supervised(samples: Sequence[Sample], depth: int = 1) -> None:
-    """Refuse a set in which no row trains: a head needs `depth + 1` consecutive supervised tokens somewhere.
+def require_supervised(samples: Sequence[Sample]) -> None:
+    """Refuse a set in which no row trains: a head needs two consecutive supervised tokens somewhere.
 
     Raises: DataError with what was found and the remedy.
     """
-    if any(_longest_turn(sample) > depth for sample in samples):
+    if any(_longest_turn(sample) > 1 for sample in samples):
         return
     supervised = sum(sample.supervised for sample in samples)
     raise DataError(
-        f"data: {len(samples)} samples hold {supervised} supervised tokens and no answer of {depth + 1} tokens or "
+        f"data: {len(samples)} samples hold {supervised} supervised tokens and no answer of 2 tokens or "
         "more, so nothing would train. Give conversations with assistant answers (data.sources), distil the "
         "prompts first (data.distill.prompts), or raise data.max_length; `headstart inspect` shows what is supervised"
     )

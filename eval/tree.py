@@ -7,7 +7,6 @@ Shape legend: B batch, N nodes without the root, K levels, V target vocabulary, 
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,20 +99,6 @@ def with_root(mask_BNN: Tensor) -> Tensor:
     return full
 
 
-def leaf_paths(tree: Tree, row: int = 0) -> list[list[int]]:
-    """Node indices from the first level to each leaf of one row (host; for tests and reports)."""
-    parent, valid = tree.parent_BN[row].tolist(), tree.valid_BN[row].tolist()
-    inner = {parent[n] for n in range(tree.nodes) if valid[n]}
-    paths = []
-    for leaf in (n for n in range(tree.nodes) if valid[n] and n not in inner):
-        path, node = [], leaf
-        while node >= 0:
-            path.append(node)
-            node = parent[node]
-        paths.append(path[::-1])
-    return paths
-
-
 # Static trees (Medusa) -------------------------------------------------------------------------------------------
 
 
@@ -161,44 +146,17 @@ def static_shape(paths: list[tuple[int, ...]]) -> StaticShape:
     return StaticShape(parent_N, depth_N, rank_N, int(depth_N.max()), int(rank_N.max()) + 1)
 
 
-def calibrated_paths(accuracy_KR: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
-    """Grow a tree greedily by expected acceptance (methods §1, "calibrated tree").
-
-    Args:
-        accuracy_KR: probability that candidate r of head d is the true token, each head over its own positions.
-        nodes: nodes wanted (fewer when the ranks run out).
-    Each step adds the next sibling or the first child of a chosen node with the largest product of accuracies; ties
-    prefer the shallower, then the lower ranks.
-    """
-    heap: list[tuple[float, int, tuple[int, ...], float]] = []
-
-    def push(path: tuple[int, ...], parent_value: float) -> None:
-        depth, rank = len(path), path[-1]
-        if depth <= len(accuracy_KR) and rank < len(accuracy_KR[depth - 1]):
-            value = parent_value * accuracy_KR[depth - 1][rank]
-            heapq.heappush(heap, (-value, depth, path, parent_value))
-
-    push((0,), 1.0)
-    chosen: list[tuple[int, ...]] = []
-    while heap and len(chosen) < nodes:
-        value, _, path, parent_value = heapq.heappop(heap)
-        chosen.append(path)
-        push((*path[:-1], path[-1] + 1), parent_value)
-        push((*path, 0), -value)
-    return chosen
-
-
-def zipf_paths(widths: tuple[int, ...] = MEDUSA_WIDTHS, ranks: int = MEDUSA_RANKS) -> list[tuple[int, ...]]:
-    """The tree used before any calibration: at each depth, the `widths[d]` best continuations of chosen nodes.
+def zipf_paths() -> list[tuple[int, ...]]:
+    """The tree used before any calibration: at each depth, the best continuations of chosen nodes.
 
     Rank r is taken to be right with probability proportional to 1 / (r + 1) (Zipf's law, which measured rank
-    accuracies follow closely), so a path's value is Π 1 / (rank + 1); ties prefer lower leading ranks. The default
-    widths are those of Medusa's published 63-node tree, 10/28/23/2.
+    accuracies follow closely), so a path's value is Π 1 / (rank + 1); ties prefer lower leading ranks. The widths
+    are those of Medusa's published 63-node tree, 10/28/23/2.
     """
     chosen: list[tuple[int, ...]] = []
     level: list[tuple[int, tuple[int, ...]]] = [(1, ())]
-    for width in widths:
-        grown = [(cost * (rank + 1), (*path, rank)) for cost, path in level for rank in range(ranks)]
+    for width in MEDUSA_WIDTHS:
+        grown = [(cost * (rank + 1), (*path, rank)) for cost, path in level for rank in range(MEDUSA_RANKS)]
         level = sorted(grown)[:width]
         chosen += [path for _, path in level]
     return chosen

@@ -219,10 +219,10 @@ def read_json(path: Path) -> Any:
     return parse_json(text, str(path), lines=True)
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Save contiguous CPU copies; safetensors refuses tensors that share memory, so each is its own copy."""
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    atomic_write(path, lambda p: save_file(copies, p, metadata={"format": "pt", **(metadata or {})}))
+    atomic_write(path, lambda p: save_file(copies, p, metadata={"format": "pt"}))
 
 
 def require_disk(path: Path, needed_bytes: int, what: str) -> None:

@@ -429,12 +429,8 @@ OPTIONS: dict[str, Callable[[str], str | None]] = {
 WORDS = {OWN_DATA: "FILE.jsonl", HELD_OUT: "FILE.jsonl", ANSWERS: "FILE.jsonl", OWN_HEAD: "DIR", OWN_FILE: "FILE"}
 
 
-def published_command(command: str) -> str:
-    """A command line of `headstart` or one of its modules, with files and addresses as `published` has them."""
-    return _command(command, _values(variables(command)))
-
-
 def _command(command: str, private: dict[str, str]) -> str:
+    """A command line of `headstart` or one of its modules, with files and addresses as `published` has them."""
     try:
         words = shlex.split(command)
     except ValueError:

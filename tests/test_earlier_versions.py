@@ -112,7 +112,7 @@ def test_a_finished_run_repeats_no_step(name: str, headstart: Callable[..., tupl
 @pytest.mark.usefixtures("earlier")
 def test_the_feature_store_holds_the_states_of_the_target() -> None:
     loaded = target()
-    store = StoredFeatures(Path("eagle3/features/train"), 2, fingerprint=loaded.fingerprint(), verify=True)
+    store = StoredFeatures(Path("eagle3/features/train"), 2, fingerprint=loaded.fingerprint())
     assert len(store.manifest.shards) > 1
     pack = list(range(len(store.lengths)))
     stored = store.get(pack)

@@ -333,10 +333,6 @@ def render_tables(report: Report) -> Group:
     return Group(render_table(report), *more, *(Text(plain(remark)) for remark in remarks(report)))
 
 
-def print_report(report: Report, console: Console) -> None:
-    console.print(render_tables(report))
-
-
 WAYS = ("baseline", "speculative")
 LATENCY_COLUMNS = ("task", *(f"{way} {what}" for way in ("plain", "spec.") for what in ("first token", "per token")))
 

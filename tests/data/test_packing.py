@@ -39,10 +39,8 @@ def test_epochs_and_seeds_differ():
     assert all(fill(plan, lengths, 64) > 0.9 for plan in plans)
 
 
-def test_long_document_own_pack_or_refused():
+def test_a_long_document_has_a_pack_of_its_own():
     assert [0] in make_packs([50, 5, 5], 20)
-    with pytest.raises(ConfigError, match="document 0: found 50 tokens, expected at most data.pack_tokens=20"):
-        make_packs([50, 5, 5], 20, too_long="refuse")
     with pytest.raises(ConfigError, match="document 1: found length 0"):
         make_packs([3, 0], 20)
     assert make_packs([], 20) == []

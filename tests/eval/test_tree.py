@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,11 +11,9 @@ from headstart.eval.tree import (
     MEDUSA_WIDTHS,
     Tree,
     ancestor_mask,
-    calibrated_paths,
     chain,
     empty,
     expand,
-    leaf_paths,
     select,
     static_shape,
     with_root,
@@ -69,20 +65,10 @@ def test_mask_with_root_on_a_small_tree() -> None:
     assert mask == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
 
 
-@given(parents())
-def test_leaf_paths_cover_every_node(parent: list[int]) -> None:
-    paths = leaf_paths(tree_of(parent))
-    assert {n for path in paths for n in path} == set(range(len(parent)))
-    for path in paths:
-        assert [parent[n] for n in path] == [-1, *path[:-1]]
-        assert path[-1] not in parent
-
-
 def test_chain_and_empty() -> None:
     tree = chain(torch.tensor([[7, 8, 9]]))
     assert tree.parent_BN.tolist() == [[-1, 0, 1]]
     assert tree.depth_BN.tolist() == [[1, 2, 3]]
-    assert leaf_paths(tree) == [[0, 1, 2]]
     assert empty(2).nodes == 0
     assert with_root(empty(2).mask_BNN).tolist() == [[[True]], [[True]]]
 
@@ -120,20 +106,6 @@ def test_fill_takes_the_rank_at_the_depth() -> None:
 def test_static_shape_needs_parents() -> None:
     with pytest.raises(ConfigError, match=r"\[1, 0\] lacks its parent \[1\]"):
         static_shape([(0,), (1, 0)])
-
-
-def test_calibrated_tree_is_the_best_closed_set() -> None:
-    accuracy = [[0.5, 0.3, 0.1], [0.6, 0.2, 0.1]]
-    value = lambda path: torch.tensor([accuracy[d][r] for d, r in enumerate(path)]).prod().item()  # noqa: E731
-    everything = [(r,) for r in range(3)] + list(itertools.product(range(3), repeat=2))
-    for nodes in range(1, 8):
-        chosen = calibrated_paths(accuracy, nodes)
-        assert len(chosen) == nodes
-        static_shape(chosen)
-        # with sorted accuracies the greedy growth equals the nodes of largest value
-        best = sorted(map(value, everything), reverse=True)[:nodes]
-        assert sum(map(value, chosen)) == pytest.approx(sum(best))
-    assert len(calibrated_paths(accuracy, 99)) == 12
 
 
 # Dynamic trees

@@ -13,7 +13,6 @@ from headstart.heads.published import (
     name_of_head,
     name_of_target,
     published,
-    published_command,
     published_text,
     variables,
     without_defaults,
@@ -164,6 +163,10 @@ def test_tasks_that_become_the_same_stay_apart() -> None:
 def test_a_tuning_names_its_head_as_a_report_does() -> None:
     assert published({"head": "runs/acme/head", "prompts": 2}) == {"head": "a local head", "prompts": 2}
     assert published({"head": "me/head@v1"}) == {"head": "me/head@v1"} and published({"head": None}) == {"head": None}
+
+
+def published_command(command: str) -> str:
+    return published({"command": command})["command"]
 
 
 def test_paths_with_spaces_end_where_they_end(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_lab
 from headstart.eval.decoding.decode import Answer
 from headstart.eval.measuring.benchmark import evaluate, first_difference
 from headstart.eval.measuring.metrics import expected_tau
-from headstart.eval.measuring.report import Report, print_report, render_markdown, render_table
+from headstart.eval.measuring.report import Report, render_markdown, render_table, render_tables
 from headstart.eval.measuring.teacher_forced import teacher_forced_tau
 from headstart.eval.prompts import load_prompts
 from headstart.heads.errors import ConfigError, DataError, TemplateError
@@ -95,13 +95,13 @@ def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, 
     assert f"| all | 3 | {report.tau:.2f} |" in markdown
     assert "3 of 3 sequences" in markdown
     out = io.StringIO()
-    print_report(report, Console(file=out, width=200))
+    Console(file=out, width=200).print(render_tables(report))
     assert f"{report.tau:.2f}" in out.getvalue() and "3/3" in out.getvalue()
     assert "s after the target was loaded" in out.getvalue()
     # a narrow terminal gets more tables, not shorter numbers
     for width in (60, 80):
         out = io.StringIO()
-        print_report(report, Console(file=out, width=width))
+        Console(file=out, width=width).print(render_tables(report))
         text = out.getvalue()
         assert "…" not in text and max(map(len, text.splitlines())) <= width
         assert all(number in text for number in (f"{report.tau:.2f}", "3/3", f"{report.tokens_per_s:.1f}", "identical"))
@@ -389,7 +389,7 @@ def test_prompts_that_the_template_refuses_are_dropped_and_told(
     assert note in report.notes and not any("dropped" in text for text in alone.notes)
     assert (report.prompts, alone.prompts) == (2, 1) and list(report.tasks) == ["other"]
     out = io.StringIO()
-    print_report(report, Console(file=out, width=200))
+    Console(file=out, width=200).print(render_tables(report))
     assert note in out.getvalue() and note in render_markdown(report)
     none = write(tmp_path / "none.jsonl", refused)
     with pytest.raises(DataError, match=r"odd4 \(.*none.jsonl:5\): the chat template refuses it: no system, and no ot"):

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from headstart.eval.measuring.compare import comparison_markdown, comparison_table
-from headstart.eval.measuring.report import Report, Section, print_report, render_markdown
+from headstart.eval.measuring.report import Report, Section, render_markdown, render_tables
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.launch import launch_commands
 
@@ -75,7 +75,7 @@ def test_markdown(write: Any) -> None:
 
 def test_the_terminal() -> None:
     for draw in (
-        lambda console: print_report(hostile_report(), console),
+        lambda console: console.print(render_tables(hostile_report())),
         lambda console: console.print(comparison_table({"one": hostile_report(), HOSTILE: hostile_report()})),
     ):
         out = io.StringIO()

@@ -22,7 +22,7 @@ from headstart.eval.measuring.benchmark import evaluate
 from headstart.eval.measuring.breakdown import cycle_parts
 from headstart.eval.measuring.generate import LABEL, GenerateBaseline
 from headstart.eval.measuring.metrics import Pace, Timed, bootstrap_speedup, token_seconds
-from headstart.eval.measuring.report import Report, print_report, render_markdown, speedup_text
+from headstart.eval.measuring.report import Report, render_markdown, render_tables, speedup_text
 from headstart.eval.measuring.sweep import fit, gain_ends, spread
 from headstart.eval.measuring.task_results import TaskResults, section_of
 from headstart.heads.errors import ConfigError
@@ -85,7 +85,7 @@ def test_the_report_says_which_speedup_is_by_the_clock(target: Target, eagle3: T
     assert "by the wall clock, the places of ended rows stay empty" in markdown
     assert summary(report.to_json())["speedup"] == 1.8  # the clock's is the one that stands alone
     console = Console(width=200, record=True, file=io.StringIO())
-    print_report(report, console)
+    console.print(render_tables(report))
     assert "wall clock" in " ".join(console.export_text().split())
     # alone in its batch a row's time is the clock's
     alone = evaluate(target, eagle3.head, config)
@@ -180,7 +180,7 @@ def test_latency_and_generate_are_shown_with_their_labels(swept: Report) -> None
     assert swept.generate["label"] == LABEL and swept.generate["prompts"] == 3
     assert swept.generate["tokens_per_s"] > 0
     out = io.StringIO()
-    print_report(swept, Console(file=out, width=200))
+    Console(file=out, width=200).print(render_tables(swept))
     first = swept.latency["speculative"]["first_token_p50_ms"]
     for text in (out.getvalue(), render_markdown(swept)):
         assert LABEL in text and f"{first:.2f} / " in text and "at batch 1 on 3 contexts" in text
@@ -259,9 +259,7 @@ def test_contexts_beyond_the_targets_positions(target: Target, prompts: str) -> 
 
 def test_a_batch_that_does_not_fit_ends_its_sweep(target: Target, prompts: str, monkeypatch: Any) -> None:
     memory_for_two_rows(monkeypatch)
-    config = EvalConfig(
-        data=prompts, max_new_tokens=3, drafter="ngram", batch_sizes=[2, 3, 4], sweep_prompts=1
-    )
+    config = EvalConfig(data=prompts, max_new_tokens=3, drafter="ngram", batch_sizes=[2, 3, 4], sweep_prompts=1)
     report = evaluate(target, None, config)
     points = report.sweeps["batch"]["points"]
     assert [point["batch"] for point in points] == [2, 3] and points[1]["out_of_memory"]

@@ -39,6 +39,11 @@ def membership(draft_ids_U: Tensor, vocab_size: int) -> Tensor:
     return inside.index_fill_(0, draft_ids_U, True)
 
 
+def from_offsets(d2t_U: Tensor) -> Tensor:
+    """Inverse of `offsets`: the draft ids, int64 [U]."""
+    return d2t_U.to(torch.int64) + torch.arange(d2t_U.shape[0], device=d2t_U.device)
+
+
 def is_draft_vocab(ids_U: Tensor, vocab_size: int) -> bool:
     """Whether ids are those of a draft vocabulary: integers from 0 to V - 1, ascending, none twice."""
     if ids_U.dtype not in (torch.int64, torch.int32) or ids_U.dim() != 1 or not len(ids_U):

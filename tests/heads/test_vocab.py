@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headstart.heads.errors import ConfigError
-from headstart.heads.vocab import choose_draft_vocab, coverage, membership, offsets
+from headstart.heads.vocab import choose_draft_vocab, coverage, from_offsets, membership, offsets
 
 COUNT = torch.tensor([5, 0, 9, 2, 2, 7, 0, 2])
 
@@ -39,6 +39,8 @@ def test_impossible_sizes_are_refused(size: int):
 def test_offsets_are_target_minus_draft():
     ids = torch.tensor([0, 2, 5, 6])
     assert offsets(ids).tolist() == [0, 1, 3, 3] and offsets(ids).dtype == torch.int64
+    assert from_offsets(offsets(ids)).tolist() == ids.tolist()
+    assert from_offsets(offsets(ids).to(torch.int32)).tolist() == ids.tolist()
 
 
 def test_membership_and_coverage():

@@ -9,11 +9,12 @@ whole documents end to end, and a manifest that says what the states are and of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,18 +36,36 @@ FINGERPRINT = ("weight_hash", "dtype", "tokenizer_hash", "template_hash", "vocab
 Progress = Callable[[int, int, str], None]
 
 
-class FeatureSource(Protocol):
-    """What the training loop reads."""
+class FeatureSource(ABC):
+    """What training and validation read: live from the target, from memory, or from a store.
 
-    lengths: list[int]
-    sample_ids: list[str]
+    Attributes:
+        lengths, sample_ids: of the samples.
+    """
 
+    lengths: Sequence[int] = ()
+    sample_ids: Sequence[str] = ()
+
+    @abstractmethod
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         """The documents of `pack` with hidden_RD, streams_RkD and teacher_argmax_A, on the source's device."""
-        ...
+
+    @property
+    def target_parameters(self) -> int:
+        """Parameters of the target that every row passes through when it is read; 0 where features are kept."""
+        return 0
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks must read together, by `get_together`: the target is sharded over them."""
+        return False
+
+    def get_together(self, packs: Sequence[Sequence[int]], rank: int) -> FeatureBatch | None:
+        """The pack that is this rank's of one pack per rank, None where there are fewer; all ranks call it."""
+        return self.get(packs[rank]) if rank < len(packs) else None
 
 
-class OnlineFeatures:
+class OnlineFeatures(FeatureSource):
     """Runs the target on every pack.
 
     Args:
@@ -65,16 +84,13 @@ class OnlineFeatures:
 
     @property
     def target_parameters(self) -> int:
-        """What every row passes through before it reaches the head."""
         return sum(p.numel() for p in text_decoder(self.target.model).parameters()) - self.target.embed_VD.numel()
 
     @property
     def lockstep(self) -> bool:
-        """Whether ranks must fetch packs together, `get_together`: the target is sharded over them."""
         return self.target.lockstep
 
     def get_together(self, packs: Sequence[Sequence[int]], rank: int) -> FeatureBatch | None:
-        """The pack that is this rank's of one pack per rank, None where there are fewer; all ranks call it."""
         target = self.target
         assert isinstance(target, ShardedTarget)
         passes = max(target.passes(tuple(self.lengths[i] for i in pack)) for pack in packs)
@@ -316,7 +332,7 @@ def argmax_rows(batch: FeatureBatch) -> Tensor:
     return argmax_R
 
 
-class StoredFeatures:
+class StoredFeatures(FeatureSource):
     """Reads packs from a store.
 
     Args:

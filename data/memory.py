@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from headstart.data.features import Progress, argmax_rows, store_bytes
+from headstart.data.features import FeatureSource, Progress, argmax_rows, store_bytes
 from headstart.data.samples import Sample, answers_of
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
@@ -20,7 +20,7 @@ from headstart.heads.transfer import to_device
 MEMORY_SHARE = 0.6
 
 
-class MemoryFeatures:
+class MemoryFeatures(FeatureSource):
     """Runs the target once over all samples; `get` is an index into what it found.
 
     Args:

@@ -6,10 +6,9 @@ data is from the target's own answers, the more rows are lost.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from headstart.data.features import FeatureSource
 from headstart.heads.base import Head
 from headstart.heads.errors import TrainingError
 
@@ -19,10 +18,10 @@ SAMPLE_TOKENS = 1024
 ENOUGH_ROWS = 256
 
 
-def measure_coverage(head: Head, source: Any, seed: int) -> tuple[int, int]:
+def measure_coverage(head: Head, source: FeatureSource, seed: int) -> tuple[int, int]:
     """(rows that carry a loss at depth 1, rows supervised there) of a few training samples, drawn at random.
 
-    Args: source: a FeatureSource with `lengths`; the target runs where features are live.
+    Args: source: the target runs where its features are live.
     Raises: TrainingError where no row of enough of them, or of all samples, carries a loss.
     """
     order = np.random.default_rng(seed).permutation(len(source.lengths)).tolist()

@@ -151,7 +151,7 @@ class TrainingLoop:
         kind = resolve_kind(config, accelerator)
         self.parallel: Parallel = make_parallel(kind, head, module, config, accelerator, captured)
         self.weights_T = head.term_weights().to(device)
-        self.target_parameters = int(getattr(data.source, "target_parameters", 0))
+        self.target_parameters = data.source.target_parameters
         self.meters = Meters(SumNames.of(head), device, matmul_flops(device, compute or torch.float32))
         self.feed = WindowFeed(stream, fetcher, config, budget.packs, head, rank, size, device, self.meters.device_idle)
 

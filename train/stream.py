@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from headstart.data.features import FeatureSource
 from headstart.data.packing import make_packs
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
@@ -32,14 +32,6 @@ from headstart.train.config import TrainConfig
 
 #: (lengths, budget in tokens, seed, epoch) → packs of sample indices; called with `supervised=` where that is known
 MakePacks = Callable[..., list[list[int]]]
-
-
-class FeatureSource(Protocol):
-    """Where features come from: live from the target, or from a store."""
-
-    def get(self, pack: list[int]) -> FeatureBatch:
-        """The pack of these sample indices, with `hidden_RD` (and what the head's spec asks for) filled."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -199,8 +191,8 @@ def explained(
         if samples is None:
             raise
         culprits = [sample for sample in samples if _fails(source, sample)] if alone else []
-        known = getattr(source, "sample_ids", None)
-        names = [str(known[i]) if known and i < len(known) else f"number {i}" for i in culprits or samples]
+        known = source.sample_ids
+        names = [known[i] if i < len(known) else f"number {i}" for i in culprits or samples]
         raise TrainingError(
             f"features of {'sample' if len(names) == 1 else 'samples'} {', '.join(names)} ({place}) failed: "
             f"{type(error).__name__}: {error}"
@@ -224,7 +216,7 @@ class Fetcher:
     def __init__(self, source: FeatureSource, ahead: int):
         self._source = source
         #: whether ranks must fetch together
-        self.lockstep = bool(getattr(source, "lockstep", False))
+        self.lockstep = source.lockstep
         if ahead and self.lockstep:
             raise ConfigError(
                 f"train.prefetch: found {ahead} with a sharded target, whose ranks fetch together: set train.prefetch=0"
@@ -242,7 +234,7 @@ class Fetcher:
             mine = together[rank] if rank < len(together) else None
             lists = [list(pack.samples) for pack in together]
             with explained(self._source, None if mine is None else mine.samples, None if mine is None else mine.place):
-                batch = self._source.get_together(lists, rank)  # type: ignore[attr-defined]
+                batch = self._source.get_together(lists, rank)
             if batch is not None:
                 batches.append(batch)
         return batches

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from headstart.data.features import FeatureSource
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.ends import Teacher
 from headstart.train.sharing.distributed import sum_over_ranks
 from headstart.train.step import LossModule, SumNames
-from headstart.train.stream import FeatureSource, explained
+from headstart.train.stream import explained
 
 
 class Validator:
@@ -82,8 +83,8 @@ class Validator:
     def _fetch(self, first: int, packs: list[list[int]]) -> FeatureBatch | None:
         """This rank's of one pack per rank, the first of them number `first`."""
         mine = packs[self._rank] if self._rank < len(packs) else None
-        together = bool(getattr(self._source, "lockstep", False))
+        together = self._source.lockstep
         with explained(self._source, mine, f"held out, pack {first + self._rank}", alone=not together):
             if together:
-                return self._source.get_together(packs, self._rank)  # type: ignore[attr-defined]
+                return self._source.get_together(packs, self._rank)
             return None if mine is None else self._source.get(mine)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.data.features import FeatureSource
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
@@ -268,7 +269,7 @@ def test_captured_step_equals_eager_step(family, fields):
                 assert relative(parameter.grad, 2 * gradient) < 2e-2
 
 
-class StoredFeatures:
+class StoredFeatures(FeatureSource):
     """Features of equally long documents, kept in the host's memory."""
 
     def __init__(self, head, count: int = 16, length: int = 64):

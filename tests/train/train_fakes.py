@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
+from headstart.data.features import FeatureSource
 from headstart.heads.base import Head, HeadConfig, Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
@@ -73,7 +74,7 @@ def make_documents(count: int = 12, seed: int = 1) -> list[tuple[Tensor, Tensor]
     return documents
 
 
-class FakeSource:
+class FakeSource(FeatureSource):
     """Features that depend on the document only; `pad` rows of padding, `poison` = a sample with a NaN feature."""
 
     def __init__(self, documents: list[tuple[Tensor, Tensor]], depth: int = 3, pad: int = 0, poison: int | None = None):

@@ -31,10 +31,11 @@ class Tree:
         depth_BN: int64, 1 for children of the root.
         valid_BN: bool, False = padding (ragged rows; a row may draft nothing). A valid node's parent is valid.
         levels: host int, an upper bound of depth (0 when N = 0).
-        q_BNV: None = point mass (the tree is a function of the context); else the distribution the node's token was
-            drawn from. Siblings share their parent's q and were drawn without replacement in index order.
-        linear: every node's parent is the node before it (a chain): accepted rows need no moving.
-        score_BN: of dynamic trees: cumulative log-probability by which nodes were chosen, never above the parent's.
+        q_BNV: the distribution that the node's token was drawn from; None = point mass (the tree is a function of the
+            context). Siblings share one q and were drawn without replacement, in index order.
+        linear: whether every node's parent is the node before it (a chain): accepted KV is in its place already.
+        score_BN: how sure the draft is of each node, or None: dynamic trees give the cumulative log-probability, never
+            above the parent's, by which they chose their nodes.
     """
 
     tokens_BN: Tensor

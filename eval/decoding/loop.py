@@ -12,7 +12,7 @@ from headstart.data.row_random import draw_at, uniforms
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Step
-from headstart.eval.decoding.sampling import Sampling, best, draw, probabilities
+from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, probabilities
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.verify import Verified, verify
 from headstart.eval.kernels.bookkeeping import advance, stops_at, take_path
@@ -110,7 +110,7 @@ class Loop:
         self.logits_BV, context = engine.prefill(contexts, self.spec)
         self.longest = max(map(len, contexts))
         if self.sampling.penalises:
-            self.seen_BV = _seen(context.tokens_BJ, context.count_B, self.logits_BV.shape[-1])
+            self.seen_BV = context_seen(context.tokens_BJ, context.count_B, self.logits_BV.shape[-1])
         self.roots_B = self._choose(self.logits_BV)
         widest = max(1, *(len(stop) for stop in stops))
         padded = [[*sorted(stop), *[-1] * (widest - len(stop))] for stop in stops]
@@ -154,7 +154,7 @@ class Loop:
         taken = take_path(tree, roots_B, verified.path_BK, active_B, engine.length_B, engine.kv.bin)
         self.accepted = accepted = engine.take(tree, step, taken)
         if self.seen_BV is not None:
-            self.seen_BV = self.seen_BV | _seen(accepted.tokens_BJ, accepted.count_B, self.seen_BV.shape[1])
+            self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
         after = advance(tree, taken, verified.next_B, roots_B, self.left_B, active_B, self.stop_BS)
         self.roots_B, self.left_B, self.active_B = after.roots_B, after.left_B, after.active_B
         return after.table
@@ -174,10 +174,3 @@ class Loop:
         table = self.verify()
         self.commit()
         return table
-
-
-def _seen(tokens_BJ: Tensor, count_B: Tensor, vocab: int) -> Tensor:
-    """bool [B, V]: which tokens occur among the first `count_B` of each row."""
-    inside_BJ = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device) < count_B[:, None]
-    counts = torch.zeros((tokens_BJ.shape[0], vocab), dtype=torch.int32, device=tokens_BJ.device)
-    return counts.scatter_add_(1, tokens_BJ, inside_BJ.int()) > 0

@@ -75,3 +75,15 @@ def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """
     clock = torch.empty_like(p).exponential_(generator=generator)
     return (p / clock.clamp(min=torch.finfo(p.dtype).tiny)).argmax(-1)
+
+
+def add_seen(seen_BV: Tensor, tokens_BJ: Tensor, count_B: Tensor) -> Tensor:
+    """bool [B, V]: `seen_BV` and the first `count_B` tokens of each row."""
+    inside_BJ = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device) < count_B[:, None]
+    return seen_BV.int().scatter_add_(1, tokens_BJ, inside_BJ.int()) > 0
+
+
+def context_seen(tokens_BJ: Tensor, count_B: Tensor, vocab: int) -> Tensor:
+    """bool [B, V]: the first `count_B` tokens of each row."""
+    none_BV = torch.zeros((tokens_BJ.shape[0], vocab), dtype=torch.bool, device=tokens_BJ.device)
+    return add_seen(none_BV, tokens_BJ, count_B)

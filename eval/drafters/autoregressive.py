@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.decoding.sampling import Sampling, draw, penalise, probabilities
+from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, draw, penalise, probabilities
 from headstart.eval.drafters.draft import DraftStep
 from headstart.eval.kernels.argmax import argmax
 from headstart.eval.kernels.attention import Visibility
@@ -66,15 +66,12 @@ class AutoregressiveDrafter:
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:
-        batch = context.tokens_BJ.shape[0]
         scratch = self.tree.depth * (self.tree.k if self.dynamic else 1)
         self._prepare(context, capacity + scratch)
         self.length_B = torch.zeros_like(context.count_B)
         self.seen_BV: Tensor | None = None
         if self.sampling.penalises:
-            shape = (batch, self.head.dims.vocab_size)
-            self.seen_BV = torch.zeros(shape, dtype=torch.bool, device=context.tokens_BJ.device)
-        self._see(context.tokens_BJ, context.count_B)
+            self.seen_BV = context_seen(context.tokens_BJ, context.count_B, self.head.dims.vocab_size)
         # every row but the last has its next token already; the last waits for the root
         known_B = context.count_B - 1
         self._take_over(replace(context, tokens_BJ=F.pad(context.tokens_BJ[:, 1:], (0, 1))), known_B)
@@ -120,7 +117,8 @@ class AutoregressiveDrafter:
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
-        self._see(accepted.tokens_BJ, accepted.count_B)
+        if self.seen_BV is not None:
+            self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
         self._pend(accepted)
 
     def _pend(self, rows: Rows) -> None:
@@ -139,13 +137,6 @@ class AutoregressiveDrafter:
         assert self.step is not None
         return self.step.fuse(hidden[:, columns], None if streams is None else streams[:, columns])
 
-    def _see(self, tokens_BJ: Tensor, count_B: Tensor) -> None:
-        if self.seen_BV is None:
-            return
-        inside_BJ = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device) < count_B[:, None]
-        counts = self.seen_BV.int().scatter_add_(1, tokens_BJ, inside_BJ.int())
-        self.seen_BV = counts > 0
-
     # drafting ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -153,7 +144,7 @@ class AutoregressiveDrafter:
         assert self.kv is not None
         lined = line_up(self.pending_BJ, self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth)
         if self.seen_BV is not None:
-            self._see(roots_B[:, None], torch.ones_like(roots_B))
+            self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
         visibility = Visibility(lined.position_BW, lined.write_BW, self.length_B)
         g_B1H, logits_B1U = self._pass(lined.tokens_BW, self.pending_g_BJH, visibility, lined.last_B1)
         self.length_B = lined.length_B

@@ -1,11 +1,13 @@
 """One decoding pass of an autoregressive head on explicit KV buffers, with the kernels that the target runs on.
 
-Equals AutoregressiveHead.step; weights are copied in the dtype that decoding runs in (a head is one layer), so that a
-head which is still being trained keeps its parameters.
+It computes what AutoregressiveHead.step does. Weights are copied, in the dtype that decoding runs in, so that a head
+which is still being trained keeps its parameters; a head has one layer, so the copy is small.
 Shape legend: B batch, N rows of a pass, R = B · N, H head hidden, U draft vocabulary, g kv heads, d head dim, S slots.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,11 @@ def norm_of(norm: RMSNorm) -> NormWeights:
     return NormWeights(norm.weight.detach().float(), norm.eps)
 
 
+def computes_as(head: AutoregressiveHead, family: type[AutoregressiveHead], piece: str) -> bool:
+    """Whether the head's `fuse`, `mix` or `logits` is the family's own: another head may compute it in another way."""
+    return getattr(type(head), piece) is getattr(family, piece)
+
+
 class DraftStep:
     """A head as it stands, bound to its target, ready to draft.
 
@@ -41,8 +48,8 @@ class DraftStep:
         def copied(*weights: Tensor) -> Tensor:
             return torch.cat([weight.detach().to(self.dtype) for weight in weights])
 
-        # an EAGLE-3 head's own; other heads' is no part of every cycle
-        self.fc = Linear(copied(head.fc.weight)) if type(head).fuse is Eagle3Head.fuse else None
+        # EAGLE-3 fuses the target's features in every cycle; EAGLE-1's fc is part of its input
+        self.fc = Linear(copied(head.fc.weight)) if computes_as(head, Eagle3Head, "fuse") else None
         self.qkv = Linear(copied(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight))
         self.out = Linear(copied(attention.o_proj.weight), residual=True)
         self.activation = mlp.act
@@ -53,21 +60,22 @@ class DraftStep:
         norm = layer.post_attention_layernorm
         self.mlp_norm = norm_of(norm)
         self.input = self._input()
-        self.norm = norm_of(head.norm) if isinstance(head, Eagle3Head) else None
+        self.norm: NormWeights | None = None
         self.shape = RopeStore(head.num_heads, head.num_kv_heads, head.head_dim)
         self.attend_shape = AttendShape(head.head_dim**-0.5)
         self.tables = head.rope(torch.arange(positions, device=device))
-        self.output = self._output()
+        self.output: Linear | None = None
+        self._set_output()
 
     def _input(self) -> DraftInput | None:
-        """What the rows are made of (an EAGLE-1 head's fc comes after it); None = whatever the head does."""
-        head, kind = self.head, type(self.head)
+        """What the rows are made of (EAGLE-1's fc comes after it); None = the head's own `mix` makes them."""
+        head: Any = self.head
         if head.embed_VD is None:
             raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
-        if isinstance(head, Eagle3Head) and kind.mix is Eagle3Head.mix:
+        if computes_as(head, Eagle3Head, "mix"):
             embed_VD = head.embed_VD if head.embed_tokens is None else head.embed_tokens.weight.detach()
             return DraftInput(embed_VD, (norm_of(head.midlayer.input_layernorm), norm_of(head.midlayer.hidden_norm)))
-        return DraftInput(head.embed_VD, None) if kind.mix is EagleHead.mix else None
+        return DraftInput(head.embed_VD, None) if computes_as(head, EagleHead, "mix") else None
 
     def _inputs(self, tokens_BN: Tensor, g_BfH: Tensor, under_BN: Tensor | None) -> tuple[Tensor, Tensor]:
         """(input of the layer's attention, start of its residual stream), rows first."""
@@ -81,21 +89,23 @@ class DraftStep:
             x_RI = head.fc(x_RI)
         return x_RI, head.residual(x_RI, g_RH)
 
-    def _output(self) -> Linear | None:
-        """The product that makes logits; None = whatever the head does."""
-        head, teacher = self.head, self.head.teacher
-        if isinstance(head, Eagle3Head):
-            return Linear(head.lm_head.weight.detach().to(self.dtype))
-        if teacher is None or teacher.bias_V is not None or teacher.softcap is not None or teacher.scale != 1.0:
-            return None
-        return Linear(teacher.weight_VD) if teacher.weight_VD.dtype == self.dtype else None
+    def _set_output(self) -> None:
+        """The product that makes logits, and the norm before it. Without a product the head's `logits` makes them."""
+        head: Any = self.head
+        if computes_as(head, Eagle3Head, "logits"):
+            self.norm, self.output = norm_of(head.norm), Linear(head.lm_head.weight.detach().to(self.dtype))
+        elif computes_as(head, EagleHead, "logits") and head.teacher is not None:
+            teacher = head.teacher
+            plain = teacher.bias_V is None and teacher.softcap is None and teacher.scale == 1.0
+            if plain and teacher.weight_VD.dtype == self.dtype:
+                self.output = Linear(teacher.weight_VD)
 
     def linears(self) -> list[Linear]:
         own = (self.fc, self.qkv, self.out, self.gate_up, self.down, self.output)
         return [linear for linear in own if linear is not None]
 
     def fuse(self, hidden_BJD: Tensor, streams_BJkD: Tensor | None) -> Tensor:
-        """As AutoregressiveHead.fuse: [B, J, H]."""
+        """The same as AutoregressiveHead.fuse: [B, J, H]."""
         if self.fc is None or streams_BJkD is None:
             return self.head.fuse(hidden_BJD, streams_BJkD)
         batch, count = streams_BJkD.shape[:2]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.decoding.sampling import Sampling, best, draw, penalise, probabilities
+from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, penalise, probabilities
 from headstart.eval.kernels.candidates import top_ids
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import StaticShape, Tree, chain, static_paths, static_shape
@@ -51,27 +51,20 @@ class MedusaDrafter:
             self.shape = self.shape.to(context.tokens_BJ.device)
         self.seen_BV: Tensor | None = None
         if self.sampling.penalises:
-            batch, vocab = context.tokens_BJ.shape[0], self.head.dims.vocab_size
-            self.seen_BV = torch.zeros((batch, vocab), dtype=torch.bool, device=context.tokens_BJ.device)
-            self._see(context)
+            self.seen_BV = context_seen(context.tokens_BJ, context.count_B, self.head.dims.vocab_size)
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
         new_B1 = (accepted.count_B > 0)[:, None]
         self.hidden_BD = torch.where(new_B1, self._last(accepted), self.hidden_BD)
-        self._see(accepted)
+        if self.seen_BV is not None:
+            self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
 
     def _last(self, rows: Rows) -> Tensor:
         if rows.hidden_BJD is None:
             raise ValueError("the engine captured no features: build it with the drafter's spec")
         batch = torch.arange(rows.count_B.shape[0], device=rows.count_B.device)
         return rows.hidden_BJD[batch, (rows.count_B - 1).clamp(min=0)]
-
-    def _see(self, rows: Rows) -> None:
-        if self.seen_BV is None:
-            return
-        inside_BJ = torch.arange(rows.tokens_BJ.shape[1], device=rows.tokens_BJ.device) < rows.count_B[:, None]
-        self.seen_BV = self.seen_BV.int().scatter_add_(1, rows.tokens_BJ, inside_BJ.int()) > 0
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:

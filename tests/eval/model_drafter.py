@@ -10,7 +10,7 @@ from torch import Tensor
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.decoding.sampling import Sampling, best, draw, probabilities
+from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, probabilities
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import Tree, chain, empty
 
@@ -59,9 +59,7 @@ class ModelDrafter:
         logits_BV, _ = self.engine.prefill(tokens)
         self.seen_BV = None
         if self.sampling.penalises:
-            self.seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
-            for row, line in enumerate(tokens):
-                self.seen_BV[row, line] = True
+            self.seen_BV = context_seen(context.tokens_BJ, context.count_B, logits_BV.shape[1])
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
@@ -92,6 +90,4 @@ class ModelDrafter:
         path_BK = torch.where(level_K < accepted.count_B[:, None] - 1, level_K, -1)
         self.engine.commit(self.roots_B, self.tree, self.step, path_BK, accepted.count_B > 0)
         if self.seen_BV is not None:
-            inside_BJ = torch.arange(accepted.tokens_BJ.shape[1], device=level_K.device) < accepted.count_B[:, None]
-            counts_BV = self.seen_BV.int().scatter_add_(1, accepted.tokens_BJ, inside_BJ.int())
-            self.seen_BV = counts_BV > 0
+            self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)

@@ -85,7 +85,7 @@ class Rope(nn.Module):
 
 
 class Projections(nn.Module):
-    """q/k/v/o projections without bias. `in_size` is H, or 2H for EAGLE-3."""
+    """q/k/v/o projections without bias. `in_size` is H, or 2H where embedding and feature stand side by side."""
 
     def __init__(self, in_size: int, hidden_size: int, dims: HeadDims):
         super().__init__()
@@ -125,7 +125,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One Llama decoder layer whose attention input the head prepares (EAGLE-1: H wide, EAGLE-3: 2H wide).
+    """One Llama decoder layer whose attention input the head prepares, H or 2H wide.
 
     Attributes:
         recompute: make the MLP's activations again in the backward pass of training instead of keeping them.

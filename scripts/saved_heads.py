@@ -128,7 +128,6 @@ def untrained_head(config: HeadConfig | None, target: Target) -> Head:
         head = build_head(config, target.dims).to(target.device, target.dtype)
         size = head.draft_vocab_size
         head.initialise(target.ends, None if size is None else torch.arange(size, device=target.device))
-    head.bind(target.ends)
     head.sharpen()
     return head.eval()
 

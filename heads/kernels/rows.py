@@ -1,6 +1,6 @@
 """Row-wise steps of a draft layer with their backward written out: one Triton kernel each on CUDA, plain tensor
-operations elsewhere (the eager twins). Nothing here records autograd: EAGLE-3 training
-(heads/families/eagle3/ttt.py) calls forward and backward itself.
+operations elsewhere (the eager twins). Nothing here records autograd: training-time test calls forward and backward
+itself.
 
 Shapes: n rows, H hidden, W channels of a row, I MLP width, d head width.
 """

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
+from headstart.heads.base import HeadConfig
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import FAMILIES
 from headstart.heads.targets.target import Target, TargetConfig
 
 LLAMA_ROPE = {
@@ -45,6 +48,17 @@ PRESETS: dict[str, tuple[PretrainedConfig, int]] = {
         128,
     ),
 }  # fmt: skip
+
+
+#: family of the heads that training benchmarks make
+FAMILY = "eagle3"
+
+
+def head_config(preset: str, depth: int, **fields: Any) -> HeadConfig:
+    """The head that is benchmarked on a preset. Args: fields: more of the family's settings."""
+    made: Any = FAMILIES[FAMILY].config
+    config: HeadConfig = made(depth=depth, draft_vocab_size=PRESETS[preset][1], **fields)
+    return config
 
 
 def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Target:

@@ -47,12 +47,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from headstart.bench.presets import PRESETS, refuse_ranks
+from headstart.bench.presets import PRESETS, head_config, refuse_ranks
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
-from headstart.heads.families import FAMILIES, build_head
+from headstart.heads.families import build_head
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.targets.sharded import ShardedTarget, fill, shard_group
@@ -197,12 +197,10 @@ def run_case(
     tokens = options.tokens // 2 if case.cut else options.tokens
     samples = make_samples(config.vocab_size, max(options.gpus) * 4, tokens, options.length)
     draft_ids_U = torch.arange(PRESETS[options.preset][1], device=device)
-    head_config: Any = FAMILIES["eagle3"].config(  # type: ignore[call-arg]
-        depth=options.depth, draft_vocab_size=len(draft_ids_U)
-    )
+    described = head_config(options.preset, options.depth)
     torch.manual_seed(0)
     with device:
-        head = build_head(head_config, HeadDims.from_hf_config(config)).to(device)
+        head = build_head(described, HeadDims.from_hf_config(config)).to(device)
     head.initialise(target.ends, draft_ids_U)
     target.keep_rows(draft_ids_U)
     head.bind(target.ends)

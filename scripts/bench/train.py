@@ -23,12 +23,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.bench.presets import PRESETS, random_target, refuse_ranks
+from headstart.bench.presets import PRESETS, head_config, random_target, refuse_ranks
 from headstart.bench.timing import Timer, measure_matmul, print_kernels
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import make_packs
@@ -39,7 +38,7 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, HeadstartError
-from headstart.heads.families import FAMILIES, build_head
+from headstart.heads.families import build_head
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
 from headstart.heads.targets.target import Target
@@ -158,6 +157,12 @@ def make_batch(case: Case, head: Head, vocab: int, device: torch.device, dtype: 
     )
 
 
+def row_fraction_of(head: Head) -> float:
+    """`head.row_fraction`, 1 for a family that always trains all rows."""
+    fraction: float = asdict(head.config).get("row_fraction", 1.0)
+    return fraction
+
+
 def compiled_graphs() -> int:
     """Graphs that torch.compile has made in this process, recompilations included."""
     from torch._dynamo.utils import counters
@@ -228,7 +233,7 @@ def bench_case(
         case.name, preset, tokens / step_ms * 1e3, supervised / step_ms * 1e3, flops / (step_ms / 1e3) / matmul, peak,
         compile_s, compiles, step_ms, split, tokens, supervised, len(case.lengths), steps, matmul / 1e12,
         origin["device"], "python -m headstart.bench.train " + " ".join(sys.argv[1:]), origin["git_revision"],
-        origin["versions"], getattr(head.config, "row_fraction", 1.0),
+        origin["versions"], row_fraction_of(head),
     )  # fmt: skip
 
 
@@ -286,7 +291,7 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
         seconds / steps * 1e3, {"data_wait": statistics.mean(r["data_wait"] for r in half) * seconds / steps * 1e3},
         tokens, last["supervised_tokens"], len(trained), last["step"], matmul / 1e12, origin["device"],
         "python -m headstart.bench.train " + " ".join(sys.argv[1:]), origin["git_revision"], origin["versions"],
-        getattr(head.config, "row_fraction", 1.0),
+        row_fraction_of(head),
     )  # fmt: skip
 
 
@@ -310,10 +315,8 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
         else:
             teacher = Teacher(torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype) * 0.02)
             embed_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype)
-        head_config: Any = FAMILIES["eagle3"].config(  # type: ignore[call-arg]
-            depth=arguments.depth, draft_vocab_size=vocab, row_fraction=arguments.row_fraction
-        )
-        head = build_head(head_config, dims).to(device).train()
+        described = head_config(preset, arguments.depth, row_fraction=arguments.row_fraction)
+        head = build_head(described, dims).to(device).train()
         head.initialise(TargetEnds(embed_VD, teacher), torch.arange(vocab, device=device))
         try:
             records.append(bench_case(case, preset, head, target, teacher, arguments.steps, matmul, arguments.profile))

@@ -17,12 +17,12 @@ from headstart.data.packing import WINDOW, make_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.families import build_head
+from headstart.heads.targets.load import weightless_target
 from headstart.heads.targets.target import DTYPES
 from headstart.pipeline.data import trained_samples, without_prompts
 from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe
 from headstart.refusals import refuse_ahead
-from headstart.targets import weightless_target
 from headstart.train.flops import matmul_flops
 from headstart.train.launching.setup import check_layout
 from headstart.train.plan import (

@@ -32,7 +32,7 @@ Question = Callable[[Recipe, Target], str]
 def refuse_ahead(recipe: Recipe, target: Target) -> None:
     """Raise what training, evaluation, saving or exporting would raise for this recipe and target, or nothing.
 
-    Args: target: with or without weights (targets.weightless_target); none are read.
+    Args: target: with or without weights (weightless_target); none are read.
     Raises: ConfigError, TargetError or FormatError with the words of the step itself.
     """
     for question in QUESTIONS.values():
@@ -139,11 +139,12 @@ def require_decoding(target: Target, spec: FeatureSpec, force: bool) -> None:
     every row, from rounding, which spoils a few.
     Raises: TargetError, unless the export is forced (`export.force`).
     """
-    from headstart.heads.targets.probe import explained, without_traces
+    from headstart.heads.targets.explained import explained_forward
+    from headstart.heads.targets.probe import without_traces
     from headstart.serving_check import compare_features, probe_sequences, require_parity
 
     if force or target.lockstep:
         return
-    with explained(f"{target.config.name} in the decode loop"), without_traces(target.model):
+    with explained_forward(f"{target.config.name} in the decode loop"), without_traces(target.model):
         found = compare_features(target, spec, probe_sequences(target, 1, 24))
     require_parity(replace(found, tolerance=float("inf")))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from headstart.heads.dims import HeadDims
-from headstart.heads.errors import ConfigError, DataError, HeadstartError, TargetError
+from headstart.heads.errors import ConfigError, DataError, TargetError
 from headstart.heads.files import explain_read, read_bounded
+from headstart.heads.targets.explained import explained_loading
 from headstart.heads.targets.sharded import (
     ShardedTarget,
     WeightFiles,
@@ -41,7 +42,7 @@ def load_target(config: TargetConfig) -> Target:
     if config.parallel not in TARGET_KINDS:
         raise ConfigError(f"target.parallel: found {config.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
     place, shared, hub_refusal = locate(config)
-    with loading(config.name, hub_refusal):
+    with explained_loading(config.name, hub_refusal):
         if config.parallel == "fsdp2":
             return load_sharded(config, device, dtype)
         tokenizer = load_tokenizer(config, place, shared)
@@ -69,7 +70,7 @@ def load_sharded(config: TargetConfig, device: torch.device, dtype: torch.dtype)
 
     Raises: TargetError when the files do not hold exactly the model's tensors; ConfigError, see shard_group.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     group = shard_group(config.shard_ranks)
     place, shared, _ = locate(config)
@@ -78,13 +79,7 @@ def load_sharded(config: TargetConfig, device: torch.device, dtype: torch.dtype)
     settings = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     check_plain(settings, config.name)
 
-    def make(attention: str) -> Any:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                settings, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
-            )
-
-    model, notes = with_attention(make, config.attn_implementation)
+    model, notes = model_on_meta(settings, config, dtype=dtype)
     load_generation_config(model, directory)
     output_shard_VD = fill(model, WeightFiles(directory), device, group)
     target = ShardedTarget(model, tokenizer, config, revision, group, output_shard_VD)
@@ -109,13 +104,62 @@ def model_directory(place: str, revision: str | None, local: bool) -> tuple[Path
     return Path(found), Path(found).name
 
 
-def load_generation_config(model: nn.Module, directory: Path) -> None:
+def weightless_target(config: TargetConfig) -> Target:
+    """The target without weights: tokenizer, dimensions and stop tokens, in seconds whatever its size.
+
+    Raises: TargetError naming the target and the remedy.
+    """
+    from transformers import AutoConfig
+
+    place, shared, hub_refusal = locate(config)
+    with explained_loading(config.name, hub_refusal):
+        tokenizer = load_tokenizer(config, place, shared)
+        settings = AutoConfig.from_pretrained(place, **shared)
+        check_quantisation(settings)
+        model, notes = model_on_meta(settings, config)
+    load_generation_config(model, place, config.revision, shared["local_files_only"])
+    with explained_loading(config.name, hub_refusal):
+        target = Target.from_model(model, tokenizer, config)
+    target.notes = [*notes, *target.notes]
+    return target
+
+
+def model_on_meta(settings: Any, config: TargetConfig, **options: Any) -> tuple[Any, list[str]]:
+    """A model of these settings without weights, and what `with_attention` says of it."""
+    from transformers import AutoModelForCausalLM
+
+    def make(attention: str) -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                settings, attn_implementation=attention, trust_remote_code=config.trust_remote_code, **options
+            )
+
+    return with_attention(make, config.attn_implementation)
+
+
+def load_generation_config(
+    model: nn.Module, place: Path | str, revision: str | None = None, local: bool = False
+) -> None:
+    """A model without one stops at its tokenizer's and config's end tokens."""
     from transformers import GenerationConfig
 
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(place, revision=revision, local_files_only=local)
+
+
+def check_quantisation(settings: Any) -> None:
+    """Raises: ImportError, as loading would, where quantised weights need a package that is not installed."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantised = getattr(settings, "quantization_config", None)
+    if quantised is None:
+        return
     try:
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-    except OSError:
-        pass  # a model without one stops at its tokenizer's and config's end tokens
+        AutoHfQuantizer.from_config(quantised, pre_quantized=True).validate_environment()
+    except ImportError:
+        raise
+    except Exception:  # another machine than the one that will load it: no GPU, another device map
+        return
 
 
 def check_shardable(target: Target) -> None:
@@ -143,7 +187,7 @@ def target_dims(name: str, revision: str | None = None) -> HeadDims:
     from headstart.heads.targets.fetch import locate_target
 
     place, hub_refusal = locate_target(name)
-    with loading(name, hub_refusal):
+    with explained_loading(name, hub_refusal):
         config = AutoConfig.from_pretrained(place, revision=revision, local_files_only=hub_refusal is not None)
     return HeadDims.from_hf_config(config)
 
@@ -207,32 +251,6 @@ def read_template(path: Path) -> str:
             return read_bounded(path, MAX_TEMPLATE_BYTES).decode("utf-8")
     except (DataError, UnicodeDecodeError) as error:
         raise TargetError(f"target.chat_template: {error}; expected a Jinja file") from error
-
-
-@contextmanager
-def loading(name: str, hub_refusal: str | None) -> Iterator[None]:
-    """What reading a target raises, in a library's code or its own, becomes a TargetError that names the remedy."""
-    from headstart.heads.targets.fetch import TARGETS
-
-    try:
-        yield
-    except (HeadstartError, torch.OutOfMemoryError, torch.distributed.DistError):
-        raise
-    except ImportError as error:
-        raise TargetError(
-            f"target {name!r} cannot be loaded: {str(error).strip()}\nInstall the package it names, or do without: "
-            "target.attn_implementation=sdpa, a target whose weights are not quantised"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise TargetError(
-            f"target {name!r} cannot be loaded: {hub_refusal or error}\n"
-            f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
-        ) from error
-    except Exception as error:  # configs and code of a thousand architectures, theirs or the repository's
-        raise TargetError(
-            f"target {name!r} cannot be loaded: {type(error).__name__}: {error}. Its config or its code does not fit "
-            "this version of transformers: update transformers, or name another target or revision"
-        ) from error
 
 
 def with_attention(make: Callable[[str], Any], attention: str) -> tuple[Any, list[str]]:

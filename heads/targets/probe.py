@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from headstart.heads.ends import Teacher
-from headstart.heads.errors import HeadstartError, TargetError
+from headstart.heads.errors import TargetError
 from headstart.heads.numerics import wide
+from headstart.heads.targets.explained import explained_forward
 from headstart.heads.targets.locate import counted_calls, decoder_layers, record_layer_inputs, text_decoder
 
 #: tokens of the probe
@@ -190,14 +191,14 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
     decoder = text_decoder(model)
     inner = tuple(range(1, layers))
     with (
-        explained(name),
+        explained_forward(name),
         without_traces(model),
         watched(model, decoder) as seen,
         record_layer_inputs(model, inner) as streams,
         counted_calls(decoder_layers(model)) as calls,
     ):
         answer = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=states)
-    with explained(name):
+    with explained_forward(name):
         alone = decoder(input_ids=tokens_BT, use_cache=False)
     _require_once(calls, name)
     if seen.hidden_BTD is None:
@@ -217,20 +218,6 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
     tolerance = max(tolerance, TOLERANCE.get(logits_TV.dtype, 0.0))
     _require_near(f"{name}: the logits of its output matrix", found.logits(captured.to(place)), logits_TV, tolerance)
     return found
-
-
-@contextmanager
-def explained(name: str) -> Iterator[None]:
-    """What a model's own code raises becomes a TargetError. Memory that runs out stays what it is."""
-    try:
-        yield
-    except (HeadstartError, torch.OutOfMemoryError, torch.distributed.DistError):
-        raise
-    except Exception as error:
-        raise TargetError(
-            f"{name}: a forward fails with {type(error).__name__}: {error}. This architecture, or this version of "
-            "transformers, cannot be a target"
-        ) from error
 
 
 def _require_finite(what: str, values: Tensor) -> None:

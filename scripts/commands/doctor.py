@@ -87,9 +87,9 @@ def _machine() -> list[Check]:
 def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
     from headstart import identity
     from headstart.data.chat import ChatFormat
+    from headstart.heads.targets.load import weightless_target
     from headstart.recipes.load import load_recipe
     from headstart.refusals import QUESTIONS, Question
-    from headstart.targets import weightless_target
 
     settings = load_recipe(recipe, overrides)
     checks: list[Check] = [("recipe", "ok", f"{recipe} → {settings.run_dir}")]

@@ -22,10 +22,10 @@ def command(
         from rich.text import Text
 
         from headstart.data.inspection import render_sample, render_tokens, summarise
+        from headstart.heads.targets.load import weightless_target
         from headstart.pipeline.data import prepare, trained_samples, without_prompts
         from headstart.pipeline.run import Run, dated_target
         from headstart.recipes.load import load_recipe
-        from headstart.targets import weightless_target
 
         settings = load_recipe(recipe, overrides or [])
         run = Run(settings, console, weightless_target(dated_target(settings)))

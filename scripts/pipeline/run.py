@@ -19,6 +19,7 @@ from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import build_head
 from headstart.heads.files import explain_disk, remove_leftovers, write_text
+from headstart.heads.targets.load import weightless_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.template_date import shown_date
 from headstart.pipeline.inputs import DISTILLED, Inputs
@@ -26,7 +27,7 @@ from headstart.pipeline.markers import Begin, Markers
 from headstart.recipes.load import to_yaml
 from headstart.recipes.schema import Recipe
 from headstart.refusals import refuse_ahead
-from headstart.targets import loaded_target, weightless_target
+from headstart.targets import loaded_target
 
 #: file of a run that holds the day on which it began
 TEMPLATE_DATE = "data/template_date"

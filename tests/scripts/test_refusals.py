@@ -16,12 +16,11 @@ import transformers
 from headstart.heads.errors import ConfigError, FormatError, HeadstartError, TargetError
 from headstart.heads.families import build_head
 from headstart.heads.formats import save_head
-from headstart.heads.targets.load import load_target
+from headstart.heads.targets.load import load_target, weightless_target
 from headstart.heads.targets.target import TargetConfig
 from headstart.recipes.load import load_recipe
 from headstart.refusals import planned_head, refuse_ahead, require_decoding
 from headstart.serving_check import compare_features
-from headstart.targets import weightless_target
 
 SIZES = {
     "vocab_size": 259,

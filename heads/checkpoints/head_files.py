@@ -21,6 +21,8 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 
 WEIGHTS = "model.safetensors"
+#: layout of a directory that only Headstart reads
+COMPACT = "compact"
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,11 @@ class HeadFiles:
         return compact(head, self.compact_note)
 
     def portable(self, head: Head) -> Contents:
-        """What `export` writes for engines that take the common form. Raises: FormatError where there is none."""
-        raise FormatError(f"{head.family}: no serving engine loads heads of this family; keep the saved directory")
+        """What `export` writes for all engines that take one form; for a family that no engine serves, what is saved.
+
+        Raises: FormatError for a head that is not bound to the target whose matrices the form needs.
+        """
+        return self.contents(head)
 
     # serving
 
@@ -159,7 +164,7 @@ def compact(head: Head, note: str) -> Contents:
         "vocab_size": head.dims.vocab_size,
         "note": note,
     }
-    return Contents("compact", config, {name: tensor.detach() for name, tensor in head.state_dict().items()})
+    return Contents(COMPACT, config, {name: tensor.detach() for name, tensor in head.state_dict().items()})
 
 
 def compact_architecture(family: str) -> str:

@@ -105,13 +105,13 @@ def check_checkpoint(raw: RawCheckpoint, target_dims: HeadDims | None = None) ->
     ours, mapped = _headstart(raw, target_dims)
     if target_dims is None and sealed is not None:
         target_dims = sealed.dims
-    engines = {"headstart": ours, **{key: format.check(seen, target_dims) for key, format in FORMATS.items()}}
+    engines = {"headstart": ours, **{key: engine.check(seen, target_dims) for key, engine in FORMATS.items()}}
     if sealed is not None:
         for key in FORMATS:
             add_changes(engines[key], sealed, raw)
     if len(raw.readers) > 1:
-        sharded = [key for key, format in FORMATS.items() if (r := format.serves.get(seen.family)) and r.shards]
-        for key in ["headstart", *sharded] if seen.family in FAMILIES else []:
+        whole = ["headstart"] if seen.family in FAMILIES else []
+        for key in [*whole, *(key for key, engine in FORMATS.items() if engine.reads_shards(seen.family))]:
             engines[key].add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
     layout = mapped.layout if mapped is not None else None
     return CheckReport(str(raw.directory), seen.family, layout, engines)

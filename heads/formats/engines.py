@@ -6,5 +6,5 @@ from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
 from headstart.heads.formats.format import Format
 
 FORMATS: dict[str, Format] = {
-    format.key: format for format in (vllm.FORMAT, sglang.FORMAT, tgi.FORMAT, tensorrt_llm.FORMAT)
+    engine.key: engine for engine in (vllm.FORMAT, sglang.FORMAT, tgi.FORMAT, tensorrt_llm.FORMAT)
 }

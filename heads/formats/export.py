@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.heads.base import Head
 from headstart.heads.checkpoints.geometry import dims_from_json
-from headstart.heads.checkpoints.head_files import Contents
+from headstart.heads.checkpoints.head_files import COMPACT, Contents
 from headstart.heads.checkpoints.raw import RawCheckpoint, TensorInfo
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import FAMILIES
@@ -26,12 +26,6 @@ from headstart.heads.formats.recognise import map_foreign
 from headstart.heads.formats.shards import shard_bytes
 
 PORTABLE = "portable"
-
-
-def writable(family: str) -> list[str]:
-    """What can be written for a family: `portable` where some engine takes it, and the engines that serve it."""
-    served = [key for key, format in FORMATS.items() if family in format.serves]
-    return [PORTABLE, *served] if any(FORMATS[key].loads_portable(family) for key in served) else served
 
 
 def contents(head: Head, engine: str, provenance: dict[str, Any]) -> Contents:
@@ -50,11 +44,12 @@ def check_export(config: ExportConfig, family: str | None = None) -> None:
         raise ConfigError(f"export.engines: found {list(config.engines)}, expected some of {known}")
     if config.dtype not in DTYPES:
         raise ConfigError(f"export.dtype: found {config.dtype!r}, expected one of {sorted(DTYPES)}")
-    for name in config.engines if family is not None else []:
-        if name not in (able := writable(family)):
-            engine = "the portable directory" if name == PORTABLE else FORMATS[name].name
-            remedy = f"expected some of {able}" if able else "no engine does: serve the target alone"
-            raise ConfigError(f"export.engines: {engine} does not serve {family} heads; {remedy}")
+    able = [PORTABLE, *(key for key, engine in FORMATS.items() if family in engine.serves)]
+    for name in config.engines:
+        if family is not None and name not in able:
+            raise ConfigError(
+                f"export.engines: {FORMATS[name].name} does not serve {family} heads; expected some of {able}"
+            )
     shard_bytes(config.max_shard_size)
 
 
@@ -94,6 +89,8 @@ def check_ahead(head: Head, config: ExportConfig, provenance: dict[str, Any]) ->
     for name in config.engines:
         held, place = contents(head, name, provenance), Path(f"the export for {name}")
         files_of(place, held, DTYPES[config.dtype], shard_bytes(config.max_shard_size))
+        if held.layout == COMPACT:  # nothing but what was saved: only Headstart reads it
+            continue
         raw = ImaginedCheckpoint.of(held, place)
         _require_right(check_checkpoint(raw, head.dims), name, head.family, config.force)
         compare_settings(map_foreign(raw, head.dims), held.settings or head.config, head.dims, str(place))
@@ -117,7 +114,7 @@ class ImaginedCheckpoint(RawCheckpoint):
 
 
 def _require_right(report: CheckReport, name: str, family: str, force: bool) -> None:
-    engines = [key for key, format in FORMATS.items() if format.loads_portable(family)] if name == PORTABLE else [name]
+    engines = [key for key, engine in FORMATS.items() if engine.loads_portable(family)] if name == PORTABLE else [name]
     bad = [engine for engine in ("headstart", *engines) if not report.loads(engine)]
     if bad and not force:
         reasons = "; ".join(

@@ -97,6 +97,10 @@ class Format:
             raise FormatError(f"export.engines: {self.name} does not serve {head.family} heads")
         return FAMILIES[head.family].files.portable(head) if rules.write is None else rules.write(head, provenance)
 
+    def reads_shards(self, family: str | None) -> bool:
+        """Whether the engine reads a head of this family whose weights stand in several files."""
+        return family in self.serves and self.serves[family].shards
+
     def loads_portable(self, family: str) -> bool:
         """Whether the portable directory of a family is made for this engine, among others."""
         return family in self.serves and self.serves[family].write is None

@@ -127,5 +127,5 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dic
     """
     target = hub_name(side.get("target") or {}) or "TARGET"
     launch = Launch(model, target, side["type"], drafted_tokens(side), context_limit(side))
-    commands = {key: format.launch(launch) for key, format in FORMATS.items() if key in engines}
+    commands = {key: engine.launch(launch) for key, engine in FORMATS.items() if key in engines}
     return {key: command for key, command in commands.items() if command is not None}

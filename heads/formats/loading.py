@@ -9,6 +9,7 @@ import torch
 
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.checkpoints.geometry import dims_from_json
+from headstart.heads.checkpoints.head_files import COMPACT
 from headstart.heads.checkpoints.raw import RawCheckpoint, open_checkpoint
 from headstart.heads.checkpoints.tensor_map import TensorMap, require_equal, some
 from headstart.heads.dims import HeadDims
@@ -52,7 +53,7 @@ def _map_ours(raw: RawCheckpoint, target: HeadDims | None) -> tuple[TensorMap, H
     if target is not None:
         for name in ("hidden_size", "vocab_size", "num_layers"):
             require_equal(where, f"dims.{name}", getattr(dims, name), getattr(target, name))
-    if side.get("layout") == "compact":
+    if side.get("layout") == COMPACT:
         return _map_compact(raw, config, dims), config
     if (other := recognise(raw)) != family:
         raise FormatError(f"{where}: says {family} and the other files are {other}'s; copy the directory again")

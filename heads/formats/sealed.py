@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.heads.checkpoints.geometry import dims_from_json
+from headstart.heads.checkpoints.head_files import COMPACT
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
@@ -45,7 +46,7 @@ def read_sealed(raw: RawCheckpoint) -> Sealed | None:
         files = FAMILIES[side["type"]].files
         dims = dims_from_json(side.get("dims"), where, rope=files.has_rope)
         head = skeleton(settings, dims, where)
-        config = {} if side.get("layout") == "compact" else files.config_json(head)
+        config = {} if side.get("layout") == COMPACT else files.config_json(head)
     except (FormatError, ConfigError):
         return None
     return Sealed(dims, config, changed_files(raw, side))

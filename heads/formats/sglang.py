@@ -16,7 +16,10 @@ from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.dims import HeadDims
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.eagle_rules import (
-    draft_map_problem,
+    check_activation,
+    check_draft_map,
+    check_lm_head,
+    check_own_embeddings,
     eagle3_tensors,
     eagle_config_of,
     eagle_tensors,
@@ -49,8 +52,7 @@ def _common(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None
         verdict.add(REFUSES, f"architectures is {architectures!r}, expected [{architecture!r}]")
     check_parses(verdict, seen)
     sizes = llama_sizes(config, "config.json")
-    if config.get("hidden_act", "silu") != "silu":
-        verdict.add(REFUSES, f"hidden_act is {config['hidden_act']!r}; its MLP knows silu")
+    check_activation(verdict, config)
     if sizes["layers"] != 1:
         verdict.add(
             WRONG, f"num_hidden_layers is {sizes['layers']} and the file holds one layer: the others stay random"
@@ -95,27 +97,14 @@ def _eagle3(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None
     _feature_layers(verdict, config.get("eagle_aux_hidden_state_layer_ids"), nested, target)
     known = {row.name for row in eagle3_tensors(WRONG)} | {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
     _skipped(verdict, seen, known)
-    if sizes["H"] != sizes["D"] and "embed_tokens.weight" not in seen.names:
-        verdict.add(
-            WRONG, f"embed_tokens.weight is missing and hidden_size {sizes['H']} is not the target's: it stays random"
-        )
+    check_own_embeddings(verdict, seen, sizes)
 
 
 def _draft_vocabulary(verdict: EngineVerdict, seen: HeadDirectory, sizes: dict[str, int]) -> None:
-    size, vocab = sizes["U"], sizes["V"]
     if seen.config.get("draft_vocab_size") is None:
         verdict.add(WRONG, "draft_vocab_size is missing: SGLang takes the target's lm_head instead of the head's own")
-    shape = seen.shape("lm_head.weight")
-    if shape is None:
-        verdict.add(WRONG, "lm_head.weight is missing: it stays random")
-    elif shape != (size, sizes["H"]):
-        verdict.add(REFUSES, f"lm_head.weight is {list(shape)}, config.json makes it [{size}, {sizes['H']}]")
-    if "d2t" not in seen.names and size < vocab:
-        verdict.add(
-            WRONG, f"d2t is missing with draft_vocab_size {size} < vocab_size {vocab}: draft ids pass as target ids"
-        )
-    elif problem := draft_map_problem(seen, size, vocab):
-        verdict.add(WRONG, problem)
+    check_lm_head(verdict, seen, sizes, WRONG, "lm_head.weight is missing: it stays random")
+    check_draft_map(verdict, seen, sizes)
 
 
 def _feature_layers(verdict: EngineVerdict, top: Any, nested: dict[str, Any], target: HeadDims | None) -> None:

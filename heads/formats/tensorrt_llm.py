@@ -16,7 +16,13 @@ from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.dims import HeadDims
 from headstart.heads.families.medusa.files import COUNTS
 from headstart.heads.formats import tgi
-from headstart.heads.formats.eagle_rules import draft_map_problem, eagle3_tensors, eagle_config_of, llama_sizes
+from headstart.heads.formats.eagle_rules import (
+    check_draft_map,
+    check_lm_head,
+    eagle3_tensors,
+    eagle_config_of,
+    llama_sizes,
+)
 from headstart.heads.formats.format import Format, Launch, Rules
 from headstart.heads.formats.verdicts import (
     LOADS,
@@ -52,18 +58,9 @@ def _eagle3(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None
     check_geometry(verdict, config, target)
     if sizes["layers"] != 1:
         verdict.add(WRONG, f"num_hidden_layers is {sizes['layers']} and the file holds one layer")
-    size, vocab = sizes["U"], sizes["V"]
-    shape = seen.shape("lm_head.weight")
-    if shape is None:
-        verdict.add(LOADS if size == vocab else WRONG, "lm_head.weight is missing: the target's is taken")
-    elif shape != (size, sizes["H"]):
-        verdict.add(REFUSES, f"lm_head.weight is {list(shape)}, config.json makes it [{size}, {sizes['H']}]")
-    if "d2t" not in seen.names and size < vocab:
-        verdict.add(
-            WRONG, f"d2t is missing with draft_vocab_size {size} < vocab_size {vocab}: draft ids pass as target ids"
-        )
-    elif problem := draft_map_problem(seen, size, vocab):
-        verdict.add(WRONG, problem)
+    missing = LOADS if sizes["U"] == sizes["V"] else WRONG
+    check_lm_head(verdict, seen, sizes, missing, "lm_head.weight is missing: the target's is taken")
+    check_draft_map(verdict, seen, sizes)
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     usual = [2, target.num_layers // 2, target.num_layers - 3] if target else None
     if isinstance(ids, list) and ids != usual:

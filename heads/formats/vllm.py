@@ -18,7 +18,10 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families.medusa.files import COUNTS
 from headstart.heads.formats.eagle_rules import (
-    draft_map_problem,
+    check_activation,
+    check_draft_map,
+    check_lm_head,
+    check_own_embeddings,
     eagle3_tensors,
     eagle_config_of,
     eagle_tensors,
@@ -45,8 +48,6 @@ EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Lla
 #: tensors an EAGLE load takes besides the table's
 EAGLE_OPTIONAL = {"embed_tokens.weight"}
 EAGLE3_OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden"}
-
-
 MLP_SPECULATOR, NO_MLP = "mlp_speculator", "MLP speculators are no longer in vLLM's registry"
 
 
@@ -167,8 +168,8 @@ def _eagle3(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None
         verdict.add(
             WRONG,
             f"the feature layers stand only inside eagle_config: vLLM takes {inner} as they are, SGLang (whose "
-            "key it is) adds "
-            f"1. Write {[k + 1 for k in inner if type(k) is int]} as eagle_aux_hidden_state_layer_ids at top level",
+            f"key it is) adds 1. Write {[k + 1 for k in inner if type(k) is int]} as eagle_aux_hidden_state_layer_ids "
+            "at top level",
         )
     if isinstance(top, list) and isinstance(inner, list) and [k + 1 for k in inner if type(k) is int] != top:
         verdict.add(
@@ -187,10 +188,7 @@ def _eagle3(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None
         if name.startswith(("input_norm", "fc_norm")):
             verdict.add(WRONG, f"{name} is missing: the norm stays at ones")
     _unexpected(verdict, seen, known, config)
-    if sizes["H"] != sizes["D"] and "embed_tokens.weight" not in seen.names:
-        verdict.add(
-            WRONG, f"embed_tokens.weight is missing and hidden_size {sizes['H']} is not the target's: it stays random"
-        )
+    check_own_embeddings(verdict, seen, sizes)
     _embedding(verdict, seen, sizes)
 
 
@@ -228,27 +226,16 @@ def _speculators(verdict: EngineVerdict, seen: HeadDirectory) -> dict[str, Any]:
 
 
 def _draft_vocabulary(verdict: EngineVerdict, seen: HeadDirectory, sizes: dict[str, int]) -> None:
-    size, vocab = sizes["U"], sizes["V"]
-    shape = seen.shape("lm_head.weight")
-    if shape is None and size < vocab:
-        verdict.add(
-            WRONG,
-            f"lm_head.weight [{size}, {sizes['H']}] is missing: the target's {vocab}-row head is shared in silence",
-        )
-    elif shape is None:
-        verdict.add(LOADS, "lm_head.weight is missing: the target's is shared")
-    elif shape != (size, sizes["H"]):
-        verdict.add(REFUSES, f"lm_head.weight is {list(shape)}, config.json makes it [{size}, {sizes['H']}]")
-    if "d2t" not in seen.names:
-        if size < vocab:
-            verdict.add(
-                WRONG, f"d2t is missing with draft_vocab_size {size} < vocab_size {vocab}: draft ids pass as target ids"
-            )
-        return
-    if size == vocab:
+    size, vocab_size = sizes["U"], sizes["V"]
+    if size < vocab_size:
+        whole = f"[{size}, {sizes['H']}] is missing: the target's {vocab_size}-row head is shared in silence"
+        check_lm_head(verdict, seen, sizes, WRONG, f"lm_head.weight {whole}")
+    else:
+        check_lm_head(verdict, seen, sizes, LOADS, "lm_head.weight is missing: the target's is shared")
+    if "d2t" in seen.names and size == vocab_size:
         verdict.add(REFUSES, "d2t is not expected when draft_vocab_size equals vocab_size: leave it out")
-    elif problem := draft_map_problem(seen, size, vocab):
-        verdict.add(REFUSES if "shape" in problem else WRONG, problem)
+    else:
+        check_draft_map(verdict, seen, sizes, misshapen=REFUSES)
 
 
 def _feature_layers(verdict: EngineVerdict, ids: Any, target: HeadDims | None) -> None:
@@ -279,8 +266,7 @@ def _feature_layers(verdict: EngineVerdict, ids: Any, target: HeadDims | None) -
 
 def _llama(verdict: EngineVerdict, config: dict[str, Any], target: HeadDims | None) -> dict[str, int]:
     sizes = llama_sizes(config, "config.json")
-    if config.get("hidden_act", "silu") != "silu":
-        verdict.add(REFUSES, f"hidden_act is {config['hidden_act']!r}; its MLP knows silu")
+    check_activation(verdict, config)
     if sizes["layers"] != 1:
         given = "missing and defaults to" if config.get("num_hidden_layers") is None else "is"
         verdict.add(
@@ -316,7 +302,7 @@ def _embedding(verdict: EngineVerdict, seen: HeadDirectory, sizes: dict[str, int
 
 
 def _asked_first(check: Check) -> Check:
-    """`check` after what vLLM finds whatever the family is."""
+    """`check`, after the questions that vLLM asks of every family."""
 
     def whole(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None) -> None:
         if seen.raw.config.get("model_type") == MLP_SPECULATOR:

@@ -24,7 +24,7 @@ while true; do wait $!; code=$?; [ $code -le 128 ] && exit $code; done
 #: a launcher whose ranks take a moment until they can handle a signal, and which starts the second one later
 SLOW = """#!/usr/bin/env bash
 trap 'echo launcher-signalled >> "$LOG"; exit 9' TERM
-rank='sleep .4; trap "echo saved >> $LOG; exit 0" TERM; touch $LOG.$1; for i in $(seq 99); do sleep 0.05; done; exit 3'
+rank='sleep .4; trap "echo saved >> $LOG; exit 0" TERM; touch $LOG.$1; for i in $(seq 400); do sleep 0.05; done; exit 3'
 bash -c "$rank" rank 1 &
 first=$!
 touch "$LOG.ready"

@@ -47,13 +47,30 @@ class Ends:
 
 @dataclass
 class Sums:
-    """Per depth d = 1 … K (index d - 1), over all documents given."""
+    """What a head's loss says of all documents given, for a head with one term per depth d = 1 … K (index d - 1).
+
+    A family with other terms or metrics gives an object of its own with `loss`, `count`, `normalised`, `metrics`,
+    `numerators`, `denominators` and `prefix` (None where it walks no chains).
+    """
 
     loss: list[Tensor]
     count: list[int]
     correct: list[int]
     total: list[int]
-    prefix: list[int]
+    prefix: list[int] | None
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return (*(f"acc_{d}" for d in range(1, len(self.correct) + 1)), "coverage")
+
+    @property
+    def numerators(self) -> list[int]:
+        """Of the metrics: hits of every depth, and rows that carry a loss at depth 1."""
+        return [*self.correct, self.count[0]]
+
+    @property
+    def denominators(self) -> list[int]:
+        return [*self.total, self.total[0]]
 
     def normalised(self, weights: list[float]) -> Tensor:
         """L = Σ_d λ_d · S_d / N_d; a depth without positions adds nothing."""

@@ -33,7 +33,6 @@ from headstart.heads.losses import fused
 
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
 DIMS = HeadDims(32, 97, 8, 4, 2, 8, 48, rms_norm_eps=1e-5, rope_parameters=ROPE)
-WIDE = HeadDims(32, 97, 8, 4, 1, 16, 40, hidden_act="gelu_pytorch_tanh", rope_parameters=ROPE)
 PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
 
 
@@ -58,48 +57,9 @@ def tiny_eagle(
     return head.to(dtype), ends
 
 
-@pytest.mark.parametrize("dims", [DIMS, WIDE], ids=["llama", "wide heads, gelu"])
-@pytest.mark.parametrize("weights_of_terms", [(1.0, 0.1), (1.0, 0.0), (0.0, 1.0)])
-def test_loss_and_gradients(dims: HeadDims, weights_of_terms: tuple[float, float]):
-    hidden_weight, logit_weight = weights_of_terms
-    head, ends = tiny_eagle(dims, torch.float64, hidden_loss_weight=hidden_weight, logit_loss_weight=logit_weight)
-    inputs = [double_document(d) for d in documents()]
-    weights = double_weights(head)
-    expected = eagle_loss(weights, ends, inputs, shape_of(dims), hidden_weight, logit_weight)
-    assert expected.count == expected.total == [15] and 0 < expected.correct[0] < 15
-    check_against(head, feature_batch(inputs, ends, 1, pad_to=50), teacher_of(ends), expected, weights)
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_bias_of_fc_and_its_gradient(depth: int):
-    head, ends = tiny_eagle(DIMS, torch.float64, fc_bias=True, depth=depth)
-    inputs, weights = [double_document(d) for d in documents()], double_weights(head)
-    assert weights["fc.bias"].abs().min() > 0
-    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=depth)
-    check_against(head, feature_batch(inputs, ends, depth, pad_to=50), teacher_of(ends), expected, weights)
-
-
 def test_defaults_are_one_and_a_tenth():
     config = EagleConfig()
     assert (config.hidden_loss_weight, config.logit_loss_weight, config.feature_noise) == (1.0, 0.1, 0.1)
-
-
-def test_float32_agrees_with_float64():
-    head, ends = tiny_eagle()
-    weights = double_weights(head)
-    expected = eagle_loss(weights, double_ends(ends), [double_document(d) for d in documents()], shape_of(DIMS))
-    check_against(head, feature_batch(documents(), ends, 1, pad_to=50), teacher_of(ends), expected, weights)
-
-
-def test_output_head_with_bias_softcap_and_scale():
-    """The frozen output head is the target's whole one, not its matrix alone."""
-    ends = random_ends(97, 32, 50, softcap=3.0, scale=0.7)
-    ends.bias_V = torch.randn(97, generator=torch.Generator().manual_seed(3))
-    head, ends = tiny_eagle(dtype=torch.float64, ends=ends)
-    inputs = [double_document(d) for d in documents()]
-    weights = double_weights(head)
-    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS))
-    check_against(head, feature_batch(inputs, ends, 1, pad_to=50), teacher_of(ends), expected, weights)
 
 
 def test_serving_rows_are_the_training_forward():
@@ -164,49 +124,6 @@ def test_no_input_norm_no_bias_no_final_norm():
     }
 
 
-@pytest.mark.parametrize("dims", [DIMS, WIDE], ids=["llama", "wide heads, gelu"])
-@pytest.mark.parametrize("depth", [2, 3])
-def test_harmonised_passes_and_their_gradients(dims: HeadDims, depth: int):
-    """Own predictions as features, later keys of the own row only, nothing flows back into the pass before."""
-    head, ends = tiny_eagle(dims, torch.float64, depth=depth)
-    inputs = [double_document(d) for d in documents()]
-    weights = double_weights(head)
-    expected = eagle_loss(weights, ends, inputs, shape_of(dims), depth=depth)
-    assert expected.count == [15, 9, 5][:depth]
-    check_against(head, feature_batch(inputs, ends, depth, pad_to=50), teacher_of(ends), expected, weights)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.7], ids=["fused", "through the target's own head"])
-@pytest.mark.parametrize("kind", ["kl", "lk"])
-def test_other_losses_of_the_logits(kind: str, scale: float):
-    ends = random_ends(97, 32, 50, scale=scale)
-    head, ends = tiny_eagle(dtype=torch.float64, ends=ends, depth=2, loss=kind, logit_loss_weight=1.0)
-    inputs = [double_document(d) for d in documents()]
-    weights = double_weights(head)
-    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), logit_weight=1.0, depth=2, kind=kind)
-    check_against(head, feature_batch(inputs, ends, 2, pad_to=50), teacher_of(ends), expected, weights)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.7], ids=["fused", "through the target's own head"])
-@pytest.mark.parametrize(("top_weight", "top_tokens"), [(1.0, 10), (0.3, 1), (2.0, 200)])
-def test_the_loss_of_the_top_tokens_and_its_gradients(scale: float, top_weight: float, top_tokens: int):
-    ends = random_ends(97, 32, 50, scale=scale)
-    settings = {"depth": 3, "top_tokens_loss_weight": top_weight, "top_tokens": top_tokens}
-    head, ends = tiny_eagle(dtype=torch.float64, ends=ends, **settings)
-    inputs = [double_document(d) for d in documents()]
-    weights = double_weights(head)
-    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=3, top_weight=top_weight, top_tokens=top_tokens)
-    plain = eagle_loss(double_weights(head), ends, inputs, shape_of(DIMS), depth=3)
-    assert all(more > less for more, less in zip(expected.loss, plain.loss, strict=True))
-    batch = feature_batch(inputs, ends, 3, pad_to=50)
-    check_against(head, batch, teacher_of(ends), expected, weights)
-    head.zero_grad()
-    weights = double_weights(head)
-    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=3, top_weight=top_weight, top_tokens=top_tokens)
-    # fixed shapes, as captured steps have them
-    check_against(head, batch.padded(rows=64, anchors=24, documents=8), teacher_of(ends), expected, weights)
-
-
 def test_the_loss_of_the_top_tokens_in_chunks(monkeypatch: pytest.MonkeyPatch):
     head, ends = tiny_eagle(dtype=torch.float64, depth=2, top_tokens_loss_weight=1.0)
     inputs = [double_document(d) for d in documents()]
@@ -256,16 +173,6 @@ def test_the_loss_of_the_top_tokens_needs_a_soft_cross_entropy():
     ):
         with pytest.raises(ConfigError, match=message):
             build_head(EagleConfig(**{"top_tokens_loss_weight": 1.0, **fields}), DIMS)
-
-
-def test_harmonised_passes_in_fixed_shapes():
-    """Padded rows, anchors and documents change neither sums nor gradients."""
-    head, ends = tiny_eagle(dtype=torch.float64, depth=3)
-    inputs = [double_document(d) for d in documents()]
-    weights = double_weights(head)
-    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=3)
-    batch = feature_batch(inputs, ends, 3).padded(rows=64, anchors=24, documents=8)
-    check_against(head, batch, teacher_of(ends), expected, weights)
 
 
 def test_the_first_pass_is_eagle_1():

@@ -1,0 +1,214 @@
+"""What the contract suites need of each head family: small heads, and the naive twin of their loss.
+
+The contract suites run over `FAMILIES` and name no family. A new family is listed here, and nowhere else in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.dims import HeadDims
+from headstart.heads.families import FAMILIES, Eagle3Config, EagleConfig, MedusaConfig, build_head
+from reference.documents import Document, Ends, Sums
+from reference.eagle import eagle_loss
+from reference.eagle3 import eagle3_loss
+from reference.llama import Shape, Weights
+from reference.medusa import medusa_loss
+from reference.tiny import FAVOURITES, double_ends, ends_of, favour, random_ends, randomise
+
+VOCAB, WIDTH = 97, 32
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+DIMS = HeadDims(WIDTH, VOCAB, 8, 4, 2, 8, 48, rms_norm_eps=1e-5, rope_parameters=ROPE)
+WIDE = replace(DIMS, head_dim=16, num_kv_heads=1, intermediate_size=40)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A head that runs in milliseconds.
+
+    Attributes:
+        config: without randomness in training.
+        dims: of its target.
+        ends: how the target's output head differs from a plain matrix: `bias`, `softcap`, `scale`.
+        loss_only: it differs from another example in its loss alone; its files would be the same.
+        refused: engines that its family is exported for, and this head is not.
+    """
+
+    config: HeadConfig
+    dims: HeadDims = DIMS
+    ends: dict[str, Any] = field(default_factory=dict)
+    loss_only: bool = False
+    refused: frozenset[str] = frozenset()
+
+
+#: (head, its weights in float64, the target's ends, documents) → the sums that `head.loss` must give
+Twin = Callable[[Any, Weights, Ends, list[Document]], Sums]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Attributes:
+    twin: the family's loss, one position at a time.
+    examples: the first is the family as it is usually trained.
+    small: the size of a target's vocabulary → a config for decoding tests, on a target of four layers.
+    steps: after so many steps on an answer, some of its drafts are right and some wrong.
+    tolerance: of gradients in float64. Rope's angles are float32; without them nothing but rounding may differ.
+    """
+
+    twin: Twin
+    examples: dict[str, Example]
+    small: Callable[[int], HeadConfig]
+    steps: int
+    tolerance: float = 2e-5
+
+
+def shape_of(head: Any) -> Shape:
+    dims = head.dims
+    act = head.hidden_act or dims.hidden_act
+    return Shape(dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.rms_norm_eps, act, dims.rope_parameters)
+
+
+def _medusa(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
+    c = head.config
+    return medusa_loss(weights, ends, documents, c.depth, c.num_layers, c.lm_head, c.loss)
+
+
+def _eagle(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
+    c = head.config
+    top = {"top_weight": c.top_tokens_loss_weight, "top_tokens": c.top_tokens}
+    terms = (c.hidden_loss_weight, c.logit_loss_weight)
+    return eagle_loss(weights, ends, documents, shape_of(head), *terms, depth=c.depth, kind=c.loss, **top)
+
+
+def _eagle3(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
+    ids = None if head.draft_ids_U is None else head.draft_ids_U.tolist()
+    return eagle3_loss(weights, ends, documents, shape_of(head), head.config.depth, ids, head.config.loss)
+
+
+def medusa(**fields: Any) -> MedusaConfig:
+    return MedusaConfig(**{"depth": 4, "rank": 5, **fields})
+
+
+def eagle(**fields: Any) -> EagleConfig:
+    return EagleConfig(**{"feature_noise": 0.0, **fields})
+
+
+def eagle3(**fields: Any) -> Eagle3Config:
+    return Eagle3Config(**{"depth": 4, "draft_vocab_size": 40, "feature_layers": [1, 3, 5], **fields})
+
+
+PARTIAL = replace(DIMS, hidden_act="gelu_pytorch_tanh", rope_parameters={**ROPE, "partial_rotary_factor": 0.5})
+GELU = replace(WIDE, hidden_act="gelu_pytorch_tanh")
+ODD_ENDS: dict[str, Any] = {"softcap": 3.0, "scale": 0.7, "bias": True}
+
+REFERENCES: dict[str, Reference] = {
+    "medusa": Reference(
+        twin=_medusa,
+        examples={
+            "two layers, kl": Example(medusa(loss="kl", num_layers=2)),
+            "one layer": Example(medusa(loss="kl")),
+            "shared matrix": Example(medusa(lm_head="shared", num_layers=2, loss="kl")),
+            "low rank": Example(medusa(lm_head="lowrank", loss="kl")),
+            "two layers, ce": Example(medusa(loss="ce", num_layers=2), loss_only=True),
+            "one layer, ce": Example(medusa(loss="ce"), loss_only=True),
+            "shared matrix, ce": Example(medusa(lm_head="shared", num_layers=2, loss="ce"), loss_only=True),
+            "low rank, ce": Example(medusa(lm_head="lowrank", loss="ce"), loss_only=True),
+        },
+        small=lambda vocab: MedusaConfig(depth=3),
+        steps=12,
+        tolerance=1e-10,
+    ),
+    "eagle": Reference(
+        twin=_eagle,
+        examples={
+            "published": Example(eagle()),
+            "three passes": Example(eagle(depth=3), loss_only=True),
+            "bias of fc": Example(eagle(fc_bias=True)),
+            "narrow": Example(eagle(intermediate_size=40)),
+            "bias of fc, three passes": Example(eagle(fc_bias=True, depth=3), loss_only=True),
+            "features alone": Example(eagle(logit_loss_weight=0.0), loss_only=True),
+            "logits alone": Example(eagle(hidden_loss_weight=0.0, logit_loss_weight=1.0), loss_only=True),
+            "wide heads, gelu": Example(eagle(depth=2), GELU, loss_only=True),
+            "kl": Example(eagle(depth=2, loss="kl", logit_loss_weight=1.0), loss_only=True),
+            "lk": Example(eagle(depth=2, loss="lk", logit_loss_weight=1.0), loss_only=True),
+            "top tokens": Example(eagle(depth=3, top_tokens_loss_weight=1.0), loss_only=True),
+            "the top token": Example(eagle(depth=3, top_tokens_loss_weight=0.3, top_tokens=1), loss_only=True),
+            "more top tokens than there are": Example(
+                eagle(depth=3, top_tokens_loss_weight=2.0, top_tokens=200), loss_only=True
+            ),
+            "odd output head": Example(eagle(), ends=ODD_ENDS, loss_only=True),
+            "odd output head, kl": Example(
+                eagle(depth=2, loss="kl", logit_loss_weight=1.0), ends={"scale": 0.7}, loss_only=True
+            ),
+            "odd output head, lk": Example(
+                eagle(depth=2, loss="lk", logit_loss_weight=1.0), ends={"scale": 0.7}, loss_only=True
+            ),
+            "odd output head, top tokens": Example(
+                eagle(depth=3, top_tokens_loss_weight=1.0), ends={"scale": 0.7}, loss_only=True
+            ),
+        },
+        small=lambda vocab: EagleConfig(logit_loss_weight=1.0, feature_noise=0.0),
+        steps=25,
+    ),
+    "eagle3": Reference(
+        twin=_eagle3,
+        examples={
+            "draft vocabulary": Example(eagle3()),
+            "whole vocabulary": Example(eagle3(draft_vocab_size=VOCAB)),
+            "vocabulary 0 is whole": Example(eagle3(draft_vocab_size=0, intermediate_size=40)),
+            "own width": Example(eagle3(hidden_size=24, intermediate_size=20)),
+            "wide heads, llama3 rope": Example(eagle3(), replace(WIDE, rope_parameters=LLAMA3_ROPE)),
+            "partial rope, gelu": Example(eagle3(), PARTIAL, loss_only=True),
+            "kl": Example(eagle3(loss="kl"), loss_only=True),
+            "lk": Example(eagle3(loss="lk"), loss_only=True),
+            "odd output head": Example(eagle3(), ends=ODD_ENDS, loss_only=True),
+        },
+        small=lambda vocab: Eagle3Config(depth=4, draft_vocab_size=5 * vocab // 6, feature_layers=[1, 2, 3]),
+        steps=12,
+    ),
+}
+
+
+def examples() -> Iterator[tuple[str, Example]]:
+    """(name, example) of every family that there is."""
+    for family in FAMILIES:
+        for name, example in REFERENCES[family].examples.items():
+            yield f"{family}, {name}", example
+
+
+def draft_ids(size: int) -> Tensor:
+    """`size` of the `VOCAB` target ids, ascending; two of the three favourites are among them."""
+    shuffled = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(7)).tolist()
+    others = [token for token in shuffled if token not in FAVOURITES]
+    return torch.tensor(sorted([*others[: size - 2], *FAVOURITES[:2]]))
+
+
+def example_head(example: Example, dtype: torch.dtype = torch.float32) -> tuple[Head, Ends]:
+    """The head with random weights that say the target's favourites most of the time, and its target's ends."""
+    given = dict(example.ends)
+    biased = given.pop("bias", False)
+    ends = random_ends(VOCAB, WIDTH, 50, **given)
+    if biased:
+        ends.bias_V = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
+    ends = double_ends(ends) if dtype == torch.float64 else ends
+    head = build_head(example.config, example.dims)
+    size = head.draft_vocab_size
+    ids = None if size is None else draft_ids(size)
+    head.initialise(ends_of(ends), ids)
+    randomise(head, 1)
+    listed = list(range(VOCAB)) if ids is None else ids.tolist()
+    favourites = [listed.index(token) for token in FAVOURITES if token in listed]
+    for name, parameter in head.named_parameters():
+        if parameter.dim() == 2 and parameter.shape[0] == len(listed) and "lm_head" in name:
+            favour(parameter, favourites)
+    return head.to(dtype), ends

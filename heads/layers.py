@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
@@ -18,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
-from headstart.heads.kernels.elementwise import rotate, swiglu
+from headstart.heads.kernels.elementwise import gated_eager, rms_norm_eager, rotate, swiglu
 from headstart.heads.rope import checked_rope
 
 #: (q [B, h, N, d], k [B, g, N, d], v [B, g, N, d]) → context [B, h, N, d]; k and q are already rotated
@@ -35,7 +34,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+            return rms_norm_eager(x, self.weight.to(x.dtype), self.eps)
 
 
 def rope_frequencies(dims: HeadDims) -> tuple[Tensor, float]:
@@ -121,7 +120,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(swiglu(gate, up) if self.act is None else self.act(gate) * up)
+        return self.down_proj(swiglu(gate, up) if self.act is None else gated_eager(gate, up, self.act))
 
 
 class DraftLayer(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headstart.eval.decoding.cache import Buffers
 from headstart.eval.kernels.attention import Ahead, AttendShape, Visibility, attend
-from headstart.eval.kernels.linear import MAX_ROWS, Linear, row_bucket
+from headstart.eval.kernels.linear import ACTIVATIONS, MAX_ROWS, Linear, row_bucket
 from headstart.eval.kernels.norm import NormWeights, rms_norm
 from headstart.eval.kernels.rope_store import RopeStore, rope_store
 from headstart.eval.kernels.rows import take_rows_kernel
@@ -114,11 +114,8 @@ def _activation(module: nn.Module) -> str | None:
     probe = torch.linspace(-4, 4, 33)
     with torch.no_grad():
         shown = act(probe)
-    for name, expected in (
-        ("silu", nn.functional.silu(probe)),
-        ("gelu_tanh", nn.functional.gelu(probe, approximate="tanh")),
-    ):
-        if torch.allclose(shown, expected, atol=1e-6):
+    for name, known in ACTIVATIONS.items():
+        if torch.allclose(shown, known(probe), atol=1e-6):
             return name
     return None
 

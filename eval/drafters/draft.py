@@ -21,6 +21,7 @@ from headstart.eval.kernels.rows import pick, take_rows
 from headstart.heads.families.autoregressive import AutoregressiveHead, compute_dtype
 from headstart.heads.families.eagle.head import EagleHead
 from headstart.heads.families.eagle3.head import Eagle3Head
+from headstart.heads.kernels.elementwise import gated_eager
 from headstart.heads.layers import RMSNorm
 
 
@@ -145,7 +146,7 @@ class DraftStep:
         y_RI = self.gate_up(normed_RH)
         if self.activation is not None:
             gate, up = y_RI.chunk(2, -1)
-            y_RI = self.activation(gate) * up
+            y_RI = gated_eager(gate, up, self.activation)
         if self.norm is None:
             g_RH = last_RH = self.down(y_RI, x_RH)
         else:

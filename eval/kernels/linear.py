@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from headstart.eval.kernels.launch import LINE_BYTES, launch, launch_options
 from headstart.eval.kernels.norm import NormWeights, rms_norm
 from headstart.heads.kernels.device import wants_kernel
+from headstart.heads.kernels.elementwise import gated_eager
 
 try:
     import triton
@@ -125,7 +126,7 @@ def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None
     y_RN = F.linear(x_RK, linear.weight_NK, linear.bias_N)
     if linear.activation is not None:
         gate, up = y_RN.chunk(2, -1)
-        y_RN = ACTIVATIONS[linear.activation](gate) * up
+        y_RN = gated_eager(gate, up, ACTIVATIONS[linear.activation])
     return y_RN if residual_RN is None else residual_RN + y_RN
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headstart.eval.kernels.launch import launch, launch_options
 from headstart.heads.kernels.device import wants_kernel
+from headstart.heads.numerics import wide
 
 try:
     import triton
@@ -36,9 +37,12 @@ class NormWeights:
 
 
 def rms_norm_eager(x_RD: Tensor, norm: NormWeights) -> Tensor:
-    """x / rms(x) · factor over the last axis, in float32, rounded once to the input's dtype."""
-    wide = x_RD if x_RD.dtype == torch.float64 else x_RD.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    """x / rms(x) · factor over the last axis, in float32, rounded once to the input's dtype.
+
+    A head's own norms round their weight first (heads/kernels/elementwise.py): training does so as well.
+    """
+    x = wide(x_RD)
+    scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
     return (scaled * norm.factor_D).to(x_RD.dtype)
 
 

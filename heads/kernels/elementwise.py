@@ -1,9 +1,17 @@
-"""Rotary embedding and SwiGLU as one kernel each way on CUDA; plain tensor operations elsewhere (the eager twins)."""
+"""RMSNorm, rotary embedding and gated activations in tensor operations: what they are, everywhere in the project.
+
+Rotary embedding and SwiGLU also run as one kernel each way on CUDA.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from headstart.heads.kernels.device import wants_kernel
 
 try:
     import triton
@@ -22,23 +30,31 @@ def rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
 
 
-def swiglu_eager(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    return torch.nn.functional.silu(gate) * up
+def gated_eager(gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """act(gate) · up; None = SiLU, which makes it SwiGLU."""
+    return (F.silu(gate) if act is None else act(gate)) * up
+
+
+def rms_norm_eager(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last axis: float32 inside, the input's dtype outside (Llama's norm).
+
+    The target's kernels multiply by a float32 factor (eval/kernels/norm.py): 1 + weight does not fit bfloat16.
+    """
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As rotate_eager; the result is contiguous."""
-    if x.is_cuda and triton is not None and x.dtype != torch.float64:
+    if wants_kernel(x):
         return _Rotate.apply(x, cos, sin)
     return rotate_eager(x, cos, sin)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As swiglu_eager; only gate and up are kept for the backward pass."""
-    if gate.is_cuda and triton is not None and gate.dtype != torch.float64:
+    """As gated_eager; only gate and up are kept for the backward pass."""
+    if wants_kernel(gate):
         return _SwiGLU.apply(gate, up)
-    return swiglu_eager(gate, up)
+    return gated_eager(gate, up)
 
 
 if triton is not None:

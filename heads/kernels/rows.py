@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from headstart.heads.kernels.elementwise import rotate_eager
+from headstart.heads.kernels.device import wants_kernel
+from headstart.heads.kernels.elementwise import gated_eager, rms_norm_eager, rotate_eager
 from headstart.heads.numerics import wide
 
 try:
@@ -24,10 +24,6 @@ except ImportError:  # CPU builds of torch come without Triton
 
 #: programs of a kernel that sums over rows: each keeps one partial sum
 PARTIALS = 528
-
-
-def _kernels(x: Tensor) -> bool:
-    return x.is_cuda and triton is not None and x.dtype != torch.float64
 
 
 def put_rows(into_RW: Tensor, row_n: Tensor, from_nW: Tensor) -> None:
@@ -42,7 +38,7 @@ def put_rows(into_RW: Tensor, row_n: Tensor, from_nW: Tensor) -> None:
 
 def add_rows(into_RW: Tensor, row_n: Tensor, from_nW: Tensor) -> None:
     """into[row] += from; rows may repeat only where `from` is zero. The last axis of both is contiguous."""
-    if _kernels(into_RW):
+    if wants_kernel(into_RW):
         _add_rows_triton(into_RW, row_n, from_nW)
     else:
         into_RW.index_add_(0, row_n, from_nW)
@@ -52,12 +48,12 @@ def add_rows(into_RW: Tensor, row_n: Tensor, from_nW: Tensor) -> None:
 
 
 def rms_norm(x_nH: Tensor, weight_H: Tensor, eps: float, out_nH: Tensor | None = None) -> Tensor:
-    """As layers.RMSNorm: float32 inside, the input's dtype outside."""
+    """As rms_norm_eager, into `out` where it is given."""
     if out_nH is None:
-        return F.rms_norm(x_nH, weight_H.shape, weight_H, eps)
-    if _kernels(x_nH):
+        return rms_norm_eager(x_nH, weight_H, eps)
+    if wants_kernel(x_nH):
         return _rms_norm_triton(x_nH, weight_H, eps, out_nH)
-    return out_nH.copy_(F.rms_norm(x_nH, weight_H.shape, weight_H, eps))
+    return out_nH.copy_(rms_norm_eager(x_nH, weight_H, eps))
 
 
 def rms_norm_backward(
@@ -70,7 +66,7 @@ def rms_norm_backward(
     accumulate: bool = False,
 ) -> Tensor:
     """Write the gradient of x, plus `residual`, to `out` (`accumulate`: add it); returns the weight's, float32."""
-    if _kernels(x_nH):
+    if wants_kernel(x_nH):
         return _rms_norm_backward_triton(grad_nH, x_nH, weight_H, eps, out_nH, residual_nH, accumulate)
     x, grad, weight = wide(x_nH), wide(grad_nH), wide(weight_H)
     scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -88,22 +84,22 @@ def rms_norm_backward(
 
 def gated(packed_nW: Tensor, out_nI: Tensor, act: Callable[[Tensor], Tensor] | None) -> None:
     """out = act(gate) · up with gate, up the two halves of `packed` [n, 2I]; act None = SiLU."""
-    if act is None and _kernels(packed_nW):
+    if act is None and wants_kernel(packed_nW):
         _gated_triton(packed_nW, out_nI)
         return
     gate, up = packed_nW.chunk(2, dim=-1)
-    out_nI.copy_((F.silu(gate) if act is None else act(gate)) * up)
+    out_nI.copy_(gated_eager(gate, up, act))
 
 
 def gated_backward(packed_nW: Tensor, grad_nI: Tensor, act: Callable[[Tensor], Tensor] | None) -> None:
     """Replace `packed` by its gradient."""
-    if act is None and _kernels(packed_nW):
+    if act is None and wants_kernel(packed_nW):
         _gated_backward_triton(packed_nW, grad_nI)
         return
     with torch.enable_grad():
         leaf = packed_nW.detach().clone().requires_grad_()
         gate, up = leaf.chunk(2, dim=-1)
-        out = (F.silu(gate) if act is None else act(gate)) * up
+        out = gated_eager(gate, up, act)
         (found,) = torch.autograd.grad(out, leaf, grad_nI)
     packed_nW.copy_(found)
 
@@ -118,7 +114,7 @@ def rotate_heads(
 
     cos, sin: float32 [n, rotary]. The gradient is the same with -sin: the rotation's transpose.
     """
-    if _kernels(x_nW):
+    if wants_kernel(x_nW):
         return _rotate_heads_triton(x_nW, cos, sin, turned, width, out_nW)
     x = x_nW.unflatten(-1, (-1, width))
     rotated = torch.cat((rotate_eager(x[:, :turned], cos, sin), x[:, turned:]), dim=1).flatten(1)
@@ -134,7 +130,7 @@ def collect_steps(grad_MW: Tensor, row_A: Tensor, counts: tuple[int, ...], rows:
     Args:
         grad_MW: the steps' rows laid end to end, `counts[s]` anchors each (a prefix of row_A).
     """
-    if _kernels(grad_MW):
+    if wants_kernel(grad_MW):
         return _collect_triton(grad_MW, row_A, counts, rows, first)
     out = grad_MW.new_zeros(rows, grad_MW.shape[1])
     for step, grad in enumerate(grad_MW.split(counts)):

@@ -174,7 +174,7 @@ def test_elementwise_kernels_match_their_twins():
         grads = [torch.autograd.grad(out, x, upstream)[0] for out in (expected, found)]
         torch.testing.assert_close(grads[1], grads[0])
     gate, up = (torch.randn(33, 77, device="cuda", requires_grad=True) for _ in range(2))
-    expected, found = elementwise.swiglu_eager(gate, up), elementwise.swiglu(gate, up)
+    expected, found = elementwise.gated_eager(gate, up), elementwise.swiglu(gate, up)
     torch.testing.assert_close(found, expected)
     upstream = torch.randn_like(expected)
     for a, b in zip(*(torch.autograd.grad(out, (gate, up), upstream) for out in (expected, found)), strict=True):

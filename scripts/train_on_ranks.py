@@ -26,19 +26,22 @@ from headstart.pipeline.run import Run
 from headstart.pipeline.train import is_trained, require_layout, train_head, train_once
 from headstart.recipes.load import load_recipe
 from headstart.signals import terminable
+from headstart.train.launching.rendezvous import StartupSignals
 from headstart.train.launching.setup import make_accelerator
 from headstart.train.launching.watch import Watch
-from headstart.train.sharing.distributed import Early, all_ranks, on_main, require_shared
+from headstart.train.sharing.distributed import all_ranks, on_main, require_shared
 from headstart.train.sharing.parallel import resolve_kind
 
 
-def main(arguments: Sequence[str] | None = None, early: Early | None = None, launcher: int | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, startup: StartupSignals | None = None, launcher: int | None = None
+) -> int:
     """Exit code: 0 done (or stopped by a signal with everything saved), 1 failure, 2 wrong recipe or launch.
 
     A job stopped by SIGTERM is put back in the queue with the same command: it continues (scripts/launch/slurm.sh).
 
     Args:
-        early: what has taken SIGTERM so far, in a process of its own; its `over` is called once the ranks watch each
+        startup: what has taken SIGTERM so far, in a process of its own; its `over` is called once the ranks watch each
             other.
         launcher: process id of what started this process.
     """
@@ -50,13 +53,13 @@ def main(arguments: Sequence[str] | None = None, early: Early | None = None, lau
     rank, watch = "", Watch(launcher=launcher)
     try:
         recipe = load_recipe(options.recipe, options.overrides)
-        accelerator = make_accelerator(resolve_device(recipe.target.device), early)
+        accelerator = make_accelerator(resolve_device(recipe.target.device), startup)
         rank = f"rank {accelerator.process_index}: " if accelerator.num_processes > 1 else ""
         # a process that has said how it ends must not be killed by a late signal: its exit code is the job's
-        alone = early is None and accelerator.num_processes == 1
+        alone = startup is None and accelerator.num_processes == 1
         with terminable(None if alone else signal.SIG_IGN), watch:
-            if early is not None:
-                early.over()
+            if startup is not None:
+                startup.over()
             console = Console(silent=not accelerator.is_main_process)
             run = Run(recipe, console, device=str(accelerator.device), ahead=("train",))
             train_ranks(run, accelerator, watch)

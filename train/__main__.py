@@ -8,10 +8,10 @@ from headstart.process_exit import ProcessExit
 from headstart.startup import StartupStop
 
 if __name__ == "__main__":
-    launcher, early, ending = os.getppid(), StartupStop(), ProcessExit()
+    launcher, startup, process_exit = os.getppid(), StartupStop(), ProcessExit()
     from headstart.train.sharing.distributed import is_distributed
     from headstart.train_on_ranks import main
 
-    code = main(early=early, launcher=launcher)
+    code = main(startup=startup, launcher=launcher)
     # taking down the process group of a launch that failed would wait for the rank that is gone
-    ending.leave(code, early.over, at_once=bool(code) and is_distributed())
+    process_exit.leave(code, startup.over, at_once=bool(code) and is_distributed())

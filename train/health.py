@@ -17,7 +17,7 @@ from torch import Tensor
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import TrainingError
-from headstart.train.checkpoints.saver import Saver
+from headstart.train.checkpoints.writer import CheckpointWriter
 from headstart.train.coverage import untrained
 from headstart.train.nonfinite import WindowSamples, bad_weights, dump
 from headstart.train.sharing.distributed import gather_objects, on_main, sum_over_ranks
@@ -34,18 +34,18 @@ class Health:
     """Finds what makes training pointless, and ends the run with an error that says how to go on.
 
     Args:
-        saver: knows the checkpoint that an error can name.
+        writer: knows the checkpoint that an error can name.
         fetch_again: features of a pack once more; None where ranks fetch together only.
     Attributes:
         flags: float32 [accumulation + 1], of the last window: one per pack, the last one of the gradient.
     """
 
     def __init__(
-        self, standing: Standing, head: Head, saver: Saver, fetch_again: Callable[[Pack], FeatureBatch | None],
-        device: torch.device,
+        self, standing: Standing, head: Head, writer: CheckpointWriter,
+        fetch_again: Callable[[Pack], FeatureBatch | None], device: torch.device,
     ):  # fmt: skip
         self.standing, self.head = standing, head
-        self._saver, self._fetch_again = saver, fetch_again
+        self._writer, self._fetch_again = writer, fetch_again
         self.flags = torch.zeros(standing.config.accumulation + 1, device=device)
         #: the last two windows, whose flags may still be under way
         self._recent: deque[WindowSamples] = deque(maxlen=2)
@@ -126,7 +126,7 @@ class Health:
 
         Args: diverged: whether checkpoints of skipped steps must be passed over.
         """
-        saved = on_main(lambda: self._saver.last_checkpoint(diverged))
+        saved = on_main(lambda: self._writer.last_checkpoint(diverged))
         kept = f"The same command continues from {saved}" if saved else "There is no checkpoint to continue from"
         return f"{kept}. Look at these samples, lower train.lr, clip gradients (train.clip_norm)"
 

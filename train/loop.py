@@ -26,8 +26,8 @@ from headstart.heads.provenance import provenance as make_provenance
 from headstart.train.captured import CapturedPacks
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.checkpoints.resume import restore
-from headstart.train.checkpoints.saver import Saver
 from headstart.train.checkpoints.saving import Saving
+from headstart.train.checkpoints.writer import CheckpointWriter
 from headstart.train.config import TrainConfig
 from headstart.train.flops import matmul_flops, step_flops
 from headstart.train.health import Health
@@ -155,13 +155,13 @@ class TrainingLoop:
         self.meters = Meters(SumNames.of(head), device, matmul_flops(device, compute or torch.float32))
         self.feed = WindowFeed(stream, fetcher, config, budget.packs, head, rank, size, device, self.meters.device_idle)
 
-        saver = Saver(CheckpointStore(run_dir / "checkpoints", config.keep), device)
+        writer = CheckpointWriter(CheckpointStore(run_dir / "checkpoints", config.keep), device)
         if observers.watch is not None:
-            observers.watch.wait_for_writes = saver.wait_for_writes
+            observers.watch.wait_for_writes = writer.wait_for_writes
         self.standing = Standing(config, run_dir, stream, budget, self.meters, rank, size, observers.progress)
-        self.health = Health(self.standing, head, saver, fetcher.again, device)
+        self.health = Health(self.standing, head, writer, fetcher.again, device)
         provenance = make_provenance(device) if provenance is None else provenance
-        self.saving = Saving(self.standing, self.health, self.parallel, saver, provenance)
+        self.saving = Saving(self.standing, self.health, self.parallel, writer, provenance)
         self.final_checkpoint = True
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class TrainingLoop:
                 reason = self.run_steps()
                 checkpoint = self._finish(reason)
             finally:
-                saving.saver.close()
+                saving.writer.close()
                 self.feed.fetcher.close()
                 standing.close()
         s = standing.state
@@ -190,7 +190,7 @@ class TrainingLoop:
     def _start(self) -> int:
         """Resume where there is a checkpoint, and open the records. Returns the step to go on from."""
         standing, saving = self.standing, self.saving
-        resumed_from = restore(standing, self.parallel, saving.saver.store)
+        resumed_from = restore(standing, self.parallel, saving.writer.store)
         saving.saved_step = resumed_from or None
         if note := idle_note(self.config.accumulation, standing.size):
             standing.reporter.say(f"NOTE: {note}")
@@ -227,7 +227,7 @@ class TrainingLoop:
 
     def _act_on_agreement(self) -> None:
         """Act on the exchange of the step before: a failed write, the flags of the window before it."""
-        flags = self.standing.read_agreement(self.saving.saver.failed)
+        flags = self.standing.read_agreement(self.saving.writer.failed)
         if self.standing.agreed.write_failed:
             self.saving.write_all()
         if flags is not None:
@@ -279,7 +279,7 @@ class TrainingLoop:
         ids = {place: batch.sample_ids for place, batch in zip(window.places, window.batches, strict=True)}
         health.note_window(sums.bad_P, norm, WindowSamples(self.standing.state.step, window.packs, ids))
         skipped = health.must_skip()
-        self.saving.saver.protect()
+        self.saving.writer.protect()
         if not skipped:
             norm = parallel.step(norm)
             health.note_norm(norm)
@@ -334,7 +334,7 @@ class TrainingLoop:
         """Final record, checkpoint and validation. Returns the last checkpoint."""
         standing, saving, state = self.standing, self.saving, self.standing.state
         if state.finished is not None and state.finished[0] == state.step and reason != "signal":
-            return saving.saver.store.paths()[0]  # it had finished before
+            return saving.writer.store.paths()[0]  # it had finished before
         if self.meters.steps:
             self._record()
         if reason == "signal":
@@ -361,7 +361,7 @@ class TrainingLoop:
             checkpoint: Path | None = self.saving.save_now()
             unsaved = ""
         else:
-            checkpoint = on_main(lambda: self.saving.saver.last_checkpoint(diverged=True))
+            checkpoint = on_main(lambda: self.saving.writer.last_checkpoint(diverged=True))
             unsaved = "; the head's weights are not finite and were not saved"
         onwards = "starts at step 0" if checkpoint is None else f"continues from {checkpoint}"
         step = self.standing.state.step

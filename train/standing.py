@@ -20,8 +20,9 @@ from torch import Tensor
 
 from headstart.heads.transfer import to_device
 from headstart.train.config import TrainConfig
+from headstart.train.launching.signals import StopSignal
 from headstart.train.optim import Budget
-from headstart.train.sharing.distributed import Agreement, StopSignal
+from headstart.train.sharing.distributed import Agreement
 from headstart.train.stream import PackStream
 from headstart.train.tracking.meters import Meters
 from headstart.train.tracking.track import Reporter, Tracker, open_tracker

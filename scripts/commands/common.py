@@ -58,7 +58,7 @@ def speaking(as_json: bool, alone: str | None = None) -> Iterator[Console]:
         with terminable(), console.stdout_guard():
             early.over()
             if alone is not None:
-                from headstart.train.sharing.distributed import refuse_ranks
+                from headstart.train.launching.rendezvous import refuse_ranks
 
                 refuse_ranks(alone)
             yield console

@@ -44,7 +44,7 @@ def command(
             return
         if given := [f"--{name}" for name, value in stated.items() if value != UNSTATED.get(name)]:
             from headstart.heads.errors import ConfigError
-            from headstart.train.sharing.distributed import REMEDY
+            from headstart.train.launching.rendezvous import REMEDY
 
             raise ConfigError(f"{', '.join(given)}: found in `headstart train`, expected in `headstart plan`. {REMEDY}")
         from headstart.pipeline.distill import distill

@@ -20,6 +20,6 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def patient_saver(monkeypatch):
+def patient_writer(monkeypatch):
     """Which checkpoints exist must not depend on the speed of the disk."""
-    monkeypatch.setattr("headstart.train.checkpoints.saver.Saver.free", lambda saver: saver.idle(60.0))
+    monkeypatch.setattr("headstart.train.checkpoints.writer.CheckpointWriter.free", lambda writer: writer.idle(60.0))

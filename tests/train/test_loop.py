@@ -543,7 +543,7 @@ def test_a_validation_made_before_a_kill_is_recorded_once(tmp_path):
     run(tmp_path, steps=6, **chosen)
     store = CheckpointStore(tmp_path / "checkpoints", 0)
     store._remove(store.paths()[0])
-    store.restate(json.loads((store.paths()[0] / "state.json").read_text()) | {"unvalidated": True})
+    store.rewrite_state(json.loads((store.paths()[0] / "state.json").read_text()) | {"unvalidated": True})
     run(tmp_path, **chosen)
     assert [r["step"] for r in records(tmp_path) if "valid/walked_tau" in r] == [4, 8, 12]
 
@@ -611,7 +611,7 @@ def test_resuming_gives_the_generators_and_the_clock_back(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", 0)
     state = json.loads((path / "state.json").read_text())
     assert 0 < state["elapsed"] < 100
-    store.restate(state | {"elapsed": 500.0})
+    store.rewrite_state(state | {"elapsed": 500.0})
     random.seed(77)
     _, result = run(tmp_path, Drawing(make_documents()), steps=6, save_every=4, max_seconds=1000.0)
     assert seen == {i: whole[8 + i] for i in range(4)}
@@ -694,7 +694,7 @@ def test_disk_full_keeps_the_last_checkpoint(tmp_path, monkeypatch):
 
 def test_a_full_disk_pauses_the_run_and_nothing_is_lost(tmp_path, monkeypatch):
     """Checkpoint, best head and final state all find the disk full at first; the pause is in no time or rate."""
-    from headstart.train.checkpoints import checkpoint, saver
+    from headstart.train.checkpoints import checkpoint, writer
 
     clock = [0.0]
     refused = []
@@ -715,7 +715,7 @@ def test_a_full_disk_pauses_the_run_and_nothing_is_lost(tmp_path, monkeypatch):
     undisturbed, _ = run(tmp_path / "undisturbed", validate=validate, eval_every=6)
     now = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: now() + clock[0])
-    monkeypatch.setattr(saver.time, "sleep", sleep)
+    monkeypatch.setattr(writer.time, "sleep", sleep)
     monkeypatch.setattr(checkpoint, "write_directory", full)
     head, result = run(tmp_path / "run", validate=validate, eval_every=6, disk_wait=1e6)
     assert_same_weights(head, undisturbed)
@@ -735,7 +735,7 @@ def test_a_tensor_file_that_finds_the_disk_full_pauses_the_run(tmp_path, monkeyp
     from safetensors import SafetensorError
 
     from headstart.heads import files
-    from headstart.train.checkpoints import saver
+    from headstart.train.checkpoints import writer
 
     refused, pauses = [], []
     real = files.save_file
@@ -747,7 +747,7 @@ def test_a_tensor_file_that_finds_the_disk_full_pauses_the_run(tmp_path, monkeyp
         real(tensors, path, **more)
 
     undisturbed, _ = run(tmp_path / "undisturbed")
-    monkeypatch.setattr(saver.time, "sleep", pauses.append)
+    monkeypatch.setattr(writer.time, "sleep", pauses.append)
     monkeypatch.setattr(files, "save_file", full)
     head, result = run(tmp_path / "run", disk_wait=1e6)
     assert len(pauses) == 2  # the write behind the loop is refused, then one retry before each of the pauses
@@ -759,12 +759,12 @@ def test_a_tensor_file_that_finds_the_disk_full_pauses_the_run(tmp_path, monkeyp
 
 
 def test_a_signal_ends_a_pause(tmp_path, monkeypatch):
-    from headstart.train.checkpoints import checkpoint, saver
+    from headstart.train.checkpoints import checkpoint, writer
 
     def full(path, *rest, **more):
         raise DiskFullError(f"{path}: the disk is full")
 
     monkeypatch.setattr(checkpoint, "write_directory", full)
-    monkeypatch.setattr(saver.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(writer.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(DiskFullError, match="step-00000004: the disk is full"):
         run(tmp_path, disk_wait=1e6)

@@ -219,7 +219,7 @@ class CheckpointStore:
         latest.unlink(missing_ok=True)
         return None
 
-    def restate(self, state: dict[str, Any]) -> Path:
+    def rewrite_state(self, state: dict[str, Any]) -> Path:
         """Replace the JSON state of the checkpoint of state["step"]; its tensors and its generators' states stay."""
         path = self._path(state["step"])
         state = state | {"rng": read_json(path / "state.json")["rng"]}

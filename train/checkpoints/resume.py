@@ -17,7 +17,7 @@ from headstart.train.checkpoints.checkpoint import (
     set_rng_state,
     unpack_rng,
 )
-from headstart.train.checkpoints.saver import HostCopies
+from headstart.train.checkpoints.writer import HostCopies
 from headstart.train.sharing.distributed import SHARED, from_main, gather_objects, on_main
 from headstart.train.sharing.parallel import Parallel
 from headstart.train.standing import RunState, Standing

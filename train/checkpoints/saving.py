@@ -1,6 +1,6 @@
 """When a run is saved: periodic checkpoints, the best head, the end.
 
-A checkpoint is taken between two steps and written by a thread while the next steps run (saver.py). The loop waits for
+A checkpoint is taken between two steps and written by a thread while the next steps run (writer.py). The loop waits for
 a write only at the end of the run, and where the disk is full.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headstart.train.checkpoints.resume import capture, state_values
-from headstart.train.checkpoints.saver import Saver, write_all
+from headstart.train.checkpoints.writer import CheckpointWriter, write_all
 from headstart.train.health import Health
 from headstart.train.sharing.distributed import from_main, on_main
 from headstart.train.sharing.parallel import Parallel
@@ -35,9 +35,14 @@ class Saving:
     """
 
     def __init__(
-        self, standing: Standing, health: Health, parallel: Parallel, saver: Saver, provenance: dict[str, Any]
+        self,
+        standing: Standing,
+        health: Health,
+        parallel: Parallel,
+        writer: CheckpointWriter,
+        provenance: dict[str, Any],
     ):
-        self.standing, self.health, self.parallel, self.saver = standing, health, parallel, saver
+        self.standing, self.health, self.parallel, self.writer = standing, health, parallel, writer
         self.provenance = provenance
         self.saved_step: int | None = None
         self.blocked = 0.0
@@ -51,9 +56,9 @@ class Saving:
     def prepare(self, checkpoints: bool, best: bool) -> None:
         """Rank 0: make room in host memory now, for what will be saved; later, a step would wait for it."""
         if checkpoints:
-            self.saver.copies.prepare(self._saved_sizes())
+            self.writer.copies.prepare(self._saved_sizes())
         if best:
-            for copies in self.saver.best_copies:
+            for copies in self.writer.best_copies:
                 copies.prepare((f"best/{name}", *size) for name, *size in self.parallel.head_sizes())
 
     def _saved_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -82,7 +87,7 @@ class Saving:
         if self._put_off and self.standing.size > 1:
             free = self.standing.agreed.may_save  # came with the step: to ask again would wait for the device
         else:
-            free = from_main(self.saver.free())
+            free = from_main(self.writer.free())
         self._asked = time.perf_counter() - began
         self._put_off = not free
         if self._put_off:
@@ -104,32 +109,32 @@ class Saving:
         self.standing.state.elapsed = self.standing.elapsed()
         self._take()
         self.write_all()
-        return on_main(lambda: self.saver.store.paths()[0])
+        return on_main(lambda: self.writer.store.paths()[0])
 
     def _take(self) -> None:
-        checkpoint = capture(self.standing, self.parallel, self.saver.copies, self.provenance)
+        checkpoint = capture(self.standing, self.parallel, self.writer.copies, self.provenance)
         if checkpoint is not None:
-            self.saver.save(checkpoint)
+            self.writer.save(checkpoint)
         self._due, self.saved_step = False, self.standing.state.step
 
     def rewrite_state(self) -> None:
         """Write this moment's state into the checkpoint of this step, after all that is under way."""
         if self.standing.rank == 0:
-            self.saver.restate(state_values(self.standing, [], self.provenance))
+            self.writer.rewrite_state(state_values(self.standing, [], self.provenance))
 
     # -- what rank 0 tells the others with every step --------------------------------------------------------------
 
     def poll(self) -> tuple[bool, bool]:
         """(whether a write failed, whether the checkpoint that was put off may be taken); waits for nothing."""
-        self.saver.poll()
-        free = self._put_off and self.standing.rank == 0 and self.saver.free()
-        return self.saver.failed, free
+        self.writer.poll()
+        free = self._put_off and self.standing.rank == 0 and self.writer.free()
+        return self.writer.failed, free
 
     def write_all(self) -> None:
-        """Wait until everything is on disk. A full disk pauses the run (saver.write_all)."""
+        """Wait until everything is on disk. A full disk pauses the run (writer.write_all)."""
         standing = self.standing
         stopped = lambda: standing.signal.received is not None  # noqa: E731
-        standing.leave_out(write_all(self.saver, standing.config.disk_wait, stopped, standing.reporter.say))
+        standing.leave_out(write_all(self.writer, standing.config.disk_wait, stopped, standing.reporter.say))
 
     # -- the best head ---------------------------------------------------------------------------------------------
 
@@ -148,7 +153,7 @@ class Saving:
         began = time.perf_counter()
         tensors = self.parallel.head_tensors()  # gathered by all ranks
         if self.standing.rank == 0:
-            self.saver.save_best(tensors, best)
+            self.writer.save_best(tensors, best)
         else:
             for _ in tensors:
                 pass
@@ -156,7 +161,7 @@ class Saving:
 
     def load_best(self, best: dict[str, Any]) -> None:
         """End with the weights of the best validation. Where they cannot be read, warn and keep the last ones."""
-        store = self.saver.store
+        store = self.writer.store
         fault = on_main(store.best_damage)
         if fault is None:
             self.parallel.load_head(store.load_best())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class HostCopies:
             self._done.synchronize()
 
 
-class Saver:
+class CheckpointWriter:
     """Rank 0's writer; one checkpoint is under way at most, one best head is being written and one waits.
 
     The thread never calls the GPU, which a capture on the main thread would not tolerate.
@@ -125,9 +126,9 @@ class Saver:
         self._best_waiting = copies, write
         self.poll()
 
-    def restate(self, state: dict[str, Any]) -> None:
+    def rewrite_state(self, state: dict[str, Any]) -> None:
         """Replace the JSON state of the checkpoint saved last, after it and the best head."""
-        self._pending.append((self.copies, lambda: self.store.restate(state)))
+        self._pending.append((self.copies, lambda: self.store.rewrite_state(state)))
         self.poll()
 
     def protect(self) -> None:
@@ -174,7 +175,7 @@ class Saver:
         self.poll()
         while self._writing:
             left = max(deadline - time.monotonic(), 0.0)
-            wait([future for _, future in self._writing], timeout=left)
+            futures.wait([future for _, future in self._writing], timeout=left)
             self.poll()
             if left == 0.0:
                 break
@@ -183,7 +184,7 @@ class Saver:
     def wait_for_writes(self, seconds: float) -> bool:
         """Wait at most `seconds` for files being written, and say whether there were any. Any thread may ask."""
         under_way = [future for _, future in list(self._writing) if not future.done()]
-        wait(under_way, timeout=seconds)
+        futures.wait(under_way, timeout=seconds)
         return bool(under_way)
 
     def free(self) -> bool:
@@ -194,7 +195,7 @@ class Saver:
     def failed(self) -> bool:
         return self._error is not None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for everything under way, or until a write fails."""
         while True:
             for copies in (self.copies, *self.best_copies):
@@ -202,16 +203,16 @@ class Saver:
             self.poll()
             if not self._writing:
                 return
-            wait([future for _, future in self._writing])
+            futures.wait([future for _, future in self._writing])
 
     def last_checkpoint(self, diverged: bool) -> Path | None:
         """The newest checkpoint, after what is being written; of a run that diverged, the newest before its skips."""
-        self.settle()
+        self.wait()
         return self.store.before_skips() if diverged else next(iter(self.store.paths()), None)
 
     def finish(self) -> None:
         """Wait for everything under way. Raises what a write raised (DiskFullError when there is no room)."""
-        self.settle()
+        self.wait()
         if self._error is not None:
             error, self._error, self._undone, self._stuck = self._error, None, [], False
             raise error
@@ -221,23 +222,25 @@ class Saver:
 
         Raises: what a write raised, when it was not a full disk.
         """
-        self.settle()
+        self.wait()
         if isinstance(self._error, DiskFullError):
             undone, self._error, self._undone, self._stuck = self._undone, None, [], False
             for write in undone:
                 self._submit(write)
-            self.settle()
+            self.wait()
         if self._error is not None and not isinstance(self._error, DiskFullError):
             self.finish()
         return self._error is None
 
     def close(self) -> None:
         """Let a write under way end; its failure no longer matters to a run that is already ending with an error."""
-        self.settle()
+        self.wait()
         self._pool.shutdown(wait=True)
 
 
-def write_all(saver: Saver, longest: float, stopped: Callable[[], bool], say: Callable[[str], None]) -> float:
+def write_all(
+    writer: CheckpointWriter, longest: float, stopped: Callable[[], bool], say: Callable[[str], None]
+) -> float:
     """Wait, on all ranks, until everything that rank 0 saves is on disk; a full one pauses them until there is room.
 
     Args:
@@ -248,14 +251,14 @@ def write_all(saver: Saver, longest: float, stopped: Callable[[], bool], say: Ca
     Raises: what a write raised, on all ranks; DiskFullError when a pause ends without room.
     """
     began, paused = time.perf_counter(), False
-    while not on_main(saver.retry):
+    while not on_main(writer.retry):
         over = from_main(time.perf_counter() - began >= longest)
         if over or any(gather_objects(stopped())):
-            on_main(saver.finish)
+            on_main(writer.finish)
         if not paused:
             say(
-                f"WARNING: {saver.store.directory}: the disk is full and a checkpoint waits to be written. Training is "
-                f"paused and goes on as soon as there is room; without room it ends in {longest:.0f} s "
+                f"WARNING: {writer.store.directory}: the disk is full and a checkpoint waits to be written. Training "
+                f"is paused and goes on as soon as there is room; without room it ends in {longest:.0f} s "
                 "(train.disk_wait). The last good checkpoint stays."
             )
             paused = True

@@ -14,20 +14,20 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.targets.sharded import shard_size
 from headstart.heads.targets.target import TARGET_KINDS, TargetConfig
 from headstart.train.config import TrainConfig
-from headstart.train.sharing.distributed import Early, check_launch, meet
+from headstart.train.launching.rendezvous import StartupSignals, check_launch, meet
 from headstart.train.sharing.parallel import Parallel, Replicated, Sharded, check_kind, resolve_kind
 from headstart.train.step import autocast_dtype
 
 
-def make_accelerator(device: torch.device | str, early: Early | None = None) -> Accelerator:
+def make_accelerator(device: torch.device | str, startup: StartupSignals | None = None) -> Accelerator:
     """The process group of this launch on CPUs or GPUs. Raises ConfigError when ranks do not come or are not in it.
 
     Args:
-        early: see distributed.meet.
+        startup: see rendezvous.meet.
 
     Precision is the loop's own business (float32 master weights, autocast inside the loss), so accelerate's is off.
     """
-    store = meet(early=early)
+    store = meet(startup=startup)
     # ranks wait while rank 0 distils or measures τ; a lost rank is noticed by watch.py, not by this timeout
     group = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     cpu = torch.device(device).type == "cpu"

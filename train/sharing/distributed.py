@@ -1,214 +1,27 @@
-"""Ranks: a launch that is what it promises, and values on which all ranks agree without stopping the device."""
+"""The ranks of a run: work that one of them does for all, and values on which all agree without stopping the device."""
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from headstart.data.prepare import Ranks
-from headstart.heads.errors import ConfigError, HeadstartError, StorageError, Terminated, TrainingError
+from headstart.heads.errors import HeadstartError, StorageError, TrainingError
 from headstart.heads.files import explain_disk
 
 T = TypeVar("T")
 
-REMEDY = (
-    "Start CPU ranks with `torchrun --nproc_per_node N -m headstart.train RECIPE`, "
-    "GPU ranks with `accelerate launch --multi_gpu --num_processes N -m headstart.train RECIPE`."
-)
-
 SHARED = "run_dir must lie on storage that all machines share: choose such a place with run_dir=…"
-#: seconds until the last rank of a launch must have come
-RENDEZVOUS_S = 300.0
-#: seconds between two looks at who has come
-MEET_POLL_S = 0.1
-#: seconds that a rank 0 which hosts the store stays when the meeting fails, because the others look there as well
-HOST_LAST_S = 2.0
 #: seconds until a file that rank 0 writes must be seen elsewhere
 SHARED_WAIT_S = 45.0
-
-#: where launchers say how many processes they started
-PROMISES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-
-
-def _number(name: str, environment: Mapping[str, str]) -> int | None:
-    """A launcher's variable as a number, None when it is not set. Raises ConfigError when it is no number."""
-    text = environment.get(name, "").strip()
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise ConfigError(f"launch: {name}: found {text!r}, expected a whole number of 0 or more. {REMEDY}")
-    return int(text)
-
-
-def check_variables(environment: Mapping[str, str] = os.environ) -> int:
-    """Ranks that torchrun's variables promise (1 without them), before anything acts on them.
-
-    Raises: ConfigError naming the variable that is missing, no number or out of range.
-    """
-    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    numbers = {name: _number(name, environment) for name in names}
-    size = numbers["WORLD_SIZE"] or 1
-    if size == 1:
-        return 1
-    if numbers["LOCAL_RANK"] is None:  # no launcher of ours: this process would be alone
-        check_launch(1, environment)
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name, "").strip()]
-    if missing:
-        raise ConfigError(
-            f"launch: found WORLD_SIZE={size} without {', '.join(missing)}, which every rank needs. {REMEDY}"
-        )
-    if not (numbers["RANK"] or 0) < size:
-        raise ConfigError(f"launch: found RANK={numbers['RANK']}, expected less than WORLD_SIZE={size}. {REMEDY}")
-    if not 0 < (numbers["MASTER_PORT"] or 0) < 65536:
-        raise ConfigError(f"launch: found MASTER_PORT={numbers['MASTER_PORT']}, expected 1 to 65535. {REMEDY}")
-    return size
-
-
-class Early(Protocol):
-    """SIGTERM before there is anything to save; see headstart.startup."""
-
-    @property
-    def received(self) -> bool: ...
-
-    def hold(self) -> None: ...
-
-    def over(self) -> None: ...
-
-
-def _meeting_store(rank: int, size: int, wait_s: float, environment: Mapping[str, str], agent: bool) -> dist.Store:
-    """torchrun's own store, or one of rank 0, which does not wait for the others: signals would find it blocked."""
-    if agent:
-        store: dist.Store = next(dist.rendezvous("env://", timeout=timedelta(seconds=wait_s)))[0]
-        return store
-    return dist.TCPStore(
-        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), size, rank == 0, timedelta(seconds=wait_s),
-        wait_for_workers=False, multi_tenant=True,  # the process group's own will live in the same server
-    )  # fmt: skip
-
-
-def _all_say(
-    word: str, calls: dist.Store, size: int, deadline: float, stopping: Callable[[], bool] = lambda: False
-) -> bool:
-    """Say `word` and wait until all ranks have said it; False when `deadline` (of time.monotonic) comes first.
-
-    Raises: Terminated when a rank, this or another, is `stopping`.
-    """
-    calls.add(word, 1)
-    while calls.add(word, 0) < size:
-        if stopping():
-            calls.set("stopped", "")
-        if calls.check(["stopped"]):
-            raise Terminated
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(MEET_POLL_S)
-    return True
-
-
-def meet(
-    wait_s: float = RENDEZVOUS_S, environment: Mapping[str, str] = os.environ, early: Early | None = None
-) -> dist.Store | None:
-    """Wait until every rank of this launch has come. Nothing on one rank.
-
-    The process group's own timeout is that of its collectives (hours), which a wrong address would cost in silence.
-    Once a rank has come, the others count on it: its `early` holds SIGTERM back from here on, and a rank that has got
-    one says so, on which all end. They meet twice, so that none goes on with one that has ended: from the second time
-    on, a signal waits for the training.
-
-    Returns: the store, to be held until the process group is there: rank 0 may host it for the others.
-    Raises: ConfigError on every rank that came, naming the missing ones and the address, after `wait_s` seconds.
-        Terminated where this rank or another got SIGTERM meanwhile.
-    """
-    size = check_variables(environment)
-    if size == 1 or is_distributed():
-        return None
-    rank = int(environment["RANK"])
-    place = f"MASTER_ADDR={environment['MASTER_ADDR']} MASTER_PORT={environment['MASTER_PORT']}"
-    remedy = (
-        "Give every machine the same address (rank 0's machine, a port that is free there and open to the others) and "
-        "number of machines, and its own machine rank"
-    )
-    deadline = time.monotonic() + wait_s
-    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = _meeting_store(rank, size, wait_s, environment, agent)
-        calls = dist.PrefixStore("headstart/meet", store)
-        if early is not None:
-            early.hold()
-        calls.set(str(rank), "")
-        stopping = (lambda: early.received) if early is not None else (lambda: False)
-        if not (_all_say("came", calls, size, deadline, stopping) and _all_say("goes on", calls, size, deadline)):
-            gone = [str(r) for r in range(size) if not calls.check([str(r)])]
-            raise ConfigError(
-                f"launch: rank {rank} waited {wait_s:.0f} s at {place}, and of {size} ranks these did not "
-                f"{'come' if gone else 'go on'}: {', '.join(gone) or 'unknown'}. {remedy}."
-            )
-    except (ConfigError, Terminated):
-        time.sleep(HOST_LAST_S if rank == 0 and not agent else 0.0)
-        raise
-    except (dist.DistError, ValueError, OSError) as error:
-        short = str(error).splitlines()[0]
-        raise ConfigError(
-            f"launch: rank {rank} of {size} did not meet the others at {place} (waits {wait_s:.0f} s): "
-            f"{short.rstrip('.')}. {remedy}."
-        ) from error
-    return store
-
-
-def check_launch(size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError when the environment (torchrun, mpirun, srun) promises more ranks than the process group has.
-
-    `accelerate launch --cpu --num_processes 2` (and `--num_machines 2`) of accelerate 1.x starts processes that each
-    believe to be rank 0 of 1. It sets MASTER_ADDR/MASTER_PORT (only for more than one process) but no WORLD_SIZE.
-    """
-    for name in PROMISES:
-        promised = _number(name, environment) or 1
-        if promised > size:
-            raise ConfigError(
-                f"launch: {name} promises {promised} ranks and the process group has {size}; every process would train "
-                f"on its own. {REMEDY} Slurm: scripts/launch/slurm.sh. If one process is meant, unset {name}."
-            )
-    by_accelerate = "ACCELERATE_USE_CPU" in environment and "WORLD_SIZE" not in environment
-    if by_accelerate and size == 1 and "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
-        raise ConfigError(
-            "launch: accelerate was asked for more than one process but started independent ones (this one believes to "
-            f"be rank 0 of 1), and each would train alone. {REMEDY} "
-            "If one process is meant, unset MASTER_ADDR and MASTER_PORT."
-        )
-
-
-#: verbs that train, for which several ranks have a command of their own
-TRAINING_VERBS = ("train", "run")
-
-
-def refuse_ranks(verb: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError when a launcher started `headstart <verb>`, which is one process, as several ranks.
-
-    They would meet at the lock of the run directory, where all but one take the first for somebody else's command, or
-    do the same work side by side.
-    """
-    try:
-        check_launch(1, environment)
-    except ConfigError as error:
-        if verb in TRAINING_VERBS:
-            raise ConfigError(f"`headstart {verb}` is one process. {error}") from None
-        found = ", ".join(f"{name}={environment[name]}" for name in (*PROMISES, "MASTER_ADDR") if name in environment)
-        raise ConfigError(
-            f"launch: `headstart {verb}` is one process, found a launch of several ({found}), which would all do the "
-            "same work; start it without a launcher. If one process is meant, unset these variables."
-        ) from None
 
 
 def is_distributed() -> bool:
@@ -327,31 +140,3 @@ class Agreement:
         if self._ready is not None:
             self._ready.synchronize()
         return self._host.tolist()
-
-
-class StopSignal:
-    """While open, SIGTERM and a first SIGINT only set `received`; a second SIGINT interrupts at once.
-
-    Handlers can be set in the main thread only; elsewhere this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
-
-    def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            try:
-                self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:
-                break
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)

@@ -12,16 +12,16 @@ from train_fakes import FakeHead, FakeSource, data_of, make_documents, quiet, te
 
 from headstart.heads.errors import DiskFullError, StorageError
 from headstart.train.checkpoints import checkpoint
-from headstart.train.checkpoints import saver as saver_module
+from headstart.train.checkpoints import writer as writer_module
 from headstart.train.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from headstart.train.checkpoints.saver import HostCopies, Saver
+from headstart.train.checkpoints.writer import CheckpointWriter, HostCopies
 from headstart.train.config import TrainConfig
 from headstart.train.loop import Validate, train
 from headstart.train.sharing.gradients import FlatGradients
 
 
 @pytest.fixture
-def patient_saver():
+def patient_writer():
     """Here the loop looks for the writer as it does in earnest."""
 
 
@@ -78,7 +78,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_later_ones_wait_their_tur
 def test_no_step_waits_for_a_write_under_way(tmp_path, monkeypatch):
     """Looking for the writer asks for no time at all, and whatever it takes is reported."""
     gate = Gate(monkeypatch)
-    real, asked = saver_module.wait, []
+    real, asked = writer_module.wait, []
 
     def noting(futures, timeout=None):
         if not gate.open.is_set():
@@ -91,49 +91,49 @@ def test_no_step_waits_for_a_write_under_way(tmp_path, monkeypatch):
                 gate.open.set()
             return super().get(pack)
 
-    monkeypatch.setattr(saver_module, "wait", noting)
+    monkeypatch.setattr(writer_module, "wait", noting)
     run(tmp_path / "quick", Opening(make_documents()), prefetch=0)
     assert len(asked) >= 5 and set(asked) == {0.0}
 
-    look = Saver.free
-    monkeypatch.setattr(Saver, "free", lambda saver: time.sleep(0.2) or look(saver))
+    look = CheckpointWriter.free
+    monkeypatch.setattr(CheckpointWriter, "free", lambda writer: time.sleep(0.2) or look(writer))
     assert run(tmp_path / "slow", FakeSource(make_documents()), steps=3).save_blocked_ms >= 200.0
 
 
 def test_what_was_saved_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
     """Weights that change while the file is written do not reach it."""
     gate = Gate(monkeypatch)
-    saver = Saver(CheckpointStore(tmp_path, 0), torch.device("cpu"))
+    writer = CheckpointWriter(CheckpointStore(tmp_path, 0), torch.device("cpu"))
     weight = torch.ones(3)
-    saver.save(Checkpoint(saver.copies.take("head", [("w", weight)]), {}, {}, {"step": 1, "rng": []}))
+    writer.save(Checkpoint(writer.copies.take("head", [("w", weight)]), {}, {}, {"step": 1, "rng": []}))
     weight += 1
-    assert not saver.idle(0.05)
+    assert not writer.idle(0.05)
     gate.open.set()
-    saver.finish()
-    assert saver.idle(0.0)
+    writer.finish()
+    assert writer.idle(0.0)
     assert CheckpointStore.load(tmp_path / "step-00000001").head["w"].tolist() == [1.0, 1.0, 1.0]
-    saver.close()
+    writer.close()
 
 
 def test_a_best_head_waits_for_its_copies_and_is_written_before_a_later_checkpoint(tmp_path, monkeypatch):
     """On a GPU the copies are under way when the next step begins: until they are complete nothing is handed over."""
     store = CheckpointStore(tmp_path, 0)
-    saver, order = Saver(store, torch.device("cpu")), []
+    writer, order = CheckpointWriter(store, torch.device("cpu")), []
     monkeypatch.setattr(store, "save_best", lambda head, state: order.append(("best", head["w"].tolist(), state)))
     monkeypatch.setattr(store, "save", lambda checkpoint: order.append(("step", checkpoint.state["step"])))
     complete = threading.Event()
-    monkeypatch.setattr(saver.best_copies[0], "ready", complete.is_set)
-    monkeypatch.setattr(saver.best_copies[0], "wait", complete.set)
+    monkeypatch.setattr(writer.best_copies[0], "ready", complete.is_set)
+    monkeypatch.setattr(writer.best_copies[0], "wait", complete.set)
     weight = torch.ones(2)
-    saver.save_best([("w", weight)], {"step": 3})
+    writer.save_best([("w", weight)], {"step": 3})
     weight += 1
-    saver.save(make(4))
-    saver.poll()
-    assert not saver.free() and order == []
-    saver.finish()
+    writer.save(make(4))
+    writer.poll()
+    assert not writer.free() and order == []
+    writer.finish()
     assert order == [("best", [1.0, 1.0], {"step": 3}), ("step", 4)]
-    assert saver.idle(0.0)
-    saver.close()
+    assert writer.idle(0.0)
+    writer.close()
 
 
 def reusing(copies, group, tensors):
@@ -184,7 +184,7 @@ def test_no_checkpoint_names_a_best_head_that_is_not_on_the_disk(tmp_path, monke
     """Best 1, checkpoint, best 2 in place of none, its checkpoint's new state: written in that order, also after a
     full disk."""
     store = CheckpointStore(tmp_path, 0)
-    saver, order, full = Saver(store, torch.device("cpu")), [], [True]
+    writer, order, full = CheckpointWriter(store, torch.device("cpu")), [], [True]
 
     def save_best(head, state):
         if full[0]:
@@ -193,19 +193,19 @@ def test_no_checkpoint_names_a_best_head_that_is_not_on_the_disk(tmp_path, monke
 
     monkeypatch.setattr(store, "save_best", save_best)
     monkeypatch.setattr(store, "save", lambda checkpoint: order.append(("save", checkpoint.state["step"])))
-    monkeypatch.setattr(store, "restate", lambda state: order.append(("restate", state["step"])))
+    monkeypatch.setattr(store, "rewrite_state", lambda state: order.append(("rewrite_state", state["step"])))
     monkeypatch.setattr(HostCopies, "take", reusing)
-    saver.save_best([("w", torch.tensor([1.0]))], {"step": 1})
-    saver.save(make(1))
-    saver.save_best([("w", torch.tensor([2.0]))], {"step": 2})
-    saver.restate({"step": 2})
-    saver.save_best([("w", torch.tensor([3.0]))], {"step": 3})
-    assert not saver.idle(5.0) and saver.failed and order == []
-    assert not saver.retry() and order == []
+    writer.save_best([("w", torch.tensor([1.0]))], {"step": 1})
+    writer.save(make(1))
+    writer.save_best([("w", torch.tensor([2.0]))], {"step": 2})
+    writer.rewrite_state({"step": 2})
+    writer.save_best([("w", torch.tensor([3.0]))], {"step": 3})
+    assert not writer.idle(5.0) and writer.failed and order == []
+    assert not writer.retry() and order == []
     full[0] = False
-    assert saver.retry()
-    assert order == [("best", [1.0], 1), ("save", 1), ("best", [3.0], 3), ("restate", 2)]
-    saver.close()
+    assert writer.retry()
+    assert order == [("best", [1.0], 1), ("save", 1), ("best", [3.0], 3), ("rewrite_state", 2)]
+    writer.close()
 
 
 def test_a_failed_write_is_raised_once_and_stops_the_run(tmp_path, monkeypatch):
@@ -213,13 +213,13 @@ def test_a_failed_write_is_raised_once_and_stops_the_run(tmp_path, monkeypatch):
         raise StorageError(f"{path}: cannot be written")
 
     monkeypatch.setattr(checkpoint, "write_safetensors", full)
-    saver = Saver(CheckpointStore(tmp_path / "alone", 0), torch.device("cpu"))
-    saver.save(make(1))
-    assert not saver.idle(5.0) and saver.failed  # its tensors are not for the next one yet
+    writer = CheckpointWriter(CheckpointStore(tmp_path / "alone", 0), torch.device("cpu"))
+    writer.save(make(1))
+    assert not writer.idle(5.0) and writer.failed  # its tensors are not for the next one yet
     with pytest.raises(StorageError, match="cannot be written"):
-        saver.finish()
-    saver.finish()
-    saver.close()
+        writer.finish()
+    writer.finish()
+    writer.close()
     source = FakeSource(make_documents())
     with pytest.raises(StorageError, match="cannot be written"):
         run(tmp_path / "run", source, steps=500)

@@ -20,7 +20,7 @@ from train_fakes import FakeHead, FakeSource, forked, make_documents, pairs_of, 
 
 from headstart.heads.errors import DiskFullError, StorageError, TrainingError
 from headstart.train.checkpoints.checkpoint import CheckpointStore
-from headstart.train.checkpoints.saver import Saver
+from headstart.train.checkpoints.writer import CheckpointWriter
 from headstart.train.config import TrainConfig
 from headstart.train.launching.setup import make_accelerator, make_parallel
 from headstart.train.launching.watch import Watch
@@ -31,7 +31,7 @@ from headstart.train.step import LossModule
 from headstart.train.tracking.track import Reporter
 
 #: as the loop looks for the writer in earnest; most cases here wait for it
-look = Saver.free
+look = CheckpointWriter.free
 
 
 def config(**changes) -> TrainConfig:
@@ -130,7 +130,7 @@ def pausing(rank: int, out: Path, room_after: int, **changes) -> dict:
 
     with (
         mock.patch.object(CheckpointStore, "save", save),
-        mock.patch("headstart.train.checkpoints.saver.PAUSE_S", 0.02),
+        mock.patch("headstart.train.checkpoints.writer.PAUSE_S", 0.02),
     ):
         with mock.patch.object(Reporter, "say", lambda _, message: said.append(message)):
             try:
@@ -156,7 +156,7 @@ def behind_a_slow_disk(rank: int, out: Path) -> list[int]:
         saved.append(checkpoint.state["step"])
         return real(store, checkpoint)
 
-    with mock.patch.object(CheckpointStore, "save", save), mock.patch.object(Saver, "free", look):
+    with mock.patch.object(CheckpointStore, "save", save), mock.patch.object(CheckpointWriter, "free", look):
         run(out, Slow(make_documents()), steps=12, prefetch=0, keep=0)
     return saved
 
@@ -187,7 +187,7 @@ def diverging_while_saving(out: Path) -> str:
     """What a rank says whose loss is not finite while rank 0 still writes the only checkpoint."""
     real = CheckpointStore.save
     slow = mock.patch.object(CheckpointStore, "save", lambda store, saved: time.sleep(1.5) or real(store, saved))
-    with slow, mock.patch.object(Saver, "free", look):
+    with slow, mock.patch.object(CheckpointWriter, "free", look):
         try:
             run(out, FakeSource(make_documents(), poison=7), save_every=1)
         except TrainingError as error:
@@ -215,7 +215,11 @@ def losing_a_rank_while_saving(rank: int, port: int, out: Path) -> None:
             return super().get(pack)
 
     slow = mock.patch.object(CheckpointStore, "save", save)
-    with slow, mock.patch.object(Saver, "free", look), mock.patch("headstart.train.launching.watch.GRACE_S", 0.2):
+    with (
+        slow,
+        mock.patch.object(CheckpointWriter, "free", look),
+        mock.patch("headstart.train.launching.watch.GRACE_S", 0.2),
+    ):
         accelerator, source = make_accelerator("cpu"), Dying(make_documents())
         with Watch(interval_s=0.1) as watch:
             settings = config(save_every=1, prefetch=0)
@@ -296,7 +300,7 @@ def _rank(rank: int, size: int, port: int, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     # conftest's patience begins after this module's fixture has started the ranks
-    with mock.patch.object(Saver, "free", lambda saver: saver.idle(60.0)):
+    with mock.patch.object(CheckpointWriter, "free", lambda writer: writer.idle(60.0)):
         torch.save(_work(rank, out), out / f"rank{rank}.pt")
 
 

@@ -18,7 +18,7 @@ import pytest
 from tiny_run import losses, make_place
 from train_fakes import forked
 
-from headstart import ranks as ranks_module
+from headstart import train_on_ranks
 from headstart.startup import StartupStop
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train_on_ranks import main
@@ -98,8 +98,8 @@ def fork_ranks(ranks: int, place: Path, name: str, own_process: bool = False) ->
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        early = StartupStop() if own_process else None
-        assert main([str(place / "recipe.yaml"), f"run_dir={place / name}"], early) == 0
+        startup = StartupStop() if own_process else None
+        assert main([str(place / "recipe.yaml"), f"run_dir={place / name}"], startup) == 0
 
     stderr = [place / f"{name}.{rank}.err" for rank in range(ranks)]
     processes = [forked(lambda r=r: work(r), stderr[r]) for r in range(ranks)]
@@ -112,7 +112,7 @@ def fork_ranks(ranks: int, place: Path, name: str, own_process: bool = False) ->
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_stop_between_meeting_and_watching_ends_every_rank_well(place, signalled):
     """Only one rank gets the signal, before the others could learn that it ends."""
-    real = ranks_module.make_accelerator
+    real = train_on_ranks.make_accelerator
 
     def make_accelerator(*arguments):
         accelerator = real(*arguments)
@@ -121,7 +121,7 @@ def test_a_stop_between_meeting_and_watching_ends_every_rank_well(place, signall
             time.sleep(0.3)
         return accelerator
 
-    with mock.patch.object(ranks_module, "make_accelerator", make_accelerator):
+    with mock.patch.object(train_on_ranks, "make_accelerator", make_accelerator):
         said = fork_ranks(2, place, f"window-{signalled}", own_process=True)
     assert "stopped; what was finished is kept" in said[signalled] and "error" not in "".join(said)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +174,7 @@ class CheckpointWriter:
         self.poll()
         while self._writing:
             left = max(deadline - time.monotonic(), 0.0)
-            futures.wait([future for _, future in self._writing], timeout=left)
+            wait([future for _, future in self._writing], timeout=left)
             self.poll()
             if left == 0.0:
                 break
@@ -184,7 +183,7 @@ class CheckpointWriter:
     def wait_for_writes(self, seconds: float) -> bool:
         """Wait at most `seconds` for files being written, and say whether there were any. Any thread may ask."""
         under_way = [future for _, future in list(self._writing) if not future.done()]
-        futures.wait(under_way, timeout=seconds)
+        wait(under_way, timeout=seconds)
         return bool(under_way)
 
     def free(self) -> bool:
@@ -203,7 +202,7 @@ class CheckpointWriter:
             self.poll()
             if not self._writing:
                 return
-            futures.wait([future for _, future in self._writing])
+            wait([future for _, future in self._writing])
 
     def last_checkpoint(self, diverged: bool) -> Path | None:
         """The newest checkpoint, after what is being written; of a run that diverged, the newest before its skips."""

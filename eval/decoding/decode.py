@@ -72,7 +72,8 @@ def slots_needed(longest_context: int, max_new_tokens: int, drafter: Drafter | N
 
 
 def roomy(slots: int) -> int:
-    """`slots` rounded up to a fourth of its octave (at least 512), so that buffers, and the graphs on them, last.
+    """`slots` rounded up, by a fourth at most (and to 512 at least): the buffers, and the graphs that were captured on
+    them, then serve contexts that are a little longer as well.
 
     >>> [roomy(n) for n in (1, 600, 1025, 5000)]
     [512, 1024, 1536, 5120]
@@ -105,7 +106,7 @@ def decode(
         row_seeds: int64 [B], plain decoding only: every row draws by its own seed, whatever it is batched with.
         scheduler: chooses what of the drafts is verified.
     """
-    book = _Answering(len(contexts), max_new_tokens, stop_ids)
+    book = _Answers(len(contexts), max_new_tokens, stop_ids)
     device = engine.device
     synchronize(device)
     loop = Loop(engine, drafter, sampling, generator, row_seeds, scheduler)
@@ -136,8 +137,8 @@ def decode(
     return Decoded(book.answers, prefilled - began, arrivals[-1] - prefilled, cycle_s)
 
 
-class _Answering:
-    """Host side of the loop: answers, stops, limits."""
+class _Answers:
+    """What the host knows of a batch: the answers so far, their limits and stop tokens, and who goes on."""
 
     def __init__(self, batch: int, max_new_tokens: int | list[int], stop_ids: set[int] | list[set[int]]):
         self.limits = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)

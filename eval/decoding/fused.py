@@ -32,7 +32,7 @@ W = TypeVar("W")
 #: largest relative distance (L2) between fused and original hidden states that passes as rounding
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-#: how many bytes of the output projection attention may ask for, of which `choose_ways` takes the fastest
+#: bytes of the output projection that attention may fetch ahead; `choose_ways` takes the fastest
 HIDDEN_BYTES = (0, 8 << 20, 16 << 20, 32 << 20)
 #: layers that `choose_ways` times one behind the other, at least
 STACKED = 4
@@ -98,7 +98,7 @@ class FusedModel:
         """Compile what `choose_ways` of so many rows would measure."""
         kept = compile_ways(self.linears(), rows, self.choices, self._about)
         if kept is not None:
-            self._hide(rows, kept.hidden_bytes)
+            self._fetch_ahead(rows, kept.hidden_bytes)
 
     @property
     def _about(self) -> str:
@@ -114,15 +114,15 @@ class FusedModel:
         chosen = decide_ways(self.linears(), rows, self.choices, self._about, self._settle)
         if chosen is None:
             return {}
-        self._hide(rows, chosen.hidden_bytes)
+        self._fetch_ahead(rows, chosen.hidden_bytes)
         return {f"{name} {rows}": microseconds for name, microseconds in chosen.microseconds.items()}
 
-    def _hide(self, rows: int, hidden: int) -> None:
-        """Have attention ask for so many bytes of the output projection."""
+    def _fetch_ahead(self, rows: int, hidden: int) -> None:
+        """Have attention fetch so many bytes of the output projection ahead, while it leaves the memory idle."""
         for layer in self.layers:
             layer.hidden_bytes[row_bucket(rows)] = hidden
 
-    def _settle(self, found: list[Measured], rows: int, context: int = 512) -> int:
+    def _settle(self, products: list[Measured], rows: int, context: int = 512) -> int:
         """Choose among the ways that are about as fast by themselves, and how much of its output projection attention
         asks for. Both are timed in layers that run one behind the other: there a kernel is launched, and fetches, while
         others still run.
@@ -147,10 +147,10 @@ class FusedModel:
                 times[way] = graph_time(run, 15)
             choose(min(times, key=lambda way: times[way]))
 
-        for measured in found:
+        for measured in products:
             if len(measured.close) > 1 and any(linear in measured.linears for linear in layers[0].linears()):
                 choose_fastest(measured.close, partial(measured.choose, rows))
-        choose_fastest(HIDDEN_BYTES, partial(self._hide, rows))
+        choose_fastest(HIDDEN_BYTES, partial(self._fetch_ahead, rows))
         return self.layers[0].hidden_bytes[row_bucket(rows)]
 
     def _stacked(self) -> list[FusedLayer]:

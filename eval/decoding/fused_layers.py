@@ -44,7 +44,7 @@ class Pass:
 
 
 class Slot:
-    """Holds the Pass of the forward that is running: transformers' top-level code knows nothing of it."""
+    """Where the layers find the Pass of the running forward: transformers' top-level code cannot hand it to them."""
 
     current: Pass | None = None
     #: rotary tables hold each angle once (gpt-oss) instead of twice; found at the first forward
@@ -159,7 +159,7 @@ class FusedLayer(nn.Module):
             float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None),
             getattr(attention, "sinks", None),
         )  # fmt: skip
-        #: row bucket → bytes of the output projection that attention asks for, as the memory idles meanwhile
+        #: row bucket → bytes of the output projection that attention fetches ahead, while it leaves the memory idle
         self.hidden_bytes: dict[int, int] = {}
         self.input_norm = norm_weights(layer.input_layernorm)
         #: of the layer after this one, or the final one

@@ -111,12 +111,12 @@ class _CycleGraph:
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    """Copy values over tensors of the same shapes, one launch for all of one dtype; what is there already stays."""
+    """Copy values into tensors of the same shapes, with one launch per dtype. A tensor is not copied onto itself."""
     pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for place, value in zip(into, values, strict=True):
         if place is not value:
-            places, found = pairs.setdefault(place.dtype, ([], []))
+            places, sources = pairs.setdefault(place.dtype, ([], []))
             places.append(place)
-            found.append(value)
-    for places, found in pairs.values():
-        torch._foreach_copy_(places, found)
+            sources.append(value)
+    for places, sources in pairs.values():
+        torch._foreach_copy_(places, sources)

@@ -75,13 +75,13 @@ class AutoregressiveDrafter:
         # every row but the last has its next token already; the last waits for the root
         known_B = context.count_B - 1
         self._take_over(replace(context, tokens_BJ=F.pad(context.tokens_BJ[:, 1:], (0, 1))), known_B)
-        self._pend(_only(context, known_B[:, None]))
+        self._pend(context.at(known_B[:, None]))
 
     def _take_over(self, rows: Rows, count_B: Tensor) -> None:
-        """Append the first `count_B` rows of each sequence to the draft KV, in passes of few different widths: kernels
-        are compiled for a width."""
+        """Append the first `count_B` rows of each sequence to the draft KV, in passes of few different widths, since
+        kernels are compiled for a width."""
         widths = start_widths(rows.tokens_BJ.shape[1])
-        rows, begin = _padded(rows, sum(widths)), 0
+        rows, begin = rows.padded(sum(widths)), 0
         for width in widths:
             columns = slice(begin, begin + width)
             self._rows(rows.tokens_BJ[:, columns], self._fuse(rows, columns), (count_B - begin).clamp(0, width))
@@ -91,7 +91,7 @@ class AutoregressiveDrafter:
         """A pass of every width that a start may take."""
         columns = NARROWEST_START
         while columns <= START_CHUNK:
-            self._take_over(_zero_rows(like, columns), torch.zeros_like(like.count_B))
+            self._take_over(like.zeros(columns), torch.zeros_like(like.count_B))
             columns *= 2
 
     def _prepare(self, context: Rows, slots: int) -> None:
@@ -206,7 +206,7 @@ class AutoregressiveDrafter:
         real_BJ = column_J < count_B[:, None]
         write_BJ = torch.where(real_BJ, self.length_B[:, None] + column_J, self.kv.bin)
         position_BJ = torch.where(real_BJ, write_BJ, -1)
-        # what is drafted goes nowhere: one row is drafted for form's sake
+        # nobody reads this draft: a pass drafts after one row at least
         first_B1 = torch.zeros_like(count_B)[:, None]
         self._pass(tokens_BJ, g_BJH, Visibility(position_BJ, write_BJ, self.length_B), first_B1)
         self.length_B = self.length_B + count_B
@@ -257,38 +257,3 @@ def start_widths(columns: int) -> list[int]:
     """
     whole, rest = divmod(columns, START_CHUNK)
     return [START_CHUNK] * whole + ([max(1 << (rest - 1).bit_length(), NARROWEST_START)] if rest else [])
-
-
-def _padded(rows: Rows, columns: int) -> Rows:
-    """The rows with columns of zeros behind them."""
-    more = columns - rows.tokens_BJ.shape[1]
-    hidden, streams = rows.hidden_BJD, rows.streams_BJkD
-    return Rows(
-        F.pad(rows.tokens_BJ, (0, more)),
-        rows.count_B,
-        None if hidden is None else F.pad(hidden, (0, 0, 0, more)),
-        None if streams is None else F.pad(streams, (0, 0, 0, 0, 0, more)),
-    )
-
-
-def _zero_rows(like: Rows, columns: int) -> Rows:
-    """Rows of so many columns that hold zeros."""
-    tokens_BJ, hidden, streams = like.tokens_BJ, like.hidden_BJD, like.streams_BJkD
-    batch = tokens_BJ.shape[0]
-    return Rows(
-        tokens_BJ.new_zeros((batch, columns)),
-        torch.zeros_like(like.count_B),
-        None if hidden is None else hidden.new_zeros((batch, columns, *hidden.shape[2:])),
-        None if streams is None else streams.new_zeros((batch, columns, *streams.shape[2:])),
-    )
-
-
-def _only(rows: Rows, at_B1: Tensor) -> Rows:
-    """One row of each sequence."""
-    hidden, streams = rows.hidden_BJD, rows.streams_BJkD
-    return Rows(
-        rows.tokens_BJ.gather(1, at_B1),
-        torch.ones_like(at_B1[:, 0]),
-        None if hidden is None else take_rows(hidden, at_B1),
-        None if streams is None else take_rows(streams, at_B1),
-    )

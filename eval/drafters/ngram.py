@@ -68,10 +68,10 @@ class NgramDrafter:
                 index.append(token)
 
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
-        found = []
+        lines = []
         for index, root in zip(self.rows, roots_B.tolist(), strict=True):
             index.append(root)
-            found.append(index.continuation(self.max_nodes))
-        tokens = [line + [0] * (self.max_nodes - len(line)) for line in found]
-        valid = [[n < len(line) for n in range(self.max_nodes)] for line in found]
+            lines.append(index.continuation(self.max_nodes))
+        tokens = [line + [0] * (self.max_nodes - len(line)) for line in lines]
+        valid = [[n < len(line) for n in range(self.max_nodes)] for line in lines]
         return chain(torch.tensor(tokens, device=roots_B.device), torch.tensor(valid, device=roots_B.device))

@@ -53,15 +53,15 @@ def teacher_forced_cycles(
     target: Target, head: Head, items: list[tuple[list[int], list[int]]], depth: int, max_forward_tokens: int = 8192
 ) -> list[list[Cycle]]:
     """The decode loop's cycles of each item, in the order of `items`."""
-    found: list[list[Cycle]] = [[] for _ in items]
+    cycles: list[list[Cycle]] = [[] for _ in items]
     order = sorted((n for n in range(len(items)) if len(items[n][1]) > 1), key=lambda n: sum(map(len, items[n])))
     while order:
         longest = sum(map(len, items[order[-1]]))
         group = [order.pop() for _ in range(min(max(max_forward_tokens // longest, 1), len(order)))]
         drafts = draft_everywhere(target, head, [items[n] for n in group], depth)
         for n, drafts_AK in zip(group, drafts, strict=True):
-            found[n] = walk(items[n][1], drafts_AK)
-    return found
+            cycles[n] = walk(items[n][1], drafts_AK)
+    return cycles
 
 
 def walk(answer: list[int], drafts_AK: list[list[int]]) -> list[Cycle]:
@@ -119,8 +119,8 @@ def main() -> None:
     for name in sorted({str(record.get("set", "all")) for record in records}):
         chosen = [record for record in records if str(record.get("set", "all")) == name]
         items = [(record["prompt_token_ids"], record["greedy_token_ids"]) for record in chosen]
-        found = teacher_forced_tau(target, head, items, arguments.depth)
-        print(json.dumps({"set": name, "prompts": len(items), **asdict(found)}), flush=True)
+        measured = teacher_forced_tau(target, head, items, arguments.depth)
+        print(json.dumps({"set": name, "prompts": len(items), **asdict(measured)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class Recorder:
         Cycles whose continuation the answer does not hold in full are left out.
         """
         depth_N, rank_N = shape.depth_N.cpu().numpy(), shape.rank_N.cpu().numpy()
-        found = []
+        ranks = []
         for answer, proposals in zip(answers, self.proposals, strict=True):
             for offset, token_N in proposals:
                 following = answer.tokens[offset + 1 : offset + 1 + shape.levels]
@@ -181,8 +181,8 @@ class Recorder:
                     row = np.full(shape.levels, NEVER)
                     right = token_N == truth_N
                     row[depth_N[right] - 1] = rank_N[right]
-                    found.append(row)
-        return np.stack(found) if found else np.zeros((0, shape.levels), dtype=np.int64)
+                    ranks.append(row)
+        return np.stack(ranks) if ranks else np.zeros((0, shape.levels), dtype=np.int64)
 
 
 def spine(levels: int, ranks: int) -> TreeConfig:

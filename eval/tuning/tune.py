@@ -2,9 +2,10 @@
 
     speed-up = τ(tree) · t_plain(batch) / (t_draft(tree) + t_verify(nodes + 1) + rest)          (methods §11)
 
-τ of every tree follows from a few runs with large ones (`profile.py`). They tell it where the large ones' cycles
-began; a smaller tree's begin more often where drafts are good, as its own run shows: the best few trees get one. The
-best of each batch size is then decoded for real, and the measured speed-up stands beside the predicted one.
+τ of every tree is estimated from a few runs with large trees (`profile.py`). The estimate is off by a little: a smaller
+tree accepts less per cycle, so its cycles begin at other tokens than the large tree's did. The best few trees by the
+estimate are therefore run themselves. The best of each batch size is then decoded for real, and the measured speed-up
+stands beside the predicted one.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Choice:
 
 @dataclass
 class Tuning:
-    """Everything that `tune` found: what reports and the head's sidecar are written from."""
+    """The result of `tune`: what reports and the head's sidecar are written from."""
 
     drafter: str
     target: dict[str, Any]
@@ -145,13 +146,7 @@ def tune(
         progress: called with (steps done, steps in all, what is done next).
     Raises: ConfigError, DataError naming field or file.
     """
-    check_config(config)
-    check_tune(search)
-    check_contexts([search.context] if search.context else [], config, target, "tune.context")
-    if config.synthetic_acceptance is not None:
-        raise ConfigError("eval.synthetic_acceptance: tune measures the head's own acceptance: unset it")
-    if config.acceptance != "lossless":
-        raise ConfigError(f"eval.acceptance: found {config.acceptance!r}, tune knows lossless verification only")
+    _check(target, config, search)
     prompts = eval_prompts(replace(config, max_turns=1))
     kinds = tree_kinds(head, config)
     _, contexts, dropped = first_contexts(spread(prompts, search.prompts), target, config)
@@ -193,14 +188,24 @@ def tune(
     )
 
 
+def _check(target: Target, config: EvalConfig, search: TuneConfig) -> None:
+    check_config(config)
+    check_tune(search)
+    check_contexts([search.context] if search.context else [], config, target, "tune.context")
+    if config.synthetic_acceptance is not None:
+        raise ConfigError("eval.synthetic_acceptance: tune measures the head's own acceptance: unset it")
+    if config.acceptance != "lossless":
+        raise ConfigError(f"eval.acceptance: found {config.acceptance!r}, tune knows lossless verification only")
+
+
 def mean_length(contexts: list[list[int]]) -> int:
     return round(statistics.mean(map(len, contexts)))
 
 
 def usual_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
-    """Of the batches that `measure_point` decodes the one with the median of their longest contexts.
+    """A batch that stands for those that `measure_point` decodes: its longest context is the median of theirs.
 
-    One row alone is as long as the contexts are on average, since the rows' times add up.
+    At batch 1 it is one context of mean length, since the times of single rows add up.
     """
     if batch == 1:
         return [fit(contexts[0], mean_length(contexts))]
@@ -237,8 +242,8 @@ def candidates(profiles: dict[str, Profile], search: TuneConfig) -> list[TreeCon
             trees += [TreeConfig("dynamic", depth, k, nodes + 1) for nodes in sorted(sizes) if nodes > 1]
     static = profiles.get("static")
     if isinstance(static, StaticProfile):
-        found = {len(paths): paths for paths in map(static.best_paths, (n - 1 for n in sorted(search.total_tokens)))}
-        for nodes, paths in found.items():
+        by_size = {len(paths): paths for paths in map(static.best_paths, (n - 1 for n in sorted(search.total_tokens)))}
+        for nodes, paths in by_size.items():
             if nodes:
                 depth = max(map(len, paths))
                 trees.append(TreeConfig("static", depth, total_tokens=nodes + 1, paths=paths))
@@ -309,16 +314,16 @@ class _Session:
             runs.append(("static", spine(depth, MEDUSA_RANKS)))
         batches = -(-len(self.contexts) // PROFILE_BATCH)
         self.total = len(runs) * batches
-        found: dict[str, Profile] = {}
+        profiles: dict[str, Profile] = {}
         lengths: list[int] = []
         for name, tree in runs:
-            found[name], answers = self._profile(name, tree)
+            profiles[name], answers = self._profile(name, tree)
             lengths = lengths or answers
         if self.search.context is not None:
-            return found, self.contexts
+            return profiles, self.contexts
         # halfway through an answer; a batch waits for its longest context, so they keep their own lengths
         half, limits = round(statistics.mean(lengths) / 2), self.decoder.limits(self.contexts)
-        return found, [
+        return profiles, [
             fit(context, len(context) + min(half, limit // 2))
             for context, limit in zip(self.contexts, limits, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""What a tuning found, for people: terminal table, Markdown, and the overrides that use it."""
+"""The result of a tuning, for people: terminal table, Markdown, and the overrides that use it."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def write_tuning(
     try:
         atomic_write(directory / PLOT, partial(_plot, tuning))
         write_text(directory / "tune.md", f"{tuning_markdown(shown)}\n![speed-up by batch]({PLOT})\n")
-    except Exception as error:  # noqa: BLE001 - whatever drawing meets, what was found is saved
+    except Exception as error:  # noqa: BLE001 - the result is saved, whatever drawing meets
         cause = f"{type(error).__name__}: {error}"
-        say(f"WARNING: {place} holds what was found, but tune.md could not be written ({cause})")
+        say(f"WARNING: {place} holds the result, but tune.md could not be written ({cause})")
     return place
 
 

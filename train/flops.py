@@ -21,22 +21,21 @@ def step_flops(head: Head, rows: float, counts: Sequence[float], target_paramete
     return 6 * head.multiply_adds(rows, counts) + 2.0 * target_parameters * rows
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int | None = None, runs: int = 20) -> float:
-    """FLOP/s that a large matrix product reaches on this device: what MFU is measured against.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that MFU is a share of. None on a CPU: other programs use it as well, now and later, so that a share of
+    what is measured now would say nothing."""
+    return matmul_flops(device, dtype) if device.type == "cuda" else None
 
-    On a CPU others run in between, for longer than a product takes: the fastest run is what the device reaches.
-    """
-    cuda = device.type == "cuda"
-    size = size or (8192 if cuda else 512)
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 8192, runs: int = 20) -> float:
+    """FLOP/s that a large matrix product reaches on this GPU: what MFU is measured against."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     seconds = []
     for number in range(runs + 2):
-        if cuda:
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
         started = time.perf_counter()
         a @ b
-        if cuda:
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
         if number >= 2:
             seconds.append(time.perf_counter() - started)
-    return 2 * size**3 / (statistics.median(seconds) if cuda else min(seconds))
+    return 2 * size**3 / statistics.median(seconds)

@@ -29,7 +29,7 @@ from headstart.train.checkpoints.resume import restore
 from headstart.train.checkpoints.saving import Saving
 from headstart.train.checkpoints.writer import CheckpointWriter
 from headstart.train.config import TrainConfig
-from headstart.train.flops import matmul_flops, step_flops
+from headstart.train.flops import peak_flops, step_flops
 from headstart.train.health import Health
 from headstart.train.launching.setup import captures, make_accelerator, make_parallel, recompute_activations
 from headstart.train.launching.watch import Watch
@@ -152,7 +152,7 @@ class TrainingLoop:
         self.parallel: Parallel = make_parallel(kind, head, module, config, accelerator, captured)
         self.weights_T = head.term_weights().to(device)
         self.target_parameters = data.source.target_parameters
-        self.meters = Meters(SumNames.of(head), device, matmul_flops(device, compute or torch.float32))
+        self.meters = Meters(SumNames.of(head), device, peak_flops(device, compute or torch.float32))
         self.feed = WindowFeed(stream, fetcher, config, budget.packs, head, rank, size, device, self.meters.device_idle)
 
         writer = CheckpointWriter(CheckpointStore(run_dir / "checkpoints", config.keep), device)

@@ -17,13 +17,13 @@ class Meters:
 
     Args:
         names: what WindowSums.sums_S holds.
-        peak_flops: FLOP/s of this device, for MFU.
+        peak_flops: FLOP/s of this device; None: MFU is not measured.
     Attributes:
         rate: learning rate of the last step.
         steps: optimiser steps since the last record.
     """
 
-    def __init__(self, names: SumNames, device: torch.device, peak_flops: float = float("inf")):
+    def __init__(self, names: SumNames, device: torch.device, peak_flops: float | None = None):
         self._names, self._device, self._peak = names, device, peak_flops
         self.rate = 0.0
         self._since = time.perf_counter()
@@ -74,7 +74,8 @@ class Meters:
         The sums start again. The loss is the mean of the steps that had a row with one. Memory is this rank's peak so
         far, of the process and of its card.
         """
-        share = self._flops / self._peak  # seconds that the arithmetic alone would take
+        # seconds that the arithmetic alone would take
+        share = 0.0 if self._peak is None else self._flops / self._peak
         extra = torch.tensor([self._supervised, share, 1.0], device=self._device)
         sums = sum_over_ranks(torch.cat([self._sums, extra])).cpu()
         # each rank has its part of the losses, and all have every step
@@ -91,9 +92,10 @@ class Meters:
         values |= {
             "lr": self.rate,
             "tokens_per_s": self._rows / seconds,
-            "mfu": float(sums[-2] / sums[-1]) / seconds,
             "data_wait": self._waited / seconds,
         }
+        if self._peak is not None:
+            values["mfu"] = float(sums[-2] / sums[-1]) / seconds
         values["host_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if self._device.type == "cuda":
             values["memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30

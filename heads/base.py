@@ -9,8 +9,9 @@ U draft vocabulary, K draft depths, T loss terms, M metrics.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +24,9 @@ from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer
 
+#: most depths or layers, and the largest width, that a head may have: a recipe or a file cannot ask for all memory
+MAX_LAYERS, MAX_SIZE = 64, 1 << 24
+
 
 @dataclass
 class HeadConfig:
@@ -30,6 +34,8 @@ class HeadConfig:
 
     #: fields that decide which tensors a head has: another value makes another head (`start_from` compares them)
     structure: ClassVar[tuple[str, ...]] = ()
+    #: field → its largest value; the smallest is 1, and null may stand for a default
+    limits: ClassVar[dict[str, int]] = {"depth": MAX_LAYERS}
 
     #: Family of the head; see below.
     type: str = "???"
@@ -37,6 +43,20 @@ class HeadConfig:
     depth: int = 1
     #: Weight of the loss of depth d, as a power: depth_decay ** (d - 1).
     depth_decay: float = 1.0
+
+    def check(self) -> None:
+        """Raises: ConfigError for sizes that no head can have, or with which a saved one is not read back."""
+        for name, found, most in self.beyond_limits():
+            raise ConfigError(f"head.{name}: found {found}, expected 1 to {most}")
+        if not 0 <= self.depth_decay < math.inf:
+            raise ConfigError(f"head.depth_decay: found {self.depth_decay}, expected a finite number, 0 or more")
+
+    def beyond_limits(self) -> Iterator[tuple[str, int, int]]:
+        """(field, value, largest value) of every field that is out of its limits."""
+        for name, most in self.limits.items():
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                yield name, value, most
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import unicodedata
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,6 @@ from headstart.heads.families import FAMILIES
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.export import check_export as check_engines
 from headstart.heads.formats.hub import check_published_name
-from headstart.heads.formats.sidecar import MAX_LAYERS
 from headstart.heads.repository import check_head_name
 from headstart.heads.targets.target import DTYPES, TARGET_KINDS, TargetConfig
 from headstart.recipes.read import shown
@@ -28,8 +26,6 @@ from headstart.train.config import TrainConfig
 MAX_NAME, MAX_PATH = 255, 1024
 #: variables of a chat template that are no settings
 TAKEN = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
-#: fields of `head` that are sizes of its matrices, and the most of them that any model comes near
-SIZES, MAX_SIZE = ("hidden_size", "intermediate_size", "rank"), 1 << 24
 
 
 def _environment() -> Any:
@@ -130,16 +126,6 @@ def check_place(key: str, place: str | None) -> None:
         raise ConfigError(f"{key}: found {shown(place)}, expected a name or a path, without control characters")
 
 
-def check_head(head: HeadConfig) -> None:
-    """Raises: ConfigError for sizes that no head can have, or with which a saved one is not read back."""
-    for name, most in (("depth", MAX_LAYERS), ("num_layers", MAX_LAYERS), *((name, MAX_SIZE) for name in SIZES)):
-        found = getattr(head, name, None)
-        if found is not None and not 1 <= found <= most:
-            raise ConfigError(f"head.{name}: found {found}, expected 1 to {most}")
-    if not 0 <= head.depth_decay < math.inf:
-        raise ConfigError(f"head.depth_decay: found {head.depth_decay}, expected a finite number, 0 or more")
-
-
 def check_target(config: TargetConfig) -> None:
     """Raises: ConfigError for settings that no target can be loaded with, wherever it is."""
     check_place("target.name", config.name)
@@ -170,6 +156,6 @@ def check_recipe(recipe: Recipe) -> None:
     check_export(recipe.export, recipe.head.type)
     if recipe.start_from is not None:
         check_head_name(recipe.start_from, "start_from")
-    check_head(recipe.head)
+    recipe.head.check()
     check_variables("data.template_kwargs", recipe.data.template_kwargs)
     check_variables("eval.template_kwargs", recipe.eval.template_kwargs)

@@ -38,8 +38,6 @@ KINDS: dict[str, type] = {
 }
 #: of a value in the head's settings
 MAX_ITEMS = 64
-#: depths, or blocks of one, that a head may have
-MAX_LAYERS = 64
 
 
 def sidecar(
@@ -164,7 +162,7 @@ def family_config(family: Any, values: Any, where: str) -> HeadConfig:
         merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FAMILIES[family].config), values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise FormatError(f"{where}: config does not fit {family}: {str(error).splitlines()[0]}") from error
-    for name in ("depth", "num_layers"):
-        if not 1 <= getattr(merged, name, 1) <= MAX_LAYERS:
-            raise FormatError(f"{where}: config.{name} is {getattr(merged, name)}, expected 1 … {MAX_LAYERS}")
-    return cast(HeadConfig, merged)
+    config = cast(HeadConfig, merged)
+    for name, value, most in config.beyond_limits():
+        raise FormatError(f"{where}: config.{name} is {value}, expected 1 … {most}")
+    return config

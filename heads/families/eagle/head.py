@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import Loss
+from headstart.heads.base import MAX_SIZE, HeadConfig, Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import Teacher
@@ -28,6 +28,7 @@ class EagleConfig(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-1."""
 
     structure: ClassVar[tuple[str, ...]] = ("intermediate_size", "fc_bias")
+    limits: ClassVar[dict[str, int]] = {**HeadConfig.limits, "intermediate_size": MAX_SIZE}
 
     type: str = "eagle"
     #: Passes of harmonised training (HASS, arXiv 2408.15766): 1 is EAGLE-1 as published, 3 is HASS.

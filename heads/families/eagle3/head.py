@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Loss
+from headstart.heads.base import MAX_SIZE, HeadConfig, Loss
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
@@ -27,6 +27,7 @@ class Eagle3Config(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-3."""
 
     structure: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "hidden_size", "intermediate_size")
+    limits: ClassVar[dict[str, int]] = {**HeadConfig.limits, "hidden_size": MAX_SIZE, "intermediate_size": MAX_SIZE}
 
     type: str = "eagle3"
     #: Steps of training-time test (K).

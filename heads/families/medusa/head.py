@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import Head, HeadConfig, Loss, depth_terms
+from headstart.heads.base import MAX_LAYERS, MAX_SIZE, Head, HeadConfig, Loss, depth_terms
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
@@ -26,6 +26,7 @@ class MedusaConfig(HeadConfig):
     """Recipe node `head` for Medusa."""
 
     structure: ClassVar[tuple[str, ...]] = ("num_layers", "lm_head", "rank", "depth")
+    limits: ClassVar[dict[str, int]] = {**HeadConfig.limits, "num_layers": MAX_LAYERS, "rank": MAX_SIZE}
 
     type: str = "medusa"
     #: Number of heads (K); head d drafts the token d + 1 places ahead.

@@ -133,7 +133,7 @@ REFERENCES: dict[str, Reference] = {
         examples={
             "published": Example(eagle()),
             "three passes": Example(eagle(depth=3), loss_only=True),
-            "bias of fc": Example(eagle(fc_bias=True)),
+            "bias of fc": Example(eagle(fc_bias=True), refused=frozenset({"portable", "vllm"})),
             "narrow": Example(eagle(intermediate_size=40)),
             "bias of fc, three passes": Example(eagle(fc_bias=True, depth=3), loss_only=True),
             "features alone": Example(eagle(logit_loss_weight=0.0), loss_only=True),

@@ -293,7 +293,11 @@ class Head(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters()) * counts[0]
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
-        """Numbers that one pack's loss keeps for its backward, in the compute dtype (train/plan.py has the formula).
+        """Numbers, in the compute dtype, that one pack's loss keeps for its backward pass. An estimate:
+
+            anchors · depths · (numbers per row of a draft layer) + anchors · draft vocabulary + rows · 2 · hidden,
+
+        fitted to measured peaks of memory; see train/plan.py for how well it meets them.
 
         Args:
             rows: of the pack, R. anchors: A. recompute: `train.activation_checkpointing`.

@@ -144,7 +144,10 @@ class DraftLayer(nn.Module):
         return self.self_attn.o_proj.out_features
 
     def kept_numbers(self, recompute: bool) -> float:
-        """Numbers per row and depth that training keeps for the backward pass (train/plan.py)."""
+        """Numbers per row and depth that training keeps for the backward pass (Head.kept_numbers).
+
+        4 · intermediate + 6 · hidden + queries, keys, values; with `recompute` the MLP's are made again.
+        """
         attention = self.self_attn
         packed = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
         return 6.0 * self.hidden_size + packed + (0 if recompute else 4 * self.mlp.gate_proj.out_features)

@@ -1,18 +1,13 @@
-"""What a run will take, from shapes alone: memory per rank, steps, hours, disk; and what to change where it cannot fit.
+"""An estimate of what a run will take: memory per rank, steps, hours, disk; and what to change where it cannot fit.
 
-Bytes are counted on models without memory (meta device). Activations of a draft layer follow
-
-    anchors · depths · (4 · intermediate + 6 · hidden + queries, keys, values) numbers + anchors · draft vocabulary,
-
-fitted to the peaks in docs/results/train_speed.json, which it meets within a tenth. What sharding adds is fitted
-to those in scaling.json: at most 4 % below them, 15 % above.
-
-Shape legend: A anchors, R rows of a pack, K depths, D target hidden, H head hidden, I intermediate, U draft vocabulary.
+It is made from the shapes of the models alone; nothing is loaded, and they may be on the meta device. What a training
+pass keeps per row is the head's to say (Head.kept_numbers). The estimate of the peak is within a tenth of those
+measured in docs/results/train_speed.json. With sharding it is at most 4 % below and 15 % above those in scaling.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
@@ -33,15 +28,15 @@ from headstart.train.optim import Budget
 from headstart.train.stream import busy_share
 
 GIB = 2**30
-#: the device's own context and libraries
+#: memory that the driver and its libraries take before anything is computed
 CONTEXT_BYTES = 1 * GIB
-#: allocator: blocks that are free but too small
+#: part of the memory that the allocator cannot use, because free blocks are too small
 FRAGMENTATION = 0.04
-#: part of a card's matrix-product speed that training reaches (0.50 … 0.75 in docs/results/train_speed.json)
+#: training's share of the speed of a card's large matrix products (0.50 … 0.75 in docs/results/train_speed.json)
 UTILISATION = 0.6
 #: FLOP/s of an H100 or H200 in bfloat16 (780 … 805e12 measured)
 CARD_FLOPS = 780e12
-#: rows of one chunk of the target's logits, and bytes per logit of it (compute dtype and float32)
+#: the target's logits are made in chunks of so many rows; bytes per logit (compute dtype and float32)
 LOGIT_ROWS, LOGIT_BYTES = 4096, 6
 
 
@@ -50,13 +45,14 @@ class Layout:
     """How a run is spread, and the settings that change what it needs.
 
     Attributes:
-        ranks, ranks_per_node: processes in all and on one machine.
-        cards: cards that one process spreads the target's layers over, under device_map.
-        parallel: the head's (train.parallel, resolved). target_parallel: none | fsdp2 | device_map.
-        shard_ranks: ranks that share one target under fsdp2.
-        pack_tokens: rows of a pack. accumulation: packs of a step over all ranks.
-        supervised: part of the rows that is an anchor.
-        half: bfloat16 compute (2 bytes a number) instead of float32.
+        ranks, ranks_per_node: processes in all, and on one machine.
+        cards: over which one process spreads the target's layers (target_parallel=device_map).
+        parallel: how ranks share the head: replicated | fsdp2 | zero2 | zero3.
+        target_parallel: how they share the target: none | fsdp2 | device_map.
+        shard_ranks: ranks that share one target (target_parallel=fsdp2); None = those of a machine.
+        pack_tokens: rows of a pack. accumulation: packs of a step, over all ranks.
+        supervised: part of the rows that is supervised.
+        half: computes in bfloat16 (2 bytes a number) instead of float32.
     """
 
     ranks: int = 1
@@ -73,14 +69,15 @@ class Layout:
     features: str = "online"
 
     @property
-    def parts(self) -> int:
-        """Cards that share one target."""
+    def cards_per_target(self) -> int:
+        """Cards that share one copy of the target."""
         if self.target_parallel == "fsdp2":
             return self.shard_ranks or self.ranks_per_node
         return self.cards if self.target_parallel == "device_map" else 1
 
     @property
-    def head_parts(self) -> int:
+    def ranks_per_head(self) -> int:
+        """Ranks that share one copy of the head."""
         return 1 if self.parallel == "replicated" else self.ranks
 
 
@@ -89,10 +86,13 @@ class Plan:
     """What `headstart plan` prints (bytes unless the name says otherwise).
 
     Attributes:
-        memory: component → bytes on one rank; phases that follow one another count once (`peak`).
-        host: pinned host memory of rank 0 for checkpoints (weights, two moments) and two best heads.
-        steps: optimiser steps, None when only a clock ends the run.
-        hours: at the tokens/s given, None without.
+        memory: bytes on one rank by what they are for. Some are never needed at the same time.
+        peak: bytes that one rank needs at most at the same time.
+        host: pinned host memory of rank 0, for a checkpoint (weights and two moments) and two best heads.
+        disk: bytes by what they are for.
+        steps: optimiser steps; None when only a clock ends the run.
+        hours: at the tokens/s that were given; None without.
+        device_bytes: memory of one card; None = unknown, and everything fits.
         notes: what was assumed.
     """
 
@@ -115,74 +115,83 @@ class Plan:
         return {**asdict(self), "fits": self.fits}
 
 
-def parameter_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter], bytes_each: int | None = None) -> int:
+def parameter_bytes(parameters: Iterable[nn.Parameter], bytes_each: int | None = None) -> int:
+    """Bytes of parameters, each counted once. Args: bytes_each: of a number; None = as the parameter's dtype has."""
     unique = {id(p): p for p in parameters}.values()
     return sum(p.numel() * (bytes_each or p.element_size()) for p in unique)
 
 
 def target_memory(target: Target, head: Head, layout: Layout) -> dict[str, int]:
-    """Bytes of one rank's part of the target."""
-    size = target.dtype.itemsize
+    """Bytes of one rank's part of the target, by what they are for."""
+    number = target.dtype.itemsize
     model, dims = target.model, target.dims
-    everything = parameter_bytes(model.parameters(), size)
+    everything = parameter_bytes(model.parameters(), number)
     if layout.target_parallel == "none":
         return {"target weights": everything}
-    layers = list(decoder_layers(model))
-    inside = sum(parameter_bytes(layer.parameters(), size) for layer in layers)
-    largest = max(parameter_bytes(layer.parameters(), size) for layer in layers)
+    layer_bytes = [parameter_bytes(layer.parameters(), number) for layer in decoder_layers(model)]
+    layers = sum(layer_bytes)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    matrix = dims.vocab_size * dims.hidden_size * size
-    outside = everything - inside - (0 if tied else matrix)
+    output = 0 if tied else dims.vocab_size * dims.hidden_size * number  # the output matrix, where it is one of its own
+    rest = everything - layers - output  # embeddings, norms
+    own_layers = ceil(layers / layout.cards_per_target)
     if layout.target_parallel == "device_map":
-        return {"target weights": ceil(inside / layout.parts) + outside + (0 if tied else matrix)}
-    rows = head.draft_vocab_size or dims.vocab_size
-    output = 0 if tied else ceil(matrix / layout.parts) + rows * dims.hidden_size * size
-    return {"target weights": ceil(inside / layout.parts) + outside + output, "target layers gathered": 2 * largest}
+        return {"target weights": own_layers + rest + output}
+    if not tied:  # a shard of it, and the draft vocabulary's rows whole
+        rows = head.draft_vocab_size or dims.vocab_size
+        output = ceil(output / layout.cards_per_target) + rows * dims.hidden_size * number
+    return {"target weights": own_layers + rest + output, "target layers gathered": 2 * max(layer_bytes)}
 
 
 def target_activations(target: Target, head: Head, layout: Layout) -> int:
-    """Peak of one feature forward: one layer's activations, the streams kept, a chunk of logits."""
-    dims, size = target.dims, target.dtype.itemsize
+    """Bytes that one forward pass for features needs at most.
+
+    One layer's activations or a chunk of logits, whichever is larger, and the hidden states that are kept for the head.
+    """
+    dims, number = target.dims, target.dtype.itemsize
     tokens = min(layout.pack_tokens, target.max_forward_tokens)
-    heads = (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim
-    layer = tokens * (4 * dims.hidden_size + heads + 3 * dims.intermediate_size) * size
-    kept = tokens * (len(head.spec.layer_ids) + 1) * dims.hidden_size * size
+    attention = (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim  # queries, keys, values
+    layer = tokens * (4 * dims.hidden_size + attention + 3 * dims.intermediate_size) * number
+    kept = tokens * (len(head.spec.layer_ids) + 1) * dims.hidden_size * number
     logits = min(tokens, LOGIT_ROWS) * dims.vocab_size * LOGIT_BYTES
     return max(layer, logits) + kept
 
 
 def head_memory(head: Head, layout: Layout) -> dict[str, int]:
-    """Bytes of the head's weights, gradients and moments on one rank."""
-    parts, sharded = layout.head_parts, layout.parallel
+    """Bytes of the head's weights, gradients and moments on one rank, by what they are for."""
+    ranks, kind = layout.ranks_per_head, layout.parallel
+    gathers = kind in ("fsdp2", "zero3")  # weights are in shards too, and whole during a pass
     trained = head.trained_parameters()
     whole = parameter_bytes(head.parameters(), 4)
-    found = {
-        "head weights": ceil(whole / parts) if sharded in ("fsdp2", "zero3") else whole,
-        "gradients": ceil(4 * trained / parts),
-        "optimiser moments": ceil(8 * trained / parts),
+    memory = {
+        "head weights": ceil(whole / ranks) if gathers else whole,
+        "gradients": ceil(4 * trained / ranks),
+        "optimiser moments": ceil(8 * trained / ranks),
     }
-    if sharded in ("fsdp2", "zero3"):
-        found["head gathered"] = whole
-    if sharded != "replicated":  # where weights are gathered too, the collectives' flat copies of them as well
-        found["gradients before they are shared"] = (4 if sharded == "zero2" else 8) * trained
-    if sharded == "zero3":  # master weights, flat gradients and the step's temporaries: 16 bytes a parameter
-        found["DeepSpeed's own copies"] = ceil(16 * trained / parts)
+    if gathers:
+        memory["head gathered"] = whole
+    if kind != "replicated":  # where weights are gathered, the collectives need flat copies of them as well
+        memory["gradients before they are shared"] = (4 if kind == "zero2" else 8) * trained
+    if kind == "zero3":  # master weights, flat gradients and the step's temporaries: 16 bytes a parameter
+        memory["DeepSpeed's own copies"] = ceil(16 * trained / ranks)
     if layout.half:
-        found["half-precision weights"] = 2 * trained
-    return found
+        memory["half-precision weights"] = 2 * trained
+    return memory
 
 
 def head_activations(head: Head, layout: Layout) -> int:
-    """Activations of one pack's loss and backward (see the formula at the top)."""
+    """Bytes that one pack's forward pass keeps for its backward pass."""
     rows, anchors = layout.pack_tokens, layout.pack_tokens * layout.supervised
     return int((2 if layout.half else 4) * head.kept_numbers(rows, anchors, layout.activation_checkpointing))
 
 
 def memory_of(target: Target, head: Head, layout: Layout) -> tuple[dict[str, int], int]:
-    """(component → bytes, peak) of one rank; the target's forward and the head's pass do not overlap."""
-    size = target.dtype.itemsize
+    """(bytes by what they are for, peak) of one rank.
+
+    The activations of the target and of the head are never there at the same time: the peak has the larger of the two.
+    """
     packs = max(1, ceil(layout.accumulation / layout.ranks))
-    features = layout.pack_tokens * (len(head.spec.layer_ids) + 1) * target.dims.hidden_size * size
+    streams = len(head.spec.layer_ids) + 1
+    features = layout.pack_tokens * streams * target.dims.hidden_size * target.dtype.itemsize
     steady = {
         **target_memory(target, head, layout),
         **head_memory(head, layout),
@@ -197,31 +206,39 @@ def memory_of(target: Target, head: Head, layout: Layout) -> tuple[dict[str, int
 
 
 def expected_rate(target: Target, head: Head, layout: Layout, card_flops: float) -> float:
-    """Tokens/s of the whole launch that arithmetic leads to expect, at UTILISATION of `card_flops` on every busy card.
+    """Tokens/s to expect of the whole launch, from arithmetic alone: every busy card reaches UTILISATION of its speed.
 
-    Ranks without a pack wait for the others (busy_share); a process with the layers over many cards uses one at a time.
+    A rank without a pack waits for the others (busy_share). A process that spreads the target's layers over several
+    cards (device_map) uses one of them at a time.
 
     Args:
         card_flops: FLOP/s of one card in large matrix products.
     """
     rows, anchors = layout.pack_tokens, round(layout.pack_tokens * layout.supervised)
-    counts = [max(min(anchors, rows - 1) - depth, 0) for depth in range(1, head.depth + 1)]  # of one document
-    live = 0
+    # as if the pack were one document: a row fewer at each depth
+    counts = [max(min(anchors, rows - 1) - depth, 0) for depth in range(1, head.depth + 1)]
+    target_parameters = 0
     if layout.features == "online":
-        live = sum(p.numel() for p in text_decoder(target.model).parameters()) - target.embed_VD.numel()
+        target_parameters = sum(p.numel() for p in text_decoder(target.model).parameters()) - target.embed_VD.numel()
     busy = layout.ranks * busy_share(layout.accumulation, layout.ranks)
-    return busy * rows * UTILISATION * card_flops / step_flops(head, rows, counts, live)
+    return busy * rows * UTILISATION * card_flops / step_flops(head, rows, counts, target_parameters)
 
 
-def disk_of(target: Target, head: Head, config: TrainConfig, layout: Layout, steps: int | None, tokens: int) -> dict:
-    """Bytes on disk: checkpoints kept and the one being written, the best head, the exported one, stored features."""
+def disk_of(
+    target: Target, head: Head, config: TrainConfig, layout: Layout, steps: int | None, tokens: int
+) -> dict[str, int]:
+    """Bytes on disk by what they are for.
+
+    They are the checkpoints that are kept and the one being written (each holds weights and two moments), the best head
+    and the final one, and the features where they are stored.
+    """
     weights = parameter_bytes(head.parameters(), 4)
     periodic = ceil((steps or 0) / config.save_every) if config.save_every else 0
     kept = min(config.keep, periodic + 1) if config.keep else periodic + 1
-    found = {"checkpoints": (kept + 1) * 3 * weights, "best and final head": 2 * weights}
+    disk = {"checkpoints": (kept + 1) * 3 * weights, "best and final head": 2 * weights}
     if layout.features == "stored":
-        found["features"] = store_bytes(tokens, target.dims.hidden_size, len(head.spec.layer_ids), target.dtype)
-    return found
+        disk["features"] = store_bytes(tokens, target.dims.hidden_size, len(head.spec.layer_ids), target.dtype)
+    return disk
 
 
 def make_plan(
@@ -235,12 +252,13 @@ def make_plan(
     device_bytes: int | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Count. Nothing is loaded: `target` and `head` may be on the meta device.
+    """The estimate for one run.
 
     Args:
         packs_per_epoch, tokens_per_epoch: of the training data.
-        tokens_per_s: of the whole launch, measured, stated or expected (expected_rate).
+        tokens_per_s: of the whole launch: measured, stated or expected (expected_rate).
         device_bytes: memory of one card.
+        notes: what was assumed.
     """
     memory, peak = memory_of(target, head, layout)
     packs = None if config.epochs is None else max(1, round(config.epochs * packs_per_epoch))
@@ -255,7 +273,7 @@ def make_plan(
 
 
 def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
-    """Changes that lower the peak, cheapest first, each on top of the ones before it."""
+    """Settings that lower the peak, the cheapest first. Each layout has all changes up to its own."""
     if head.draft_layers and not layout.activation_checkpointing:
         layout = replace(layout, activation_checkpointing=True)
         yield "train.activation_checkpointing=true", layout
@@ -266,10 +284,9 @@ def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
         layout = replace(layout, parallel="fsdp2")
         yield "train.parallel=fsdp2", layout
     while layout.pack_tokens > 1024:
-        factor = 2
-        layout = replace(layout, pack_tokens=layout.pack_tokens // factor, accumulation=layout.accumulation * factor)
+        layout = replace(layout, pack_tokens=layout.pack_tokens // 2, accumulation=layout.accumulation * 2)
         yield f"data.pack_tokens={layout.pack_tokens} train.accumulation={layout.accumulation}", layout
-    # the features of a rank's packs of a window are held together
+    # a rank holds the features of all its packs of a step at the same time
     while (packs := ceil(layout.accumulation / layout.ranks)) > 1:
         layout = replace(layout, accumulation=ceil(packs / 2) * layout.ranks)
         yield f"train.accumulation={layout.accumulation}", layout
@@ -278,35 +295,47 @@ def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
 def require_fit(plan: Plan, target: Target, head: Head, run_dir: Path) -> None:
     """Raises: ConfigError when a card cannot hold the run, naming what to change; StorageError when the disk cannot."""
     if not plan.fits and plan.device_bytes is not None:
-        found = f"{plan.peak / GIB:.1f} GiB per rank, and a card has {plan.device_bytes / GIB:.1f} GiB"
-        changes: dict[str, str] = {}
-        for change, layout in remedies(plan.layout, head):
-            changes |= dict(part.split("=", 1) for part in change.split())
-            peak = memory_of(target, head, layout)[1]
-            if peak <= plan.device_bytes:
-                wanted = " ".join(f"{name}={value}" for name, value in changes.items())
-                before, after = (at.pack_tokens * at.accumulation for at in (plan.layout, layout))
-                smaller = "" if after >= before else f"; a step then has at most {after} tokens instead of {before}"
-                raise ConfigError(f"plan: the run needs {found}. With {wanted} it needs {peak / GIB:.1f} GiB{smaller}.")
-        parts = plan.layout.ranks_per_node
-        while parts < 1024:
-            parts *= 2
-            layout = replace(
-                plan.layout, ranks=parts, ranks_per_node=parts, shard_ranks=parts, target_parallel="fsdp2",
-                parallel="fsdp2", activation_checkpointing=True, accumulation=max(plan.layout.accumulation, parts),
-            )  # fmt: skip
-            peak = memory_of(target, head, layout)[1]
-            if peak <= plan.device_bytes:
-                raise ConfigError(
-                    f"plan: the run needs {found}. With {parts} ranks, target.parallel=fsdp2 "
-                    f"target.shard_ranks={parts} train.parallel=fsdp2 train.activation_checkpointing=true "
-                    f"train.accumulation={layout.accumulation} it needs {peak / GIB:.1f} GiB."
-                )
-        raise ConfigError(
-            f"plan: the run needs {found}. No number of ranks makes it fit: lower data.pack_tokens "
-            "and train.accumulation."
+        needs = f"{plan.peak / GIB:.1f} GiB per rank, and a card has {plan.device_bytes / GIB:.1f} GiB"
+        change = (
+            _smaller_settings(plan.layout, plan.device_bytes, target, head)
+            or _more_ranks(plan.layout, plan.device_bytes, target, head)
+            or "No number of ranks makes it fit: lower data.pack_tokens and train.accumulation."
         )
+        raise ConfigError(f"plan: the run needs {needs}. {change}")
     require_disk(run_dir, sum(plan.disk.values()), "the run (checkpoints, heads, features)")
+
+
+def _smaller_settings(planned: Layout, device_bytes: int, target: Target, head: Head) -> str | None:
+    """A sentence that names the settings with which the run fits on as many ranks, None where none are known."""
+    changes: dict[str, str] = {}
+    for change, layout in remedies(planned, head):
+        changes |= dict(setting.split("=", 1) for setting in change.split())
+        peak = memory_of(target, head, layout)[1]
+        if peak <= device_bytes:
+            wanted = " ".join(f"{name}={value}" for name, value in changes.items())
+            before, after = (at.pack_tokens * at.accumulation for at in (planned, layout))
+            smaller = "" if after >= before else f"; a step then has at most {after} tokens instead of {before}"
+            return f"With {wanted} it needs {peak / GIB:.1f} GiB{smaller}."
+    return None
+
+
+def _more_ranks(planned: Layout, device_bytes: int, target: Target, head: Head) -> str | None:
+    """A sentence that names the number of ranks on which the run fits with everything sharded, None where none is."""
+    ranks = planned.ranks_per_node
+    while ranks < 1024:
+        ranks *= 2
+        layout = replace(
+            planned, ranks=ranks, ranks_per_node=ranks, shard_ranks=ranks, target_parallel="fsdp2",
+            parallel="fsdp2", activation_checkpointing=True, accumulation=max(planned.accumulation, ranks),
+        )  # fmt: skip
+        peak = memory_of(target, head, layout)[1]
+        if peak <= device_bytes:
+            return (
+                f"With {ranks} ranks, target.parallel=fsdp2 target.shard_ranks={ranks} train.parallel=fsdp2 "
+                f"train.activation_checkpointing=true train.accumulation={layout.accumulation} it needs "
+                f"{peak / GIB:.1f} GiB."
+            )
+    return None
 
 
 def local_device_bytes() -> int | None:

@@ -68,12 +68,12 @@ def answer_rows(answer_R: Tensor, doc_R: Tensor) -> tuple[Tensor, Tensor]:
 def walk(run_A: Tensor, batch: FeatureBatch, depth: int) -> Tensor:
     """(tokens, cycles) of a greedy chain of `depth` over the answers of a pack, float32 [2].
 
-    Equal to the decode loop's where the answers are the target's own greedy ones. Zeros where rows are subsampled: a
-    cycle may begin at any row, so all of them must have run at every depth.
+    They are the decode loop's where the answers are the target's own greedy ones. Both are 0 where rows are subsampled:
+    a cycle may begin at any row, so every row must have run at every depth.
 
     Args:
         run_A: see Loss.
-        depth: drafts of the chain; no more than the anchors' depths count.
+        depth: drafts of the chain; those beyond the anchors' depths are not counted.
     """
     anchors = batch.anchors
     if anchors.weight_AK is not None:

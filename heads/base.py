@@ -83,7 +83,7 @@ class Loss:
 
     Attributes:
         sum_T: float32 [T], S_t of every `Head.terms`, differentiable.
-        count_T: float32 [T], this pack's share of N_t. Subsampling does not change it.
+        count_T: float32 [T], this pack's share of N_t: what `Head.loss_counts` says of it.
         numerator_M, denominator_M: float32 [M], of every `Head.metrics`: a metric is the ratio of the two summed over
             all packs, and is not logged where the denominator is 0.
         run_A: int64 [A], how many drafts of a greedy chain from that row are right before the first wrong one
@@ -130,7 +130,9 @@ class Loss:
         if count_K is None:
             count_K = torch.stack(totals(weight))
         numerator_M, denominator_M = torch.stack([*right, count_K[0]]), torch.stack([*total, total[0]])
-        return cls(loss_K[:terms], count_K[:terms], numerator_M, denominator_M, run_A)
+        if len(loss_K) != terms:  # a slice of all would cost a kernel in every backward pass
+            loss_K, count_K = loss_K[:terms], count_K[:terms]
+        return cls(loss_K, count_K, numerator_M, denominator_M, run_A)
 
 
 class Head(nn.Module, ABC):

@@ -140,7 +140,7 @@ class FeatureBatch:
         )
 
     def subsampled(self, keep_K: Sequence[float], seed: int) -> FeatureBatch:
-        """The same batch with a random part of the rows of every depth (subsample.py).
+        """The same batch with a random part of the rows of every depth, and their weights (subsample.py).
 
         The draw depends on the seed and the number of rows alone, and the device is not waited for.
         """

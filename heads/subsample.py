@@ -1,9 +1,9 @@
-"""Row subsampling: later depths run on a part of their rows, whose losses are weighted so that sums stay unbiased.
+"""Row subsampling: depths train on a random part of their rows, and losses are weighted so that sums stay unbiased.
 
 Rows that are supervised at equally many depths are a group. Of a group of s rows, ceil(keep_d · s) run at depth d,
 chosen at random, and each of them stands for s / ceil(keep_d · s) rows. So a sum over a depth keeps its expectation,
 its weights always add up to the number of rows, and how many rows run is known without looking at the draw: shapes
-depend on nothing random. A row that is dropped at one depth is dropped at all later ones, which it would have fed.
+depend on nothing random. A row that is dropped at one depth is dropped at all later ones: they need its output.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def draw_rows(count_K: Sequence[int], keep_K: Sequence[float], generator: torch.
 
     Args:
         count_K: rows supervised at depth 1 … K.
-        keep_K: 1 first, not increasing.
+        keep_K: fraction of the rows kept at depth 1 … K, not increasing. Below 1 at depth 1, whole anchors are dropped.
         generator: of the host; it alone decides.
     """
     return draw_ranked(keep_K, [torch.randperm(size, generator=generator) for size in group_sizes(count_K)])

@@ -42,7 +42,7 @@ class PackShape:
         return batch.padded(self.rows, self.anchors, self.documents)
 
     def holds(self, other: PackShape) -> bool:
-        """Anchors aside, which CapturedPacks keeps in steps of its own."""
+        """Whether packs of the other shape fit, whatever their anchors (CapturedPacks rounds those up itself)."""
         return self.rows >= other.rows and self.documents >= other.documents
 
     def union(self, other: PackShape) -> PackShape:
@@ -51,13 +51,13 @@ class PackShape:
 
 def tensors_of(batch: FeatureBatch) -> list[Tensor]:
     """Every tensor of a batch, anchors included, in a fixed order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for owner in (batch, batch.anchors):
         for f in fields(owner):
             value = getattr(owner, f.name)
             if isinstance(value, Tensor):
-                found.append(value)
-    return found
+                tensors.append(value)
+    return tensors
 
 
 def _copied(batch: FeatureBatch) -> FeatureBatch:
@@ -135,11 +135,14 @@ class CapturedBackward:
 
 
 class CapturedPacks:
-    """Captures for packs of varying size: anchors in steps of a sixteenth of the rows, everything else at its largest.
+    """Graphs for packs of varying size.
 
-    A pack that fits no shape so far enlarges the shape: a capture costs a fraction of a second, and there are few.
+    All graphs have the rows and documents of the largest pack so far. They differ in the anchors, which are rounded up
+    to a multiple of a sixteenth of the rows. A larger pack makes all graphs anew; a capture takes a fraction of a
+    second, and there are few.
+
     Attributes:
-        captures: how many graphs were captured, those that a larger shape replaced included.
+        captures: how many graphs were captured, replaced ones included.
         seconds: host time that took, kernel compilation included.
     """
 
@@ -157,7 +160,7 @@ class CapturedPacks:
             self._shape = self._shape.union(needed)
         step = max(128, -(-self._shape.rows // 16 // 128) * 128)
         anchors = max(step, -(-needed.anchors // step) * step)
-        # documents of one length are attended to by a kernel that is told it (heads/kernels/attention.py)
+        # where all documents have one length, another attention kernel runs (heads/kernels/attention.py)
         length = same_length(batch)
         key = (anchors, 0 if length is None else len(batch.doc_lengths), length)
         if key not in self._graphs:

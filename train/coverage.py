@@ -1,7 +1,8 @@
-"""How many rows train under a draft vocabulary: those whose target's choice it holds. The loss leaves the others out.
+"""How many supervised rows train under a draft vocabulary.
 
-The vocabulary holds the tokens that the data says most; what the target would say is another matter. The further the
-data is from the target's own answers, the more rows are lost.
+A row carries a loss only where the vocabulary holds the target's choice. The vocabulary holds the tokens that are most
+frequent in the data, and the target may choose others: the less the data looks like the target's own answers, the more
+rows are lost.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from headstart.heads.errors import TrainingError
 
 #: tokens of the samples that are looked at before training: a second or two for a small target on two CPU cores
 SAMPLE_TOKENS = 1024
-#: supervised rows that tell enough: where none of so many would train, none of the others is expected to
+#: where none of so many supervised rows carries a loss, the others are expected to carry none either
 ENOUGH_ROWS = 256
 
 
 def measure_coverage(head: Head, source: FeatureSource, seed: int) -> tuple[int, int]:
-    """(rows that carry a loss at depth 1, rows supervised there) of a few training samples, drawn at random.
+    """(rows that carry the first term's loss, rows supervised at depth 1) of a few training samples, drawn at random.
 
     Args: source: the target runs where its features are live.
-    Raises: TrainingError where no row of enough of them, or of all samples, carries a loss.
+    Raises: TrainingError where none of ENOUGH_ROWS rows, or of all there are, carries a loss.
     """
     order = np.random.default_rng(seed).permutation(len(source.lengths)).tolist()
     tokens = inside = rows = 0
@@ -37,7 +38,7 @@ def measure_coverage(head: Head, source: FeatureSource, seed: int) -> tuple[int,
 
 
 def untrained(head: Head, rows: int) -> TrainingError:
-    """The error of a run in which none of so many supervised rows carries a loss."""
+    """The error where none of `rows` supervised rows carries a loss."""
     return TrainingError(
         f"none of {rows} supervised rows trains: what the target would say there is not in the draft vocabulary, which "
         "holds the tokens that the data says most. Raise head.draft_vocab_size "

@@ -19,12 +19,12 @@ class Validator:
     """Callable that the loop asks for numbers: `(head, step, final) -> {"valid/…": value}`.
 
     Args:
-        source: features of the held-out samples; its anchors may be deeper than the head trains, as deep as `chain`.
+        source: features of the held-out samples, with anchors of the head's depths, or of `chain` where that is more.
         packs: held-out packs (sample indices), shared out among the ranks.
-        probe: real greedy draft-verify τ of the head on a few prompts (rank 0 runs it), or None.
-        tau_every: steps between two probes, 0 = at every validation; the final validation always probes.
+        probe: measures τ by decoding a few prompts; rank 0 runs it. None = τ is not measured.
+        tau_every: steps between two probes, 0 = at every validation. The final validation always probes.
         autocast: see step.autocast_dtype.
-        chain: drafts of the chain whose acceptance is walked: the evaluation's; None = the anchors' depths.
+        chain: length of the chains whose acceptance is walked, the evaluation's; None = the anchors' depths.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Validator:
         return values | names.ratios(sums_S, "valid")
 
     def _fetch(self, first: int, packs: list[list[int]]) -> FeatureBatch | None:
-        """This rank's of one pack per rank, the first of them number `first`."""
+        """This rank's batch of a round, in which each rank takes one of `packs`. `first`: number of packs before."""
         mine = packs[self._rank] if self._rank < len(packs) else None
         together = self._source.lockstep
         with explained(self._source, mine, f"held out, pack {first + self._rank}", alone=not together):

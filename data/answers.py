@@ -9,23 +9,23 @@ from typing import Any
 from headstart.data.pieces import require_prompt, thoughts_stand
 from headstart.data.rendering import PROBE, Message, RefusedError, Renderer
 
-#: thoughts before an answer; where the prompt opens them, the answer only ends them
+#: thoughts, then the answer itself; a prompt that ends with <think> leaves only </think> to the answer
 THOUGHTS = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)
-#: an answer that has thoughts, or has begun with them
+#: an answer that holds thoughts, or begins with them
 THINKS = re.compile(r"\A\s*<think>|</think>")
 
 
 def parse_answer(renderer: Renderer, tokenizer: Any, token_ids: Sequence[int]) -> Message:
     """The assistant message (content, and reasoning_content or tool_calls) that a generated answer stands for.
 
-    A tokenizer that has rules for it (transformers' response templates) parses it. Otherwise the answer's text is the
-    content. Where the prompt opens the thoughts, or the template drops those of an earlier answer, `<think>…</think>`
-    becomes reasoning_content, as servers' parsers return it. Either way the template must write the content back into
-    a history.
+    If the tokenizer has rules for this (transformers' response templates), they parse the answer. Otherwise its text is
+    the content. `<think>…</think>` becomes reasoning_content if the prompt opens the thoughts, or if the template drops
+    the thoughts of earlier answers: servers' parsers return it likewise. In every case the template must be able to
+    write the message into a history.
 
     Args: token_ids: without the stop token.
-    Raises: RefusedError when there is no such message: special tokens in a text (the channels of gpt-oss) cannot be
-        left out, because what was generated as several parts would become one text; or an answer ends in its thoughts.
+    Raises: RefusedError when there is no such message: the answer ends within its thoughts; or it holds special tokens
+        (the channels of gpt-oss), without which several parts would become one text.
     """
     ids = [int(token) for token in token_ids]
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -48,7 +48,7 @@ def parse_answer(renderer: Renderer, tokenizer: Any, token_ids: Sequence[int]) -
 
 
 def _without_thoughts(text: str) -> Message:
-    """The message of a text whose thoughts stand apart. Raises: RefusedError when they do not end."""
+    """The message of a text, its thoughts apart from its answer. Raises: RefusedError when the thoughts do not end."""
     thoughts = THOUGHTS.fullmatch(text)
     if thoughts is None:
         raise RefusedError("an answer ends within its thoughts, so that there is none to put into a history")
@@ -57,17 +57,17 @@ def _without_thoughts(text: str) -> Message:
 
 
 def _opens_thoughts(renderer: Renderer) -> bool:
-    """Whether a prompt ends within thoughts that the answer goes on with."""
+    """Whether the prompt ends with `<think>`, so that the answer begins within its thoughts."""
     words = renderer.prompt(PROBE[:1])[1]
     return words.rfind("<think>") > words.rfind("</think>")
 
 
 def _by_rules(renderer: Renderer, tokenizer: Any, text: str) -> Message:
-    """The message by the tokenizer's own rules. Raises: RefusedError when they find none."""
+    """The message that the tokenizer's own rules find. Raises: RefusedError when they find none."""
     prompt = renderer.render(PROBE[:1], add_generation_prompt=True)[0]
     try:
         found = tokenizer.parse_response(text, prefix=prompt)
-    except Exception as error:  # rules are data of the model's repository: whatever they raise, nothing is parsed
+    except Exception as error:  # the rules come with the model, so they may raise anything
         found = f"{type(error).__name__}: {error}"
     if not isinstance(found, dict) or not isinstance(found.get("content") or "", str):
         raise RefusedError("the tokenizer's rules (response_template) cannot parse an answer", f": {found!r}"[:200])
@@ -85,11 +85,11 @@ def _history(renderer: Renderer, message: Message) -> str:
 
 
 def _kept(renderer: Renderer, text: str) -> bool:
-    """Whether a history keeps the thoughts of an answer given as one text, once they have ended."""
+    """Whether the template keeps the thoughts of an earlier answer whose content holds them."""
     text += "" if "</think>" in text else "</think>"
     return thoughts_stand(text, _history(renderer, {"role": "assistant", "content": text}))
 
 
 def _require_written(renderer: Renderer, message: Message) -> None:
-    """Raises: RefusedError when the template leaves a part of the message out of a history."""
+    """Raises: RefusedError when the template leaves a part of the message out of the history."""
     require_prompt([PROBE[0], message, PROBE[0]], _history(renderer, message))

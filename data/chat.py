@@ -1,12 +1,12 @@
 """Chat template → text → tokens, and where each assistant turn begins and ends, exact to the token.
 
-`data.rendering` gives the text, `data.turns` the characters of every answer in it. In tokens, an answer starts after
-the ids of its prompt, and it ends with the first stop token, which is supervised; what the template writes after it
-(ChatML's newline) is not.
+`data.rendering` gives the text, `data.turns` finds the characters of every answer in it. An answer's tokens start after
+the tokens of its prompt and end with the first stop token, which is supervised. What the template writes after that
+(ChatML's newline) is not supervised.
 
-Several turns share one sample when each turn's text is the beginning of the next one's. Templates that rewrite history
-(Qwen3 drops `<think>` blocks of earlier turns) break that: such a turn becomes a sample of its own, so that every
-answer is trained in exactly the context in which it is generated.
+Several turns share one sample when each turn's text is the beginning of the next one's. Some templates rewrite history:
+Qwen3's drops the `<think>` blocks of earlier turns. Such a turn becomes a sample of its own, so that every answer is
+trained in exactly the context in which it is generated.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from headstart.heads.errors import TemplateError
 
 __all__ = ["ChatFormat", "Encoded", "RefusedError", "UnmaskableError"]
 
-#: words before a cut from which on its text is tokenised anew: a tokenizer looks ahead by one
+#: to find the token at a character, the text is tokenised again from this many words before it. One word would do for
+#: tokenizers that look ahead by a word
 WORDS_BEFORE = 4
-#: characters of a text that are looked at for one token, when only its first tokens are asked for
+#: characters read per token when only the first tokens of a text are needed
 LETTERS = 8
 
 
@@ -36,7 +37,7 @@ class Encoded:
     """Token ids and the assistant turn of each (-1 = unsupervised).
 
     Attributes:
-        broken: answers whose text goes on behind a stop token; what stands there does not train.
+        broken: number of answers with a stop token inside; what follows it is not supervised.
     """
 
     token_ids: list[int]
@@ -50,10 +51,11 @@ class _Cut:
     """A tokenised text.
 
     Attributes:
-        ids, offsets: of the tokens, with their characters.
-        words: number of the word (what the tokenizer splits a text into before it looks for tokens) of each token.
+        ids, offsets: token ids, and the characters of each token.
+        words: number of the word of each token; a tokenizer splits a text into words before it looks for tokens.
         starts: the first token of every answer.
-        origins: for every answer, the character and token from which on it was tokenised on its own.
+        origins: for every answer, the character and the token at which its piece of the text begins. A piece is
+            tokenised on its own.
     """
 
     ids: list[int]
@@ -67,7 +69,7 @@ class _Cut:
         return next((i for i in range(first, len(self.ids)) if self.offsets[i][0] >= character), len(self.ids))
 
     def anchor(self, character: int, origin: int = 0) -> int:
-        """A token some words before `character`, not before `origin`, that begins a word."""
+        """The token that begins the word WORDS_BEFORE words before `character`; `origin` if that comes later."""
         token = min(bisect_left(self.offsets, (character, 0), origin), len(self.ids) - 1)
         seen = 0
         while token > origin and seen < WORDS_BEFORE:
@@ -93,7 +95,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.stop_token_ids = frozenset(stop_token_ids)
         self.template_kwargs = dict(template_kwargs or {})
-        chat_template(tokenizer)  # a target without one is told so first
+        chat_template(tokenizer)  # raises first where there is none: that is the more useful message
         if not getattr(tokenizer, "is_fast", False):
             raise TemplateError(
                 f"tokenizer {type(tokenizer).__name__}: found a slow tokenizer, expected a fast one (it knows the "
@@ -102,7 +104,7 @@ class ChatFormat:
         self.renderer = Renderer(tokenizer, self.template_kwargs)
         if foot := self.renderer.find_foot():
             text = self.renderer.render(PROBE)[0].removesuffix(foot)
-            # where nothing else ends an answer, the last one ends with it
+            # the template's last words stay where they hold an answer's only stop token
             ended = self.stop_token_ids.intersection(self._ids(text[text.rfind(PROBE[1]["content"]) :]))
             self.renderer.foot = foot if ended else ""
         self._probed = False
@@ -110,7 +112,7 @@ class ChatFormat:
 
     @property
     def notes(self) -> list[str]:
-        """What the data report says about the template."""
+        """Lines about the template for the data report."""
         return self.renderer.notes()
 
     def render(
@@ -146,7 +148,8 @@ class ChatFormat:
             finish_reason: "length" leaves out the end-of-turn token of the last answer and all that follows it.
             turns: "all" | "last" assistant turns are supervised.
             tools: JSON schemas of the functions that the model may call.
-            max_length: a sample whose answers all begin behind so many tokens is given by its first max_length + 1.
+            max_length: where all answers of a sample begin after this many tokens, only the first max_length + 1
+                tokens are returned: enough to report that it is too long.
         Raises: TemplateError when the conversation cannot be rendered or masked, or the template leaves out a part.
         """
         self._probe()
@@ -170,10 +173,10 @@ class ChatFormat:
         return encoded
 
     def _beyond(self, turns: list[Turn], max_length: int) -> Encoded | None:
-        """The first max_length + 1 tokens where every answer begins behind them, else None.
+        """The first max_length + 1 tokens if every answer begins after them, else None.
 
-        Where a template rewrites history, every answer of a long conversation is a sample with all before it. Most of
-        these are too long, and they begin alike, so that their beginnings are tokenised once.
+        Where a template rewrites history, a long conversation gives one sample per answer. Most of them are too long,
+        and all begin with the same text, which is tokenised once.
         """
         text, starts = turns[-1].text, [start for turn in turns for start, _ in turn.spans]
         head = text[: LETTERS * (max_length + 1)]
@@ -181,7 +184,7 @@ class ChatFormat:
             return None
         if head != self._head[0]:
             cut = _Cut(*self._tokens(head), [], [])
-            # what follows a text may change its last words only
+            # whatever follows, only the last words of `head` can be tokenised in another way
             self._head = head, cut.ids[: cut.anchor(len(head))]
         ids = self._head[1][: max_length + 1]
         return Encoded(ids, [-1] * len(ids), "length") if len(ids) > max_length else None
@@ -198,9 +201,9 @@ class ChatFormat:
         over: Turn | None = None
         for number, (turn, start, end) in enumerate(spans):
             if turn is over:
-                continue  # tags go on behind a stop token, after which nothing is generated
+                continue  # the template's tags go on after a stop token, but nothing is generated there
             first, final = cut.starts[number], number + 1 == len(spans)
-            # the token right behind may end the turn: a tag leaves it out, or it begins the next message as well (GLM)
+            # the next token may be the stop token: the tags leave it out, or it also begins the next message (GLM)
             limit = cut.after(end, first) + 1
             stop = next((i for i in range(first, min(limit, len(cut.ids))) if cut.ids[i] in self.stop_token_ids), None)
             if stop is None:
@@ -223,24 +226,24 @@ class ChatFormat:
         return Encoded(cut.ids[:stop_at], turn_ids[:stop_at], finish_reason, broken)
 
     def _content_end(self, text: str, cut: _Cut, number: int, message: Message, start: int, end: int) -> int | None:
-        """Index after the last token of an answer that no stop token ends (templates of base models).
+        """Index after the last token of an answer without a stop token (templates of base models).
 
-        None where its text does not stand between the characters `start` and `end`.
+        None if the answer's text is not found between the characters `start` and `end`.
         """
         content = message.get("content") or ""
         said = content.split("</think>")[-1].strip()
-        thoughts = message.get("reasoning_content") or "</think>" in content  # they may hold the same words
+        thoughts = message.get("reasoning_content") or "</think>" in content  # thoughts may repeat the answer's words
         place = text.rfind(said, start, end) if said and thoughts else text.find(said, start, end)
         stop = place + len(said)
-        if message.get("tool_calls"):  # they follow the content
+        if message.get("tool_calls"):  # which follow the content
             stop = start + len(text[start:end].rstrip())
         return None if place < 0 else self._shared(text, cut, stop, cut.origins[number])[0]
 
     def _split(self, text: str, cuts: list[int]) -> _Cut:
-        """Tokens of `text`, with the token index of every character position in `cuts` (ascending).
+        """Tokens of `text`, and the token at every character position in `cuts` (ascending).
 
-        A prompt's ids must be the first ids of the whole, as in serving. Where a token would reach over the cut (an
-        answer that begins with a newline after a prompt that ends with one) the two sides are tokenised apart.
+        A prompt's ids must be the first ids of the whole, as in serving. Where one token would hold characters of both
+        sides (the prompt ends with a newline, the answer begins with one), the two sides are tokenised apart.
         """
         whole = _Cut(*self._tokens(text), [], [])
         for cut in cuts:
@@ -266,16 +269,16 @@ class ChatFormat:
         return _Cut(pieces.ids, pieces.offsets, pieces.words, starts, list(zip(cuts, starts, strict=True)))
 
     def _shared(self, text: str, cut: _Cut, position: int, origin: tuple[int, int] = (0, 0)) -> tuple[int, bool]:
-        """How many tokens `text[:position]` and `text` begin with alike, and whether these are all of the former's.
+        """How many first tokens `text[:position]` has in common with `text`, and whether these are all that it has.
 
-        Only the last words before `position` are tokenised again: what stands before a word does not change its tokens.
-        Where even the first token differs (a tokenizer that does not begin anew at a word), the whole beginning is.
+        Only the last words before `position` are tokenised again, because what comes before a word does not change its
+        tokens. If even their first token differs, the tokenizer is one without words: then everything from `origin` is.
 
-        Args: origin: a character, and its token, from which on the text was tokenised on its own.
+        Args: origin: the character, and its token, at which this piece of the text begins.
         """
         begun, first = origin
         token = cut.anchor(position, first)
-        # some tokenizers leave the space before a word out of its offsets
+        # the offsets of some tokenizers leave out the space before a word, so begin where the token before ends
         tries = [(cut.offsets[token - 1][1], token)] if token > first else []
         for begin, token in [*tries, (begun, first)]:
             mine = self._ids(text[begin:position])
@@ -296,11 +299,11 @@ class ChatFormat:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _probe(self) -> None:
-        """Fail at the first conversation when the template can mask none (TemplateError), not once per record."""
+        """Raise TemplateError, once, for a template in which no conversation's answers can be told."""
         if self._probed:
             return
         self._probed = True
-        thinking = [PROBE[0], {**PROBE[1], "reasoning_content": "Be brief."}]  # some prompts open the thoughts
+        thinking = [PROBE[0], {**PROBE[1], "reasoning_content": "Be brief."}]  # for prompts that end with <think>
         failed: UnmaskableError | None = None
         for probe in (list(PROBE), thinking):
             try:
@@ -310,7 +313,7 @@ class ChatFormat:
                 failed = failed or error
                 continue
             except RefusedError:
-                return  # it may want a system message or tools: the data will tell
+                return  # it may only want a system message or tools, which the data may have
             if not turn.spans:
                 raise TemplateError(
                     "chat template: its {% generation %} tags mark nothing in a plain question and answer: "
@@ -321,15 +324,15 @@ class ChatFormat:
 
 
 def answers_of(messages: Sequence[Message]) -> list[int]:
-    """Indices of the assistant messages that answer something.
+    """Indices of the assistant messages that answer a question or a tool's result.
 
-    A greeting before the first question is context: no server is ever asked for it, and most templates cannot render
-    its prompt, which is empty.
+    A greeting before the first question is context only: no server is asked for it, and its prompt would be empty,
+    which most templates cannot render.
     """
     asked = next((i for i, message in enumerate(messages) if message["role"] in ("user", "tool")), -1)
     return [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > asked]
 
 
 def _goes_on(turn: Turn, following: Turn) -> bool:
-    """Whether the text up to the end of a turn's answer is the beginning of the following one's."""
+    """Whether the text of the following turn begins with everything up to the end of this turn's answer."""
     return turn.text is following.text or following.text.startswith(turn.trained)

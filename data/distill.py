@@ -1,7 +1,7 @@
-"""Answers by the target itself: batched decoding into a JSONL file that a killed run continues.
+"""The target answers prompts: batched decoding into a JSONL file that a killed run continues.
 
-The plan (which prompts share a batch) is fixed before work starts and every answer draws from its own generator, so a
-resumed run writes what an uninterrupted one would have written. Finished batches are skipped.
+Which prompts share a batch is fixed before work starts, and every answer has random numbers of its own. So a run that
+continues writes what it would have written without the interruption. Finished batches are skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headstart.heads.files import explain_disk, read_json, write_json
 from headstart.heads.sampling import distribution
 from headstart.heads.targets.target import Target
 
-#: progress(done, total, message): answers finished, answers planned, a line worth showing or ""
+#: progress(done, total, message): answers finished, answers planned, a line to show or ""
 Progress = Callable[[int, int, str], None]
 #: generator(target, prompts, config, seeds) → answers: see `generate`
 Generator = Callable[[Target, Sequence[Sequence[int]], DistillConfig, Sequence[int]], list[list[int]]]
@@ -44,7 +44,12 @@ def _silent(done: int, total: int, message: str) -> None:
 
 @dataclass
 class _Job:
-    """One answer sequence: a prompt and the number of the sample drawn for it."""
+    """One prompt and the answers to its questions; a prompt with several samples has a job for each.
+
+    Attributes:
+        first_ids: token ids of the first question.
+        stopped: why the later questions were not asked, or None.
+    """
 
     id: str
     prompt: Prompt
@@ -67,14 +72,18 @@ def distill(
 ) -> Path:
     """Answer every prompt (its questions one after another, see `prompt_of`) and append the records to `out`.
 
-    A record holds `id, messages, prompt_token_ids, response_token_ids, finish_reason, sampling` (of the last turn;
-    `earlier_turns` before it) and the prompt's `tools`, `chat_template_kwargs` and `task`. `response_token_ids` ends
-    with the stop token exactly when `finish_reason` is "stop". An answer becomes history as the message that the
-    template's own rules make of it. Prompts that cannot be answered, and later questions that cannot be asked, are
-    reported through `progress` and listed with their reason in `OUT.skipped.json`; the rest goes on.
-    `generator` decodes the batches; None: `generate`, through the
-    model's own forward. With `config.max_seconds` it ends with the batch in which they are over, at least one.
+    A record holds `id`, `messages`, `sampling`, and of the last turn `prompt_token_ids`, `response_token_ids` and
+    `finish_reason`. Turns before it are in `earlier_turns`. The prompt's `tools`, `chat_template_kwargs` and `task` are
+    copied. `response_token_ids` ends with the stop token exactly when `finish_reason` is "stop".
 
+    For a later question, an answer is put into the history as the message that `parse_answer` makes of it. Prompts that
+    cannot be answered and later questions that cannot be asked are reported through `progress` and listed with their
+    reason in `OUT.skipped.json`; the others go on.
+
+    Args:
+        progress: see Progress.
+        generator: decodes a batch; None takes `generate`, which calls the model's own forward.
+        config: after `config.max_seconds` no further batch begins; the first one always does.
     Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered;
         StorageError on a full disk.
     """
@@ -105,7 +114,7 @@ def distill(
             progress(done, len(jobs), over)
             break
         worked = True
-        # the whole batch runs again even if a kill tore it: the same batch gives the same numbers
+        # a batch that a kill interrupted runs again as a whole: the same batch gives the same numbers
         answer_batch(target, chats, batch, config, generator or generate)
         _append(out, [_record(job, settings) for job in missing])
         done += len(missing)
@@ -116,7 +125,7 @@ def distill(
         progress(done, len(jobs), "")
     place = out.with_name(out.name + ".skipped.json")
     earlier = read_json(place) if place.is_file() else {}
-    skipped |= {name: reason for name, reason in earlier.items() if name in finished}  # their later turns
+    skipped |= {name: reason for name, reason in earlier.items() if name in finished}  # whose later turns were left out
     if skipped:
         write_json(place, skipped)
     if not out.exists():
@@ -127,7 +136,7 @@ def distill(
 def _plan(
     chats: Chats, target: Target, prompts: Sequence[Prompt], config: DistillConfig, seed: int
 ) -> tuple[list[_Job], dict[str, str]]:
-    """Jobs, longest first prompt last so that batches hold similar lengths; and the prompts that cannot be answered."""
+    """Jobs by length of their first prompt, so that batches hold similar lengths; and why other prompts are skipped."""
     jobs: list[_Job] = []
     skipped: dict[str, str] = {}
     room = _prompt_room(target, config)
@@ -157,7 +166,7 @@ def _plan(
 
 
 def _order(jobs: int, config: DistillConfig, seed: int) -> list[int]:
-    """First jobs of the batches, in the order in which they are answered: at random where not all may be."""
+    """Index of every batch's first job, in the order of work: at random where time may not suffice for all."""
     starts = list(range(0, jobs, config.batch_size))
     if config.max_seconds is not None:
         random.Random(seed).shuffle(starts)
@@ -198,8 +207,8 @@ def answer_batch(target: Target, chats: Chats, batch: list[_Job], config: Distil
 
 
 def _remember(job: _Job, chats: Chats, answer: Sequence[int]) -> None:
-    """Add the message that an answer stands for; where it cannot be told, no later question is asked."""
-    if not job.prompt.first:  # token ids in, token ids out: no template is needed, and the text is for people
+    """Add the message that an answer stands for. If there is none, no later question is asked."""
+    if not job.prompt.first:  # a prompt of token ids needs no template; the text is for people
         job.answers.append({"role": "assistant", "content": chats.tokenizer.decode(answer, skip_special_tokens=True)})
         return
     try:
@@ -274,7 +283,7 @@ def choose(logits_BV: Tensor, config: DistillConfig, uniform_B: Tensor) -> Tenso
 def _sampling(
     target: Target, config: DistillConfig, seed: int, template_kwargs: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What decides the answers; stored in every record and compared when a run resumes."""
+    """Everything that decides the answers. It is stored in every record and compared when a run continues."""
     fingerprint = target.fingerprint()
     template = json.dumps([fingerprint["template_hash"], template_kwargs or {}], sort_keys=True)
     settings: dict[str, Any] = {
@@ -323,7 +332,7 @@ def _append(out: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def resume(out: Path, prompts: Sequence[Prompt], settings: dict[str, Any], progress: Progress) -> set[str]:
-    """Ids already answered in `out`; a last line torn by a kill is cut off, and said so.
+    """Ids that are answered in `out` already. A last line that a kill left incomplete is removed and reported.
 
     Raises: DataError when a record was made with other settings or for another prompt of the same id.
     """
@@ -338,7 +347,7 @@ def resume(out: Path, prompts: Sequence[Prompt], settings: dict[str, Any], progr
         made = conversation.meta.get("sampling")
         if not isinstance(made, dict) or not conversation.turns:
             raise DataError(f"{out}:{number}: found no answer of a distillation: {remedy}")
-        for key in sorted({*settings, *made} - {"target"}):  # the weights' hash says more than their name
+        for key in sorted({*settings, *made} - {"target"}):  # the hash of the weights tells targets apart
             if made.get(key) != settings.get(key):
                 raise DataError(
                     f"{out}:{number}: sampling.{key}: found {made.get(key)!r}, this run has "
@@ -353,7 +362,7 @@ def resume(out: Path, prompts: Sequence[Prompt], settings: dict[str, Any], progr
 
 
 def _answers(made: Conversation, prompt: Prompt) -> bool:
-    """Whether a finished record answers this prompt: all of it, or its first questions."""
+    """Whether a finished record answers this prompt, or at least its first questions."""
     first = prompt.prompt_token_ids
     if len(made.turns) > prompt.answers or (first is not None and made.turns[0].prompt_ids != first):
         return False

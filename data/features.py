@@ -66,7 +66,7 @@ class FeatureSource(ABC):
 
 
 class OnlineFeatures(FeatureSource):
-    """Runs the target on every pack.
+    """Runs the target on every pack when it is asked for.
 
     Args:
         target: the frozen model.

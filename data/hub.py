@@ -1,4 +1,4 @@
-"""Rows of a Hub dataset; an unreachable Hub costs seconds and says what to do instead."""
+"""Rows of a Hub dataset. If the Hub is out of reach, an error says so within seconds and names the alternative."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMEOUT = 10.0
 
 
 def load_rows(source: SourceConfig) -> Iterator[Any]:
-    """Rows of `source.dataset`, streamed when a limit makes the whole download a waste.
+    """Rows of `source.dataset`. With a limit they are streamed, so that not everything is downloaded.
 
     Raises: DataError naming the dataset, the cause and the remedy.
     """
@@ -26,8 +26,8 @@ def load_rows(source: SourceConfig) -> Iterator[Any]:
             HfApi().dataset_info(name, timeout=TIMEOUT)
         import datasets
 
-        # a stream meets the network while it is read, so reading belongs inside the try
+        # a stream uses the network while it is read: reading must stay inside the try
         yield from datasets.load_dataset(name, source.subset, split=source.split, streaming=source.limit is not None)
-    except Exception as error:  # every library below has its own network exceptions; all mean the same to the user
+    except Exception as error:  # the libraries raise network exceptions of many kinds
         cause = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         raise DataError(f"dataset {name!r} (split {source.split!r}): cannot be loaded ({cause}): {remedy}") from error

@@ -1,4 +1,4 @@
-"""Target hidden states of the whole training set, computed once and held on the device: many epochs, no disk."""
+"""Hidden states of the whole training set: computed once, held on the device, used in every epoch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from headstart.heads.errors import StorageError
 from headstart.heads.targets.target import Target
 from headstart.heads.transfer import to_device
 
-#: part of the free device memory that features may take; the rest is the head's, its optimiser's and activations'
+#: part of the free device memory that features may take; head, optimiser and activations need the rest
 MEMORY_SHARE = 0.6
 
 
 class MemoryFeatures(FeatureSource):
-    """Runs the target once over all samples; `get` is an index into what it found.
+    """Runs the target once over all samples; `get` gathers rows of what it computed.
 
     Args:
         target, samples, spec, max_depth: as OnlineFeatures.

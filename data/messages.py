@@ -1,4 +1,4 @@
-"""One message of a record in chat-template form, and the tools beside it: what is given reaches the template."""
+"""Reads one message of a record, and the tools beside it, into the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from headstart.heads.files import parse_json
 
 Where = str
 ROLES = ("system", "developer", "user", "assistant", "tool")
-#: other names of roles, in ShareGPT's `from` and, where no template uses the name otherwise, in `role`
+#: other names of roles in ShareGPT's `from`; those that no template uses otherwise are also taken in `role`
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "bot": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
     "developer": "developer", "tool": "tool", "function": "tool",
 }  # fmt: skip
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "function": "tool"}
-#: what a field holds that says nothing, as tables of many layouts have it
+#: values of a field that mean it is not given; tables with many layouts fill unused columns with them
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-#: names of the text that a model thinks before it answers
+#: names of the field with the model's thoughts before its answer
 REASONING = ("reasoning_content", "reasoning", "thinking")
 READ = {"role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id", *REASONING}
-#: objects and lists inside one another; a tool's schema has about ten
+#: deepest nesting of objects and lists; a tool's schema has about ten levels
 MAX_DEPTH = 64
 
 
@@ -56,7 +56,7 @@ def read_message(message: Any, where: Where) -> dict[str, Any]:
 
 
 def unread_fields(message: dict[str, Any]) -> list[str]:
-    """Fields of a message that hold something and that `read_message` does not take."""
+    """Fields of a message that are given but that `read_message` does not read."""
     return [str(key) for key, value in message.items() if key not in READ and value not in EMPTY]
 
 
@@ -84,7 +84,7 @@ def read_tools(record: dict[str, Any], where: Where) -> tuple[dict[str, Any], ..
             function = tool.get("function", {"name": ""})
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise DataError(f"{here}.function: found {kind(function)}, expected an object with a name that is text")
-            made.append(plain(tool, here))
+            made.append(checked_json(tool, here))
     return tuple(made)
 
 
@@ -140,11 +140,11 @@ def _tool_call(call: Any, where: Where) -> dict[str, Any]:
     elif not isinstance(arguments, dict):
         raise DataError(f"{where}: arguments: found {kind(arguments)}, expected an object, or one as JSON text")
     beside = {k: v for k, v in call.items() if k in ("id", "index") and v is not None}
-    return plain({**beside, "type": "function", "function": {**function, "arguments": arguments}}, where)
+    return checked_json({**beside, "type": "function", "function": {**function, "arguments": arguments}}, where)
 
 
 def _object(text: str) -> Any:
-    """The object that `text` is as JSON; else the text as it is: a model may have written anything there."""
+    """The JSON object in `text`; else the text itself, because a model may have written anything there."""
     try:
         value = parse_json(text, "") if text.strip() else {}
     except HeadstartError:
@@ -155,7 +155,7 @@ def _object(text: str) -> Any:
 def wire_message(message: dict[str, Any]) -> dict[str, Any]:
     """The message as an OpenAI-compatible server takes it: `arguments` of tool calls as JSON text.
 
-    Thoughts go by both names: vLLM from 0.12 on reads `reasoning` only, older versions and SGLang `reasoning_content`.
+    Thoughts have two names: vLLM reads `reasoning` since 0.12, older versions and SGLang read `reasoning_content`.
     """
     calls = [
         {**call, "function": {**call["function"], "arguments": _arguments_text(call["function"]["arguments"])}}
@@ -169,10 +169,10 @@ def _arguments_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def plain(value: Any, where: Where) -> Any:
-    """`value`, when it is JSON that can be rendered and written: bounded depth, text that UTF-8 can hold.
+def checked_json(value: Any, where: Where) -> Any:
+    """`value` itself, after a check that it can be rendered and written as JSON.
 
-    Raises: DataError naming `where`.
+    Raises: DataError naming `where`: nested too deeply, text that UTF-8 cannot hold, a value that JSON does not have.
     """
     level, depth = [value], 0
     while level:
@@ -195,7 +195,7 @@ def plain(value: Any, where: Where) -> Any:
 
 
 def read_text(value: Any, where: Where) -> str:
-    """`value`, when it is text that UTF-8 can hold. Raises DataError naming `where`."""
+    """`value` itself, after a check that it is text that UTF-8 can hold. Raises DataError naming `where`."""
     if not isinstance(value, str):
         raise DataError(f"{where}: found {kind(value)}, expected text")
     try:
@@ -208,7 +208,7 @@ def read_text(value: Any, where: Where) -> str:
 
 
 def kind(value: Any) -> str:
-    """What was found, in words, for a message."""
+    """What kind of value was found, in words for an error message."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "nothing"}
     if isinstance(value, list) and not value:
         return "an empty list"
@@ -216,7 +216,7 @@ def kind(value: Any) -> str:
 
 
 def quote(value: Any, most: int = 60) -> str:
-    """A value for a message, cut where it is long; what holds other values, however deep, is named by its kind."""
+    """A value as error messages show it: cut where it is long; an object or a list is named by its kind."""
     if isinstance(value, dict | list):
         return kind(value)
     text = ascii(value[: most + 1]) if isinstance(value, str) and not value.isprintable() else repr(value)

@@ -1,7 +1,7 @@
-"""Which documents share a pack: whole documents, a token budget, one plan per (seed, epoch) whatever the world size.
+"""Which documents share a pack: whole documents within a token budget, the same packs for any number of ranks.
 
-Packs of a window run on different ranks at the same time, and all wait for the slowest. So packs are filled alike: in
-tokens, which the target's forward costs, and in supervised tokens, which the head's steps cost.
+Ranks work on packs of one window at the same time, and all wait for the slowest. So packs are filled equally: with
+tokens, because the target's forward costs by them, and with supervised tokens, because the head's steps do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from headstart.heads.errors import ConfigError
 
-#: documents that are packed together
+#: documents among which packs are made
 WINDOW = 1024
 
 
@@ -27,13 +27,13 @@ def make_packs(
 ) -> list[list[int]]:
     """Lists of document indices: every document exactly once, at most `budget` tokens per list.
 
-    Documents are shuffled and cut into windows of `window`. Best-fit-decreasing says how many packs a window takes; its
-    documents are then spread evenly over as many, or a few more, where that fits. The packs are shuffled at the end.
-    Deterministic in (lengths, supervised, budget, seed, epoch, window).
+    Documents are shuffled and cut into windows. Best-fit-decreasing tells how many packs a window needs. The window's
+    documents are then spread evenly over that many packs, or a few more, if they fit. The packs are shuffled at the
+    end. The result depends on the arguments alone.
 
     Args:
-        supervised: supervised tokens per document, to be spread evenly as well; None = balance tokens only.
         lengths: tokens per document, each ≥ 1.
+        supervised: supervised tokens per document, which are spread evenly as well; None spreads tokens only.
         budget: tokens per pack. A longer document gets a pack of its own.
     Raises: ConfigError naming the document.
     """
@@ -52,7 +52,7 @@ def make_packs(
     for start in range(0, len(order), window):
         documents = order[start : start + window].tolist()
         tight = _best_fit_decreasing(documents, lengths, budget)
-        # an even spread of nearly full packs may want a few more of them: 2 % at most
+        # where packs are nearly full, spreading evenly may need a few more of them: 2 % at most
         counts = range(len(tight), len(tight) + len(tight) // 50 + 1)
         evenly = (_spread(documents, lengths, supervised, budget, count) for count in counts)
         packs += next((spread for spread in evenly if spread is not None), tight)
@@ -75,10 +75,10 @@ def _best_fit_decreasing(documents: list[int], lengths: Sequence[int], budget: i
 def _spread(
     documents: list[int], lengths: Sequence[int], supervised: Sequence[int] | None, budget: int, count: int
 ) -> list[list[int]] | None:
-    """The documents in `count` packs of like content, or None where this simple rule finds no room.
+    """The documents in `count` packs with about equal loads, or None if this rule finds no room.
 
-    Longest first, each goes where it adds least to Σ packs ‖load‖², a load being (tokens, supervised tokens), each in
-    units of its mean. Documents longer than the budget have packs of their own.
+    The longest documents come first. Each goes to the pack where it adds least to Σ packs ‖load‖². A load is (tokens,
+    supervised tokens), each in units of its mean. Documents longer than the budget have packs of their own.
     """
     alone = [[i] for i in documents if lengths[i] > budget]
     rest = sorted((i for i in documents if lengths[i] <= budget), key=lambda i: -lengths[i])

@@ -1,8 +1,8 @@
-"""Whether everything that a record holds has reached the rendered text, and what has not.
+"""Checks that the rendered text holds everything that a record says, and names what it lacks.
 
-A template may leave out what it does not know (tools, a system message, reasoning, tool calls) without a word; the head
-would then train on another conversation than the record's. What a template may do: trim and fold white space, escape,
-write JSON with other spaces or as tags, move the system message and the tools, and drop the thoughts of earlier turns.
+A template may silently leave out what it does not know: tools, a system message, reasoning, tool calls. The head would
+then train on another conversation than the record's. A template may change white space, escape characters, write JSON
+with other spaces or as tags, move the system message and the tools, and drop the thoughts of earlier turns.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ NAMES = {"system": "the system message", "developer": "the developer message", "
 
 
 def require_pieces(messages: Sequence[Message], turns: Sequence[Turn], tools: Sequence[dict[str, Any]] = ()) -> None:
-    """Every piece of the messages up to the last of `turns`, which share its text, must be found in that text.
+    """Check that the text of `turns` holds every piece of their messages and of the messages before them.
 
-    The messages before a turn are looked for between the turn before and its prompt's end, those of the turn behind it.
+    Args: turns: turns that share the last one's text. Messages before a turn must stand between the end of the turn
+        before it and the end of its prompt; its own answer must stand after its prompt.
     Raises: RefusedError naming the first piece that the template leaves out.
     """
     last = turns[-1]
@@ -44,7 +45,7 @@ def require_pieces(messages: Sequence[Message], turns: Sequence[Turn], tools: Se
 
 
 def require_prompt(messages: Sequence[Message], text: str, tools: Sequence[dict[str, Any]] = ()) -> None:
-    """Every piece of the messages, which are the history before an answer, must be found in the text.
+    """Check that a prompt's text holds every piece of its messages.
 
     Raises: RefusedError naming the first piece that the template leaves out.
     """
@@ -58,13 +59,14 @@ def _require_tools(tools: Sequence[dict[str, Any]], whole: _Text) -> None:
     for tool in tools:
         function = tool.get("function", tool)
         for piece in (function.get("name"), function.get("description")):
-            line = piece.strip().split("\n")[0] if isinstance(piece, str) else ""  # some write them as comments
+            # some templates write a description as a comment, line by line
+            line = piece.strip().split("\n")[0] if isinstance(piece, str) else ""
             if not whole.holds(line):
                 raise _left_out("the tools", line)
 
 
 def thoughts_stand(content: str, text: str) -> bool:
-    """Whether the thoughts and the answer of a content stand in a text, one after another."""
+    """Whether the text holds the thoughts and then the answer of a message's content."""
     found = _Text(text)
     return all(found.find(piece) for piece in THOUGHT.split(content))
 
@@ -78,13 +80,13 @@ def _require_history(message: Message, before: _Text, whole: _Text) -> None:
         if not before.find(content):
             raise _left_out(NAMES.get(role, f"a message of role {role}"), content)
     else:
-        said = content.split("</think>")[-1]  # the thoughts of an earlier answer may go
+        said = content.split("</think>")[-1]  # the template may drop the thoughts of an earlier answer
         place = before.place
         if not before.find(said):
             raise _left_out("an earlier answer", said)
         _require_calls(message, before, "an earlier answer")
         if message.get("tool_calls"):
-            before.place = place  # Gemma 4 writes the results between the calls and what was said with them
+            before.place = place  # Gemma 4 writes the calls, their results, then the content
 
 
 def _require_answer(message: Message, text: _Text) -> None:
@@ -109,16 +111,16 @@ def _require_calls(message: Message, text: _Text, of: str) -> None:
 
 
 def _holds_value(text: _Text, value: Any) -> bool:
-    """Whether a value stands in the text: as text, as JSON in its order or sorted, or its names and values one by one.
+    """Whether the text holds a value: as text, as JSON in any order of keys, or its names and values one by one.
 
-    Gemma 4 writes names without and texts with quotes of its own, others write elements of XML.
+    Gemma 4 writes names without quotes and texts in quotes of its own; other templates write XML elements.
     """
     dumps = [json.dumps(value, ensure_ascii=ascii, sort_keys=ordered) for ascii in (False, True)
              for ordered in (False, True)]  # fmt: skip
     if any(text.holds(form) for form in {str(value), *dumps}):
         return True
     if isinstance(value, dict):
-        given = {str(key): inside for key, inside in value.items() if inside is not None}  # null may be left out
+        given = {str(key): inside for key, inside in value.items() if inside is not None}  # null may go
         return all(text.holds(key) and _holds_value(text, inside) for key, inside in given.items())
     return isinstance(value, list) and all(inside is None or _holds_value(text, inside) for inside in value)
 
@@ -129,14 +131,14 @@ def _left_out(what: str, piece: str) -> RefusedError:
 
 
 class _Text:
-    """A part of the rendering in which pieces are looked for, each after the one before."""
+    """A part of the rendered text; `find` looks for pieces in their order."""
 
     def __init__(self, text: str):
         self.text = text
         self.place = 0
 
     def find(self, piece: str) -> bool:
-        """Whether `piece` stands behind what was found before; moves there."""
+        """Whether `piece` comes after everything found before; if so, the next search begins after it."""
         piece = piece.strip()
         at = self.text.find(piece, self.place)
         if at >= 0:
@@ -151,13 +153,13 @@ class _Text:
         return False
 
     def holds(self, piece: str) -> bool:
-        """Whether `piece` stands anywhere."""
+        """Whether `piece` is anywhere in the text."""
         piece = piece.strip()
         return piece in self.text or any(SPACE.sub("", form) in self.folded for form in _forms(piece))
 
     @cached_property
     def places(self) -> list[int]:
-        """Where the characters stand that are no white space."""
+        """Positions of the characters that are not white space."""
         return [at for at, character in enumerate(self.text) if not character.isspace()]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Conversations → samples: the drop and truncate policy, reported; and all of a recipe's `data` node in one call."""
+"""Conversations → samples, with a report of what is dropped or cut; and a recipe's whole `data` node in one call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headstart.data.split import Split, given_held_out, prompt_key, split_held_o
 from headstart.heads.errors import DataError, HeadstartError
 
 T = TypeVar("T")
-#: how the reason begins for which conversations are dropped → what helps
+#: beginning of a reason for dropping conversations → what helps
 REMEDIES = {
     "no assistant answer": "prompts alone belong in data.distill.prompts: the target answers them",
     "the chat template leaves out": (
@@ -28,25 +28,25 @@ REMEDIES = {
         "likewise); to train without, take it out of the records"
     ),
 }
-#: conversations that each rank encodes before the ranks exchange what they have
+#: conversations that each rank encodes before the ranks exchange their results
 BLOCK = 256
 
 
 @dataclass
 class TokenizeReport:
-    """What became of the conversations; nothing is dropped or cut without a line here.
+    """What became of the conversations. Whatever is dropped or cut is listed here.
 
     Attributes:
-        conversations, samples: how many came in, how many samples came out.
+        conversations, samples: number of conversations read and of samples made.
         tokens, supervised_tokens: of the samples.
         dropped: reason → ids of conversations (or samples) left out.
         truncated: ids of samples cut at max_length.
         open_ended: samples whose last answer has no end-of-turn token (finish_reason "length").
         split: conversations that became several samples because the template rewrites earlier turns.
-        broken: samples with an answer whose text goes on behind a stop token.
-        greetings: conversations whose first answer precedes every question, so that it is context.
-        unread: field of messages that is not read → conversations that have it.
-        template: how the chat template is used, where that is not as it is.
+        broken: ids of samples that have an answer with a stop token inside.
+        greetings: conversations that begin with an assistant message before any question; it is context only.
+        unread: field that is not read → number of conversations that have it.
+        template: lines about how the chat template is used.
     """
 
     conversations: int = 0
@@ -106,11 +106,11 @@ def _some(names: Sequence[str], limit: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a launch, which share the tokenising.
+    """The processes of a launch, among which tokenising is divided.
 
     Attributes:
-        rank, size: this process, and how many there are.
-        gather: a value of each → the list of all, in their order; every process calls it as often as the others.
+        rank, size: number of this process, and of all.
+        gather: takes a value of each process and returns the list of all, by rank. All processes must call it.
     """
 
     rank: int = 0
@@ -130,7 +130,7 @@ def tokenize(
     stop_token_ids: Sequence[int],
     ranks: Ranks = ALONE,
 ) -> tuple[list[Sample], TokenizeReport]:
-    """Samples of all conversations, in order, on every rank alike. Token ids of a record win over its text.
+    """Samples of all conversations, in order, the same on every rank. Token ids of a record are used before its text.
 
     Raises: TemplateError when the tokenizer has no chat template, or one that cannot be masked, and text needs it;
         DataError when the ranks do not read the same conversations.
@@ -183,9 +183,9 @@ def _encode(
 def share(
     conversations: Iterable[Conversation], encode: Callable[[Conversation], T], ranks: Ranks
 ) -> Iterator[tuple[Conversation, T]]:
-    """Every conversation with what `encode` makes of it, in order; each rank does a part of every block.
+    """Every conversation with the result of `encode`, in order. Each rank encodes a part of every block.
 
-    What fails on one rank is raised on all: the error that one process alone would have met first.
+    If some ranks fail, all raise the error that a single process would have met first.
     Raises: DataError when the ranks do not read the same conversations.
     """
     if ranks.size == 1:
@@ -206,7 +206,7 @@ def share(
             except Exception as error:
                 failed = number, ranks.rank, error
                 break
-        # all of a record but its place, which names a file of this machine
+        # a record's place is left out: it may name another path on another machine
         read = zlib.crc32(repr([replace(row, where="") for row in block]).encode("utf-8", "replace"))
         parts = ranks.gather((made, _portable(failed), len(block), read))
         failures = [part[1] for part in parts if part[1] is not None]
@@ -225,7 +225,7 @@ def share(
 
 
 def _portable(failed: tuple[int, int, Exception] | None) -> tuple[int, int, Exception] | None:
-    """A failure as other ranks raise it: errors of ours as they are."""
+    """A failure as other ranks raise it: our own errors unchanged, others as a DataError."""
     if failed is None or isinstance(failed[2], HeadstartError):
         return failed
     number, rank, error = failed
@@ -261,7 +261,8 @@ def _sample(
 
 
 def encode_token_turns(turns: Sequence[TokenTurn], stop_token_ids: Sequence[int], which: str = "all") -> list[Encoded]:
-    """Samples from token ids, verbatim. A turn shares a sample with the next when it is the beginning of its prompt.
+    """Samples made of the token ids themselves. A turn shares a sample with the next one if that one's prompt begins
+    with it.
 
     Nothing after the first stop token of an answer is supervised.
     """
@@ -288,10 +289,10 @@ def encode_token_turns(turns: Sequence[TokenTurn], stop_token_ids: Sequence[int]
 
 @dataclass
 class PreparedData:
-    """Samples to train on and to validate on, and what became of the conversations of each.
+    """Samples to train on and to validate on, with the reports of how they were made.
 
     Attributes:
-        held_out_report: None where the held-out conversations are a part of the others.
+        held_out_report: None unless the held-out conversations have files of their own.
     """
 
     split: Split
@@ -319,7 +320,7 @@ def prepare(
 
     Args:
         distilled: files that distillation wrote for this run; read after `config.sources`.
-        ranks: processes that call this together and share the tokenising.
+        ranks: processes that call this together and divide the tokenising.
     Raises: DataError when nothing would train; TemplateError and ConfigError as `tokenize` and the sources do.
     """
     samples, report = tokenize(

@@ -1,4 +1,4 @@
-"""What the target is asked, made of a `Conversation`: for distillation, evaluation and a served evaluation alike."""
+"""A `Conversation` as a prompt for the target: the same for distillation, evaluation and evaluation of a server."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from headstart.heads.errors import DataError
 
 @dataclass(frozen=True)
 class Prompt:
-    """A chat that waits for an answer, and what is said after each answer.
+    """Messages to answer, and the messages that follow each answer.
 
     Attributes:
         id, task, where, meta, tools, template_kwargs, unread: as in Conversation.
-        first: the messages that the first answer follows; empty when `prompt_token_ids` stand for them.
-        later: the messages between an answer and the next one.
-        prompt_token_ids: `first` as token ids, taken verbatim, where the record carries them, else None.
+        first: the messages before the first answer; empty if the record has only their token ids.
+        later: for each further answer, the messages between it and the one before.
+        prompt_token_ids: token ids of `first` where the record has them, else None. They are used as they are.
     """
 
     id: str
@@ -47,7 +47,7 @@ class Prompt:
         return 1 + len(self.later)
 
     def messages(self, answers: Sequence[Message] = ()) -> list[Message]:
-        """The chat up to what follows the last of `answers` (assistant messages)."""
+        """The messages before the next answer, when `answers` (assistant messages) have been given."""
         chat = list(self.first)
         for answer, following in zip(answers, self.later[: len(answers)], strict=True):
             chat += [answer, *following]
@@ -55,22 +55,23 @@ class Prompt:
 
 
 def prompt_of(conversation: Conversation, asked: str = "each") -> Prompt:
-    """Where the target answers a conversation.
+    """The prompt that asks the target what a conversation asks.
 
-    What stands after the last question, a `user` or `tool` message, the target is to say itself. Up to there:
+    Messages after the last question (a `user` or `tool` message) are left out: the target answers in their place. Which
+    questions are asked:
 
-    - `turns` (and MT-bench's list of prompts): every user message is a question, asked one after another.
-    - asked="last" (evaluation): one question, the last, behind the recorded messages: the context in which training
-      sees the recorded answer.
-    - asked="each" (distillation): the target answers wherever an assistant message stood behind a user's; its answers
-      take the place of the recorded ones. User messages in a row stay in a row, and what an assistant says before the
-      first user message is history. A conversation in which tools were called is asked at its last question only: the
-      results of the recorded calls are no reply to calls that the target might make instead, or not make.
+    - `turns` (and MT-bench's list of prompts): every user message is a question; they are asked one after another.
+    - asked="last" (evaluation): the last question only, after the recorded messages. Training sees the recorded answer
+      in the same context.
+    - asked="each" (distillation): the target answers wherever an assistant message followed a user message, and its
+      answers replace the recorded ones. User messages in a row stay together. An assistant message before the first
+      user message is history. If tools were called, only the last question is asked: the recorded results do not fit
+      other calls that the target might make.
 
-    The record's token ids are those of the first question where they can belong to no other: with as many answers as
-    token turns, or one question. Else the text is rendered.
+    The record's token ids are used where they must belong to the first question: there is one question, or there are as
+    many questions as token turns. Otherwise the text is rendered.
 
-    Raises: DataError naming the record, when it asks nothing.
+    Raises: DataError naming the record, if it asks nothing.
     """
     messages = conversation.messages
     last = max((i for i, m in enumerate(messages) if m["role"] in ("user", "tool")), default=-1)
@@ -98,7 +99,7 @@ def prompt_of(conversation: Conversation, asked: str = "each") -> Prompt:
 
 
 def _split(messages: Sequence[Message]) -> list[list[Message]]:
-    """The messages between answers; an answer counts behind a user message."""
+    """Groups of messages, split at the assistant messages that follow a user message."""
     groups: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] != "assistant":
@@ -119,9 +120,9 @@ def _first_ids(conversation: Conversation, questions: int) -> tuple[int, ...] | 
 
 
 class Chats:
-    """A target's chat template, with the variables that records bring along (`chat_template_kwargs`).
+    """A target's chat template, for records with variables of their own (`chat_template_kwargs`).
 
-    Made when the first text is rendered, so that prompts of token ids need no template.
+    It is read when the first text is rendered: prompts of token ids need no template.
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int], template_kwargs: dict[str, Any] | None = None):
@@ -131,14 +132,14 @@ class Chats:
 
     @property
     def notes(self) -> list[str]:
-        """What reports say about how the template is used."""
+        """Lines for reports about how the template is used."""
         return list(dict.fromkeys(note for chat in self._made.values() for note in chat.notes))
 
     def of(self, record: Conversation | Prompt) -> ChatFormat:
         """The format for a record. Raises TemplateError when the tokenizer has no template."""
         key = json.dumps(record.template_kwargs, sort_keys=True)
         if key not in self._made:
-            if len(self._made) >= 64:  # a variable that differs from record to record, such as a date
+            if len(self._made) >= 64:  # some variable, such as a date, differs from record to record
                 self._made.clear()
             kwargs = {**self.template_kwargs, **record.template_kwargs}
             self._made[key] = ChatFormat(self.tokenizer, self.stop_token_ids, kwargs)

@@ -1,4 +1,4 @@
-"""One record → one `Conversation`: the only parser, for training, distillation, evaluation and a served evaluation.
+"""One record → one `Conversation`: the parser of training, distillation and every evaluation.
 
 Layouts: `messages` (OpenAI), `conversations` (ShareGPT), `turns` (Spec-Bench), `prompt` as a list (MT-bench), `prompt`
 with `response` or `completion`, a question alone (`prompt`, `question`, `problem`, `instruction` with `input`;
@@ -16,8 +16,8 @@ from typing import Any
 from headstart.data.messages import (
     EMPTY,
     Where,
+    checked_json,
     kind,
-    plain,
     quote,
     read_message,
     read_text,
@@ -31,7 +31,7 @@ FINISH = {
     "stop": "stop", "eos": "stop", "eos_token": "stop", "end_turn": "stop", "tool_calls": "stop",
     "function_call": "stop", "length": "length", "max_tokens": "length", "content_filter": "length",
 }  # fmt: skip
-#: the fields that say what layout a record has, and how messages name them; the first that is there counts
+#: layout → the field that tells it; a record has the first layout whose field it has
 LAYOUTS = {
     "messages": "messages",
     "sharegpt": "conversations",
@@ -43,21 +43,21 @@ LAYOUTS = {
     "instruction": "instruction",
 }
 IDS = ("id", "question_id", "conversation_id", "task_id", "prompt_id", "unique_id")
-#: fields of other projects' records that say something to the model; here they are not read, so they are told
+#: fields by which records of other projects give the model more to read; they are not read here, but reported
 ELSEWHERE = (
     "system_prompt", "system_message", "instructions", "history", "context", "documents", "input", "tool_calls",
     "reasoning_content", "reasoning", "thinking", "enable_thinking",
 )  # fmt: skip
-#: what HumanEval's function heads are asked with
+#: the question about a function's head of HumanEval
 COMPLETE = "Complete the following Python function. Return the whole function.\n\n```python\n{}\n```"
-#: token ids are kept as int32
+#: largest token id, because they are kept as int32
 MOST_ID = 2**31 - 1
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TokenTurn:
-    """One generated answer as token ids: the exact prompt it was generated from, and what was generated.
+    """One generated answer as token ids, with the exact prompt that it was generated from.
 
     `response_ids` ends with the stop token when `finish_reason` is "stop".
     """
@@ -76,16 +76,16 @@ class Conversation:
         messages: dicts in chat-template form: `role`, `content` (text) and, where given, `reasoning_content`,
             `tool_calls` (OpenAI's form, `arguments` as an object where they are one), `name`, `tool_call_id`.
         finish_reason: of the last answer: "stop" or "length".
-        turns: token ids of the answers, where the record carries them (they win over the text); else empty.
+        turns: token ids of the answers where the record has them, else empty. They are used before the text.
         task: the record's `task` or `category`, or None.
-        where: `FILE:LINE`, for messages.
+        where: `FILE:LINE`, for error messages.
         meta: every other field of the record.
-        tools: what the template is told the model may call, in OpenAI's form.
+        tools: functions that the model may call, in OpenAI's form, as the template gets them.
         template_kwargs: the record's own variables for the template (`chat_template_kwargs`).
-        prompt_token_ids: ids of a prompt without an answer, where the record carries them, else None.
-        asks: "each" when every user message is a question of its own (`turns`), "last" when messages belong together.
-        unread: names of fields that reach no template: of messages (such as `weight`), and those of the record by which
-            other projects give the model more to read (ELSEWHERE).
+        prompt_token_ids: token ids of a prompt without an answer where the record has them, else None.
+        asks: "each" if every user message is a question of its own (`turns`), "last" if the messages belong together.
+        unread: names of fields that are given but do not reach the template: of messages (such as `weight`), and of the
+            record (ELSEWHERE).
     """
 
     id: str
@@ -103,7 +103,7 @@ class Conversation:
 
 
 def unread_note(counts: Mapping[str, int]) -> str | None:
-    """What to tell about the `unread` fields of conversations (or prompts), from the count of each name."""
+    """A sentence about the `unread` fields of conversations or prompts, from the count of each name; None for none."""
     if not counts:
         return None
     named = ", ".join(f"{quote(name)} ({count})" for name, count in sorted(counts.items())[:10])
@@ -161,7 +161,7 @@ def _layout(record: dict[str, Any], where: Where) -> str:
     there = [name for name, key in LAYOUTS.items() if record.get(key) is not None]
     if isinstance(record.get("prompt"), str) and record.get("completion") is not None:
         there.append("prompt_response")
-    # an answer counts beside its prompt only; a prompt that is a list holds questions
+    # a response needs a prompt that is text; a prompt that is a list holds questions
     answered = "prompt_response" in there and isinstance(record.get("prompt"), str)
     found = next((name for name in LAYOUTS if name in there and (name != "prompt_response" or answered)), "")
     if found or record.get("prompt_token_ids") is not None:
@@ -207,7 +207,7 @@ def _question(record: dict[str, Any], key: str, where: Where) -> str:
 
 
 def _with_system(messages: list[Message], record: dict[str, Any], where: Where) -> list[Message]:
-    """The messages behind the `system` that stands beside them. Raises DataError where they begin with another one."""
+    """The messages, after the record's `system` text if there is one. Raises DataError if they begin with another."""
     system = record.get("system")
     if not messages or system in (None, "", []):
         return messages
@@ -231,7 +231,7 @@ def _template_kwargs(record: dict[str, Any], where: Where) -> dict[str, Any]:
     taken = sorted({"messages", "tools", "add_generation_prompt"} & set(found))
     if taken:
         raise DataError(f"{where}: chat_template_kwargs: found {taken[0]!r}, which the record gives itself: remove it")
-    return plain(found, f"{where}: chat_template_kwargs")
+    return checked_json(found, f"{where}: chat_template_kwargs")
 
 
 def _token_turns(record: dict[str, Any], where: Where) -> tuple[TokenTurn, ...]:
@@ -283,4 +283,4 @@ def _first(record: dict[str, Any], keys: Sequence[str]) -> Any:
 
 def _label(value: Any, where: Where) -> str:
     """An id or a task as text. Raises DataError for text that UTF-8 cannot hold."""
-    return read_text(value, where) if isinstance(value, str) else json.dumps(plain(value, where))[:200]
+    return read_text(value, where) if isinstance(value, str) else json.dumps(checked_json(value, where))[:200]

@@ -1,8 +1,8 @@
 """Messages → text by the tokenizer's chat template, in the form in which the template takes them.
 
-Templates differ in what they want: a content as text or as a list of parts, the arguments of a tool call as an object
-or as JSON text, the empty content beside a tool call as "" or as nothing. A wrong form is not refused: the content
-vanishes, or arrives encoded twice. So the form is found out by rendering a small conversation in each (`find_form`).
+Templates differ in what they take: a content as text or as a list of parts, the arguments of a tool call as an object
+or as JSON text, the empty content beside a tool call as "" or as null. A wrong form raises no error: the content is
+missing from the text, or is encoded twice. So a small conversation is rendered in every form (`find_form`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
 
 
 class RefusedError(TemplateError):
-    """The template does not take this conversation; others may be fine. `reason` is the message without its details."""
+    """This conversation cannot be rendered; others may be fine. `reason` is the message without details."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason + detail)
@@ -31,7 +31,7 @@ class RefusedError(TemplateError):
 
 
 class UnmaskableError(RefusedError):
-    """Rendered, but which tokens are the assistant's cannot be told; when the probe fails so, no conversation can."""
+    """The conversation was rendered, but its text does not tell which tokens are the assistant's."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Form:
     Attributes:
         parts: contents as lists of text parts.
         text_arguments: the arguments of a tool call as JSON text.
-        no_content: the empty content beside tool calls as nothing.
+        no_content: the empty content beside tool calls as null.
     """
 
     parts: bool = False
@@ -52,7 +52,7 @@ class Form:
         """The message as the template wants it."""
         shaped = dict(message)
         if message.get("reasoning_content") is not None:
-            # the names that templates read it under
+            # templates read it under these names
             shaped |= {name: message["reasoning_content"] for name in ("thinking", "reasoning")}
         if message.get("tool_calls"):
             shaped["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
@@ -82,7 +82,7 @@ class Renderer:
     """A tokenizer's chat template with the variables it is given.
 
     Attributes:
-        foot: what the template writes behind the last message of any conversation, and `render` leaves out.
+        foot: text that the template writes once, after the last message; `render` leaves it out.
 
     Raises: TemplateError when the tokenizer has no chat template.
     """
@@ -97,7 +97,7 @@ class Renderer:
         self.form = find_form(self)
 
     def tagged(self, tools: Sequence[dict[str, Any]] = ()) -> bool:
-        """Whether the template says itself, by `{% generation %}` tags, what is the assistant's."""
+        """Whether the template marks the assistant's text by `{% generation %}` tags."""
         return GENERATION_TAG.search(self.tool_template if tools else self.template) is not None
 
     def render(
@@ -122,21 +122,21 @@ class Renderer:
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        except Exception as error:  # a template is a program of the model's repository: whatever it raises
+        except Exception as error:  # a template is a program that comes with the model, so it may raise anything
             raise RefusedError(f"the chat template refuses it: {str(error) or type(error).__name__}") from error
         rendered, tags = result
         text = rendered[0] if add_generation_prompt else rendered[0].removesuffix(self.foot)
         return text, [(start, min(end, len(text))) for start, end in tags[0]] if tagged else []
 
     def prompt(self, history: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[str, str]:
-        """The text that an answer follows, and the end of it with which the template asks for one."""
+        """The prompt's text, and the end of it that is the generation prompt."""
         before, text = (self.render(history, asking, tools)[0] for asking in (False, True))
         return text, text[len(os.path.commonprefix([before, text])) :]
 
     def find_foot(self) -> str:
-        """The end of text that stands behind the last message of any role, and behind no earlier one (Phi-3); or "".
+        """The end-of-text token that the template writes after the last message only (Phi-3's does); else "".
 
-        No server writes it, and with it no conversation is the beginning of a longer one.
+        No server writes it. With it, no conversation's text would be the beginning of a longer one's.
         """
         foot = self.variables.get("eos_token") or ""
         try:
@@ -147,7 +147,7 @@ class Renderer:
         return foot if ended and more.startswith(answered.removesuffix(foot)) and not more.startswith(answered) else ""
 
     def notes(self) -> list[str]:
-        """What a reader of the data report should know about how this template is used."""
+        """Lines for the data report about how this template is used."""
         lines = []
         if date := fixed_date(self.template) or fixed_date(self.tool_template):
             lines.append(f"the chat template shows the date, which is fixed at {date} (target.template_date)")
@@ -174,9 +174,9 @@ def chat_template(tokenizer: Any, tools: list[dict[str, Any]] | None = None) -> 
 
 
 def find_form(renderer: Renderer) -> Form:
-    """The form in which everything of a small conversation arrives; the plain one where it does in none.
+    """The form in which a small conversation is rendered completely; the plain one if none does that.
 
-    Of several, the first that writes least: an empty content beside a tool call may become a second, empty answer.
+    Of several forms, the shortest text wins: an empty content beside a tool call may be written as a second answer.
     """
     form = next((form for form in (Form(), Form(parts=True)) if _takes_text(renderer, form)), Form())
     choices = [
@@ -194,7 +194,7 @@ def _takes_text(renderer: Renderer, form: Form) -> bool:
 
 
 def _calls(renderer: Renderer, form: Form) -> str:
-    """The text of a tool call whose arguments arrive once, neither as a Python literal nor encoded twice; else ""."""
+    """The text of a tool call, if its arguments are in it once, and neither as Python nor encoded twice; else ""."""
     arguments = {"probe_key": "probe value", "probe_flag": True}
     function = {"name": "probe_name", "arguments": arguments}
     call = {"id": "probe1234", "type": "function", "function": function}  # some templates want nine characters

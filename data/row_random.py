@@ -1,7 +1,7 @@
-"""Random numbers that belong to a row: a function of its seed and position, whatever batch it is decoded in.
+"""Random numbers of a row: they depend on its seed and position only, not on the batch that it is decoded in.
 
-The counter-based generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, §7) applied to seed and position; plain
-integer operations on the device, so that a captured CUDA graph draws anew at every replay.
+The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, §7) on seed and position. It is made of integer
+operations on the device, so that a captured CUDA graph draws new numbers at every replay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def uniforms(seed_B: Tensor, position_B: Tensor) -> Tensor:
 
 
 def draw_at(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """The token at which the cumulative distribution [B, V] passes `uniform_B`: int64 [B]; mass 0 is never drawn."""
+    """The token at which the cumulative distribution [B, V] passes `uniform_B`: int64 [B].
+
+    Tokens of probability 0 are never drawn.
+    """
     total_BV = p_BV.double().cumsum(-1)
     index_B = (total_BV <= (uniform_B * total_BV[:, -1])[:, None]).sum(-1)
     last_B = p_BV.shape[-1] - 1 - (p_BV > 0).long().flip(-1).argmax(-1)

@@ -1,4 +1,4 @@
-"""The training unit: one token sequence with its assistant turns marked, and what is counted over many of them."""
+"""A training sample: one token sequence with its assistant turns marked; and counts over many samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.heads.errors import DataError
 
-#: `turn_ids` of an answer that repeats held-out text: no setting supervises it
+#: value of `turn_ids` for an answer that repeats held-out text, which never trains
 COPIED = -2
 
 
@@ -24,10 +24,10 @@ class Sample:
     Attributes:
         id: unique within a data set; the conversation's id, with `/turnN` where a conversation became several samples.
         token_ids: int32 [T].
-        turn_ids: int32 [T], assistant turn of the token, -1 = unsupervised, COPIED = of an answer that must not train;
-            unique per assistant turn of the sample.
+        turn_ids: int32 [T], number of the token's assistant turn, -1 = unsupervised, COPIED = of an answer that must
+            not train.
         finish_reason: "stop", or "length" when the last answer has no end (cut by its generator or by `max_length`).
-        answer_ids: int32 [T], assistant turn of the token where more than the answers is supervised; None = turn_ids.
+        answer_ids: int32 [T], the answers' turns where turn_ids supervises more than answers; None = turn_ids.
         meta: `conversation` (id), `task` (or None), `prompt_key` (split.py).
     """
 
@@ -57,7 +57,7 @@ class Sample:
 
 
 def supervise_everything(sample: Sample) -> Sample:
-    """The sample with all its tokens but COPIED ones in one supervised turn (`data.supervise=all`); it still knows its
+    """The sample with all tokens but COPIED ones supervised, as one turn (`data.supervise=all`); answer_ids keeps its
     answers."""
     turn_ids = np.where(sample.turn_ids == COPIED, sample.turn_ids, np.zeros_like(sample.turn_ids))
     return replace(sample, turn_ids=turn_ids, answer_ids=sample.turn_ids)

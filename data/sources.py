@@ -1,4 +1,4 @@
-"""Records from files and datasets; a bad file or record is named by file and line."""
+"""Records from files and datasets. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from headstart.data.config import SourceConfig
 from headstart.data.hub import load_rows
-from headstart.data.messages import kind, plain
+from headstart.data.messages import checked_json, kind
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import Conversation, TokenTurn, parse_record
 from headstart.heads.errors import DataError
@@ -24,7 +24,7 @@ __all__ = [
     "Conversation", "Prompt", "TokenTurn", "load_conversations", "read_jsonl", "read_prompts",
     "read_records", "source_path", "workload_path",
 ]  # fmt: skip
-#: bytes of one line, and of a .json file, which is read whole
+#: most bytes of one line, and of a .json file (which is read whole)
 MAX_LINE, MAX_JSON = 1 << 27, 1 << 32
 
 
@@ -41,7 +41,7 @@ def load_conversations(sources: Sequence[SourceConfig]) -> Iterator[Conversation
 
 
 def _unique(conversation: Conversation, seen: dict[str, int]) -> Conversation:
-    """The conversation under an id that none before it has: a repeat gets `~2`, `~3`, …."""
+    """The conversation with an id that no earlier one has: a repeated id gets `~2`, `~3`, …."""
     name = conversation.id
     while name in seen:
         seen[conversation.id] += 1
@@ -51,7 +51,7 @@ def _unique(conversation: Conversation, seen: dict[str, int]) -> Conversation:
 
 
 def read_prompts(sources: Sequence[SourceConfig], limit: int | None = None) -> list[Prompt]:
-    """Prompts for distillation: what the target is to answer itself, by the rules of `prompt_of`.
+    """Prompts for distillation, by the rules of `prompt_of`.
 
     Raises: DataError for a malformed record, or one without a user turn.
     """
@@ -71,7 +71,7 @@ def workload_path(name: str) -> Path:
 
 
 def source_path(name: str) -> Path:
-    """The file that a source's `path` names: `workload:NAME`, or a path, of which `~` is the home directory."""
+    """The file that a source's `path` names: `workload:NAME`, or a path; `~` is the home directory."""
     if name.startswith("workload:"):
         return workload_path(name.removeprefix("workload:"))
     return Path(os.path.expanduser(name))
@@ -135,10 +135,10 @@ def _decode(raw: bytes, where: str) -> str:
 
 
 def _valid(value: Any, text: str, where: str) -> Any:
-    """`value`, when all its text can be written again: JSON may hold half of a surrogate pair as an escape."""
+    """`value` itself, after a check that its text can be written: JSON escapes may hold half of a surrogate pair."""
     if "\\ud" in text or "\\uD" in text:
         for key, item in value.items() if isinstance(value, dict) else ():
-            plain({key: item}, f"{where}: {ascii(key)[1:-1]}")
+            checked_json({key: item}, f"{where}: {ascii(key)[1:-1]}")
     return value
 
 

@@ -1,9 +1,9 @@
-"""Which conversations are held out, and that nothing of theirs stays in training.
+"""Chooses the held-out conversations, and keeps their answers out of training.
 
-Sides are chosen by the content of the first prompt, so that what repeats it goes with it: the same conversation logged
-again, several answers to one prompt, a log of a conversation that grew, the samples that a rewriting template makes of
-one conversation. The choice depends on (seed, prompt) alone: more data moves no conversation, save those of a prompt
-that begins too many of them to be held out.
+The first prompt decides. So everything that begins alike is on one side: a conversation that was logged twice, several
+answers to one prompt, later logs of a conversation that grew, samples that a template made of one conversation. The
+choice depends on (seed, prompt) alone: more data does not move a conversation to the other side. An exception are
+prompts that begin too many conversations; they are not held out.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from headstart.data.records import Conversation
 from headstart.data.samples import COPIED, Sample
 from headstart.heads.errors import ConfigError
 
-#: changes with the rule below: a run that an older rule split is made again, because the new one would evaluate it on
-#: what it was trained on
+#: name of the rule below. Change it with the rule: runs that an older rule split are then made again, because the new
+#: rule might evaluate them on conversations that they were trained on
 SPLIT_RULE = "first prompt, without copied answers"
-#: fewer held-out prompts than this do not tell two heads apart: told
+#: a warning is shown for fewer held-out prompts than this, which do not tell two heads apart
 FEWEST_HELD_OUT = 20
-#: a prompt is too large to be held out when it begins so many times the conversations that are to be held out, or that
-#: a prompt begins on average: most of the data could go with it
+#: a prompt is not held out if it begins more than this many times the conversations that are wanted, or that a prompt
+#: begins on average: most of the data could go with it
 LARGEST = 1.5
-#: tokens of an answer that counts as a copy whatever it answers. Shorter ones ("Yes.", a number, a label) are given to
-#: unrelated prompts; they count as copies after the same context only
+#: an answer of at least so many tokens that is held out too counts as a copy in any context. Shorter ones ("Yes.", a
+#: number, a label) answer unrelated prompts; they count as copies only in the same context
 SHORTEST_COPY = 16
 
 
 def prompt_key(conversation: Conversation) -> str:
-    """Hash of what the first answer answers: all messages before it, white space aside; later turns do not matter.
+    """Hash of all messages before the first answer, with white space folded.
 
-    An assistant's greeting before the first user message belongs to the prompt. Of a record without messages it is the
-    token ids of its first prompt.
+    An assistant's greeting before the first user message belongs to the prompt. For a record without messages, it is
+    the hash of the token ids of its first prompt.
     """
     if not conversation.messages:
         ids = conversation.turns[0].prompt_ids if conversation.turns else conversation.prompt_token_ids
@@ -56,17 +56,17 @@ def prompt_key(conversation: Conversation) -> str:
 
 @dataclass
 class Split:
-    """Samples of both sides, and what was done to part them.
+    """Samples of both sides, and counts for the report.
 
     Attributes:
-        prompts, held_out_prompts: different first prompts in all, and held out; where the held-out conversations have
-            files of their own, `prompts` are those of the training files.
-        copied_answers: answers that left training because they repeat held-out text.
-        copies: ids of samples that left training with them, as they have no other answer.
+        prompts, held_out_prompts: number of different first prompts, and of those held out. If the held-out
+            conversations have files of their own, `prompts` counts the training files only.
+        copied_answers: answers that do not train because they repeat held-out text.
+        copies: ids of samples that were removed with them, because they have no other answer.
         large_prompts: first prompts that were not held out because they begin too many conversations.
         shared_prompts: first prompts that are on both sides (held-out files of their own only).
         given: whether the held-out conversations have files of their own.
-        wanted: whether any are to be held out.
+        wanted: whether the recipe asks for held-out conversations.
     """
 
     train: list[Sample]
@@ -126,10 +126,10 @@ class Split:
 
 
 def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) -> Split:
-    """Part off about `fraction` of the first prompts with all their conversations.
+    """Hold out about `fraction` of the first prompts with all their conversations.
 
-    Prompts that begin too many conversations (LARGEST) stay in training. Where a positive fraction of few prompts is
-    none, the one that comes first by its hash is held out; of one prompt none is.
+    Prompts that begin too many conversations (LARGEST) stay in training. If there are so few prompts that the fraction
+    selects none, one is held out; a single prompt stays in training.
     Raises: ConfigError when a positive fraction leaves the training side empty.
     """
     keys = [_key(sample) for sample in samples]
@@ -155,7 +155,7 @@ def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) ->
 
 
 def _share(key: str, seed: int) -> float:
-    """Where the key stands among all keys, in [0, 1)."""
+    """A number in [0, 1) that the key and the seed decide."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{key}".encode()).digest()[:8], "big") / 2**64
 
 
@@ -173,11 +173,12 @@ def _key(sample: Sample) -> str:
 
 
 def without_copies(train: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[list[Sample], int, list[str]]:
-    """Training samples in which no answer of the held-out samples is supervised.
+    """Training samples in which answers that are also held out are not supervised.
 
-    An answer is a copy when it is equal token by token and follows the same context, or has SHORTEST_COPY tokens. The
-    other answers of its conversation train: a polite last word is the same in many of them.
-    Returns: the samples, how many answers were copies, and the ids of samples that left as they have no other answer.
+    An answer is a copy if its tokens equal those of a held-out answer and it follows the same context or has at least
+    SHORTEST_COPY tokens. Other answers of its conversation still train: many conversations end with the same thanks.
+    Returns: the samples, the number of copied answers, and the ids of samples that were removed because they have no
+        other answer.
     """
     known = {text for sample in held_out for _, _, texts in _answers(sample) for text in texts}
     kept: list[Sample] = []
@@ -199,8 +200,8 @@ def without_copies(train: Sequence[Sample], held_out: Sequence[Sample]) -> tuple
 
 
 def _answers(sample: Sample) -> Iterator[tuple[int, int, list[bytes]]]:
-    """(first token, token after the last, hashes) of every answer: with all that is before it, and of those long enough
-    by themselves."""
+    """(first token, token after the last, hashes) of every answer. Hashed are the answer with all that precedes it and,
+    if it is long enough, the answer alone."""
     tokens, turns = sample.token_ids.astype("<i4"), sample.turn_ids
     edges = np.flatnonzero(np.diff(turns, prepend=-1, append=-1)).tolist()
     context, done = hashlib.blake2b(b"context", digest_size=16), 0

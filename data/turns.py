@@ -1,15 +1,17 @@
 """Where each assistant turn begins and ends in the rendered text.
 
-For the assistant message i, `render(messages[: i + 1])` is the text and its answer starts where
-`render(messages[:i], add_generation_prompt=True)` ends (or where, behind that, the template's `{% generation %}` tag
-begins): the very prompt a serving engine would answer. `turn_at` does just that; for n turns it renders n²/2 messages.
-Where a template writes the prompt otherwise once it is answered (Mistral's system message stands in the last message
-only), the text is the prompt with the answer as it is written behind a plain question (`_behind_prompt`).
+For the assistant message i, `render(messages[: i + 1])` is the text. Its answer begins where
+`render(messages[:i], add_generation_prompt=True)` ends: that is the prompt that a serving engine would answer. If the
+template has `{% generation %}` tags, it begins where the tag after the prompt does. `turn_at` does this; for n turns it
+renders n²/2 messages. Some templates write a prompt differently once it is answered: Mistral's puts the system message
+into the last message only. Then the text is the prompt, followed by the answer as it stands after a plain question
+(`_behind_prompt`).
 
-`stable_turns` renders a long conversation once. Each exchange is rendered alone behind a fixed context, and the whole
-must be these pieces one after another, to the character; real prefixes at halving lengths must be beginnings of the
-whole. Where a template writes anything that depends on what came before (a message's number) or comes after (thoughts
-that are dropped once the user asks again), the pieces do not fit, and every turn is found by `turn_at`.
+`stable_turns` renders a long conversation only once. It renders each exchange alone after a fixed context, and requires
+that the whole text consists of these pieces, to the character. It also requires that the real renderings of a half, a
+quarter, … of the conversation are beginnings of the whole. If a template writes anything that depends on earlier
+messages (a number) or on later ones (thoughts that it drops once the user asks again), the pieces do not fit, and
+`turn_at` finds every turn.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 from headstart.data.rendering import PROBE, Message, RefusedError, Renderer, UnmaskableError
 
-#: conversations of up to so many answers are rendered prefix by prefix
+#: conversations with at most this many answers are rendered prefix by prefix
 FEW_ANSWERS = 8
 
 
@@ -32,8 +34,9 @@ class Turn:
     Attributes:
         index: of the message.
         text: a rendering that begins with everything up to the end of the message.
-        base: characters of the rendering of the messages before it, without a generation prompt.
-        begin: where the message's own text begins: behind its prompt; with tags, where it leaves the history.
+        base: length of the rendered messages before it, without a generation prompt.
+        begin: where the message's own text begins: after its prompt; with tags, where the text first differs from the
+            rendered messages before it.
         end: where the rendering that ends with this message ends.
         spans: character spans that are the assistant's, most often one.
     """
@@ -51,7 +54,7 @@ class Turn:
         return self.text[: self.spans[-1][1]] if self.spans else ""
 
     def moved(self, by: int, text: str, index: int) -> Turn:
-        """The turn in a text where the same characters stand `by` later."""
+        """The turn in another text, in which the same characters come `by` later."""
         spans = tuple((start + by, end + by) for start, end in self.spans)
         return Turn(index, text, self.base + by, self.begin + by, self.end + by, spans)
 
@@ -59,7 +62,7 @@ class Turn:
 def find_turns(
     renderer: Renderer, messages: Sequence[Message], answers: Sequence[int], tools: Sequence[dict[str, Any]] = ()
 ) -> list[Turn]:
-    """The turns of the assistant messages `answers` (ascending), each in a text that ends with it or goes on.
+    """The turns of the assistant messages `answers` (ascending indices).
 
     Raises: RefusedError when the template refuses a prefix; UnmaskableError when an answer does not follow its prompt.
     """
@@ -71,7 +74,7 @@ def find_turns(
 
 
 def _turn(renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]]) -> Turn:
-    """`turn_at`, or where the prompt is no beginning of its text, the answer put behind the prompt."""
+    """`turn_at`; if the text does not begin with the prompt, the prompt followed by the answer."""
     try:
         return turn_at(renderer, messages, index, tools)
     except UnmaskableError:
@@ -84,10 +87,10 @@ def _turn(renderer: Renderer, messages: Sequence[Message], index: int, tools: Se
 def _behind_prompt(
     renderer: Renderer, messages: Sequence[Message], index: int, tools: Sequence[dict[str, Any]]
 ) -> Turn | None:
-    """The prompt, and behind it the answer as it stands behind a plain question.
+    """The prompt, followed by the answer as it stands after a plain question.
 
-    None unless the text ends with this answer, and this prompt asks for one in the words in which the plain one does: a
-    prompt that opens thoughts, behind an answer without any, would teach what the target never says.
+    None unless the real text ends with this answer and the generation prompt is the plain question's. Otherwise a
+    prompt that opens thoughts could be followed by an answer without any, which the target never says.
     """
     if renderer.tagged(tools):
         return None
@@ -117,19 +120,19 @@ def turn_at(renderer: Renderer, messages: Sequence[Message], index: int, tools: 
         return Turn(index, text, len(prompt), len(prompt), len(text), ((len(prompt), len(text)),))
     base = renderer.render(messages[:index], tools=tools)[0]
     fresh = len(os.path.commonprefix([base, text]))
-    # a tag may stand around the whole message: what the prompt says is not the answer's
+    # a tag may enclose the whole message: the part in the prompt is not the answer's
     spans = tuple((max(start, len(prompt)), end) for start, end in tags if start >= fresh and end > len(prompt))
     return Turn(index, text, len(base), fresh, len(text), spans)
 
 
 class _Unstable(Exception):
-    """The text of a conversation is not made of its exchanges one after another."""
+    """The text of a conversation does not consist of its exchanges, rendered one by one."""
 
 
 def stable_turns(
     renderer: Renderer, messages: Sequence[Message], answers: Sequence[int], tools: Sequence[dict[str, Any]] = ()
 ) -> list[Turn] | None:
-    """`turn_at` for every answer, in one text, at a cost that grows with its length; None where it may differ."""
+    """What `turn_at` finds for every answer, in one text and in linear time; None if it might find something else."""
     try:
         last = turn_at(renderer, messages, answers[-1], tools)
         return _Chain(renderer, messages, tools, last).turns(answers)
@@ -138,7 +141,7 @@ def stable_turns(
 
 
 class _Chain:
-    """Exchanges, each rendered alone behind a context, fitted into the whole text one after another."""
+    """Fits exchanges, each rendered alone after a context, into the whole text one after another."""
 
     def __init__(self, renderer: Renderer, messages: Sequence[Message], tools: Sequence[dict[str, Any]], last: Turn):
         self.renderer, self.messages, self.tools, self.last = renderer, messages, tools, last
@@ -148,7 +151,7 @@ class _Chain:
         last = self.last
         real = {last.index: last}
         count = len(answers) // 2
-        while count:  # real prefixes of a half, a quarter, …; the first answer is the last of them
+        while count:  # real renderings up to half of the answers, a quarter, …, the first one
             index = answers[count - 1]
             real[index] = turn_at(self.renderer, self.messages, index, self.tools)
             count //= 2
@@ -167,9 +170,9 @@ class _Chain:
         """The turn of answer `index`, found from the one before it."""
         between = self.messages[previous.index + 1 : index]
         if any(message["role"] == "user" for message in between):
-            # a new question: the context ends with an answer
+            # a new question, so the context ends with an answer
             return self._fit(PROBE, [*between, self.messages[index]], previous.end, index)
-        # tool results, or one more answer: they belong to the answer before, which follows a question
+        # tool results or a further answer belong to the answer before, so the context ends with a question
         start = self._fit_base(previous)
         return self._fit(PROBE[:1], [self.messages[previous.index], *between, self.messages[index]], start, index)
 
@@ -185,7 +188,7 @@ class _Chain:
         return start
 
     def _fit(self, context: Sequence[Message], window: Sequence[Message], start: int, index: int) -> Turn:
-        """The last message of `window` as a turn of the whole text, where `window` must stand at `start`."""
+        """The last message of `window` as a turn of the whole text; `window` must be rendered at `start` there."""
         text = self._context(context)
         alone = turn_at(self.renderer, [*context, *window], len(context) + len(window) - 1, self.tools)
         if not alone.text.startswith(text) or not self.last.text.startswith(alone.text[len(text) :], start):

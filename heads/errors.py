@@ -1,15 +1,15 @@
 """Exceptions for mistakes that a user can make and mend.
 
-Every message names the field or file, what was found, what was expected, and the remedy.
-The command line prints these without a traceback and exits with `exit_code`: 2 for words that cannot work wherever they
-are said (ConfigError), 1 where what they name is missing, damaged, out of reach or refused.
+Every message names the field or file, what was found, what was expected, and the remedy. The command line prints it
+without a traceback and exits with `exit_code`: 2 for settings that cannot work on any machine (ConfigError), 1 if what
+they name is missing, damaged, out of reach or refused.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-#: characters of a message: what a damaged file says can be as long as the file
+#: most characters of a message; one that quotes a damaged file could be as long as the file
 LONGEST = 4000
 
 
@@ -27,7 +27,7 @@ class HeadstartError(Exception):
     def __str__(self) -> str:
         return clip(super().__str__())
 
-    #: what `--json` adds to the message (JSON values)
+    #: JSON values that `--json` prints beside the message
     details: dict[str, Any] | None = None
 
 
@@ -74,9 +74,9 @@ class Terminated(KeyboardInterrupt):
 
 
 def explain_memory(error: BaseException) -> HeadstartError | None:
-    """What to say of an error by which Python or torch tells that memory is used up; None of any other."""
+    """The message for an error of Python or torch about memory that is used up; None for any other error."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    # torch has a kind of its own for GPUs; of the CPU's allocator only the words tell
+    # torch has a class for GPUs; its CPU allocator is told by its words only
     if not kinds & {"MemoryError", "OutOfMemoryError"} and "can't allocate memory" not in str(error):
         return None
     cause = next(iter(str(error).splitlines()), "") or type(error).__name__

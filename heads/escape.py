@@ -1,4 +1,4 @@
-"""Text that others wrote (task names, server answers, file names), made harmless for each place that shows it.
+"""Makes text that others wrote (task names, server answers, file names) harmless for each place that shows it.
 
 | shown in | by |
 |---|---|
@@ -13,18 +13,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-#: control characters, halves of surrogate pairs, line and paragraph separators, and what turns the text's direction
+#: control characters, halves of surrogate pairs, line and paragraph separators, marks that change the text's direction
 _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-#: Markdown's own characters wherever they stand; an underscore inside a word marks nothing
+#: characters with a meaning in Markdown, anywhere in a line; an underscore inside a word has none
 _MARKS = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])|(?<=\w)@(?=\w)")
-#: what would begin a heading, a list or a rule at the start of a line
+#: characters that begin a heading, a list or a rule at the start of a line
 _OPENING = re.compile(r"^(\s*)([#+\-=])|^(\s*\d+)([.)])(?=\s|$)")
 #: addresses that renderers turn into links by themselves
 _LINK = re.compile(r"(https?|ftp):(?=//)|\b(www)\.", re.IGNORECASE)
 
 
 def plain(text: str, keep: str = "\n\t") -> str:
-    """`text` for a terminal: control characters as `\\x1b`, lone surrogates as `\\ud800`, but for those in `keep`."""
+    """`text` for a terminal: control characters as `\\x1b`, lone surrogates as `\\ud800`; those in `keep` stay."""
     return _HIDDEN.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], str(text))
 
 
@@ -34,12 +34,12 @@ def line(text: str) -> str:
 
 
 def in_json(text: str) -> str:
-    """JSON in which what `json.dumps` leaves as it is cannot disturb a terminal, or fail to be encoded."""
+    """JSON text with escapes for characters that would disturb a terminal or cannot be encoded."""
     return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def markdown(text: str) -> str:
-    """`text` as Markdown that shows it as it is, on one line: no markup, HTML, link, image or table border in it."""
+    """Markdown that shows `text` unchanged, on one line, without markup, HTML, links, images or table borders."""
     escaped = _MARKS.sub(lambda found: "\\" + found[0], line(text))
     escaped = _LINK.sub(lambda found: f"{found[1]}\\:" if found[1] else f"{found[2]}\\.", escaped)
     return _OPENING.sub(lambda f: f"{f[1]}\\{f[2]}" if f[2] else f"{f[3]}\\{f[4]}", escaped)
@@ -49,13 +49,13 @@ def code(text: str) -> str:
     """`text` as an inline code span, on one line."""
     shown = line(text)
     ticks = "`" * (_longest(shown) + 1)
-    # a span that begins or ends with a backtick needs a space between; an empty one cannot be written
+    # a space keeps a first or last backtick apart from the span's own; an empty span cannot be written
     space = " " if not shown.strip() or "`" in (shown[0], shown[-1]) else ""
     return f"{ticks}{space}{shown}{space}{ticks}"
 
 
 def fenced(text: str, language: str = "") -> str:
-    """`text` as a code block that nothing in it can end."""
+    """`text` as a code block with more backticks than the text has."""
     ticks = "`" * max(3, _longest(text) + 1)
     return f"{ticks}{language}\n{plain(text)}\n{ticks}"
 

@@ -1,4 +1,4 @@
-"""Atomic writes, JSON and safetensors on disk, free-space checks: what every artefact is written with."""
+"""Reading and writing files: atomic writes, JSON, safetensors, checks of free space, clear errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from headstart.heads.errors import DataError, DiskFullError, HeadstartError, StorageError
 
-#: no JSON file of ours, be it the manifest of a store of millions of samples, comes near this
+#: most bytes of a JSON file; the manifest of a store of millions of samples is far smaller
 MAX_JSON_BYTES = 1 << 30
-#: what else may lie at a path, by the predicates of `stat`
+#: test of `stat` → what a path is, other than a regular file
 KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
@@ -33,19 +33,19 @@ KINDS = (
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of bytes for reading. A pipe that nobody writes to or a device without end is not waited for.
+    """Open a regular file for reading bytes. Anything else is refused: reading from a pipe or a device may never end.
 
-    Raises: OSError whose `strerror` says what lies there, when it is no regular file (or a link to one).
+    Raises: OSError whose `strerror` says what the path is, if it is no regular file (or a link to one).
     """
     require_regular(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
-        _refuse_special(path, os.fstat(descriptor).st_mode)  # it may have been exchanged meanwhile
+        _refuse_special(path, os.fstat(descriptor).st_mode)  # another file may have taken its place
         yield file
 
 
 def require_regular(path: Path) -> None:
-    """For files that a library opens by name. Raises: OSError as `open_regular` does."""
+    """The check of `open_regular`, for files that a library opens by name. Raises: OSError as it does."""
     _refuse_special(path, os.stat(path).st_mode)
 
 
@@ -65,14 +65,14 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def short_path(path: Path | str, most: int = 300) -> str:
-    """A path for a message: one that is longer than any file system takes is cut."""
+    """A path for an error message, cut if it is long."""
     name = str(path)
     return name if len(name) <= most else f"{name[: most // 3]}… ({len(name)} characters)"
 
 
 @contextmanager
 def explain_read(path: Path | str) -> Iterator[None]:
-    """Turn what the system answers to looking at or reading `path` into a DataError that names path and cause."""
+    """Turn errors of reading `path` into a DataError that names the path and the cause."""
     try:
         yield
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def explain_read(path: Path | str) -> Iterator[None]:
 
 
 def is_file(path: Path | str) -> bool:
-    """Whether a regular file is there: False also for a name that no file can have, or a place closed to us."""
+    """Whether `path` is a regular file. False also if no file can have that name, or we may not look there."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -96,8 +96,10 @@ def is_file(path: Path | str) -> bool:
 def parse_json(text: str, where: str, expected: str = "", lines: bool = False) -> Any:
     """The JSON value of `text`.
 
-    Args: expected: said after the cause, e.g. ", expected one object per line"; lines: whether the line is named too.
-    Raises: DataError naming `where`: no JSON, nested too deeply, or an integer of thousands of digits.
+    Args:
+        expected: added to the message after the cause, e.g. ", expected one object per line".
+        lines: name the line in the message.
+    Raises: DataError naming `where`: no JSON, nested too deeply, or an integer with thousands of digits.
     """
     try:
         return json.loads(text)
@@ -111,9 +113,9 @@ def parse_json(text: str, where: str, expected: str = "", lines: bool = False) -
 
 
 def _error_number(error: Exception) -> int | None:
-    """The errno behind `error`, None when it is not a failed system call.
+    """The errno of a failed system call, None for other errors.
 
-    Libraries written in Rust (safetensors, tokenizers) raise exceptions of their own and leave it in the text only.
+    Libraries in Rust (safetensors, tokenizers) raise exceptions of their own, which hold it in their text only.
     """
     if isinstance(error, OSError):
         return error.errno
@@ -123,12 +125,12 @@ def _error_number(error: Exception) -> int | None:
 
 @contextmanager
 def explain_disk(path: Path, another: str = "run_dir=…") -> Iterator[None]:
-    """Turn "no space left" into a DiskFullError; no permission, too large a file, a name or kind that cannot be into a
-    StorageError.
+    """Turn errors of writing to `path` into a StorageError that names the path and the remedy.
 
-    All name the path and the remedy, whichever exception a library made of the failed system call.
+    A full disk is a DiskFullError. No permission, too large a file, or a name or kind that a path cannot have is a
+    plain StorageError. It does not matter which library reports the failed system call.
 
-    Args: another: the options that name another place, for the messages.
+    Args: another: option that names another place, for the message.
     """
     try:
         yield
@@ -139,7 +141,7 @@ def explain_disk(path: Path, another: str = "run_dir=…") -> Iterator[None]:
                 f"{path}: the disk is full; nothing already written was lost. Free space, or point the run "
                 f"elsewhere with {another}, then run the same command again: it continues."
             ) from error
-        # waiting for room does not mend a limit on the size of one file, so that is not a full disk
+        # EFBIG is a limit on the size of one file: unlike with a full disk, waiting for room does not help
         if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG):
             raise StorageError(
                 f"{path}: cannot be written ({os.strerror(number)}). Choose another place with {another}"
@@ -159,7 +161,7 @@ def explain_disk(path: Path, another: str = "run_dir=…") -> Iterator[None]:
 
 def umask() -> int:
     """Permissions that new files of this process do not get."""
-    try:  # reading it by `os.umask` sets it for a moment, also for other threads
+    try:  # `os.umask` can only be read by setting it, for a moment also for other threads
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
     except (OSError, StopIteration, ValueError, IndexError):
@@ -169,12 +171,12 @@ def umask() -> int:
 
 
 def usual_permissions(path: Path) -> None:
-    """Give a file what the umask leaves: some writers (safetensors, tempfile) make files that others cannot read."""
+    """Give a file the permissions of any new file: safetensors and tempfile make files that only the owner can read."""
     path.chmod(0o666 & ~umask())
 
 
 def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
-    """Call `write(temporary_path)` and rename onto `path`: readers see the old file or the new one, never a part."""
+    """Call `write(temporary_path)`, then rename it to `path`: readers see the old file or the new one, never a part."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_disk(path):
@@ -190,7 +192,7 @@ def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8; what UTF-8 cannot hold (half a surrogate pair) is escaped, as it is not worth a lost result."""
+    """Write UTF-8 text, atomically. Characters that UTF-8 cannot hold (half a surrogate pair) are escaped."""
 
     def write(place: Path) -> None:
         place.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -199,7 +201,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def json_text(value: Any) -> str:
-    """What `write_json` writes. JSON's own escapes stand for what UTF-8 cannot hold."""
+    """The text that `write_json` writes, with JSON escapes for characters that UTF-8 cannot hold."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -209,7 +211,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file. Raises DataError naming the file (and line) when missing, unreadable or malformed."""
+    """The value of a JSON file. Raises DataError naming file and line if it is missing, unreadable or malformed."""
     with explain_read(path):
         content = read_bounded(Path(path), MAX_JSON_BYTES)
     try:
@@ -220,15 +222,15 @@ def read_json(path: Path) -> Any:
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Save contiguous CPU copies; safetensors refuses tensors that share memory, so each is its own copy."""
+    """Save copies of the tensors, atomically: safetensors refuses tensors that share memory."""
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     atomic_write(path, lambda p: save_file(copies, p, metadata={"format": "pt"}))
 
 
 def require_disk(path: Path, needed_bytes: int, what: str) -> None:
-    """Raise StorageError before work starts when the disk that holds `path` cannot take `needed_bytes`.
+    """Raise StorageError if the disk of `path` has less than `needed_bytes` free, or `path` cannot be a directory.
 
-    Likewise when `path` cannot be a directory because a file stands in its way.
+    Ask before work starts. `what` says in the message what needs the space.
     """
     place = Path(path).absolute()
     with explain_disk(path), suppress(FileNotFoundError, NotADirectoryError):
@@ -247,7 +249,7 @@ def require_disk(path: Path, needed_bytes: int, what: str) -> None:
 
 
 def delete(path: Path) -> None:
-    """Remove a file or a directory; nothing there is fine."""
+    """Remove a file or a directory, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -255,9 +257,9 @@ def delete(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what killed writers left in `directory`: temporary files of `atomic_write` whose process is gone.
+    """Delete temporary files of `atomic_write` whose process is gone.
 
-    They can be as large as what was being written, and a head's directory is published as it is.
+    They can be large, and a head's directory is uploaded with all that is in it.
     """
     for path in directory.glob(".*.tmp"):
         match = re.fullmatch(r"\..+\.(\d+)\.tmp", path.name)
@@ -285,9 +287,9 @@ def unused(path: Path) -> Path:
 
 
 def set_aside(run_dir: Path, step: str, made: Sequence[Path]) -> Path | None:
-    """Move what a step had made to `run_dir/previous/N-STEP`, N counting from 1: nothing that took work is lost.
+    """Move what a step has made to `run_dir/previous/N-STEP` (N = 1, 2, …), so that no work is lost.
 
-    Returns: that place, None when nothing of `made` exists.
+    Returns: that directory, None if nothing of `made` exists.
     """
     there = [path for path in made if path.exists()]
     if not there:

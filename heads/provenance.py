@@ -1,4 +1,4 @@
-"""Where an artefact came from: git revision, package versions, hardware. Saved with everything a run makes."""
+"""Where an artefact came from: git revision, package versions, hardware. Everything that a run makes carries it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("headstart", "torch", "transformers", "accelerate", "safetensors", "
 
 
 def git_revision() -> str:
-    """Revision of the checkout the code runs from, with `-dirty` where tracked files differ; `unknown` outside git."""
+    """Revision of the checkout that the code runs from; `-dirty` if tracked files differ; `unknown` outside git."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -32,7 +32,7 @@ def git_revision() -> str:
 
 
 def command_line() -> str:
-    """The command that started this process, as a shell takes it; programs by their names, without their folders.
+    """The command that started this process, as a shell takes it, with programs' names but without their folders.
 
     `headstart eval …` for an installed script, `python -m headstart.bench.decode …` for a module.
     """

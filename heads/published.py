@@ -1,22 +1,22 @@
-"""The one boundary that facts pass before they leave the machine: reports, model cards, headstart.json, trackers.
+"""Takes private facts out of everything that leaves the machine: reports, model cards, headstart.json, trackers.
 
-What is inside (which directory, whose file, which server, what the environment said) stays inside; what others need to
-judge and repeat a result goes out. `published` takes any of our JSON documents and is idempotent, so that documents of
-older versions pass it as well.
+Private are directories, names of files, servers and values of environment variables. What others need to judge and
+repeat a result is kept. `published` takes any of our JSON documents. Applying it twice changes nothing more, so
+documents of older versions can pass it again.
 
-| inside | outside |
+| in the document | published |
 |---|---|
 | a target's directory | its last part, or the Hub id that the Hub's cache keeps it under |
 | a file of conversations or prompts | `own data`; a bundled workload or a known benchmark by its name |
 | a head's directory | `a local head` |
 | a Hub id, `workload:NAME` | the same |
-| the value of a variable that a recipe reads, `${oc.env:NAME}` | `${oc.env:NAME}` |
+| the value of an environment variable that a recipe reads by `${oc.env:NAME}` | `${oc.env:NAME}` |
 | an address | without user, password, query and, unless it is this machine or a public site, host |
 | any other absolute path | `LOCAL_PATH` |
 | the run's name and directory, the tracker's project | left out |
 
-Numbers that say how something was measured (batch size, seed of sampling) go out wherever they came from. Which
-variables a recipe reads stands in the documents that carry it; whoever has a document without it gives their names.
+Numbers that say how something was measured (batch size, seed of sampling) are kept, even if an environment variable
+gave them. A document with its recipe tells which variables that reads; for others, the caller names them.
 """
 
 from __future__ import annotations
@@ -38,43 +38,43 @@ from headstart.heads.repository import is_repository, problem_of
 
 LOCAL_PATH, OWN_DATA, OWN_HEAD, OWN_FILE = "LOCAL_PATH", "own data", "a local head", "own file"
 HELD_OUT, ANSWERS = "held-out conversations", "the target's own answers"
-#: benchmarks that anybody may name, by the stem of their usual files
+#: public benchmarks, by the usual names of their files
 BENCHMARKS = {"spec_bench", "mt_bench", "humaneval", "gsm8k", "gsm8k_test", "math", "alpaca", "question"}
-#: characters from which on a text is looked for inside others: a shorter one may be any word
+#: shortest private text that is searched for inside other text; a shorter one might be any word
 LONG = 8
-#: characters of a sentence, and parts of a path, up to which is looked where the path ends
+#: limits of the search for a path's end: characters of the text, possible ends
 MOST, PARTS = 4096, 32
-#: how the names of data files end
+#: endings of data files
 FILES = (".jsonl", ".json", ".gz")
-#: hosts that anybody knows, and those that are this machine
+#: public hosts, and this machine
 PUBLIC = re.compile(
     r"(.*\.)?(huggingface\.co|arxiv\.org|github\.com|pytorch\.org|localhost|127(\.\d+){3}|\[::1\])", re.I
 )
-#: where facts say what they are about in words of ours, which readers go by, and not what others named
+#: keys whose values are words of ours (such as a dtype): programs read them, and nobody's names are in them
 OURS = {
     "dtype", "device", "versions", "git_revision", "tree", "sampling", "config", "dims", "sha256", "facts", "type",
     "layout", "drafter", "digest",
 }  # fmt: skip
-#: keys of theirs that people make sure nobody sees: a server's answer or an error might repeat them
+#: environment variables with secrets, which a server's answer or an error might repeat
 KEYS = ("OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 
 _ADDRESS = re.compile(
     r"\b([a-z][a-z0-9+.-]*)://((?:[^\s/?#'\"`]*@)?)([^\s/?#:'\"`]*)((?::\d+)?[^\s?#'\"`]*)(?:[?#][^\s'\"`]*)?", re.I
 )
 _PATH = re.compile(r"(?<![\w/:.…}])(?:~[\w.-]*|\.{1,2})?/[^\s'\"`,;:()\[\]{}<>|]+")
-#: what begins as a path does, and what may follow a folder that is there
+#: the beginning of a path, and what may follow an existing folder
 _BEGINS, _REST = re.compile(r"(~[\w.-]*|\.{1,2}|/[^/\n]+)/"), re.compile(r"/[^\s'\"`,;:()\[\]{}<>|]+")
 _ENDS = re.compile(r"[/\s'\"`,;:()\[\]{}<>|]|$")
 _QUOTED = re.compile(r"([\"'`])(?:~[\w.-]*|\.{1,2})?/[^\"'`\n]*/[^\"'`\n]*\1")
 _OPENS = re.compile(r"\$\{\s*oc\.env:\s*")
-#: quoted text, in which a brace is one of its letters, and braces
+#: quoted text (whose braces do not count), and braces
 _BRACES = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[{}]", re.DOTALL)
 
 
 def without_defaults(text: str) -> str:
-    """`${oc.env:NAME,default}` as `${oc.env:NAME}`: what stands for a value that came from the environment.
+    """The text with `${oc.env:NAME,default}` as `${oc.env:NAME}`.
 
-    Of a default that reads another variable, that one's name stays: `${oc.env:A,${oc.env:B}}`.
+    If a default reads another variable, the name of that one stays: `${oc.env:A,${oc.env:B}}`.
     """
     shown, place = [], 0
     while found := _OPENS.search(text, place):
@@ -87,12 +87,12 @@ def without_defaults(text: str) -> str:
 
 
 def variables(text: str) -> list[str]:
-    """Names of the environment's variables that a recipe's text reads, `${oc.env:NAME}`."""
+    """Names of the environment variables that a recipe's text reads by `${oc.env:NAME}`."""
     return list(dict.fromkeys(re.findall(r"\$\{\s*oc\.env:\s*([^,}\s$]+)", text)))
 
 
 def _inside_braces(text: str, start: int) -> tuple[str, int]:
-    """What stands from `start` to the brace that closes, and where the text goes on; all the rest where none does."""
+    """The text from `start` to the closing brace, and the place after it; everything if no brace closes."""
     depth = 1
     for found in _BRACES.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
@@ -106,8 +106,9 @@ def published(document: Mapping[str, Any], environment: Iterable[str] = ()) -> d
 
     Args:
         document: JSON values; the keys say what is a target, a head, data, an address or a command.
-        environment: names of variables whose values may be in it, beside those that it says itself, `${oc.env:NAME}`.
-    Raises: DataError where it is nested deeper than any document of ours.
+        environment: names of variables whose values may be in it. Those that it reads itself by `${oc.env:NAME}` are
+            found without.
+    Raises: DataError if it is nested deeper than any document of ours.
     """
     try:
         private = _values([*environment, *_variables_inside(document)])
@@ -117,12 +118,12 @@ def published(document: Mapping[str, Any], environment: Iterable[str] = ()) -> d
 
 
 def published_text(text: str, environment: Iterable[str] = ()) -> str:
-    """A sentence without paths, parts of addresses and values of the environment's variables of these names."""
+    """A sentence without paths, private parts of addresses and the values of these environment variables."""
     return _text(text, _values([*environment, *variables(text)]))
 
 
 def _values(names: Iterable[str]) -> dict[str, str]:
-    """Text that must not be found → what stands for it: values of these variables, and everybody's keys."""
+    """Private text → what replaces it: values of these variables, and of KEYS."""
     keys = {os.environ[name]: f"${name}" for name in KEYS if len(os.environ.get(name, "")) >= LONG}
     named = {os.environ[name]: f"${{oc.env:{name}}}" for name in names if os.environ.get(name, "").strip()}
     return {**keys, **named}
@@ -143,7 +144,7 @@ def _variables_inside(value: Any) -> Iterator[str]:
 
 
 def is_local(text: str) -> bool:
-    """Whether `text` is written as a path, or names something that is here."""
+    """Whether `text` has the form of a path, or names an existing file or directory."""
     if text.startswith(("/", "./", "../", "~")) or text in (".", ".."):
         return True
     try:
@@ -153,7 +154,7 @@ def is_local(text: str) -> bool:
 
 
 def name_of_target(name: str) -> str:
-    """A Hub id or a registered name as it is; a directory by its last part, which says which model it is."""
+    """A Hub id or a registered name unchanged; of a directory the last part, which tells the model."""
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", name)
     if cached:
         return f"{cached[1]}/{cached[2]}"
@@ -163,12 +164,12 @@ def name_of_target(name: str) -> str:
 
 
 def name_of_head(name: str) -> str:
-    """`user/name[@revision]`, or a word that is no path, as it is; a directory as a local head."""
+    """`user/name[@revision]`, or a word that is no path, unchanged; a directory as OWN_HEAD."""
     return OWN_HEAD if is_local(name) or ("/" in name and not is_repository(name.partition("@")[0])) else name
 
 
 def name_of_data(name: str) -> str:
-    """A data set of the Hub, a bundled workload or a known benchmark by its name; anything else is own data."""
+    """A data set of the Hub, a bundled workload or a public benchmark by its name; anything else as OWN_DATA."""
     if name.startswith("workload:") or name in (OWN_DATA, HELD_OUT, ANSWERS) or name in BENCHMARKS:
         return name
     place = Path(name)
@@ -183,7 +184,7 @@ def name_of_data(name: str) -> str:
 
 
 def name_of_dataset(name: str) -> str:
-    """As the Hub knows it; a directory is own data."""
+    """The Hub's name of a data set; a directory as OWN_DATA."""
     return OWN_DATA if is_local(name) or problem_of(name) is not None else name
 
 
@@ -201,7 +202,7 @@ def _nothing(_: str) -> None:
     return None
 
 
-#: key → what becomes of its text, wherever it stands
+#: key of a document → how its text is published
 BY_KEY: dict[str, Callable[[str], str | None]] = {
     "path": name_of_data,
     "dataset": name_of_dataset,
@@ -211,7 +212,7 @@ BY_KEY: dict[str, Callable[[str], str | None]] = {
     "base_model_name_or_path": name_of_target,
     "checkpoint": lambda name: Path(name).name,
 }
-#: last two keys of a place → the same, where the key alone does not say it
+#: the key around it and the key → the same, if the key alone does not decide it
 BY_PLACE: dict[tuple[str, str], Callable[[str], str | None]] = {
     ("target", "name"): name_of_target,
     ("head", "path"): name_of_head,
@@ -230,12 +231,12 @@ BY_PLACE: dict[tuple[str, str], Callable[[str], str | None]] = {
 
 @dataclass(frozen=True)
 class _Boundary:
-    """One document on its way out.
+    """Publishes one document.
 
     Attributes:
-        private: values of the environment → what stands for them.
-        names: paths that the document gives as such, and their last parts → what stands for them.
-        tasks: names that tasks and ids have from a file of own data → the published ones.
+        private: values of environment variables → what replaces them.
+        names: paths under the keys of BY_KEY and BY_PLACE, and their last parts → what replaces them.
+        tasks: names of tasks that come from the names of files → the published ones.
     """
 
     private: dict[str, str]
@@ -244,7 +245,7 @@ class _Boundary:
 
     @cached_property
     def words(self) -> dict[str, str]:
-        """Everything that must not be found in sentences."""
+        """Private text → what replaces it in sentences."""
         return {**self.private, **self.names}
 
     def mapping(self, value: Mapping[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
@@ -254,7 +255,7 @@ class _Boundary:
                 item = dict(zip(self.task_names(list(item)), item.values(), strict=True))
             result = self.value(item, (*place, str(key)))
             if result is not None or item is None:
-                # keys are ours, or written in a recipe: no variable is read in them
+                # keys are ours or a recipe's, in which no variable is read
                 kept[_setting(key, {}) if isinstance(key, str) else key] = result
         if isinstance(value.get("parts"), list) and "path" in kept:
             kept["path"] = ", ".join(numbered([_source_name(part) for part in value["parts"]]))
@@ -273,13 +274,13 @@ class _Boundary:
             return self.prompt_id(item)
         rule = _rule(place)
         if rule is not None:
-            # a name that is the variable's value, however short
+            # a name that is a variable's value is replaced even if it is short
             return self.private.get(item) or _none_or_text(rule(item), self.private)
         words = {} if OURS.intersection(place) else self.words
         return _setting(item, words) if "recipe" in place else _text(item, words)
 
     def task_names(self, names: list[Any]) -> list[str]:
-        """Published names of all tasks of a report; those that have become the same are numbered."""
+        """Published names of all tasks of a report. Equal ones are numbered."""
         shown = [_text(self.tasks.get(str(name), str(name)), self.words) for name in names]
         taken, told = set(shown), set[str]()
         for place, name in enumerate(shown):
@@ -290,7 +291,7 @@ class _Boundary:
         return shown
 
     def prompt_id(self, name: str) -> str:
-        """A prompt's id without the file that it came from: `talk:12` is line 12 of own data."""
+        """A prompt's id without the name of its file: `talk:12` becomes `own data:12`."""
         source, slash, rest = name.partition("/")
         if slash and source in self.tasks:
             return f"{self.tasks[source]}/{self.prompt_id(rest)}"
@@ -306,7 +307,7 @@ def _rule(place: tuple[str, ...]) -> Callable[[str], str | None] | None:
 
 
 def _names_inside(value: Any) -> dict[str, str]:
-    """Paths that a document gives as such, and their last parts: they are not to be found in its sentences either."""
+    """Paths that a document gives under a key of BY_KEY or BY_PLACE → what replaces them in its sentences too."""
     found: dict[str, str] = {}
 
     def look(item: Any, place: tuple[str, ...]) -> None:
@@ -329,7 +330,7 @@ def _names_inside(value: Any) -> dict[str, str]:
 
 
 def _task_names(report: Mapping[str, Any]) -> dict[str, str]:
-    """Task → its published name, for those that are called after the file they came from."""
+    """Task → its published name, for tasks that are named after their file."""
     data = report.get("data")
     parts = data.get("parts") if isinstance(data, Mapping) else None
     if not isinstance(parts, list):
@@ -340,7 +341,7 @@ def _task_names(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _source(part: Any) -> str:
-    """What a part of a report's data names."""
+    """The path or the dataset that a part of a report's data names."""
     given = (part.get("path") or part.get("dataset")) if isinstance(part, Mapping) else None
     return str(given or OWN_DATA)
 
@@ -351,14 +352,14 @@ def _source_name(part: Any) -> str:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """Published names of sources that are evaluated together, own data numbered where there are several of it."""
+    """Published names of sources that are evaluated together: several of own data are numbered."""
     own = names.count(OWN_DATA)
     numbers = iter(range(1, own + 1))
     return [f"{name} {next(numbers)}" if name == OWN_DATA and own > 1 else name for name in names]
 
 
 def _setting(text: str, words: Mapping[str, str]) -> str:
-    """As `_text`, of what is no sentence: what begins as a path is one to its end, whatever letters it has."""
+    """As `_text`, for a value that is no sentence: if it begins like a path, all of it is one."""
     text = _without(text, words)
     return LOCAL_PATH if _BEGINS.match(text) else _text(text, {})
 
@@ -368,7 +369,7 @@ def _none_or_text(text: str | None, words: Mapping[str, str]) -> str | None:
 
 
 def _without(text: str, words: Mapping[str, str]) -> str:
-    for word in sorted(words, key=len, reverse=True):  # the longest first: one may hold another
+    for word in sorted(words, key=len, reverse=True):  # the longest first, because one may contain another
         if len(word) >= LONG or (len(word) > 3 and ("/" in word or "." in word)):
             text = text.replace(word, words[word])
     return text
@@ -390,13 +391,13 @@ def _text(text: str, words: Mapping[str, str]) -> str:
 
 
 def _end_of_path(text: str, start: int) -> int:
-    """Where a path that is there ends: its folders and its name may hold spaces and signs."""
+    """Where an existing path ends; its folders and its name may contain spaces and signs."""
     if len(text) > MOST or "\0" in text:
-        return start  # no sentence of ours
+        return start  # too long to be a sentence of ours
     line = text[start:].partition("\n")[0]
     ends = [found.start() for found in itertools.islice(_ENDS.finditer(line), PARTS) if found.start() > 1]
     there = max((end for end in ends if os.path.exists(os.path.expanduser(line[:end]))), default=0)
-    # a file in the last folder need not be there (any more)
+    # the file in the last folder need not exist
     rest = _REST.match(line, there) if there else None
     return start + (rest.end() if rest else there)
 
@@ -409,7 +410,7 @@ def _address(found: re.Match[str]) -> str:
 
 
 def _path(text: str) -> str:
-    # `/red` alone may be anything, unless it is there
+    # a single name such as `/red` is a path only if it exists
     return text if re.fullmatch(r"/[^/]*", text) and not os.path.exists(text) else LOCAL_PATH
 
 
@@ -425,7 +426,7 @@ OPTIONS: dict[str, Callable[[str], str | None]] = {
     "--check": lambda _: "DIR",
     "--url": published_text,
 }
-#: what stands for a thing in a command, which has no spaces
+#: replacements in a command, without spaces
 WORDS = {OWN_DATA: "FILE.jsonl", HELD_OUT: "FILE.jsonl", ANSWERS: "FILE.jsonl", OWN_HEAD: "DIR", OWN_FILE: "FILE"}
 
 
@@ -460,12 +461,12 @@ def _word(text: str | None) -> str:
 
 
 def _positional(word: str) -> str:
-    """A recipe, a run's directory, a file: which one does not matter to others."""
+    """A positional argument: a recipe, a head on the Hub, or some file."""
     return "RECIPE.yaml" if word.endswith((".yaml", ".yml")) else name_of_head(word) if is_repository(word) else "FILE"
 
 
 def _override(name: str, value: str, private: dict[str, str]) -> str:
-    """The value of `dotted.key=value` as the recipe's is published."""
+    """The value of `dotted.key=value`, published as the recipe's own value would be."""
     try:
         parsed = yaml.safe_load(value)
     except (yaml.YAMLError, ValueError, RecursionError):

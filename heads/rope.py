@@ -1,8 +1,8 @@
-"""Rotary positions of a draft layer: the kinds and fields that it computes, and what it takes over of its target's.
+"""Rotary positions (rope) of a draft layer: which settings of its target it takes over, and which it can compute.
 
 A draft layer is a plain Llama layer. It takes the target's base and scaling, which every engine reads from the head's
-config.json, and leaves out what only the target's own layers do (NOT_DRAFTED). A field that is in none of these tables
-is refused when a head is built, so before anything is trained: an engine might turn by it, and a head might not.
+config.json. It leaves out what only the target's own layers do (NOT_DRAFTED). Fields that are in none of these tables
+are refused when a head is built, before anything is trained: engines might apply them where the head does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBERS = (
 )
 LISTS = ("short_factor", "long_factor")
 FLAGS = ("truncate",)
-#: rope types and the fields each cannot do without
+#: rope type → fields that it needs
 TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -36,15 +36,15 @@ TYPES: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-#: fields of a target's rope that a draft layer does without, and why that is right
+#: field of a target's rope that a draft layer leaves out → why it may
 NOT_DRAFTED = {
     "type": "the older name of rope_type",
     "max_position_embeddings": "a copy of the config's own",
-    "mrope_section": "text has the same position on all axes, which turns as one axis does",
-    "mrope_interleaved": "text has the same position on all axes, which turns as one axis does",
+    "mrope_section": "text has the same position on all axes, so they rotate as one axis does",
+    "mrope_interleaved": "text has the same position on all axes, so they rotate as one axis does",
     "llama_4_scaling_beta": "it scales the target's own queries, by 1 up to its original length",
 }
-#: what a field says that leaves it out
+#: field → the value that has no effect
 NEUTRAL = {"partial_rotary_factor": 1.0, "rope_type": "default"}
 
 
@@ -58,24 +58,24 @@ def number(config: dict[str, Any], name: str, where: str, default: float | None 
 
 
 def drafted_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """What a draft layer takes over of a target's `rope_parameters` (transformers v5, one kind of attention).
+    """The part of a target's `rope_parameters` that a draft layer takes over (transformers v5, one kind of attention).
 
-    Unknown fields stay: `checked_rope` refuses them where a layer is built from them.
+    Unknown fields stay: `checked_rope` refuses them when a layer is built.
     """
     left_out = {*NOT_DRAFTED, *(key for key, value in NEUTRAL.items() if rope.get(key) == value)}
     kept = {key: value for key, value in rope.items() if value is not None and key not in left_out}
     kept.setdefault("rope_type", rope.get("type") or "default")
     kept.setdefault("rope_theta", 10000.0)
     if kept["rope_type"] == "proportional" and kept.get("factor", 1.0) == 1.0:
-        # Gemma 4 turns a part of the pairs, at the frequencies of all: a draft layer turns all of them at those
+        # Gemma 4 rotates a part of the pairs, with the frequencies of a full rotation: a draft layer rotates all pairs
         return {"rope_type": "default", "rope_theta": kept["rope_theta"]}
     return kept
 
 
 def checked_rope(found: dict[str, Any], where: str) -> dict[str, Any]:
-    """A rope with known fields only, numbers as float, `rope_type` and `rope_theta` always there.
+    """The rope settings after a check: known fields only, numbers as float, always with `rope_type` and `rope_theta`.
 
-    Raises: FormatError naming the type, the field or the value that is not known.
+    Raises: FormatError naming the unknown type or field, or the wrong value.
     """
     rope = {key: value for key, value in found.items() if value is not None}
     kinds = {rope.pop(key) for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
@@ -108,7 +108,7 @@ def checked_rope(found: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def same_rope(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether two v5 rope dictionaries turn alike (absent fields that default to nothing are equal)."""
+    """Whether two v5 rope dictionaries mean the same rotation. A neutral value and an absent field are equal."""
 
     def clean(rope: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in rope.items() if value is not None and NEUTRAL.get(key) != value}
@@ -117,23 +117,23 @@ def same_rope(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 def positions_with_one_rope(rope: dict[str, Any]) -> int | None:
-    """Length up to which every position turns by the same frequencies; None: at any length.
+    """Length up to which all positions rotate by the same frequencies; None if that holds at any length.
 
-    LongRoPE has two sets of them. Beyond the original length transformers takes the long ones, for all positions of a
-    forward; vLLM takes those when it is launched with a longer context. Keys in the cache stay as they were turned. So
-    a head is trained, measured and served within the original length, where everybody takes the short ones; the
-    target is held to those (locate.keep_first_frequencies).
+    LongRoPE has two sets of frequencies. Beyond the original length transformers uses the long set, for all positions
+    of a forward; vLLM uses it if it is launched with a longer context. Keys in the cache keep the rotation that they
+    had. So a head is trained, measured and served within the original length, where everybody uses the short set, and
+    the target keeps to that set (locate.keep_first_frequencies).
     """
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else None
 
 
 def dynamic_note(rope: dict[str, Any]) -> str | None:
-    """What a user should know of a dynamic rope: vLLM and SGLang put the factor for the length that is turned."""
+    """A warning about a dynamic rope, which vLLM and SGLang apply at every length; None for other ropes."""
     if rope.get("rope_type") != "dynamic" or rope.get("factor", 1.0) == 1.0:
         return None
     base = rope["factor"] ** 2 - rope["factor"] + 1
     return (
-        f"dynamic rope: vLLM and SGLang turn every position, of the target too, as if its base were {base:g}^(d/(d-2)) "
-        "times as large (d: rotary width), where transformers, and so the training, does that only beyond the original "
-        "length: expect them to accept less than is measured here"
+        f"dynamic rope: vLLM and SGLang rotate all positions, the target's too, with a base {base:g}^(d/(d-2)) times "
+        "as large (d: rotary width). transformers, and so the training, does that only beyond the original length. "
+        "Expect these engines to accept less than is measured here"
     )

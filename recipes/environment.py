@@ -1,4 +1,4 @@
-"""Which values of a recipe came from the environment: they are used, and neither kept in recipe.yaml nor published."""
+"""Values of a recipe that come from environment variables: used, but neither written to recipe.yaml nor published."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from headstart.heads.published import variables, without_defaults
 
 
 class Written(NamedTuple):
-    """What a recipe has in place of a value that came from the environment, and the variables that were read for it."""
+    """The recipe's own text for a value that came from the environment, and the variables that were read for it."""
 
     text: str
     names: tuple[str, ...]
 
     @property
     def shown(self) -> str:
-        """The text for others, without values for variables that are not set; `heads/published.py` finds the names."""
+        """The text without default values. `heads/published.py` must find the names of all variables in it."""
         if "oc.env" in self.text and not set(self.names) <= set(variables(self.text)):
             return "".join(f"${{oc.env:{name}}}" for name in self.names)
         return without_defaults(self.text)
 
 
-#: dotted key of a recipe → what is written there, of values that came from the environment
+#: dotted key of a recipe → its text, for values that came from the environment
 Environment = dict[str, Written]
 
 
 def from_environment(config: Container) -> Environment:
-    """Every value whose resolution reads `${oc.env:NAME}`, here or elsewhere.
+    """Every value that is made of an environment variable, also through another key.
 
-    Raises: OmegaConfBaseException where a value cannot be resolved.
+    Raises: OmegaConfBaseException if a value cannot be resolved.
     """
     if "oc.env" not in str(OmegaConf.to_container(config, resolve=False)):
         return {}
@@ -42,12 +42,12 @@ def from_environment(config: Container) -> Environment:
 
 
 def names_of(environment: Environment) -> list[str]:
-    """The variables that were read for any of these."""
+    """Names of all variables that were read."""
     return sorted({name for written in environment.values() for name in written.names})
 
 
 def put_back(values: Any, environment: Mapping[str, str], place: str = "") -> Any:
-    """Plain values of a recipe with what is written in place of what came from the environment."""
+    """The values of a recipe, those of `environment` replaced by their text."""
     if place in environment:
         return environment[place]
     if isinstance(values, dict):
@@ -78,7 +78,7 @@ def _read(config: Container, place: str, names: list[str]) -> Iterator[tuple[str
 
 @contextmanager
 def _watched() -> Iterator[list[str]]:
-    """Names of the environment's variables that are read inside."""
+    """Collects the names of the environment variables that OmegaConf reads inside the block."""
     names: list[str] = []
 
     def env(key: str, *default: Any) -> Any:

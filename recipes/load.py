@@ -1,8 +1,8 @@
-"""A recipe from its files: inherit, merge, override, validate.
+"""Makes a recipe of its files: inherit, merge, override, validate.
 
 Layers, later ones win: the schema's defaults ← the recipe that `inherit:` names (and what that inherits) ← the
 recipe ← `key=value` overrides. Mappings merge key by key, lists are replaced (`key[0]=value` changes one entry). A
-layer that changes `head.type` starts the head node afresh: the keys of another family mean nothing to it.
+layer that changes `head.type` starts with an empty head node, because another family has other keys.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from headstart.recipes.schema import (
     recipe_class,
 )
 
-#: files that one recipe may be made of
+#: most files of one recipe
 MAX_FILES = 64
 
 
@@ -69,7 +69,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), values: dict[
     Args:
         recipe: a YAML file, or the name of a shipped recipe.
         overrides: `dotted.key=value` strings, values in YAML syntax.
-        values: dotted keys given by other means (command-line options), None = not given; they win over everything.
+        values: dotted keys from command-line options, None = not given. They overrule everything else.
     Raises:
         ConfigError: names the file and line (or the override), the key, what was found and what was expected.
     """
@@ -103,7 +103,7 @@ def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
         hint = f"what is there is {'a directory' if other.is_dir() else 'no regular file'}. "
         if is_file(other / "recipe.yaml"):
             hint = f"what is there is a run's directory; its recipe is {other / 'recipe.yaml'}. "
-    # quoted where it would be overlooked or disturb the line
+    # quoted if it is empty, long or not printable
     quoted = text if text.isprintable() and 0 < len(text) <= SHOWN else shown(text)
     raise ConfigError(f"{quoted}: no such recipe; {hint}Give a YAML file or a shipped recipe: {', '.join(names)}")
 
@@ -238,9 +238,9 @@ def _without_retired(layer: Layer) -> Layer:
 
 
 def _unresolved(layers: Sequence[Layer], label: str, error: BaseException) -> ConfigError:
-    """What to say of a value that refers to something that is not there."""
+    """The error for a value that refers to a key or an environment variable that does not exist."""
     key = str(getattr(error, "full_key", None) or "")
-    # run_dir is mostly made of the name
+    # run_dir is usually made of the name
     said = [layer for name in (key, "name" if key == "run_dir" else key) for layer in layers if layer.says(name)]
     where = said[-1].where(key) if said else label
     raised = re.fullmatch(r"\w+ raised while resolving interpolation: \"?(.*?)\"?", first_line(error))
@@ -264,7 +264,7 @@ def _edited(layer: Layer, merged: DictConfig, schema: type, all_keys: list[str])
 
 
 def _settle_head(layers: Sequence[Layer]) -> tuple[str, list[Layer]]:
-    """The family the last layer that names one asks for; head nodes written for another family are left out."""
+    """The family of the last layer that names one. Head nodes of layers for another family are left out."""
     kept: list[Layer] = []
     family: str | None = None
     for layer in layers:

@@ -1,7 +1,7 @@
-"""What a recipe file or a list of overrides says, as plain nested values: read with bounds, before anything is merged.
+"""Reads a recipe file or a list of overrides into nested values. Size and depth are limited; nothing is merged yet.
 
-An override names a place: `train.lr=1e-4`, `data.sources[0].path=mine.jsonl` (an entry of a list that an earlier layer
-gives). Its value is YAML.
+An override names a key: `train.lr=1e-4`, or `data.sources[0].path=mine.jsonl` for an entry of a list that an earlier
+layer gives. Its value is YAML.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from omegaconf.errors import OmegaConfBaseException
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import read_bounded
 
-#: far above what any recipe needs; parsing takes time for every byte and stack for every level
+#: limits far above any recipe: long or deeply nested text would take the parser's time or overflow its stack
 MAX_BYTES, MAX_DEPTH, MAX_DIGITS = 1 << 18, 32, 400
-#: whole numbers that no library below takes
+#: whole numbers must be smaller, because libraries keep them in 64 bits
 MAX_WHOLE = 1 << 63
-#: characters of a value that a message repeats
+#: most characters of a value in an error message
 SHOWN = 160
-#: what parsing and building plain values can raise
+#: exceptions of parsing YAML and building values
 PARSING = (
     OmegaConfBaseException,
     yaml.YAMLError,
@@ -43,10 +43,10 @@ _KEY = re.compile(r"[^.\[\]=]+|\[\s*-?[0-9]+\s*\]")
 
 @dataclass(frozen=True)
 class Edit:
-    """One entry of a list that an earlier layer gives: `data.sources[0].path=x`.
+    """A change to one entry of a list that an earlier layer gives: `data.sources[0].path=x`.
 
     Attributes:
-        key: as it was written, for messages.
+        key: the key as it was written, for messages.
         path: names and list indices on the way to the entry.
     """
 
@@ -60,10 +60,10 @@ class Layer:
     """One file or one list of overrides.
 
     Attributes:
-        label: the file's path, or "override": how messages name it.
-        values: nested plain mapping.
-        lines: 1-based line of every dotted key (files only).
-        edit: instead of values, an entry of a list of earlier layers.
+        label: the file's path, or "override", for messages.
+        values: nested mapping.
+        lines: dotted key → line number from 1 (files only).
+        edit: a change to a list of an earlier layer, instead of values.
     """
 
     label: str
@@ -86,7 +86,7 @@ class Layer:
 
 
 def shown(value: Any) -> str:
-    """A value as messages repeat it: its repr, cut to a length that a person reads."""
+    """A value as error messages show it: its repr, cut if it is long."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
 
@@ -125,7 +125,7 @@ def read_layer(path: Path) -> Layer:
 
 
 def _require_modest(text: str, where: str) -> None:
-    """Raise ConfigError for what a parser would take too long, or too deep a stack, for."""
+    """Raise ConfigError for text that is nested too deeply or has a number with too many digits for the parser."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = event.start_mark.line + 1 if event.start_mark is not None else 1
@@ -155,7 +155,7 @@ def _key_lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def require_plain(layer: Layer, value: Any, key: str = "") -> None:
-    """Raise ConfigError for what a report could not repeat, or a library would not take, as it is."""
+    """Raise ConfigError for values that reports cannot write or libraries cannot take: odd text, types or numbers."""
     if isinstance(value, dict):
         for name, item in value.items():
             require_plain(layer, item, f"{key}.{name}".lstrip("."))
@@ -183,7 +183,7 @@ def _encodes(text: str) -> bool:
 
 
 def read_overrides(overrides: Sequence[str]) -> list[Layer]:
-    """Layers of `key=value` words, in their order: one for every run of plain ones, one for every entry of a list.
+    """Layers of `key=value` words, in order. Neighbouring plain keys share a layer; every list entry has its own.
 
     Raises: ConfigError naming the override.
     """
@@ -246,7 +246,7 @@ def _value(value: str, text: str) -> Any:
 
 
 def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set an entry of nested mappings; a mapping joins one that is there."""
+    """Set an entry of nested mappings. A mapping is merged into an existing one."""
     *nodes, leaf = path
     for name in nodes:
         inner = values.get(name)
@@ -269,10 +269,10 @@ def nested(path: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def edited(edit: Edit, found: Any, label: str) -> tuple[tuple[str, ...], Any]:
-    """An edit made on the list that earlier layers give: the list's path, and the new list.
+    """Apply an edit to the list of earlier layers; returns the list's path and the new list.
 
-    Args: found: the value at that path, plain; it is not changed.
-    Raises: ConfigError where it is no list, or has no such entry.
+    Args: found: the value at that path; it is not changed.
+    Raises: ConfigError if it is no list, or has no such entry.
     """
     first = next(n for n, part in enumerate(edit.path) if isinstance(part, int))
     names = typing.cast(tuple[str, ...], edit.path[:first])

@@ -22,15 +22,14 @@ from headstart.heads.targets.target import DTYPES, TARGET_KINDS, TargetConfig
 from headstart.recipes.read import shown
 from headstart.train.config import TrainConfig
 
-#: bytes of a folder's name that file systems take, and characters of a path
+#: most bytes of a folder's name, and most characters of a path
 MAX_NAME, MAX_PATH = 255, 1024
-#: variables of a chat template that are no settings
+#: variables of a chat template that Headstart sets itself
 TAKEN = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
 
 
 def _environment() -> Any:
-    """Not a key of recipes: dotted key → what is written there (`environment.Written`), of values that come from the
-    environment."""
+    """A field that is no key of recipes: dotted key → text (`environment.Written`) of values from the environment."""
     return field(default_factory=dict, compare=False, repr=False, metadata={"setting": False})
 
 
@@ -80,10 +79,10 @@ class Exporting:
     environment: dict[str, Any] = _environment()
 
 
-#: the least specific layer: what depends on other keys
+#: the first layer: values that follow other keys
 DEFAULTS: dict[str, Any] = {
     "train": {"seed": "${seed}"},
-    # measured as trained: a thinking template served without its switch would hide what the head learned
+    # evaluate with the template variables of training: with other ones the head would see another kind of text
     "eval": {"seed": "${seed}", "template_kwargs": "${data.template_kwargs}"},
 }
 
@@ -101,9 +100,9 @@ def recipe_class(head_type: str) -> type[Recipe]:
 
 
 def check_export(config: ExportConfig, family: str | None = None) -> None:
-    """Raises: ConfigError for settings with which nothing is exported, or a name under which nothing is published.
+    """Raises: ConfigError if no engine could be exported to, or the Hub would not take the repository's name.
 
-    Args: family: of the head, where it is known.
+    Args: family: the head's family, or None if it is not known.
     """
     check_engines(config, family)
     if config.push_to_hub is not None:
@@ -111,7 +110,7 @@ def check_export(config: ExportConfig, family: str | None = None) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises: ConfigError for a run's name with which `runs/NAME` is no folder below `runs/`."""
+    """Raises: ConfigError if `runs/NAME` would not be a folder below `runs/`."""
     for part in name.split("/"):
         if part in ("", ".", "..") or not part.isprintable() or len(part.encode()) > MAX_NAME or len(name) > MAX_PATH:
             raise ConfigError(
@@ -121,7 +120,7 @@ def check_name(name: str) -> None:
 
 
 def check_place(key: str, place: str | None) -> None:
-    """Raises: ConfigError for a path or a name that is empty, which would mean the working directory."""
+    """Raises: ConfigError for a path or name that is empty (it would mean the working directory) or unprintable."""
     if place is not None and (not place.strip() or any(unicodedata.category(letter) == "Cc" for letter in place)):
         raise ConfigError(f"{key}: found {shown(place)}, expected a name or a path, without control characters")
 

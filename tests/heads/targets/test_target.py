@@ -221,7 +221,7 @@ def test_dynamic_rope_turns_as_at_first_past_the_end_too():
         torch.testing.assert_close(alone(model, tokens[:length])[1], alone(plain, tokens[:length])[1])
     assert (switched - alone(plain, tokens)[1][:12]).abs().max() > 1e-4
     # vLLM's base is constant: (6 · 6 L / L - (6 - 1)) ^ (d / (d - 2)) times the target's
-    assert target.positions == 16 and "as if its base were 31^(d/(d-2)) times as large" in target.notes[0]
+    assert target.positions == 16 and "with a base 31^(d/(d-2)) times as large" in target.notes[0]
 
 
 def test_longrope_turns_by_its_short_factors_past_the_end_too():

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from headstart.eval.decoding.loop import Loop
 from headstart.eval.kernels.launch import compile_ahead, compiling, warm_up
-
-if TYPE_CHECKING:
-    from headstart.eval.decoding.loop import Loop
 
 
 class CycleGraphs:

@@ -25,7 +25,8 @@ class Decoder:
     """A target's engine, resized as needed and shared by plain and speculative decoding.
 
     Attributes:
-        unfused: why `eval.engine: auto` had to take transformers' own forward, else None.
+        unfused: why the target runs by transformers' own forward although `eval.engine` is auto and there is a GPU, or
+            None.
         graphs: captured cycles, with the seconds that took.
     """
 
@@ -56,7 +57,7 @@ class Decoder:
 
     def limits(self, contexts: list[list[int]]) -> list[int]:
         """New tokens of every row: `eval.max_new_tokens`, or as many as the target's positions leave (one at least)."""
-        most, positions = self.config.max_new_tokens, positions_of(self.target)
+        most, positions = self.config.max_new_tokens, self.target.positions
         return [max(min(most, positions - len(context)), 1) for context in contexts]
 
     def gap(self, context: list[int]) -> float:
@@ -78,17 +79,13 @@ class Decoder:
         needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
         engine = self.engine
         if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
-            # captured cycles last as long as the buffers, and kernels read no more of them than is in use
+            # captured cycles are of use as long as the buffers are, and fused kernels read only the slots in use
             capacity = roomy(needed) if self.fused is not None else -(-needed // KV_BUCKET) * KV_BUCKET
             # free the old buffers before the new ones are made
             self.engine = engine = None
             self.graphs.clear()
             self.engine = engine = Engine(
-                self.target.model,
-                len(contexts),
-                capacity,
-                bucket=KV_BUCKET,
-                fused=self.fused,
+                self.target.model, len(contexts), capacity, bucket=KV_BUCKET, fused=self.fused
             )
         self.generator.manual_seed(seed)
         stops = set(self.target.stop_token_ids)
@@ -97,14 +94,9 @@ class Decoder:
             engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator,
             graphs=self.graphs, row_seeds=row_seeds,
         )  # fmt: skip
-        # capturing happens once per buffers, in whichever batch comes first: it is no part of decoding
+        # the first batch on new buffers waits for the capture, which is no part of decoding
         preparing = self.graphs.seconds - before
         if preparing:
             decoded.decode_s -= preparing
             decoded.cycle_s[0] -= preparing
         return decoded
-
-
-def positions_of(target: Target) -> int:
-    """Tokens that the target reads at most, prompt and answer together."""
-    return target.positions

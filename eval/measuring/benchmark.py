@@ -52,7 +52,7 @@ def evaluate(
         )
     prompts = eval_prompts(config)
     if head is not None:
-        attach(head, target)
+        bind_to_target(head, target)
     drafter = drafter or build_drafter(head, config)
     if drafter is None and config.synthetic_acceptance is not None:
         raise ConfigError(
@@ -88,7 +88,7 @@ def evaluate(
     ).published()
 
 
-def attach(head: Head, target: Target) -> None:
+def bind_to_target(head: Head, target: Target) -> None:
     """Give a loaded head the target's frozen ends. Raises ConfigError when it was made for another target."""
     for name in ("hidden_size", "vocab_size", "num_layers"):
         found, expected = getattr(head.dims, name), getattr(target.dims, name)

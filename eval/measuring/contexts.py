@@ -6,7 +6,6 @@ from headstart.data.chat import RefusedError
 from headstart.data.prompts import Chats, Prompt
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Answer
-from headstart.eval.decoding.session import positions_of
 from headstart.eval.measuring.conversations import Conversations
 from headstart.heads.errors import DataError
 from headstart.heads.targets.target import Target
@@ -26,7 +25,7 @@ def first_contexts(
 
     Raises: DataError naming a prompt that leaves no room or whose ids are not the target's, and where none is left.
     """
-    chats, positions = chats_of(target, config), positions_of(target)
+    chats, positions = chats_of(target, config), target.positions
     taken, contexts, refused = [], [], dict[str, list[Prompt]]()
     for prompt in prompts:
         try:
@@ -72,7 +71,7 @@ class Contexts:
 
     def __init__(self, target: Target, config: EvalConfig, conversations: Conversations, first: list[list[int]]):
         self.conversations, self.most = conversations, config.max_new_tokens
-        self.positions, self.chats = positions_of(target), chats_of(target, config)
+        self.positions, self.chats = target.positions, chats_of(target, config)
         self.first = {id(prompt): context for prompt, context in zip(conversations.prompts, first, strict=True)}
 
     def of(self, prompts: list[Prompt], turn: int) -> tuple[list[Prompt], list[list[int]]]:

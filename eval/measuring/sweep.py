@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from headstart.eval.config import EvalConfig
-from headstart.eval.decoding.session import positions_of
 from headstart.eval.drafters import Drafter
 from headstart.eval.measuring.metrics import Timed, acceptance
 from headstart.heads.errors import ConfigError
@@ -28,7 +27,7 @@ def sweep_points(config: EvalConfig) -> int:
 
 def check_contexts(lengths: Sequence[int], config: EvalConfig, target: Target, field: str) -> None:
     """Raises ConfigError naming `field` when a context and its answer go beyond the target's positions."""
-    limit, longest = positions_of(target), max(lengths, default=0)
+    limit, longest = target.positions, max(lengths, default=0)
     if longest and longest + config.max_new_tokens > limit:
         raise ConfigError(
             f"{field}: found {longest} with eval.max_new_tokens={config.max_new_tokens}, the target has "

@@ -8,21 +8,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.loop import Loop
+from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter
 from headstart.eval.kernels.choices import decide_ways
 from headstart.eval.measuring.breakdown import loop_seconds, started_loop
 from headstart.eval.measuring.sweep import spread
 from headstart.eval.tree import Tree, chain, static_paths
-
-if TYPE_CHECKING:
-    from headstart.eval.decoding.session import Decoder
 
 #: new tokens behind the time of whole cycles
 CYCLE_TOKENS = 48

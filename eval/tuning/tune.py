@@ -22,7 +22,7 @@ from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_conf
 from headstart.eval.decoding.decode import Decoded
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter, find_drafting
-from headstart.eval.measuring.benchmark import attach
+from headstart.eval.measuring.benchmark import bind_to_target
 from headstart.eval.measuring.contexts import first_contexts
 from headstart.eval.measuring.metrics import acceptance
 from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, row_batches, spread
@@ -153,7 +153,7 @@ def tune(
     if search.context is not None:
         contexts = [fit(context, search.context) for context in contexts]
     if head is not None:
-        attach(head, target)
+        bind_to_target(head, target)
         head.eval()
     search = replace(search, depth=deepest(head, search))
     session = _Session(target, head, config, search, contexts, progress)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from chat_templates import ENDS, TEMPLATES, word_tokenizer
 
 from headstart.data.samples import Sample
 from headstart.heads.targets.target import Target, TargetConfig
-
-for place in (Path(__file__).resolve().parent, Path(__file__).resolve().parents[1]):
-    if str(place) not in sys.path:  # chat_templates and reference, under --import-mode=importlib
-        sys.path.insert(0, str(place))
-
-from chat_templates import ENDS, TEMPLATES, word_tokenizer  # noqa: E402
 
 
 @pytest.fixture

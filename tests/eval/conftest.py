@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from eval_help import VOCAB, Trained, run, train_briefly
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.eval.decoding.decode import Answer
 from headstart.heads.targets.target import Target
-
-for place in (Path(__file__).resolve().parent, Path(__file__).resolve().parents[1]):
-    if str(place) not in sys.path:  # eval_help and reference, under --import-mode=importlib
-        sys.path.insert(0, str(place))
-
-from eval_help import VOCAB, Trained, run, train_briefly  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-from tiny_run import losses, make_place  # noqa: E402
+from tiny_run import losses, make_place
 
 pytestmark = [
     pytest.mark.gpu,

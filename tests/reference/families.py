@@ -60,6 +60,7 @@ class Reference:
     """Attributes:
     twin: the family's loss, one position at a time.
     examples: the first is the family as it is usually trained.
+    random: a config with all the randomness that the family's training has: chosen rows, noise.
     small: the size of a target's vocabulary → a config for decoding tests, on a target of four layers.
     steps: after so many steps on an answer, some of its drafts are right and some wrong.
     tolerance: of gradients in float64. Rope's angles are float32; without them nothing but rounding may differ.
@@ -67,6 +68,7 @@ class Reference:
 
     twin: Twin
     examples: dict[str, Example]
+    random: HeadConfig
     small: Callable[[int], HeadConfig]
     steps: int
     tolerance: float = 2e-5
@@ -124,6 +126,7 @@ REFERENCES: dict[str, Reference] = {
             "shared matrix, ce": Example(medusa(lm_head="shared", num_layers=2, loss="ce"), loss_only=True),
             "low rank, ce": Example(medusa(lm_head="lowrank", loss="ce"), loss_only=True),
         },
+        random=medusa(),
         small=lambda vocab: MedusaConfig(depth=3),
         steps=12,
         tolerance=1e-10,
@@ -157,6 +160,7 @@ REFERENCES: dict[str, Reference] = {
                 eagle(depth=3, top_tokens_loss_weight=1.0), ends={"scale": 0.7}, loss_only=True
             ),
         },
+        random=eagle(depth=3, loss="kl", row_fraction=0.5, feature_noise=0.01),
         small=lambda vocab: EagleConfig(logit_loss_weight=1.0, feature_noise=0.0),
         steps=25,
     ),
@@ -173,6 +177,7 @@ REFERENCES: dict[str, Reference] = {
             "lk": Example(eagle3(loss="lk"), loss_only=True),
             "odd output head": Example(eagle3(), ends=ODD_ENDS, loss_only=True),
         },
+        random=eagle3(loss="lk", row_fraction=0.6),
         small=lambda vocab: Eagle3Config(depth=4, draft_vocab_size=5 * vocab // 6, feature_layers=[1, 2, 3]),
         steps=12,
     ),

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-FORMATS = str(Path(__file__).resolve().parents[1] / "heads" / "formats")
-if FORMATS not in sys.path:
-    sys.path.insert(0, FORMATS)
-
-from fake_hub import local_hub  # noqa: E402
+from fake_hub import local_hub
 
 
 def test_a_head_is_measured_by_revision(

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
@@ -18,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_fakes import forked
 
 from headstart.cli import main
 from headstart.heads.files import sha256_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-from train_fakes import forked  # noqa: E402
 
 #: the step that a write belongs to, by the path within the run directory
 STEPS = {

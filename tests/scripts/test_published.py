@@ -10,14 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_hub import local_hub
 
 from headstart.heads.formats import load_head
-
-FORMATS = str(Path(__file__).resolve().parents[1] / "heads" / "formats")
-if FORMATS not in sys.path:
-    sys.path.insert(0, FORMATS)
-
-from fake_hub import local_hub  # noqa: E402
 
 SECRET = "zq7secret"
 NUMBER = "771239"

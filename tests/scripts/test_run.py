@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.torch import load_file
+from train_fakes import forked
 
 from headstart.cli import main
 from headstart.data.prepare import PreparedData, TokenizeReport
@@ -24,9 +25,6 @@ from headstart.directory_lock import locked
 from headstart.heads.errors import TrainingError
 from headstart.heads.provenance import git_revision
 from headstart.pipeline.data import held_out_prompts
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-from train_fakes import forked  # noqa: E402
 
 
 def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, recipe: Path, tmp_path: Path) -> None:

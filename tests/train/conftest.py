@@ -1,14 +1,7 @@
-"""Makes `train_fakes` importable under --import-mode=importlib; one thread, for bit-equality."""
-
-import sys
-from pathlib import Path
+"""One thread, for bit-equality."""
 
 import pytest
 import torch
-
-HERE = str(Path(__file__).resolve().parent)
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -11,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from chat_templates import TEMPLATES, word_tokenizer
 from train_fakes import forked
 
 from headstart.data import prepare as preparing
@@ -18,9 +18,6 @@ from headstart.data.chat import ChatFormat
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prepare import PreparedData, prepare
 from headstart.train.sharing.distributed import all_ranks
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-from chat_templates import TEMPLATES, word_tokenizer  # noqa: E402
 
 #: refuses some conversations, and breaks at one
 TEMPLATE = "{% if messages[0].content == 'Bye' %}{{ raise_exception('no goodbyes') }}{% endif %}" + TEMPLATES["chatml"]

@@ -1,0 +1,10 @@
+"""Makes `reference` and the rooms' helper modules importable: with --import-mode=importlib pytest adds no directory."""
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOMS = (
+    "", "data", "eval", "eval/decoding", "eval/measuring", "eval/servers", "heads/formats", "train",
+)  # fmt: skip
+sys.path[:0] = [place for place in (str(TESTS / room) for room in ROOMS) if place not in sys.path]

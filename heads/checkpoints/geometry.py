@@ -137,20 +137,18 @@ def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
         if old is None and modern["rope_type"] != "default":
             raise FormatError(
                 f"{where}: rope_parameters says {modern['rope_type']!r} and there is no rope_scaling beside "
-                "rope_theta: "
-                "older engines read the latter. Write both alike."
+                "rope_theta: older engines read the latter. Write both alike."
             )
         if not same_rope(legacy, modern):
             raise FormatError(
                 f"{where}: rope_parameters {modern} and rope_theta/rope_scaling {legacy} disagree: engines of "
-                "different age "
-                "would turn differently. Write both alike."
+                "different age would turn differently. Write both alike."
             )
     return modern or legacy or {"rope_type": "default", "rope_theta": 10000.0}  # what a llama config without any means
 
 
-def _rope(found: dict[str, Any], config: dict[str, Any], where: str) -> dict[str, Any]:
-    given = {key: value for key, value in found.items() if value is not None}
+def _rope(stated: dict[str, Any], config: dict[str, Any], where: str) -> dict[str, Any]:
+    given = {key: value for key, value in stated.items() if value is not None}
     beside = {"partial_rotary_factor": config.get("partial_rotary_factor")}
     if "longrope" in (given.get("rope_type"), given.get("type")):  # Phi-3's configs say it outside
         beside["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
@@ -217,7 +215,7 @@ def dims_from_json(value: Any, where: str, rope: bool = True) -> HeadDims:
     """`HeadDims` as our sidecar stores them, every field checked.
 
     Args:
-        rope: whether the head turns by its rope. Others (Medusa) are trained for targets whose rope no draft layer has.
+        rope: whether the head uses the rope. One that does not may belong to a target whose rope no draft layer has.
     """
     known = {f.name for f in fields(HeadDims)}
     if not isinstance(value, dict) or set(value) - known or "hidden_size" not in value:

@@ -111,14 +111,14 @@ class HeadFiles:
         """What `stated` must find in the files of a head with this config and these dimensions."""
         return asdict(config)
 
-    def stated(self, found: TensorMap) -> dict[str, Any]:
+    def stated(self, mapped: TensorMap) -> dict[str, Any]:
         """What config.json and the tensors say, by the names of `settings`."""
-        return dict(found.fields)
+        return dict(mapped.fields)
 
-    def differences(self, found: TensorMap, config: HeadConfig, dims: HeadDims) -> Iterator[tuple[str, Any, Any]]:
+    def differences(self, mapped: TensorMap, config: HeadConfig, dims: HeadDims) -> Iterator[tuple[str, Any, Any]]:
         """Fields in which headstart.json and the files disagree: (name, in headstart.json, in the files)."""
         settings = self.settings(config, dims)
-        for name, value in self.stated(found).items():
+        for name, value in self.stated(mapped).items():
             if settings.get(name) != value:
                 yield name, settings.get(name), value
 

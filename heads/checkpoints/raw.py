@@ -170,9 +170,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise FormatError(f"{path}: the safetensors header holds a {type(header).__name__}, expected an object")
     header.pop("__metadata__", None)
-    found = {name: _entry(path, name, entry, size - 8 - length) for name, entry in header.items()}
+    entries = {name: _entry(path, name, entry, size - 8 - length) for name, entry in header.items()}
     covered = 0
-    for name, (_, start, stop) in sorted(found.items(), key=lambda item: item[1][1:]):
+    for name, (_, start, stop) in sorted(entries.items(), key=lambda item: item[1][1:]):
         if start != covered:
             raise FormatError(
                 f"{path}: {name} starts at byte {start} of the data, expected {covered}: gaps and overlaps are refused"
@@ -183,7 +183,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             f"{path}: the header describes {covered} bytes of tensors and the file holds {size - 8 - length}: "
             "it is truncated or has something appended; copy it again"
         )
-    return {name: info for name, (info, _, _) in found.items()}
+    return {name: info for name, (info, _, _) in entries.items()}
 
 
 def _entry(path: Path, name: str, entry: Any, available: int) -> tuple[TensorInfo, int, int]:

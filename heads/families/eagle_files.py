@@ -39,13 +39,13 @@ class LlamaDraftFiles(HeadFiles):
     """A family whose head is one llama layer with an input projection `fc`.
 
     Attributes:
-        published: the family's name in layouts.
+        title: the family's name in names of layouts.
         architecture: what config.json calls the head, as vLLM reads it.
         layer: prefix of the draft layer's tensors.
     """
 
     has_rope = True
-    published: ClassVar[str]
+    title: ClassVar[str]
     architecture: ClassVar[str]
     layer: ClassVar[str]
 
@@ -73,16 +73,16 @@ class LlamaDraftFiles(HeadFiles):
     def read(self, raw: RawCheckpoint, target: HeadDims | None) -> TensorMap:
         config, where = raw.config, str(raw.directory / "config.json")
         if "speculators_model_type" not in config:
-            return self.read_flat(raw, unnest(config), short_names(raw), target, self.published)
+            return self.read_flat(raw, unnest(config), short_names(raw), target, self.title)
         kind, layer = config["speculators_model_type"], config.get("transformer_layer_config")
         if kind != self.speculators:
-            raise FormatError(f"{where}: speculators_model_type is {kind!r} and the tensors are {self.published}'s")
+            raise FormatError(f"{where}: speculators_model_type is {kind!r} and the tensors are {self.title}'s")
         if not isinstance(layer, dict):
             raise FormatError(f"{where}: transformer_layer_config is {type(layer).__name__}, expected an object")
         require_plain(config, where)
         flat = {**LLAMA_DEFAULTS, **layer}
         names = self.from_speculators(config, flat, raw.tensors, where)
-        return self.read_flat(raw, flat, names, target, f"speculators {self.published}")
+        return self.read_flat(raw, flat, names, target, f"speculators {self.title}")
 
     def spell(self, raw: RawCheckpoint) -> Spelling:
         names = {name.removeprefix("model."): name for name in raw.tensors}
@@ -94,13 +94,13 @@ class LlamaDraftFiles(HeadFiles):
             ours[name] = ours[name] or getattr(dims, name)
         return ours
 
-    def stated(self, found: TensorMap) -> dict[str, Any]:
-        return {**found.fields, **{name: getattr(found.dims, name) for name in GEOMETRY}}
+    def stated(self, mapped: TensorMap) -> dict[str, Any]:
+        return {**mapped.fields, **{name: getattr(mapped.dims, name) for name in GEOMETRY}}
 
-    def differences(self, found: TensorMap, config: HeadConfig, dims: HeadDims) -> Iterator[tuple[str, Any, Any]]:
-        if not same_rope(found.dims.rope_parameters, dims.rope_parameters):
-            yield "rope_parameters", dims.rope_parameters, found.dims.rope_parameters
-        yield from super().differences(found, config, dims)
+    def differences(self, mapped: TensorMap, config: HeadConfig, dims: HeadDims) -> Iterator[tuple[str, Any, Any]]:
+        if not same_rope(mapped.dims.rope_parameters, dims.rope_parameters):
+            yield "rope_parameters", dims.rope_parameters, mapped.dims.rope_parameters
+        yield from super().differences(mapped, config, dims)
 
     def config_json(self, head: Head) -> dict[str, Any]:
         dims = head.dims

@@ -33,10 +33,10 @@ class CheckReport:
     """Verdicts on one directory.
 
     Attributes:
-        family: as recognise.recognise tells it.
-        layout: the layout as Headstart's reader names it, or None where it refuses.
+        family: as `recognise` tells it.
+        layout: as Headstart's reader names it; None where it refuses the directory.
         engines: `headstart` and every key of FORMATS → verdict.
-        doubts: what is odd about the files themselves, whoever loads them (doubts.py).
+        doubts: what is odd about the files, whoever loads them (doubts.py).
     """
 
     directory: str
@@ -80,11 +80,11 @@ class CheckReport:
 
 
 def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckReport:
-    """Run every validator over a directory; faults become verdicts, not exceptions.
+    """Apply every engine's rules to a directory. Faults become verdicts, not exceptions.
 
     Args:
-        target_dims: the target's dimensions; without them our sidecar's are taken, and the rope, layer ids and
-            widths of a foreign directory have nothing to be compared with.
+        target_dims: the target's dimensions. Without them those in headstart.json are taken; in a directory that has
+            none, rope, feature layers and widths are not compared.
     Raises: FormatError only when the directory itself, its config or its weight files cannot be opened.
     """
     raw = open_checkpoint(Path(path))
@@ -100,7 +100,7 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
 
 
 def check_checkpoint(raw: RawCheckpoint, target_dims: HeadDims | None = None) -> CheckReport:
-    """As check_directory, of one that is open; what its weights say (doubts.py) is not asked."""
+    """As `check_directory`, for a checkpoint that is open, and without the doubts about its weights."""
     seen, sealed = look_at(raw), read_sealed(raw)
     ours, mapped = _headstart(raw, target_dims)
     if target_dims is None and sealed is not None:
@@ -138,7 +138,7 @@ def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdi
             "rms_norm_eps": mapped.dims.rms_norm_eps,
             "rope_parameters": mapped.dims.rope_parameters,
         }
-        for note in [*rope_problems(draft, "config.json", target), *geometry_notes(draft, target)]:
+        for note in [*rope_problems(draft, target), *geometry_notes(draft, target)]:
             verdict.add(Verdict.LOADS, f"runs as config.json says: {note}")
     return verdict, mapped
 
@@ -152,15 +152,15 @@ def check_embeddings(path: Path, embed_VD: Tensor) -> None:
     name = next((n for n in raw.tensors if n.endswith("embed_tokens.weight")), None)
     if name is None:
         return
-    found = raw.read(name)
-    if found.shape != embed_VD.shape:
-        raise FormatError(f"{path}: {name} is {list(found.shape)}, the target's embedding {list(embed_VD.shape)}")
-    coarse = torch.bfloat16 if torch.bfloat16 in (found.dtype, embed_VD.dtype) else torch.float16
+    own_VD = raw.read(name)
+    if own_VD.shape != embed_VD.shape:
+        raise FormatError(f"{path}: {name} is {list(own_VD.shape)}, the target's embedding {list(embed_VD.shape)}")
+    coarse = torch.bfloat16 if torch.bfloat16 in (own_VD.dtype, embed_VD.dtype) else torch.float16
     allowed = 2 * torch.finfo(coarse).eps
-    worst = ((found.float() - embed_VD.cpu().float()).abs() / embed_VD.cpu().float().abs().clamp(min=1e-3)).max()
+    worst = ((own_VD.float() - embed_VD.cpu().float()).abs() / embed_VD.cpu().float().abs().clamp(min=1e-3)).max()
     if float(worst) > allowed:
         raise FormatError(
             f"{path}: {name} differs from the target's embedding (relative {float(worst):.3g}): the head was "
-            "trained with its own "
-            "or for another target. Serve it where its embeddings are read, or name the target it was trained for."
+            "trained with its own or for another target. Serve it where its embeddings are read, or name the target "
+            "it was trained for."
         )

@@ -1,4 +1,4 @@
-"""What is doubtful about a head that every engine loads: matrices without content, numbers no model has."""
+"""Oddities that no engine looks for: matrices without content, and settings that no model has."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from headstart.heads.errors import FormatError, clip
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.verdicts import HeadDirectory
 
-#: rms_norm_eps of models is 1e-8 … 1e-5; beyond these the norm either does nothing against zero or is no norm
+#: rms_norm_eps of models is 1e-8 … 1e-5. A smaller one does not keep the norm from dividing by zero, a larger one
+#: outweighs the values
 EPSILONS = (1e-12, 1e-2)
 ZERO = "every value is zero"
 
 
 def weight_doubts(seen: HeadDirectory) -> tuple[list[str], list[str]]:
-    """(doubts, faults) of the weights, whatever the family; every tensor is read once.
+    """(doubts, faults) of the weights. Every tensor is read once.
 
-    Biases may be zero (SGLang's EAGLE-1 wants one). A matrix or a norm that is all zero, or a matrix whose rows are all
-    the same, was lost on the way or never trained. A fault is a value that is not finite.
+    A matrix or a norm of zeros, or a matrix whose rows are all equal, was lost or never trained: a doubt. A value that
+    is not finite is a fault. A bias may well be zero.
     """
     doubts, faults = [], []
     portable = {file: name for name, file in seen.names.items()}
@@ -49,8 +50,8 @@ def _emptiness(tensor: Tensor) -> str | None:
 
 
 def epsilon_doubts(config: dict[str, Any]) -> list[str]:
-    """`rms_norm_eps` of a config, or of the layer's config inside it, that no model has."""
-    found = []
+    """Doubts about `rms_norm_eps` of a config, and of the configs inside it."""
+    doubts = []
     low, high = EPSILONS
     for name in ("", "model", "transformer_layer_config", "text_config"):
         node = config.get(name) if name else config
@@ -59,5 +60,5 @@ def epsilon_doubts(config: dict[str, Any]) -> list[str]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < high:
             place = f"{name}.rms_norm_eps" if name else "rms_norm_eps"
-            found.append(clip(f"config.json: {place} is {value!r}, which no model has (usual: 1e-6 or 1e-5)"))
-    return found
+            doubts.append(clip(f"config.json: {place} is {value!r}, which no model has (usual: 1e-6 or 1e-5)"))
+    return doubts

@@ -11,18 +11,19 @@ from headstart.heads.checkpoints.geometry import LLAMA_DEFAULTS, integer
 from headstart.heads.formats.verdicts import REFUSES, WRONG, EngineVerdict, HeadDirectory, TensorRule, Verdict
 
 
-def llama_sizes(config: dict[str, Any], where: str) -> dict[str, int]:
+def llama_sizes(config: dict[str, Any]) -> dict[str, int]:
     """Symbol → size as an engine computes them from a llama config, transformers' defaults included.
 
     H draft width, D target width, A query rows, G key/value rows, I MLP width, V target and U draft vocabulary.
     Raises: FormatError for a value that is no size.
     """
+    where = "config.json"
     full = {**LLAMA_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
     hidden, heads = integer(full, "hidden_size", where), integer(full, "num_attention_heads", where)
     kv_heads = integer(full, "num_key_value_heads", where, default=heads)
     head_dim = integer(full, "head_dim", where, default=max(hidden // heads, 1))
     width = integer(full, "target_hidden_size", where, default=hidden)
-    vocab = integer(full, "vocab_size", where)
+    vocab_size = integer(full, "vocab_size", where)
     return {
         "H": hidden,
         "2H": 2 * hidden,
@@ -31,8 +32,8 @@ def llama_sizes(config: dict[str, Any], where: str) -> dict[str, int]:
         "A": heads * head_dim,
         "G": kv_heads * head_dim,
         "I": integer(full, "intermediate_size", where),
-        "V": vocab,
-        "U": integer(full, "draft_vocab_size", where, default=vocab),
+        "V": vocab_size,
+        "U": integer(full, "draft_vocab_size", where, default=vocab_size),
         "layers": integer(full, "num_hidden_layers", where),
     }
 

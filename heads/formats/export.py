@@ -1,4 +1,4 @@
-"""`export`: write a head for the engines asked for, then prove with the validators that they will load it."""
+"""`export`: write a head for the engines asked for, then check with their rules that they will load it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def contents(head: Head, engine: str, provenance: dict[str, Any]) -> Contents:
 
 
 def check_export(config: ExportConfig, family: str | None = None) -> None:
-    """Refuse settings with which no export can be written, before anything is loaded.
+    """Refuse settings with which no export can be written. Nothing is loaded for it.
 
     Args: family: of the head, where it is known.
     Raises: ConfigError for an unknown engine, one that does not serve the family, an unknown dtype or size.
@@ -62,8 +62,7 @@ def export_head(
         provenance: as for `save_head`.
     Returns: engine → report of the directory written for it.
     Raises: ConfigError for an unknown engine, one that does not serve the family, an unknown dtype or size;
-        FormatError when a validator finds that an engine it was written for would not load it rightly and
-        `config.force` is off.
+        FormatError when an engine that a directory was written for would not load it rightly and `config.force` is off.
     """
     check_export(config, head.family)
     limit = shard_bytes(config.max_shard_size)
@@ -77,7 +76,7 @@ def export_head(
 
 
 def check_ahead(head: Head, config: ExportConfig, provenance: dict[str, Any]) -> None:
-    """Refuse what `export_head` would refuse once the head is trained: its own checks, from names and shapes alone.
+    """Refuse before training what `export_head` would refuse after it, judging by names and shapes alone.
 
     Args:
         head: on the meta device, bound to its target's ends; nothing of its weights is read.
@@ -98,7 +97,7 @@ def check_ahead(head: Head, config: ExportConfig, provenance: dict[str, Any]) ->
 
 @dataclass
 class ImaginedCheckpoint(RawCheckpoint):
-    """A directory that is not written yet: tensors that have no memory are ones, and nothing is read."""
+    """A directory that is not written yet. Tensors on the meta device read as ones."""
 
     held: dict[str, Tensor] = field(repr=False, default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What τ and speed-up of a report rest on where it is not lossless verification: the flag that stands beside them."""
+"""The flag beside τ and speed-up of a report that do not come from lossless verification."""
 
 from __future__ import annotations
 

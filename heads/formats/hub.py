@@ -78,8 +78,7 @@ def push_export(
     if not (api.token or get_token()):
         raise ConfigError(
             "export.push_to_hub: no Hugging Face token found. Run `hf auth login`, or set HF_TOKEN to a token "
-            "with write "
-            f"access, then run the same command again. The export is complete in {directory}."
+            f"with write access, then run the same command again. The export is complete in {directory}."
         )
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
@@ -126,7 +125,7 @@ def _sidecar(directory: Path) -> dict[str, Any]:
 
 
 def _cleared(directory: Path, environment: list[str]) -> dict[str, Any]:
-    """The sidecar as others may see it; one that an older version wrote is written anew.
+    """headstart.json without what others must not see. It is rewritten where an older version left such things in.
 
     Raises: FormatError without one, and where config.json names a directory of this machine.
     """
@@ -151,10 +150,10 @@ def _licence(api: Any, side: dict[str, Any]) -> str | None:
     if name is None:
         return None
     try:
-        found = api.model_info(name).card_data
+        card = api.model_info(name).card_data
     except Exception:  # noqa: BLE001 - the card then points to the target's own page
         return None
-    licence = getattr(found, "license", None)
+    licence = getattr(card, "license", None)
     return licence if isinstance(licence, str) and licence != "other" else None
 
 
@@ -170,8 +169,7 @@ def _patiently(work: Callable[[], T], directory: Path, name: str, sleep: Callabl
             if status in (401, 403):
                 raise ConfigError(
                     f"export.push_to_hub: the Hub refuses {name!r} ({status}): the token may not write there. "
-                    "Check the name, "
-                    "or set HF_TOKEN to a token with write access."
+                    "Check the name, or set HF_TOKEN to a token with write access."
                 ) from error
             if status < 500 and status not in (408, 409, 429):
                 raise StorageError(f"export.push_to_hub: the Hub refuses the upload of {name!r}: {error}") from error
@@ -192,12 +190,12 @@ def _patiently(work: Callable[[], T], directory: Path, name: str, sleep: Callabl
 
 def _is_passing(error: Exception) -> bool:
     """Whether a failure, or what caused it, is the network's; the HTTP client's classes moved between releases."""
-    found: BaseException | None = error
-    while found is not None:
-        named = any(kind.__name__ == "TransportError" for kind in type(found).__mro__)
-        if named or isinstance(found, ConnectionError | TimeoutError):
+    cause: BaseException | None = error
+    while cause is not None:
+        named = any(kind.__name__ == "TransportError" for kind in type(cause).__mro__)
+        if named or isinstance(cause, ConnectionError | TimeoutError):
             return True
-        found = found.__cause__
+        cause = cause.__cause__
     return False
 
 

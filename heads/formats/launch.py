@@ -1,4 +1,4 @@
-"""How serving engines are started with a head, and what `headstart tune` noted about it for that."""
+"""Commands that start serving engines with a head, and what `headstart tune` noted for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TunedBatch:
     """One choice of `headstart tune`.
 
     Attributes:
-        chain: depth of the best chain, which is what engines draft; None where none was searched.
+        chain: length of the best chain, since engines draft chains; None where no chain was measured.
         chain_speedup: its predicted speed-up.
     """
 
@@ -35,15 +35,15 @@ class TunedBatch:
 
 
 def tuned_batches(side: dict[str, Any]) -> list[TunedBatch]:
-    """Every choice that headstart.json keeps, by card and batch; entries that are none are left out."""
+    """The choices that headstart.json keeps, sorted by card and batch. Malformed entries are left out."""
     tuned = side.get("tuned")
-    found = []
+    choices = []
     for device, entry in tuned.items() if isinstance(tuned, dict) else []:
         batches = entry.get("batches") if isinstance(entry, dict) else None
         for batch, choice in batches.items() if isinstance(batches, dict) else []:
             try:
                 best = choice if choice["tree"]["kind"] == "chain" else choice.get("best_chain")
-                found.append(
+                choices.append(
                     TunedBatch(
                         str(device), int(batch), str(choice["label"]), float(choice["tau"]),
                         float(choice["predicted_speedup"]), float(choice["measured_speedup"]),
@@ -53,7 +53,7 @@ def tuned_batches(side: dict[str, Any]) -> list[TunedBatch]:
                 )  # fmt: skip
             except (KeyError, TypeError, ValueError, AttributeError):
                 continue
-    return sorted(found, key=lambda choice: (choice.device, choice.batch))
+    return sorted(choices, key=lambda choice: (choice.device, choice.batch))
 
 
 def tuned_chain(side: dict[str, Any]) -> TunedBatch | None:
@@ -72,7 +72,7 @@ def drafted_tokens(side: dict[str, Any]) -> int:
 def why_tokens(side: dict[str, Any], text: Callable[[str], str] = str) -> str:
     """Where the number of drafted tokens comes from, in a sentence; "" without a tuning.
 
-    Args: text: writes a name of others in the language of the document.
+    Args: text: escapes a name for the document that the sentence goes into.
     """
     chosen = tuned_chain(side)
     if chosen is not None:
@@ -104,10 +104,10 @@ def tuned_table(side: dict[str, Any]) -> str:
 
 
 def context_limit(side: dict[str, Any]) -> int | None:
-    """Tokens that a context may hold where the engine is launched; None: as many as the target has positions.
+    """Tokens that a context may hold in the engine; None: as many as the target has positions.
 
-    With LongRoPE engines turn by the long factors, at every position, once a longer context is allowed: the head and
-    the features that it was trained on know the short ones alone (rope.positions_with_one_rope).
+    LongRoPE has short and long factors, and the head was trained with the short ones. An engine that is started with a
+    longer context uses the long ones at every position (rope.positions_with_one_rope).
     """
     dims = side.get("dims")
     rope = dims.get("rope_parameters") if isinstance(dims, dict) else None

@@ -58,8 +58,8 @@ def drawn(text: str, most: int = LABEL) -> str:
 
 
 def _sections(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    found = ((drawn(name), row) for name, row in (report.get("tasks") or {}).items())
-    tasks = sorted(found, key=lambda item: (-item[1]["prompts"], item[0]))[:SHOWN]
+    named = ((drawn(name), row) for name, row in (report.get("tasks") or {}).items())
+    tasks = sorted(named, key=lambda item: (-item[1]["prompts"], item[0]))[:SHOWN]
     return [("all", report), *sorted(tasks)] if len(tasks) > 1 else [("all", report)]
 
 

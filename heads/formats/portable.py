@@ -1,4 +1,4 @@
-"""The portable directory: config.json + model.safetensors that engines load, headstart.json that remembers the rest.
+"""Writes head directories: config.json and model.safetensors for engines, headstart.json for Headstart.
 
 | file | read by | holds |
 |---|---|---|
@@ -7,8 +7,9 @@
 |  | | or model-00001-of-0000N.safetensors … and model.safetensors.index.json, where a size limit asks for it |
 | headstart.json | Headstart | head config, target's dimensions and fingerprint, recipe, provenance, sha256 of both |
 
-A head that lacks what engines need is *saved* compactly, under an architecture that they refuse: one that shares the
-target's lm_head, or one of a family that no engine serves. What a directory holds says the family (`HeadFiles`).
+This is the portable form. A head that lacks what engines need is *saved* in the compact form, under an architecture
+that they refuse: a head that shares the target's lm_head, or one of a family that no engine serves. The family decides
+(`HeadFiles.contents`).
 """
 
 from __future__ import annotations

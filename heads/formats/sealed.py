@@ -1,4 +1,4 @@
-"""What headstart.json knows of a head whose other files were changed after the export: engines never look there."""
+"""Finds what was changed in a directory since Headstart wrote it: headstart.json knows, and engines never read it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headstart.heads.formats.loading import skeleton
 from headstart.heads.formats.sidecar import SIDECAR, changed_files, family_config, verify_sidecar
 from headstart.heads.formats.verdicts import EngineVerdict, Verdict
 
-#: fields that exports for single engines spell otherwise
+#: fields that exports for different engines write differently
 SPELLED = ("architectures", "model_type", "dtype")
 
 
@@ -25,8 +25,8 @@ class Sealed:
 
     Attributes:
         dims: the target's dimensions with the draft layer's geometry.
-        config: config.json as the portable export writes it; empty for a head saved without its lm_head.
-        changed: files that are no longer what was exported.
+        config: config.json of the portable form; empty for a compact directory.
+        changed: names of the files that are no longer what was exported.
     """
 
     dims: HeadDims
@@ -35,7 +35,7 @@ class Sealed:
 
 
 def read_sealed(raw: RawCheckpoint) -> Sealed | None:
-    """None without a sidecar, or with one that is itself damaged."""
+    """What was exported; None where headstart.json is missing or damaged."""
     side = raw.sidecar
     if side is None:
         return None
@@ -53,7 +53,7 @@ def read_sealed(raw: RawCheckpoint) -> Sealed | None:
 
 
 def add_changes(verdict: EngineVerdict, sealed: Sealed, raw: RawCheckpoint) -> None:
-    """Tell an engine's verdict what was changed; one that refuses anyway protects from it."""
+    """Add what was changed to an engine's verdict. An engine that refuses the directory needs no warning."""
     if not sealed.changed or verdict.refused:
         return
     for name in sealed.changed:

@@ -51,7 +51,7 @@ def _common(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None
     if not isinstance(architectures, list) or architecture not in architectures:
         verdict.add(REFUSES, f"architectures is {architectures!r}, expected [{architecture!r}]")
     check_parses(verdict, seen)
-    sizes = llama_sizes(config, "config.json")
+    sizes = llama_sizes(config)
     check_activation(verdict, config)
     if sizes["layers"] != 1:
         verdict.add(

@@ -22,7 +22,7 @@ from headstart.heads.targets.fetch import TARGETS
 
 SCHEMA = 1
 SIDECAR = "headstart.json"
-#: what the fields of a sidecar are, where they are there
+#: type of every field; a field may be missing
 KINDS: dict[str, type] = {
     "type": str,
     "layout": str,
@@ -36,7 +36,7 @@ KINDS: dict[str, type] = {
     "sha256": dict,
     "tuned": dict,
 }
-#: of a value in the head's settings
+#: length of a list or text in the head's settings
 MAX_ITEMS = 64
 
 
@@ -74,7 +74,7 @@ def _digest(value: dict[str, Any]) -> str:
 
 
 def verify_seal(raw: RawCheckpoint, where: str, side: dict[str, Any]) -> None:
-    """Raises: FormatError unless the sidecar is as it was written and so are the files that it seals."""
+    """Raises: FormatError unless headstart.json and the files that it seals are as they were written."""
     verify_sidecar(where, side)
     digests, files = side.get("sha256"), sealed_files(raw)
     if not isinstance(digests, dict) or set(digests) != files:
@@ -84,9 +84,8 @@ def verify_seal(raw: RawCheckpoint, where: str, side: dict[str, Any]) -> None:
     if changed := changed_files(raw, side):
         raise FormatError(
             f"{raw.directory / changed[0]}: was changed or damaged after the head was saved (sha256 differs from "
-            f"{SIDECAR}). Copy it "
-            f"again, or, if the change is meant, delete {SIDECAR} to have the directory read as a foreign "
-            "checkpoint"
+            f"{SIDECAR}). Copy it again, or, if the change is meant, delete {SIDECAR} to have the directory read as a "
+            "foreign checkpoint"
         )
 
 
@@ -106,7 +105,7 @@ def verify_sidecar(where: str, side: dict[str, Any]) -> None:
 
 
 def misshapen(side: dict[str, Any]) -> str | None:
-    """The first field that is not of its kind, None where all are: whoever can write the file can seal it."""
+    """The first field of a wrong type, or None. A seal does not exclude one: whoever writes the file can seal it."""
     return next((name for name, kind in KINDS.items() if not isinstance(side.get(name), kind | None)), None)
 
 
@@ -115,14 +114,14 @@ def sealed_files(raw: RawCheckpoint) -> set[str]:
 
 
 def changed_files(raw: RawCheckpoint, side: dict[str, Any]) -> list[str]:
-    """Files of the directory that are not what the sidecar seals, or that it does not know."""
+    """Files of the directory that differ from what headstart.json seals, or that it does not name."""
     digests = side.get("sha256")
     digests = digests if isinstance(digests, dict) else {}
     return [name for name in sorted(sealed_files(raw)) if sha256_file(raw.directory / name) != digests.get(name)]
 
 
 def annotate(directory: Path, values: dict[str, Any]) -> None:
-    """Add to (or replace in) the sidecar of a head directory that Headstart wrote what may be published, and seal it.
+    """Add notes to headstart.json of a head directory, or replace them, and seal it again. Private paths are left out.
 
     Raises: FormatError when there is none.
     """
@@ -136,14 +135,14 @@ def notes(directory: Path) -> dict[str, Any]:
     """The sidecar of a head directory, or {} where it has none or one that cannot be read."""
     place = directory / SIDECAR
     try:
-        found = read_json(place) if place.is_file() else {}
+        side = read_json(place) if place.is_file() else {}
     except HeadstartError:
         return {}
-    return found if isinstance(found, dict) and misshapen(found) is None else {}
+    return side if isinstance(side, dict) and misshapen(side) is None else {}
 
 
 def hub_name(target: dict[str, Any]) -> str | None:
-    """The target's Hub id where its name is one, or a registered one's."""
+    """The target's id on the Hub, from what headstart.json says about it; None where it has none."""
     name = str(target.get("hub_id") or target.get("name") or "")
     name = TARGETS[name].hub_id if name in TARGETS else name
     return name if is_repository(name) else None

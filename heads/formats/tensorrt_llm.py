@@ -40,7 +40,7 @@ from headstart.heads.formats.verdicts import (
 
 def _eagle3(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None) -> None:
     config = seen.config
-    sizes = llama_sizes(config, "config.json")
+    sizes = llama_sizes(config)
     match_tensors(verdict, seen, eagle3_tensors(REFUSES), sizes)
     check_parses(verdict, seen)
     nested = eagle_config_of(config)

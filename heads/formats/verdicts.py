@@ -36,7 +36,7 @@ class EngineVerdict:
     """One engine's verdict with every reason.
 
     Attributes:
-        wrong: why it would draft something else than was trained, without saying so.
+        wrong: why it would silently draft something else than was trained.
         refused: why it stops with an error.
         unknown: why nothing can be said.
         notes: what a user should know although it loads.
@@ -50,7 +50,7 @@ class EngineVerdict:
 
     @property
     def verdict(self) -> Verdict:
-        """A refusal protects from loading wrongly, so it comes first."""
+        """The verdict in one word. An engine that refuses a directory cannot load it wrongly."""
         if self.refused or self.wrong:
             return Verdict.REFUSES if self.refused else Verdict.WRONG
         return Verdict.UNKNOWN if self.unknown else Verdict.LOADS
@@ -100,7 +100,7 @@ class HeadDirectory:
 
 
 def doubled_names(raw: RawCheckpoint) -> list[str]:
-    """Tensors that a file holds with and without `model.`: which of the two counts depends on the engine's order."""
+    """Tensors that a file holds with and without the prefix `model.`. Engines differ in which one they take."""
     return sorted(name for name in raw.tensors if f"model.{name}" in raw.tensors)
 
 
@@ -139,10 +139,10 @@ def match_tensors(
             verdict.add(Verdict.WRONG, f"{seen.names[rule.name]} is {dtype}: it would be cast in silence")
 
 
-def rope_problems(config: dict[str, Any], where: str, target: HeadDims | None) -> list[str]:
-    """Why the draft layer would turn differently than the target: every engine reads rope from the draft's config."""
+def rope_problems(config: dict[str, Any], target: HeadDims | None) -> list[str]:
+    """Why the draft layer would use another rope than the target. All engines read the rope from the draft's config."""
     try:
-        rope = rope_parameters(config, where)
+        rope = rope_parameters(config, "config.json")
     except FormatError as error:
         return [str(error)]
     if target is None or same_rope(rope, target.rope_parameters):
@@ -154,10 +154,9 @@ def rope_problems(config: dict[str, Any], where: str, target: HeadDims | None) -
 
 
 def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]:
-    """What changes a draft layer's output but neither its shapes nor any engine's mind.
+    """Settings that change the draft layer's output although every shape fits and every engine accepts them.
 
-    Sizes that are not the target's: a head may have been trained so; a config edited by hand looks the same. LongRoPE,
-    by whose long factors an engine turns where it is launched with a longer context.
+    A size that is not the target's may be how the head was trained, or an edit by hand: the files look the same.
     """
     notes = one_rope_note(config)
     if target is None:
@@ -186,7 +185,7 @@ def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]
 
 
 def one_rope_note(config: dict[str, Any]) -> list[str]:
-    """That a head with LongRoPE is served within its original length only, and what engines make of a dynamic rope."""
+    """LongRoPE serves only within its original length; a dynamic rope is not served alike by all engines."""
     try:
         rope = rope_parameters(config, "config.json")
     except FormatError:
@@ -200,7 +199,7 @@ def one_rope_note(config: dict[str, Any]) -> list[str]:
     ]
 
 
-#: config fields that transformers parses before an engine sees them, and what each has to be
+#: fields that transformers parses before an engine sees them → (type, what the type is called)
 PARSED: dict[str, tuple[type, str]] = {
     "eagle_config": (dict, "an object"),
     "dflash_config": (dict, "an object"),
@@ -211,7 +210,7 @@ PARSED: dict[str, tuple[type, str]] = {
 
 
 def check_parses(verdict: EngineVerdict, seen: HeadDirectory) -> None:
-    """Add why transformers, which engines ask first, makes no configuration out of config.json."""
+    """Add the faults for which transformers, which engines ask first, rejects config.json."""
     config = seen.raw.config
     kind = config.get("model_type")
     if not (isinstance(kind, str) and kind) and "speculators_model_type" not in config:
@@ -241,14 +240,14 @@ def check_target(verdict: EngineVerdict, target: HeadDims | None, width: int, vo
 
 def check_geometry(verdict: EngineVerdict, config: dict[str, Any], target: HeadDims | None) -> None:
     """Compare the draft layer's rope and sizes with the target's."""
-    for problem in rope_problems(config, "config.json", target):
+    for problem in rope_problems(config, target):
         verdict.add(Verdict.WRONG, problem)
     for note in geometry_notes(config, target):
         verdict.add(Verdict.LOADS, note)
 
 
 def guarded(verdict: EngineVerdict, check: Callable[[], None]) -> EngineVerdict:
-    """Run a check; what it cannot even read, the engine cannot either."""
+    """Run a check. A FormatError in it is a refusal: what Headstart cannot read, the engine cannot read either."""
     try:
         check()
     except FormatError as error:

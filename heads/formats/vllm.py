@@ -265,7 +265,7 @@ def _feature_layers(verdict: EngineVerdict, ids: Any, target: HeadDims | None) -
 
 
 def _llama(verdict: EngineVerdict, config: dict[str, Any], target: HeadDims | None) -> dict[str, int]:
-    sizes = llama_sizes(config, "config.json")
+    sizes = llama_sizes(config)
     check_activation(verdict, config)
     if sizes["layers"] != 1:
         given = "missing and defaults to" if config.get("num_hidden_layers") is None else "is"

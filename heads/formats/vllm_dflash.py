@@ -36,7 +36,7 @@ def check_dflash(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims |
     nested = config.get("dflash_config")
     nested = nested if isinstance(nested, dict) else {}
     ids = _layers(verdict, config, nested, target)
-    sizes = llama_sizes(config, "config.json")
+    sizes = llama_sizes(config)
     token = nested.get("mask_token_id", config.get("mask_token_id"))
     if problem := mask_token_problem("dflash_config.mask_token_id", token, sizes["V"]):
         verdict.add(REFUSES, problem)
@@ -120,7 +120,7 @@ def _compare_layers(verdict: EngineVerdict, seen: HeadDirectory) -> None:
     if kind not in DENSE or config.get("quantization_config") is not None:
         verdict.add(LOADS, f"its layers are not compared with config.json (model_type {kind!r})")
         return
-    llama_sizes(config, where)  # bounded before a module is built
+    llama_sizes(config)  # bounded before a module is built
     integer(config, "max_position_embeddings", where, default=2048)
     try:
         made = AutoConfig.for_model(**{**config, "dtype": None})

@@ -39,7 +39,7 @@ class EagleFiles(LlamaDraftFiles):
     }
     layouts = ("EAGLE-1/2",)
     speculators = "eagle"
-    published = "EAGLE-1"
+    title = "EAGLE-1"
     architecture = "EagleLlamaForCausalLM"
     layer = "layers.0."
 

@@ -49,7 +49,7 @@ class Eagle3Files(LlamaDraftFiles):
     }
     layouts = ("EAGLE-3", "SpecForge")
     speculators = "eagle3"
-    published = "EAGLE-3"
+    title = "EAGLE-3"
     architecture = "LlamaForCausalLMEagle3"
     layer = "midlayer."
 
@@ -92,8 +92,8 @@ class Eagle3Files(LlamaDraftFiles):
                 f"{'' if size == dims.vocab_size else rows}. Add the head's own [draft_vocab_size, hidden_size] matrix."
             )
         ids, maps = _draft_ids(raw, names, size, dims.vocab_size, where)
-        found = map_tensors(raw, layout, "eagle3", fields, dims, names, expected, {**unused, **maps})
-        return replace(found, draft_ids_U=ids)
+        mapped = map_tensors(raw, layout, "eagle3", fields, dims, names, expected, {**unused, **maps})
+        return replace(mapped, draft_ids_U=ids)
 
     def from_speculators(
         self, outer: dict[str, Any], flat: dict[str, Any], tensors: Iterable[str], where: str
@@ -197,21 +197,21 @@ def aux_layer_ids(config: dict[str, Any], where: str, target_layers: int | None)
             f"{inner} "
             f"(SGLang adds 1) name different layers. Write {[k - 1 for k in top]} inside eagle_config."
         )
-    found = top if top is not None else [k + 1 for k in inner] if inner is not None else None
-    if found is None:
+    layers = top if top is not None else [k + 1 for k in inner] if inner is not None else None
+    if layers is None:
         return None
     limit = target_layers if target_layers is not None else 1 << 16
-    if len(found) != 3 or sorted(set(found)) != found or found[0] < 1 or found[-1] >= limit:
+    if len(layers) != 3 or sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= limit:
         below = (
             f"below {target_layers}, the target's depth (its last hidden state is post-norm)"
             if target_layers
             else "from 1"
         )
         raise FormatError(
-            f"{where}: feature layers {found}; expected three distinct ascending ids {below}: engines sort and "
+            f"{where}: feature layers {layers}; expected three distinct ascending ids {below}: engines sort and "
             "de-duplicate them"
         )
-    return tuple(found)
+    return tuple(layers)
 
 
 def _draft_ids(

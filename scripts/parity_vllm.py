@@ -173,6 +173,7 @@ def compare(arguments: argparse.Namespace) -> int:
     for needed in (
         "eval.decoding.decode",
         "eval.measuring.metrics",
+        "eval.measuring.rendering",
         "eval.servers.served",
         "pipeline.train",
         "saved_heads",
@@ -371,6 +372,7 @@ def measure_served(
 ) -> dict[str, Any]:
     """The same prompts through `vllm serve`, measured from its metrics as `headstart eval --engine vllm` does."""
     from headstart.eval.config import EvalConfig
+    from headstart.eval.measuring.rendering import write_report
     from headstart.eval.servers.served import evaluate_server
     from headstart.serve_vllm import vllm_server
 
@@ -385,7 +387,7 @@ def measure_served(
         report = evaluate_server(
             "vllm", url, EvalConfig(data=str(data), max_new_tokens=arguments.max_new_tokens), arguments.target
         )
-    report.write(arguments.work / f"{family}.served")
+    write_report(report, arguments.work / f"{family}.served")
     say(f"served: {report.tokens} tokens, {report.tokens_per_s or 0:.1f} tokens/s")
     return {
         "tau_served": report.tau,

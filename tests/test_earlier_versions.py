@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from headstart.cli import main
 from headstart.data.features import StoredFeatures
-from headstart.eval.measuring.report import Report, render_saved
+from headstart.eval.measuring.rendering import render_saved
+from headstart.eval.measuring.report import Report
 from headstart.heads.files import read_json
 from headstart.heads.formats.sidecar import annotate, notes
 from headstart.heads.provenance import device_name

@@ -11,10 +11,9 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from headstart.eval.measuring.report import (
+from headstart.eval.measuring.fitted import Fitted
+from headstart.eval.measuring.rendering import (
     TAU_NOTE,
-    Fitted,
-    Report,
     interval_text,
     latency_cells,
     number,
@@ -23,11 +22,12 @@ from headstart.eval.measuring.report import (
     render_markdown,
     speedup_text,
 )
+from headstart.eval.measuring.report import Report
 from headstart.heads.errors import DataError
 from headstart.heads.escape import markdown, table
 from headstart.heads.files import atomic_write, write_text
 from headstart.heads.formats.flags import MEANINGS
-from headstart.heads.formats.plots import drawn
+from headstart.heads.formats.plots import drawn, save_figure
 
 BATCHES = "batches.png"
 COLUMNS = (
@@ -228,4 +228,4 @@ def _plot(curves: dict[str, list[tuple[int, float]]], place: Path) -> None:
     axes.set_xlabel("batch")
     axes.set_ylabel("speed-up (clock)")
     axes.legend(fontsize=7)
-    figure.savefig(place, format="png", metadata={"Software": None})
+    save_figure(figure, place)

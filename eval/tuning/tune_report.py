@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.measuring.report import number
+from headstart.eval.measuring.rendering import number
 from headstart.eval.tuning.tune import AGREEMENT, Choice, Tuning, tree_name
 from headstart.heads.escape import code, line, markdown, table
 from headstart.heads.files import atomic_write, write_json, write_text

@@ -43,6 +43,15 @@ def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
     return written
 
 
+def first_plot_note() -> str | None:
+    """What to say before a plot that takes long; None where this machine has drawn one before."""
+    import matplotlib
+
+    if any(Path(matplotlib.get_cachedir()).glob("fontlist-*.json")):
+        return None
+    return "drawing the plots: matplotlib first lists this machine's fonts, which may take ten seconds, once"
+
+
 def save_figure(figure: Any, place: Path) -> None:
     """Write a figure as PNG."""
     # no version inside: the same report gives the same file

@@ -59,7 +59,8 @@ def command(
     With --engine and --url, the prompts go to a server at temperature 0 and τ comes from its counters.
     """
     with speaking(json, "eval") as console:
-        from headstart.eval.measuring.report import Report, render_tables
+        from headstart.eval.measuring.rendering import render_tables
+        from headstart.eval.measuring.report import Report
         from headstart.heads.errors import ConfigError
 
         recipe, words = split_recipe(arguments)
@@ -186,10 +187,11 @@ def place_of(out: str | None) -> Path | None:
 
 def _write(report: Report, place: Path, config: EvalConfig, console: Console) -> None:
     """Write the report where an earlier one may be, which is kept."""
+    from headstart.eval.measuring.rendering import write_report
     from headstart.evaluation import say_own_data
 
     keep_earlier(place, "eval", ("report.json", "report.md"), console)
-    report.write(place, console.say)
+    write_report(report, place, console.say)
     say_own_data(config.data, console)
 
 

@@ -20,7 +20,7 @@ def command(
     """Compare evaluations: τ, acceptance by position, tokens/s, speed-up, and what differs between the runs."""
     with speaking(json) as console:
         from headstart.eval.measuring.compare import comparison_table, differences, read_reports, write_comparison
-        from headstart.eval.measuring.report import render_saved
+        from headstart.eval.measuring.rendering import render_saved
 
         reports = read_reports(runs)
         # what an evaluation could not write, or somebody removed

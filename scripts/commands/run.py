@@ -8,7 +8,8 @@ from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Do every step: distil, train, evaluate, export. Finished steps are skipped, a killed run continues."""
     with speaking(json, "run") as console:
-        from headstart.eval.measuring.report import Report, render_tables
+        from headstart.eval.measuring.rendering import render_tables
+        from headstart.eval.measuring.report import Report
         from headstart.pipeline.distill import distill
         from headstart.pipeline.evaluate import evaluate
         from headstart.pipeline.export import export

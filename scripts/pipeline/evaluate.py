@@ -7,7 +7,7 @@ from typing import Any
 
 from headstart import identity
 from headstart.eval.config import RETIRED
-from headstart.eval.measuring.report import render_saved
+from headstart.eval.measuring.rendering import render_saved
 from headstart.eval.prompts import describe_data
 from headstart.evaluation import UNTRAINED, measure, say_own_data
 from headstart.heads.errors import ConfigError, FormatError

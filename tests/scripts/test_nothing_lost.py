@@ -158,7 +158,7 @@ def test_what_cannot_be_rendered_is_measured_all_the_same(
 
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.eval.measuring.report.draw_plots", broken)
+        patch.setattr("headstart.eval.measuring.rendering.draw_plots", broken)
         first = headstart("eval", recipe, *ONLY_FILES)
     assert first.code == 0 and "no such glyph" in first.err and f"`headstart report {run}`" in first.err
     assert json.loads((run / "report.json").read_text())["tau"] >= 1 and not (run / "report.md").exists()

@@ -21,7 +21,8 @@ from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_lab
 from headstart.eval.decoding.decode import Answer
 from headstart.eval.measuring.benchmark import evaluate, first_difference
 from headstart.eval.measuring.metrics import expected_tau
-from headstart.eval.measuring.report import Report, render_markdown, render_table, render_tables
+from headstart.eval.measuring.rendering import render_markdown, render_table, render_tables, write_report
+from headstart.eval.measuring.report import Report
 from headstart.eval.measuring.teacher_forced import teacher_forced_tau
 from headstart.eval.prompts import load_prompts
 from headstart.heads.errors import ConfigError, DataError, TemplateError
@@ -88,7 +89,7 @@ def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, 
     assert report.recipe == {"seed": 7}
     assert seen[0][:2] == (0, 3) and seen[-1][:2] == (3, 3)
 
-    written = json.loads(report.write(tmp_path / "run").read_text())
+    written = json.loads(write_report(report, tmp_path / "run").read_text())
     assert written["schema"] == 1 and set(written) >= REQUIRED
     assert Report.read(tmp_path / "run") == report
     markdown = (tmp_path / "run" / "report.md").read_text()
@@ -140,7 +141,7 @@ def test_synthetic_acceptance(
     assert "SYNTHETIC" in render_table(report).title
     assert render_markdown(report).count("SYNTHETIC") == 2
     if (asked, temperature) == (0.7, 1.0):
-        report.write(tmp_path)
+        write_report(report, tmp_path)
         assert Report.read(tmp_path) == report
         config.baseline = False
         assert evaluate(target, eagle3.head, config).tau == report.tau

@@ -21,6 +21,7 @@ from headstart.eval.measuring.compare import (
     speedups_by_batch,
     write_comparison,
 )
+from headstart.eval.measuring.rendering import write_report
 from headstart.eval.measuring.report import Report, Section
 from headstart.heads.errors import DataError
 
@@ -199,7 +200,7 @@ def test_sweeps_inside_runs_are_compared(tmp_path: Path) -> None:
 def test_labels_and_missing_reports(tmp_path: Path) -> None:
     places = [tmp_path / "x" / "run", tmp_path / "y" / "run"]
     for place, tau in zip(places, (2.0, 3.0), strict=True):
-        report(tau=tau).write(place)
+        write_report(report(tau=tau), place)
     assert {label: found.tau for label, found in read_reports(places).items()} == {"x/run": 2.0, "y/run": 3.0}
     with pytest.raises(DataError, match="more than once"):
         read_reports([places[0], places[0]])
@@ -209,7 +210,7 @@ def test_labels_and_missing_reports(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, tau in (("one", 2.0), ("two", 3.0)):
-        report(tau=tau).write(tmp_path / name)
+        write_report(report(tau=tau), tmp_path / name)
     words = ["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "out"), "--json"]
     assert main(words) == 0
     value = json.loads(capsys.readouterr().out)
@@ -219,7 +220,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plots_of_a_report(tmp_path: Path) -> None:
-    report().write(tmp_path)
+    write_report(report(), tmp_path)
     text = (tmp_path / "report.md").read_text()
     for name in ("acceptance.png", "tasks.png"):
         assert f"({name})" in text and (tmp_path / name).read_bytes().startswith(b"\x89PNG")

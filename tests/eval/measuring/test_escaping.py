@@ -14,7 +14,8 @@ import yaml
 from rich.console import Console
 
 from headstart.eval.measuring.compare import comparison_markdown, comparison_table
-from headstart.eval.measuring.report import Report, Section, render_markdown, render_tables
+from headstart.eval.measuring.rendering import render_markdown, render_tables
+from headstart.eval.measuring.report import Report, Section
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.launch import launch_commands
 

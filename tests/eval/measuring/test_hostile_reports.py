@@ -12,12 +12,13 @@ from reference.hostile import VALUES, within_seconds
 from test_compare import report
 
 from headstart.eval.measuring.compare import comparison_markdown, comparison_table, differences, read_reports
+from headstart.eval.measuring.rendering import write_report
 from headstart.heads.errors import DataError
 
 
 def test_reports_that_were_changed_are_refused_by_name(tmp_path: Path) -> None:
     """150 changes of a report, always the same: it is compared, or refused with its path; never a traceback."""
-    path = report().write(tmp_path)
+    path = write_report(report(), tmp_path)
     written = json.loads(path.read_text())
     whole: list[tuple[Any, ...]] = [(name,) for name in written]
     whole += [("tasks", task, name) for task, row in written["tasks"].items() for name in row]

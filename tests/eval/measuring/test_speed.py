@@ -22,7 +22,8 @@ from headstart.eval.measuring.benchmark import evaluate
 from headstart.eval.measuring.breakdown import cycle_parts
 from headstart.eval.measuring.generate import LABEL, GenerateBaseline
 from headstart.eval.measuring.metrics import Pace, Timed, bootstrap_speedup, token_seconds
-from headstart.eval.measuring.report import Report, render_markdown, render_tables, speedup_text
+from headstart.eval.measuring.rendering import render_markdown, render_tables, speedup_text, write_report
+from headstart.eval.measuring.report import Report
 from headstart.eval.measuring.sweep import fit, gain_ends, spread
 from headstart.eval.measuring.task_results import TaskResults, section_of
 from headstart.heads.errors import ConfigError
@@ -143,7 +144,7 @@ def test_sweeps_of_a_report(swept: Report, tmp_path: Path) -> None:
         assert point["speculative_latency"]["token_p50_ms"] <= point["speculative_latency"]["token_p95_ms"]
     assert batches["points"][1]["baseline_active_rows"] == 4
 
-    swept.write(tmp_path)
+    write_report(swept, tmp_path)
     assert Report.read(tmp_path) == swept
     markdown = (tmp_path / "report.md").read_text()
     assert "## Speed-up by batch" in markdown and "## Speed-up by context, batch 1" in markdown
@@ -158,7 +159,7 @@ def test_the_parts_of_a_cycle_are_measured_and_drawn(
     parts = swept.cycle
     assert set(parts) == {"draft_ms", "verify_ms", "rest_ms"}
     assert parts["draft_ms"] > 0 and parts["verify_ms"] > 0 and parts["rest_ms"] >= 0
-    swept.write(tmp_path)
+    write_report(swept, tmp_path)
     assert "Parts of a cycle in ms, batch 1: draft " in (tmp_path / "report.md").read_text()
     assert (tmp_path / "cycle.png").read_bytes().startswith(b"\x89PNG")
     config = EvalConfig(data=prompts, max_new_tokens=4, tree=TreeConfig(depth=2), temperature=1.0)

@@ -13,7 +13,8 @@ from fake_server import serving
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.measuring.metrics import acceptance
-from headstart.eval.measuring.report import Report, render_markdown
+from headstart.eval.measuring.rendering import render_markdown
+from headstart.eval.measuring.report import Report
 from headstart.eval.servers import served
 from headstart.eval.servers.counters import Metrics, cycles_from_counts, parse_metrics, reached_of_histogram
 from headstart.eval.servers.served import evaluate_server

@@ -1,0 +1,235 @@
+"""What a report shows: tables for the terminal, report.md and its plots."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from headstart.eval.measuring.fitted import Fitted
+from headstart.eval.measuring.report import Report, Section
+from headstart.heads.errors import HeadstartError
+from headstart.heads.escape import code, markdown, plain, table
+from headstart.heads.files import write_text
+from headstart.heads.formats.flags import TITLES
+from headstart.heads.formats.plots import draw_plots, first_plot_note
+
+TAU_NOTE = "τ = tokens committed per target forward after prefill (plain decoding = 1)"
+
+COLUMNS = (
+    "task",
+    "prompts",
+    "τ",
+    "95 %",
+    "acceptance by position",
+    "plain tok/s",
+    "spec. tok/s",
+    "speed-up (clock)",
+    "identical",
+)
+#: beside it where rows end apart
+ROW_COLUMN = "speed-up (row time)"
+ROW_NOTE = (
+    "speed-up (clock): tokens of whole batches by the wall clock, the places of ended rows stay empty; "
+    "speed-up (row time): by the time that rows spent decoding, as where a server fills those places at once"
+)
+
+
+def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
+    return "–" if value is None else f"{value:.{digits}f}{suffix}"
+
+
+def rates_text(values: list[float] | list[float | None]) -> str:
+    return " ".join("–" if v is None else f"{v:.3f}".replace("0.", ".", 1) for v in values) or "–"
+
+
+def interval_text(interval: list[float] | None) -> str:
+    return "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}"
+
+
+def speedup_text(speedup: float | None, interval: list[float] | None) -> str:
+    """`1.80×`, with its interval where there is one: `1.80× (1.72–1.88)`."""
+    return number(speedup, 2, "×") + ("" if interval is None else f" ({interval_text(interval)})")
+
+
+def _by_row(report: Report) -> bool:
+    """Whether the report tells the speed-up by row time as well: alone in a batch, a row's time is the clock's."""
+    return report.batch_size > 1 and report.row_speedup is not None
+
+
+def _columns(report: Report) -> tuple[str, ...]:
+    return (*COLUMNS[:-1], *([ROW_COLUMN] if _by_row(report) else []), COLUMNS[-1])
+
+
+def _cells(name: str, section: Section, by_row: bool) -> tuple[str, ...]:
+    identity = section.identity
+    return (
+        name,
+        str(section.prompts),
+        number(section.tau),
+        interval_text(section.tau_ci95),
+        rates_text(section.per_position_acceptance),
+        number(section.baseline_tokens_per_s, 1),
+        number(section.tokens_per_s, 1),
+        speedup_text(section.speedup, section.speedup_ci95),
+        *([number(section.row_speedup, 2, "×")] if by_row else []),
+        "–" if identity is None else f"{identity['identical']}/{identity['sequences']}",
+    )
+
+
+def _sections(report: Report) -> list[tuple[str, Section]]:
+    tasks = sorted(report.tasks.items()) if len(report.tasks) > 1 else []
+    return [*tasks, ("all", report.total)]
+
+
+def _title(report: Report) -> str:
+    acceptance = "lossless" if report.flag is None else TITLES[report.flag]
+    return (
+        f"{report.drafter} on {report.target['name']} · {report.tree['label']} · temperature {report.temperature:g} · "
+        f"{acceptance} · {report.dtype} · batch {report.batch_size} · {report.device}"
+    )
+
+
+def render_table(report: Report) -> Fitted:
+    """Terminal table: one row per task and one for everything."""
+    rows = [_cells(name, section, _by_row(report)) for name, section in _sections(report)]
+    # the last row is the total of the others
+    return Fitted(
+        _title(report), _columns(report), rows, "\n".join([TAU_NOTE, *report.notes]), (0, 4), (len(rows) - 2,)
+    )
+
+
+def render_tables(report: Report) -> Group:
+    """Everything for the terminal: `render_table`, latency, sweeps, HF `generate`."""
+    more = [Fitted(title, columns, rows) for title, columns, rows in _more_tables(report)]
+    return Group(render_table(report), *more, *(Text(plain(remark)) for remark in remarks(report)))
+
+
+WAYS = ("baseline", "speculative")
+LATENCY_COLUMNS = ("task", *(f"{way} {what}" for way in ("plain", "spec.") for what in ("first token", "per token")))
+
+
+def _more_tables(report: Report) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """(title, columns, rows) of everything that was timed beside the main numbers."""
+    if report.latency is not None:
+        title = f"latency in ms, median / 95th percentile, batch {report.batch_size} (first token = prefill)"
+        yield title, LATENCY_COLUMNS, [(name, *latency_cells(section.latency)) for name, section in _sections(report)]
+    sweeps = report.sweeps or {}
+    for name, points in ((name, sweep["points"]) for name, sweep in sweeps.items()):
+        title = "speed-up by batch" if name == "batch" else f"speed-up by context, batch {report.batch_size}"
+        yield title, (name, *SWEEP_COLUMNS), [_sweep_cells(name, point) for point in points]
+
+
+def latency_cells(latency: dict[str, dict[str, float | None] | None] | None) -> list[str]:
+    """Plain first token, plain per token, the same of speculation; each "median / 95th percentile" in ms."""
+    shown = []
+    for way in WAYS:
+        values = (latency or {}).get(way) or {}
+        for what in ("first_token", "token"):
+            pair = [values.get(f"{what}_p{percent}_ms") for percent in (50, 95)]
+            shown.append("–" if pair[0] is None else " / ".join(number(value) for value in pair))
+    return shown
+
+
+SWEEP_COLUMNS = (
+    "rows", "prompts", "plain tok/s", "spec. tok/s", COLUMNS[-2], ROW_COLUMN, "τ", "plain per token", "spec. per token",
+    "active",
+)  # fmt: skip
+
+
+def _sweep_cells(name: str, point: dict[str, Any]) -> tuple[str, ...]:
+    if point.get("out_of_memory"):
+        return (str(point[name]), "out of memory", *["–"] * (len(SWEEP_COLUMNS) - 1))
+    cells = latency_cells({way: point.get(f"{way}_latency") for way in WAYS})
+    active = [point.get(f"{way}_active_rows") for way in WAYS]
+    return (
+        str(point[name]), str(point["rows"]), str(point["prompts"]), number(point["baseline_tokens_per_s"], 1),
+        number(point.get("speculative_tokens_per_s"), 1), number(point.get("speedup"), 2, "×"),
+        number(point.get("row_speedup"), 2, "×"), number(point.get("tau")), cells[1], cells[3],
+        " / ".join(number(value, 1) for value in active),
+    )  # fmt: skip
+
+
+def remarks(report: Report) -> list[str]:
+    """Sentences that go with the tables."""
+    lines = [ROW_NOTE] if _by_row(report) or report.sweeps else []
+    for sweep in (report.sweeps or {}).values():
+        lines += [sweep[key] for key in ("says", "note") if sweep.get(key)]
+    if report.sweeps:
+        lines.append("active: rows that a cycle decoded, plain / spec.; per token in ms, median / 95th percentile")
+    if report.cycle is not None:
+        named = ("draft", "verify", "rest")
+        spent = ", ".join(f"{name} {number(report.cycle[f'{name}_ms'], 2)}" for name in named)
+        lines.append(f"parts of a cycle in ms, batch {report.batch_size}: {spent}")
+    if (ready := report.timing.get("ready_s")) is not None:
+        lines.append(f"measuring began {number(ready, 1)} s after the target was loaded")
+    if report.generate is not None:
+        found = report.generate
+        rate = number(found["tokens_per_s"], 1)
+        lines.append(f"{found['label']}: {rate} tokens/s at batch 1 on {found['prompts']} contexts, prefill apart")
+    return lines
+
+
+def render_markdown(report: Report) -> str:
+    heading = markdown(f"{report.drafter} on {report.target['name']}")
+    lines = [f"# {heading}", "", markdown(_title(report)), ""]
+    lines += table(_columns(report), [_cells(name, section, _by_row(report)) for name, section in _sections(report)])
+    lines += ["", f"{TAU_NOTE}.", ""]
+    lines += [f"Acceptance given all earlier positions: {rates_text(report.per_position_conditional)}.", ""]
+    for title, columns, rows in _more_tables(report):
+        lines += [f"## {title[0].upper()}{title[1:]}", "", *table(columns, rows), ""]
+    for remark in remarks(report):
+        lines += [f"{markdown(remark[0].upper() + remark[1:])}.", ""]
+    identity = report.greedy_identity
+    if identity:
+        lines.append(
+            f"Greedy identity with plain decoding ({identity['dtype']}): "
+            f"{identity['identical']} of {identity['sequences']} sequences."
+        )
+        for case in identity["divergences"]:
+            place = f"turn {case['turn'] + 1}, token {case['position']}"
+            gap = f"target's top-2 logit gap {case['gap']:.4g}"
+            lines.append(f"- {markdown(case['id'])}: first differs at {place}, {gap}")
+        lines.append("")
+    lines += [f"- {markdown(note)}" for note in report.notes]
+    data = markdown(report.data["path"])
+    lines += [f"- data: {data}, {report.prompts} prompts, at most {report.max_new_tokens} new tokens"]
+    lines += [f"- {name}: {number(value, 2)}" for name, value in report.timing.items()]
+    lines += [f"- command: {code(report.command)}"] if report.command else []
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    lines += [f"- revision {report.git_revision}; {markdown(versions)}"]
+    return "\n".join(lines) + "\n"
+
+
+def write_report(report: Report, directory: Path | str, say: Callable[[str], None] = print) -> Path:
+    """`Report.save`, then `render_saved`, whose failure costs nothing; returns the path of report.json."""
+    path = report.save(directory)
+    render_saved(path, say)
+    return path
+
+
+def render_report(report: Report, directory: Path) -> None:
+    """Write report.md and its plots beside report.json (atomically)."""
+    shown = report.published()
+    images = "".join(f"\n![{Path(name).stem}]({name})\n" for name in draw_plots(shown.to_json(), directory))
+    write_text(directory / "report.md", render_markdown(shown) + images)
+
+
+def render_saved(path: Path, say: Callable[[str], None]) -> bool:
+    """Render a saved report.json; False where that failed, which `say` is told with the remedy."""
+    try:
+        if (note := first_plot_note()) is not None:
+            say(note)
+        render_report(Report.read(path.parent), path.parent)
+    except Exception as error:  # noqa: BLE001 - whatever a renderer meets, the measurement is saved
+        cause = str(error) if isinstance(error, HeadstartError) else f"{type(error).__name__}: {error}"
+        say(
+            f"WARNING: {path} holds the measurement, but report.md and its plots could not be written ({cause}). "
+            f"`headstart report {shlex.quote(str(path.parent))}` makes them again"
+        )
+        return False
+    return True

@@ -4,7 +4,8 @@
       step-00000100/   head.safetensors  optimizer.safetensors  rng.safetensors  state.json  manifest.json
       latest           name of the newest one
       best/            head.safetensors  state.json  manifest.json   (best validation so far)
-      damaged-…/       what failed its check at a resume that found an intact one, kept for inspection
+      damaged-…/       a checkpoint that failed its check when the run resumed from an older one; kept to look at
+      diverged-…/      a checkpoint that was taken between skipped steps (train.nonfinite=skip)
 
 A directory is written under a temporary name and renamed when complete; `manifest.json` holds size and sha256 of
 every file. Optimiser state is keyed by parameter name, so it does not depend on the number of ranks.
@@ -69,14 +70,14 @@ def rng_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state: Any = np.random.get_state()
     kind, keys, position, has_gauss, cached = state
-    found: dict[str, Any] = {
+    states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
         "python": [version, list(words), gauss],
         "numpy": [kind, keys.tolist(), position, has_gauss, cached],
     }
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
@@ -96,7 +97,7 @@ def pack_rng(states: list[dict[str, Any]]) -> tuple[dict[str, Tensor], list[dict
 
 
 def unpack_rng(checkpoint: Checkpoint, rank: int) -> dict[str, Any] | None:
-    """State of this rank, None when the checkpoint had fewer ranks (packs seed themselves, so nothing is lost)."""
+    """State of this rank; None when the checkpoint had fewer ranks (nothing is lost: every pack has its own seed)."""
     saved = checkpoint.state["rng"]
     if rank >= len(saved):
         return None
@@ -141,7 +142,7 @@ def write_directory(path: Path, write: Callable[[Path], None], known: dict[str, 
 
 
 def damage(path: Path, names: Sequence[str] = FILES) -> str | None:
-    """What is wrong with a directory that holds the files `names`, None when all have their size and hash."""
+    """What is wrong with a directory that must hold the files `names`; None when all have their size and hash."""
     try:
         manifest = read_json(path / MANIFEST)
         if manifest["version"] != VERSION:
@@ -165,13 +166,16 @@ def damage(path: Path, names: Sequence[str] = FILES) -> str | None:
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint's name; None for any other name (a copy that somebody made beside it)."""
-    found = re.fullmatch(r"step-(\d{8,})", name)
-    return None if found is None else int(found[1])
+    """The step in a checkpoint's name; None for any other name, such as that of a copy beside it."""
+    match = re.fullmatch(r"step-(\d{8,})", name)
+    return None if match is None else int(match[1])
 
 
 class CheckpointStore:
-    """The `checkpoints/` directory of one run. Writing is rank 0's; reading is everyone's."""
+    """The `checkpoints/` directory of one run. Rank 0 alone writes into it; every rank reads.
+
+    Args: keep: checkpoints that stay, the newest ones; 0 = all.
+    """
 
     def __init__(self, directory: Path, keep: int):
         self.directory, self.keep = directory, keep
@@ -187,7 +191,7 @@ class CheckpointStore:
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write one, point `latest` at it, delete those beyond `keep`. Raises StorageError when the disk is full.
 
-        One of a run that is skipping steps deletes none: its weights may have diverged.
+        A checkpoint that was taken between skipped steps deletes none: its weights may have diverged.
         """
         path = self._path(checkpoint.state["step"])
 
@@ -204,14 +208,17 @@ class CheckpointStore:
         return path
 
     def before_skips(self) -> Path | None:
-        """Newest checkpoint of finite weights not saved between skipped steps; newer ones become `diverged-…`."""
+        """The newest checkpoint that has finite weights and was not taken between skipped steps.
+
+        Newer ones are renamed to `diverged-…`.
+        """
         latest = self.directory / "latest"
         for path in self.paths():
             try:
                 skipped = read_json(path / "state.json").get("skipped", 0)
                 diverged = skipped or bad_entries(load_file(path / "head.safetensors"))
             except (DataError, OSError, SafetensorError):
-                diverged = False  # damaged: `find` sees to it
+                diverged = False  # it is damaged, which `find` deals with
             if not diverged:
                 write_text(latest, path.name + "\n")
                 return path
@@ -220,7 +227,7 @@ class CheckpointStore:
         return None
 
     def rewrite_state(self, state: dict[str, Any]) -> Path:
-        """Replace the JSON state of the checkpoint of state["step"]; its tensors and its generators' states stay."""
+        """Replace the JSON state of the checkpoint of state["step"]. Tensors and generator states stay."""
         path = self._path(state["step"])
         state = state | {"rng": read_json(path / "state.json")["rng"]}
         files = read_json(path / MANIFEST)["files"]
@@ -239,28 +246,30 @@ class CheckpointStore:
 
     @staticmethod
     def _remove(path: Path) -> None:
-        """Delete so that a kill in between leaves no half checkpoint under a valid name."""
+        """Delete a checkpoint. A kill in between leaves no half of it under a valid name."""
         trash = path.with_name(f".{path.name}.{os.getpid()}.old")
         os.rename(path, trash)
         delete(trash)
 
     def clean(self) -> None:
-        """Delete what killed writers left behind; a checkpoint killed while being replaced gets its name back."""
+        """Delete what killed writers left. A checkpoint that was being replaced when they died gets its name back."""
         for old in self.directory.glob(".*.old"):
             path = self.directory / old.name[1:].split(".")[0]
-            step, found = step_of(path.name), self.paths()  # an older one than the newest was being deleted
-            newest = step is not None and (not found or step > (step_of(found[0].name) or 0))
+            step, whole = step_of(path.name), self.paths()
+            # a checkpoint older than the newest was not being replaced but deleted
+            newest = step is not None and (not whole or step > (step_of(whole[0].name) or 0))
             if not path.exists() and (path.name == "best" or newest):
                 os.rename(old, path)
         for leftover in [*self.directory.glob(".*.tmp"), *self.directory.glob(".*.old")]:
             delete(leftover)
 
     def find(self, say: Callable[[str], None]) -> Path | None:
-        """Newest intact checkpoint; newer ones that are damaged are set aside as `damaged-…` and told to `say`.
+        """The newest intact checkpoint, None when there is none at all.
 
-        Returns None when there is none at all.
-        Raises: StorageError when there are some and all are damaged, at every call until the user decides: starting
-        over is not this program's choice. They keep their names then.
+        Newer ones that are damaged are renamed to `damaged-…`, and `say` tells so.
+
+        Raises: StorageError when there are checkpoints and all are damaged. They keep their names, so that every call
+        raises until the user decides: to start over is not this program's choice.
         """
         with explain_disk(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -311,11 +320,11 @@ class CheckpointStore:
         write_directory(self.directory / "best", write)
 
     def best_damage(self) -> str | None:
-        """What is wrong with the best head, None when it can be used."""
+        """What is wrong with the best head; None when it can be used."""
         return damage(self.directory / "best", BEST_FILES)
 
     def best_state(self) -> dict[str, Any]:
-        """{"name", "value", "step"} of the validation that the best head comes from."""
+        """{"name", "value", "step"} of the validation that chose the best head."""
         state = read_json(self.directory / "best" / "state.json")
         return {name: state[name] for name in ("name", "value", "step")}
 

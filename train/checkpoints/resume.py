@@ -1,4 +1,4 @@
-"""What a run remembers between two calls, and how it is captured and restored."""
+"""How a run is captured in a checkpoint, and how it continues from one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from headstart.train.sharing.parallel import Parallel
 from headstart.train.standing import RunState, Standing
 from headstart.train.tracking.track import last_step
 
-#: settings that may change between two parts of a run without a word
+#: settings that may differ when a run continues, without a note about it
 SILENT = {"log_every", "save_every", "keep", "resume", "tracker", "project", "prefetch", "tau_every", "tau_prompts"}
 SILENT |= {"parallel", "capture", "tau_tokens", "tau_depth", "eval_every", "select", "nonfinite", "disk_wait"}
 
 
-#: what training leaves in a run directory on its way
+#: what training leaves in a run directory
 TRAINED = ("checkpoints", "metrics.jsonl", "tensorboard", "wandb")
 
 
@@ -62,10 +62,10 @@ def state_values(standing: Standing, rng: list[dict[str, Any]], provenance: dict
 
 
 def restore(standing: Standing, parallel: Parallel, store: CheckpointStore) -> int:
-    """Continue from the newest intact checkpoint. Returns its step, 0 when there is none.
+    """Continue from the newest intact checkpoint. Returns its step; 0 when there is none and the run starts anew.
 
-    Raises: ConfigError when the checkpoint belongs to other data or another head, StorageError when all are damaged or
-    ranks see different ones.
+    Raises: ConfigError when the checkpoint belongs to other data or another head. StorageError when all checkpoints
+    are damaged, or when ranks see different ones.
     """
     say = standing.reporter.say
     if not standing.config.resume:
@@ -87,7 +87,7 @@ def restore(standing: Standing, parallel: Parallel, store: CheckpointStore) -> i
     kept = {f.name: state[f.name] for f in fields(RunState) if f.name in state}
     standing.state = RunState(**{"trained": None, **kept})
     if standing.config.nonfinite != "skip":
-        standing.state.skipped = 0  # nobody counts any more
+        standing.state.skipped = 0  # only train.nonfinite=skip counts them
     rng = unpack_rng(checkpoint, standing.rank)
     if rng is not None:
         set_rng_state(rng)
@@ -104,10 +104,10 @@ def _set_aside(standing: Standing) -> Path | None:
 
 
 def _keep_orphans(standing: Standing) -> None:
-    """Before a start at step 0: what a run has made that must have had a checkpoint moves to previous/."""
+    """Before a start at step 0: move what an earlier run made to previous/, if that run must have had a checkpoint."""
     last, every = last_step(standing.run_dir / "metrics.jsonl"), standing.config.save_every
     if not every or last < every:
-        return  # it ended before its first checkpoint
+        return  # it ended before its first checkpoint: nothing is lost
     place = _set_aside(standing)
     standing.reporter.say(
         f"WARNING: no checkpoint is there, though metrics.jsonl goes to step {last}: training starts at step 0. What "
@@ -116,14 +116,14 @@ def _keep_orphans(standing: Standing) -> None:
 
 
 def _best_on_disk(standing: Standing, store: CheckpointStore) -> dict[str, Any] | None:
-    """What the best head is that a run ends with: best/ may be newer than the checkpoint, or be gone."""
+    """The best validation whose head is on the disk; best/ may be newer than the checkpoint, or damaged."""
     best, say = standing.state.best, standing.reporter.say
     fault = store.best_damage()
     if fault is None:
-        found = store.best_state()
-        if best is not None and best != found:
-            say(f"NOTE: the best head so far is that of step {found['step']} ({found['name']} {found['value']:.4g})")
-        return found
+        saved = store.best_state()
+        if best is not None and best != saved:
+            say(f"NOTE: the best head so far is that of step {saved['step']} ({saved['name']} {saved['value']:.4g})")
+        return saved
     if best is not None:
         say(
             f"WARNING: the best head (step {best['step']}, {best['name']} {best['value']:.4g}) is damaged: {fault}. "
@@ -133,7 +133,7 @@ def _best_on_disk(standing: Standing, store: CheckpointStore) -> dict[str, Any] 
 
 
 def _require_same_checkpoint(path: Path) -> None:
-    """Raises: StorageError on all ranks when one does not read the checkpoint that rank 0 found."""
+    """Raise StorageError on all ranks when one of them does not read the checkpoint that rank 0 found."""
     manifest = path / MANIFEST
     seen = gather_objects(sha256_file(manifest) if manifest.is_file() else "no such file")
     wrong = [rank for rank, found in enumerate(seen) if found != seen[0]]

@@ -1,7 +1,7 @@
-"""Checkpoints written behind the training loop: a snapshot into host memory, then one thread that writes it.
+"""Checkpoints are written while training goes on: tensors are copied into host memory, then one thread writes them.
 
-On a GPU the snapshot is a queue of copies into pinned memory on a stream of its own. The next forward and backward run
-beside them; only the optimiser's step, which changes what is copied, waits for them on the device.
+On a GPU the copies go into pinned memory on a stream of their own, while the next forward and backward passes run. Only
+the optimiser's step, which changes what is copied, waits for them, and it waits on the device.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PAUSE_S = 5.0
 
 
 class _BehindError(Exception):
-    """A write that was not tried, because one before it failed."""
+    """Stands for a write that was not tried because an earlier one had failed."""
 
 
 class HostCopies:
-    """Copies of tensors in host memory, into the same pinned buffers every time.
+    """Copies tensors into host memory, each time into the same pinned buffers.
 
     Args:
         device: where the tensors are.
@@ -41,19 +41,19 @@ class HostCopies:
         self._done: torch.cuda.Event | None = None
 
     def prepare(self, sizes: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
-        """Allocate the buffers now: pinning gigabytes takes seconds that no step should wait for."""
+        """Allocate the buffers now. Pinning gigabytes takes seconds, and no step should wait for it."""
         for name, shape, dtype in sizes if self._cuda else ():
             self._buffer(name, shape, dtype)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        found = self._buffers.get(name)
-        if found is None or found.shape != shape or found.dtype != dtype:
-            found = torch.empty(shape, dtype=dtype, pin_memory=self._cuda)
-            self._buffers[name] = found
-        return found
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
+            buffer = torch.empty(shape, dtype=dtype, pin_memory=self._cuda)
+            self._buffers[name] = buffer
+        return buffer
 
     def take(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Host copies by name; on CUDA they are complete only when `ready` says so."""
+        """Begin to copy; the copies by name. On a GPU they are complete only when `ready` says so."""
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if self._stream is None or tensor.device.type != "cuda":
@@ -63,13 +63,13 @@ class HostCopies:
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(self._stream):
                 buffer.copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(self._stream)  # a gathered one is freed before its copy is made
+            tensor.record_stream(self._stream)  # a gathered tensor is freed here before its copy is made
         if self._stream is not None:
             self._done = self._stream.record_event()
         return copies
 
     def protect(self) -> None:
-        """Work queued from here on starts only after the copies: call it before anything that changes the tensors."""
+        """Let the device start later work only after the copies. To be called before anything changes the tensors."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
 
@@ -82,37 +82,39 @@ class HostCopies:
 
 
 class CheckpointWriter:
-    """Rank 0's writer; one checkpoint is under way at most, one best head is being written and one waits.
+    """Writes what rank 0 saves, in the order in which it was saved.
 
-    The thread never calls the GPU, which a capture on the main thread would not tolerate.
+    At any time at most one checkpoint is being written, and at most one best head, while a newer best head may wait.
+    The thread never calls the GPU: a capture of a CUDA graph on the main thread would fail.
 
     Attributes:
-        copies: of what a checkpoint is made of.
-        best_copies: of the best head that is being written and of the one that waits, whichever is which.
+        copies: the host copies that a checkpoint is made of.
+        best_copies: those of two best heads: one that is being written, one that waits.
     """
 
     def __init__(self, store: CheckpointStore, device: torch.device):
         self.store, self.copies = store, HostCopies(device)
         self.best_copies = HostCopies(device), HostCopies(device)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        #: in the order in which they are to be written: a checkpoint names the best head before it (None: that one)
+        #: what waits for its copies, in the order of writing; None = the best head that waits. The order matters: a
+        #: checkpoint names the best head that was saved before it
         self._pending: list[tuple[HostCopies, Callable[[], object]] | None] = []
         self._best_waiting: tuple[HostCopies, Callable[[], object]] | None = None
-        #: whose content the thread has
+        #: the copies that the thread is writing as best head
         self._best_written: HostCopies | None = None
         self._writing: list[tuple[Callable[[], object], Future[Any]]] = []
         self._error: BaseException | None = None
-        #: what failed and what was to come after it, in order
+        #: the write that failed and those that were to come after it, in order
         self._undone: list[Callable[[], object]] = []
         self._stuck = False
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write `checkpoint` (made of `copies`) as soon as its copies are complete."""
+        """Write `checkpoint`, whose tensors are in `copies`, as soon as they are complete."""
         self._pending.append((self.copies, lambda: self.store.save(checkpoint)))
         self.poll()
 
     def save_best(self, tensors: Iterable[tuple[str, Tensor]], state: dict[str, Any]) -> None:
-        """Write the best head likewise. It takes the place of one that still waits: no step waits for the disk."""
+        """Write the best head as soon as its copies are complete. It takes the place of one that still waits."""
         copies = next(c for c in self.best_copies if c is not self._best_written)
         head = copies.take("best", tensors)
 
@@ -126,17 +128,17 @@ class CheckpointWriter:
         self.poll()
 
     def rewrite_state(self, state: dict[str, Any]) -> None:
-        """Replace the JSON state of the checkpoint saved last, after it and the best head."""
+        """Replace the JSON state of the checkpoint that was saved last, once that and the best head are written."""
         self._pending.append((self.copies, lambda: self.store.rewrite_state(state)))
         self.poll()
 
     def protect(self) -> None:
-        """HostCopies.protect, of all of them."""
+        """HostCopies.protect, for all copies."""
         for copies in (self.copies, *self.best_copies):
             copies.protect()
 
     def _submit(self, write: Callable[[], object]) -> None:
-        """Write after what is under way, if that succeeds: what comes later builds upon it."""
+        """Write after what is under way, and only if that succeeds."""
 
         def in_order() -> None:
             if self._stuck:
@@ -150,7 +152,7 @@ class CheckpointWriter:
         self._writing.append((write, self._pool.submit(in_order)))
 
     def poll(self) -> None:
-        """Hand completed snapshots to the thread, and notice failures; waits for nothing."""
+        """Give the thread what has complete copies, and notice failures. Waits for nothing."""
         while self._pending:
             best, entry = self._pending[0] is None, self._pending[0] or self._best_waiting
             assert entry is not None
@@ -169,7 +171,7 @@ class CheckpointWriter:
                     self._error = future.exception()
 
     def idle(self, seconds: float) -> bool:
-        """Whether nothing is under way or unwritten, after waiting at most `seconds` for the disk."""
+        """Wait at most `seconds`; whether everything is written then."""
         deadline = time.monotonic() + seconds
         self.poll()
         while self._writing:
@@ -181,13 +183,13 @@ class CheckpointWriter:
         return not self._pending and not self._writing and not self.failed
 
     def wait_for_writes(self, seconds: float) -> bool:
-        """Wait at most `seconds` for files being written, and say whether there were any. Any thread may ask."""
+        """Wait at most `seconds` for files that are being written. Returns whether there were any. Thread-safe."""
         under_way = [future for _, future in list(self._writing) if not future.done()]
         wait(under_way, timeout=seconds)
         return bool(under_way)
 
     def free(self) -> bool:
-        """Whether the next checkpoint may be taken now; waits for nothing."""
+        """Whether a checkpoint may be taken now. Waits for nothing."""
         return self.idle(0.0)
 
     @property
@@ -195,7 +197,7 @@ class CheckpointWriter:
         return self._error is not None
 
     def wait(self) -> None:
-        """Wait for everything under way, or until a write fails."""
+        """Wait until everything is written, or a write has failed."""
         while True:
             for copies in (self.copies, *self.best_copies):
                 copies.wait()
@@ -205,21 +207,24 @@ class CheckpointWriter:
             wait([future for _, future in self._writing])
 
     def last_checkpoint(self, diverged: bool) -> Path | None:
-        """The newest checkpoint, after what is being written; of a run that diverged, the newest before its skips."""
+        """Wait for what is being written. Returns the newest checkpoint, or the newest before any skipped step.
+
+        Args: diverged: whether checkpoints that were taken between skipped steps do not count.
+        """
         self.wait()
         return self.store.before_skips() if diverged else next(iter(self.store.paths()), None)
 
     def finish(self) -> None:
-        """Wait for everything under way. Raises what a write raised (DiskFullError when there is no room)."""
+        """Wait until everything is written. Raises what a write raised (DiskFullError when there is no room)."""
         self.wait()
         if self._error is not None:
             error, self._error, self._undone, self._stuck = self._error, None, [], False
             raise error
 
     def retry(self) -> bool:
-        """Wait for everything under way, write again what found no room, and say whether all is written.
+        """Wait, write again what found the disk full, and return whether everything is written.
 
-        Raises: what a write raised, when it was not a full disk.
+        Raises: what a write raised, unless that was a full disk.
         """
         self.wait()
         if isinstance(self._error, DiskFullError):
@@ -232,7 +237,7 @@ class CheckpointWriter:
         return self._error is None
 
     def close(self) -> None:
-        """Let a write under way end; its failure no longer matters to a run that is already ending with an error."""
+        """Let a write under way end. Its failure is not raised: the run already ends, with another error."""
         self.wait()
         self._pool.shutdown(wait=True)
 
@@ -240,12 +245,12 @@ class CheckpointWriter:
 def write_all(
     writer: CheckpointWriter, longest: float, stopped: Callable[[], bool], say: Callable[[str], None]
 ) -> float:
-    """Wait, on all ranks, until everything that rank 0 saves is on disk; a full one pauses them until there is room.
+    """Wait on all ranks until everything that rank 0 saves is on disk. A full disk pauses them until there is room.
 
     Args:
-        longest: seconds a pause may last.
-        stopped: whether this rank was asked to end, which ends a pause as well.
-        say: receives what a user must know (rank 0's prints).
+        longest: seconds that a pause may last.
+        stopped: whether this rank was asked to end, which ends a pause too.
+        say: tells the user.
     Returns: seconds paused, 0.0 when there was room.
     Raises: what a write raised, on all ranks; DiskFullError when a pause ends without room.
     """

@@ -20,7 +20,7 @@ from headstart.heads.files import explain_disk
 T = TypeVar("T")
 
 SHARED = "run_dir must lie on storage that all machines share: choose such a place with run_dir=…"
-#: seconds until a file that rank 0 writes must be seen elsewhere
+#: seconds within which every rank must see a file that rank 0 writes
 SHARED_WAIT_S = 45.0
 
 
@@ -29,23 +29,23 @@ def is_distributed() -> bool:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """All-reduced sum (in place); the tensor itself on one rank."""
+    """`values`, summed over the ranks in place."""
     if is_distributed():
         dist.all_reduce(values)
     return values
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """One picklable Python object per rank, in memory only."""
+    """The `value` of every rank, in the order of ranks. Values must be picklable."""
     if not is_distributed():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def all_ranks() -> Ranks:
-    """The ranks of this launch, for work that they share."""
+    """The ranks of this launch, for data preparation, which shares its work among them."""
     return Ranks(dist.get_rank(), dist.get_world_size(), gather_objects) if is_distributed() else Ranks()
 
 
@@ -111,10 +111,10 @@ def require_shared(run_dir: Path, wait_s: float = SHARED_WAIT_S) -> None:
 
 
 class Agreement:
-    """A vector summed over ranks whose result the host reads later, when it is there anyway.
+    """A vector that is summed over the ranks on the device, and that the host reads a step later.
 
-    `exchange` sums on the device and starts a copy to the host; `read` waits for that copy only. Reading the exchange
-    of the previous step costs no idle device time, and because all ranks read the same sums they take the same turn.
+    `exchange` sums on the device and starts a copy to the host. `read` waits for that copy alone, which is long there
+    when a later step asks for it, so the device never idles. All ranks read the same sums and decide alike.
     """
 
     def __init__(self) -> None:

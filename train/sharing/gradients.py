@@ -1,4 +1,4 @@
-"""Gradients of a head that nothing wraps: in one buffer, summed over the ranks in a few large pieces."""
+"""Gradients of a head that neither DDP nor FSDP2 wraps: one buffer, summed over the ranks in a few large pieces."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BUCKET_BYTES = 256 << 20
 
 
 class FlatGradients:
-    """Makes every `.grad` a view of one zeroed buffer per dtype, so that a sum over ranks copies nothing.
+    """Makes every `.grad` a view of one zeroed buffer per dtype, so that gradients are summed without copies.
 
-    The views must stay: zero gradients in place (`zero_grad(set_to_none=False)`).
+    The views must stay, so gradients must be zeroed in place (`zero_grad(set_to_none=False)`).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
@@ -34,9 +34,9 @@ class FlatGradients:
             self.buffers.append(buffer)
 
     def sum_over_ranks(self) -> Callable[[], None]:
-        """Begin to replace every gradient by its sum over the ranks; the call that is returned waits for it.
+        """Begin to replace every gradient by its sum over the ranks. Returns what waits until that is done.
 
-        On GPUs the sums travel beside whatever is queued in between.
+        On GPUs the sums travel while the device does what is queued in between.
         """
         waiting = [
             dist.all_reduce(part, async_op=True)
@@ -52,7 +52,10 @@ class FlatGradients:
 
 
 def fill_gradients(head: nn.Module) -> None:
-    """Zero gradients where the window left none, so that AdamW treats every parameter alike at any number of ranks."""
+    """Give a zero gradient to parameters that the window left without one.
+
+    AdamW leaves out a parameter without a gradient. Which ones have none would depend on the number of ranks.
+    """
     for parameter in head.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -23,7 +23,7 @@ from headstart.train.optim import build_optimizer
 from headstart.train.sharing.distributed import is_distributed
 from headstart.train.sharing.gradients import FlatGradients, fill_gradients
 
-#: DDP's switch for copying rank 0's buffers to all ranks at every forward, by its name in this torch
+#: the argument of DDP, as this torch names it, that copies rank 0's buffers to all ranks at every forward pass
 LEAVE_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -35,7 +35,7 @@ KINDS = ("replicated", "fsdp2", "zero2", "zero3")
 def resolve_kind(config: TrainConfig, accelerator: Accelerator) -> str:
     """`train.parallel`, where auto follows the launch (`accelerate launch --config_file …`).
 
-    Raises: ConfigError when the launch and the recipe, or DeepSpeed and the recipe, contradict each other.
+    Raises: ConfigError when the recipe contradicts the launch or DeepSpeed.
     """
     launched = accelerator.distributed_type
     kind = config.parallel
@@ -53,7 +53,7 @@ def resolve_kind(config: TrainConfig, accelerator: Accelerator) -> str:
 
 
 def check_kind(kind: str, config: TrainConfig, ranks: int) -> None:
-    """Raise ConfigError where `ranks` ranks cannot share a head as `kind` says, or not with these settings."""
+    """Raise ConfigError where so many ranks, or these settings, do not go with `kind`."""
     if kind == "fsdp2" and ranks < 2:
         raise ConfigError(
             "train.parallel: found fsdp2 with one rank, expected two or more: launch more ranks, or set "
@@ -81,9 +81,11 @@ def broadcast_weights(head: nn.Module) -> None:
 class Parallel:
     """The head, its loss module and its optimiser, as the ranks share them.
 
+    A window goes through `module` and `backward` once per pack, then `sum_gradients`, `clip`, `step`, `zero_grad`.
+
     Attributes:
-        module: what the loop calls for a loss.
-        optimizer: whose param_groups carry the rate.
+        module: the loss as a forward pass (LossModule), wrapped as the kind needs it.
+        optimizer: its param_groups carry the learning rate.
     """
 
     module: nn.Module
@@ -93,25 +95,31 @@ class Parallel:
         self.head, self.config = head, config
 
     def rounds(self, packs: int, size: int) -> int:
-        """Forward and backward passes that every rank makes in a window of `packs`, at least."""
+        """The least number of forward and backward passes that every rank makes in a window of `packs` packs.
+
+        A rank that has fewer packs than that makes passes with a zero loss, because the others wait for it.
+        """
         return 1 if size > 1 else 0
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """While open, backward passes only add to this rank's gradient."""
+        """While open, backward passes add to this rank's gradient and share nothing with other ranks."""
         return nullcontext()
 
     def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.head.parameters() if p.requires_grad]
 
     def sum_gradients(self) -> Callable[[], None] | None:
-        """Share gradients that nothing else shares; a call to wait for them, where other work may be queued first."""
+        """Sum the gradients over the ranks, where the backward passes did not do so already.
+
+        Returns: None when the sums are complete; otherwise what waits for them, so that other work can be queued first.
+        """
         return None
 
     def clip(self) -> Tensor:
-        """Clip as configured; the global gradient norm before it (device scalar)."""
+        """Clip the gradient as configured. Returns its global norm before that (device scalar)."""
         fill_gradients(self.head)
         gradients = [p.grad for p in self.trainable()]
         norm = nn.utils.get_total_norm(gradients)
@@ -130,41 +138,39 @@ class Parallel:
         self.optimizer.zero_grad()
 
     def whole_head(self) -> AbstractContextManager[Any]:
-        """While open, the head is an ordinary module on every rank (for validation); all ranks enter it."""
+        """While open, every rank has whole weights in an ordinary module (for validation). All ranks must enter it."""
         return nullcontext()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def head_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of what `head_tensors` will give, without gathering anything."""
+        """Name, shape and dtype of what `head_tensors` yields; nothing is gathered for it."""
         parameters = dict(self.head.named_parameters())
         for name, tensor in self.head.state_dict().items():
             # DeepSpeed leaves an empty tensor in the place of one in shards
             yield name, tuple(getattr(parameters.get(name), "ds_shape", tensor.shape)), tensor.dtype
 
     def head_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the head's state dict, one at a time; all ranks take part."""
+        """Whole tensors of the head's state dict, one at a time. All ranks must iterate over them."""
         for name, tensor in self.head.state_dict().items():
             yield name, whole_tensor(tensor)
 
     def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """`<key>/<parameter name>` → whole state tensor, one at a time; all ranks take part."""
+        """(`<key>/<parameter name>`, whole state tensor), one at a time. All ranks must iterate over them."""
         for name, parameter in self.head.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 yield f"{key}/{name}", whole_tensor(value)
 
     @torch.no_grad()
     def load_head(self, tensors: dict[str, Tensor]) -> None:
-        """Take whole tensors. Raises StorageError unless their names are the head's."""
+        """Give the head these whole tensors. Raises StorageError unless their names are the head's."""
         own = self.head.state_dict()
-        if set(own) != set(tensors):
-            differing = ", ".join(sorted(set(own) ^ set(tensors))[:4])
-            raise StorageError(f"checkpoint: holds another head (tensors that differ: {differing})")
+        check_head_names(set(tensors), set(own))
         for name, tensor in tensors.items():
             own[name].copy_(like(tensor, own[name]))
 
     def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
-        """Give every parameter its saved state; rates, decay and betas stay the recipe's.
+        """Give every parameter its saved moments. Learning rate, decay and betas stay the recipe's.
 
         Raises: StorageError when the parameters are not those that were saved.
         """
@@ -187,7 +193,15 @@ class Parallel:
         """Leave the trained head as an ordinary module on every rank."""
 
 
+def check_head_names(saved: set[str], own: set[str]) -> None:
+    """Raise StorageError unless a checkpoint has exactly the head's tensors."""
+    if own != saved:
+        differing = ", ".join(sorted(own ^ saved)[:4])
+        raise StorageError(f"checkpoint: holds another head (tensors that differ: {differing})")
+
+
 def check_optimizer_names(saved: set[str], wanted: set[str]) -> None:
+    """Raise StorageError unless the saved moments, where there are any, belong to the parameters that train."""
     if saved and saved != wanted:
         raise StorageError(
             f"optimizer state is for parameters {sorted(saved)[:6]}…, the head trains {sorted(wanted)[:6]}…; "
@@ -196,13 +210,13 @@ def check_optimizer_names(saved: set[str], wanted: set[str]) -> None:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered (all ranks take part); any other as it is."""
+    """A sharded tensor, gathered (all ranks must call it); any other tensor as it is."""
     full = getattr(tensor, "full_tensor", None)
     return tensor.detach() if full is None else full().detach()
 
 
 def like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """`whole` on the device of `tensor`, and sharded the way it is; no communication, every rank holds `whole`."""
+    """`whole` on the device of `tensor` and sharded as that is. Every rank has `whole`, so nothing is sent."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return whole
@@ -212,10 +226,13 @@ def like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 class Replicated(Parallel):
-    """Every rank holds the whole head: alone, under DDP, or with captured steps whose gradients are summed here.
+    """Every rank holds the whole head.
+
+    Several ranks share gradients through DDP. DDP cannot be captured, so with captured steps the gradients are summed
+    here.
 
     Args:
-        captured: steps run as CUDA graphs, so nothing wraps the module.
+        captured: whether steps run as CUDA graphs; nothing wraps the module then.
     """
 
     def __init__(
@@ -243,15 +260,16 @@ class Replicated(Parallel):
         return None if self.flat is None else self.flat.sum_over_ranks()
 
     def zero_grad(self) -> None:
-        # graphs add to the gradients they were captured with
+        # a graph adds to the gradient tensors that were there when it was captured
         self.optimizer.zero_grad(set_to_none=not self.captured)
 
 
 class Sharded(Parallel):
-    """FSDP2: parameters, gradients and moments in shards; whole parameters between a window's forward and its backward.
+    """FSDP2: every rank holds a shard of the parameters, gradients and moments.
 
-    The head is one unit, because families read each other's submodules' weights directly; it is gathered once per
-    window, and gradients are reduced once per window, whatever the number of packs of a rank.
+    The head is one unit, because heads read weights of their submodules directly. Its parameters are gathered once per
+    window, before the first forward pass, and stay whole until the last backward pass. Gradients are reduced once per
+    window too, however many packs a rank has.
     """
 
     def __init__(self, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator):

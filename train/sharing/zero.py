@@ -11,14 +11,20 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from headstart.heads.errors import ConfigError, StorageError
+from headstart.heads.errors import ConfigError
 from headstart.train.config import TrainConfig
 from headstart.train.optim import build_optimizer
-from headstart.train.sharing.parallel import Parallel, broadcast_weights, check_optimizer_names, make_plain
+from headstart.train.sharing.parallel import (
+    Parallel,
+    broadcast_weights,
+    check_head_names,
+    check_optimizer_names,
+    make_plain,
+)
 
 
 class GivenGradients(torch.autograd.Function):
-    """A scalar whose backward hands every parameter the gradient that was given for it, always in the same order."""
+    """A scalar whose backward pass gives every parameter a gradient that was made before, always in the same order."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
@@ -31,7 +37,7 @@ class GivenGradients(torch.autograd.Function):
 
 
 class Holder(nn.Module):
-    """The parameters of a head, as the one module that DeepSpeed knows of; no copies."""
+    """The parameters of a head in a module of their own, without copies. DeepSpeed knows of this module only."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         super().__init__()
@@ -45,9 +51,10 @@ class Holder(nn.Module):
 class Zero(Parallel):
     """DeepSpeed ZeRO stage 2 or 3 in float32 (autocast inside the loss, as everywhere).
 
-    DeepSpeed shares gradients in the order in which backward passes produce them, and gathers weights as modules run;
-    packs differ in the depths they reach, so ranks would disagree on both. A window's gradient is therefore made by
-    the bare module (stage 3: between one gathering of the whole head and its release) and given to DeepSpeed once.
+    DeepSpeed shares gradients in the order in which backward passes produce them, and gathers weights as modules run.
+    Packs differ in the depths that they reach, so ranks would disagree on both orders. Therefore the bare module makes
+    a window's gradient, and DeepSpeed gets it once, when it is complete. Under stage 3 the whole head is gathered
+    before the window and released after it.
 
     Raises: ConfigError when deepspeed is not installed.
     """
@@ -81,7 +88,7 @@ class Zero(Parallel):
         self._make_moments()
 
     def _make_moments(self) -> None:
-        """AdamW's state before its first step, for checkpoints to be read into, under the names they are read by."""
+        """Make AdamW's state before its first step, so that a checkpoint can be read into it."""
         optimizer: Any = self.optimizer
         flats = optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
         for flat in flats:
@@ -90,7 +97,7 @@ class Zero(Parallel):
                 state["step"] = torch.zeros((), device=flat.device if flat.is_cuda else None)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
         link = getattr(optimizer, "_lazy_init_hp_params_optimizer_state", None)
-        if link is not None:  # after a step, DeepSpeed would find the first parameter group's only
+        if link is not None:  # called after a step, it finds the state of the first parameter group only
             link()
 
     def _gather(self) -> None:
@@ -100,10 +107,10 @@ class Zero(Parallel):
 
     def backward(self, loss: Tensor) -> None:
         """Add to this rank's gradient, which DeepSpeed has not seen yet."""
-        found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        made = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         self._gradients = [
             more if one is None else one if more is None else one + more
-            for one, more in zip(self._gradients, found, strict=True)
+            for one, more in zip(self._gradients, made, strict=True)
         ]
 
     def sum_gradients(self) -> None:
@@ -132,8 +139,8 @@ class Zero(Parallel):
 
         parameters = dict(self.head.named_parameters())
         for name, tensor in self.head.state_dict().items():
-            found = safe_get_full_fp32_param(parameters[name]) if name in parameters else tensor
-            yield name, (tensor if found is None else found).detach()
+            whole = safe_get_full_fp32_param(parameters[name]) if name in parameters else tensor
+            yield name, (tensor if whole is None else whole).detach()
 
     def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -148,16 +155,14 @@ class Zero(Parallel):
     def load_head(self, tensors: dict[str, Tensor]) -> None:
         parameters = dict(self.head.named_parameters())
         own = self.head.state_dict()
-        if set(own) != set(tensors):
-            differing = ", ".join(sorted(set(own) ^ set(tensors))[:4])
-            raise StorageError(f"checkpoint: holds another head (tensors that differ: {differing})")
+        check_head_names(set(tensors), set(own))
         for name, tensor in tensors.items():
             if name not in parameters or not parameters[name].requires_grad:
                 own[name].copy_(tensor)
                 continue
             parameter, value = parameters[name], tensor.to(self.engine.device)
             self._set(parameter, value)
-            # the weights that are computed with are a copy of those
+            # passes compute with a copy of the weights that were just set
             whole = nullcontext()
             if self.stage == 3:
                 whole = self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
@@ -202,9 +207,9 @@ class Zero(Parallel):
 
 
 def zero_config(config: TrainConfig, stage: int, given: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration; `given` is the launch's `zero_optimization` node (offload and bucket sizes count).
+    """DeepSpeed's configuration. A window is one micro-batch to DeepSpeed, however many packs it has.
 
-    A window is one micro-batch to the engine, whatever its packs.
+    Args: given: the `zero_optimization` node of the launch's own configuration, whose offload and bucket sizes hold.
     """
     return {
         "train_micro_batch_size_per_gpu": 1,

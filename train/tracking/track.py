@@ -25,7 +25,7 @@ from headstart.heads.files import explain_disk, unused, write_text
 from headstart.heads.published import published
 from headstart.train.config import TrainConfig
 
-#: values of a record that the progress line shows, and their short names; a coverage of all rows goes without saying
+#: values of a record that a terminal shows, and their short names there; a coverage of 1 is left out
 SHOWN = {
     "train/loss": "loss",
     "train/coverage": "coverage",
@@ -49,23 +49,25 @@ class Tracker(Protocol):
 
 
 class MetricLog:
-    """`metrics.jsonl`: one JSON object per record, `step` first. A resumed run drops what lies after its checkpoint.
+    """`metrics.jsonl`: one JSON object per record, `step` first.
 
-    Records that a full disk refuses are kept and written with a later one.
+    A run that resumes drops the records that were written after its checkpoint. Records that a full disk refuses are
+    kept in memory and written with a later one.
 
     Args:
-        unvalidated: whether the validation at `resume_step` will be made again.
+        resume_step: step of the checkpoint, 0 = the run starts anew.
+        validates_again: whether the run will validate at `resume_step` again; it drops that validation's record too.
     """
 
-    def __init__(self, path: Path, resume_step: int = 0, unvalidated: bool = False):
+    def __init__(self, path: Path, resume_step: int = 0, validates_again: bool = False):
         self.path = path
         with explain_disk(path):
             if resume_step and not path.exists():
                 warn(f"{path} is gone: the records until step {resume_step} are missing")
             if path.exists():
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-                kept = [line for line in lines if _step(line, unvalidated) <= resume_step]
-                if any(math.isinf(_step(line)) for line in lines[:-1]):  # a kill can cut the last one only
+                kept = [line for line in lines if _is_kept(line, resume_step, validates_again)]
+                if any(_step(line) is None for line in lines[:-1]):  # a kill can cut the last one only
                     aside = unused(path.with_name(f"damaged-{path.name}"))
                     shutil.copyfile(path, aside)
                     warn(f"{path} has lines that are no records; they are left out, the file as it was is {aside.name}")
@@ -98,25 +100,32 @@ def warn(message: str) -> None:
     print(f"WARNING: {plain(message)}", file=sys.stderr, flush=True)
 
 
-def _step(line: str, unvalidated: bool = False) -> float:
-    """Step of a record, that of a validation half a step later where it is made again; a line cut by a kill: never."""
+def _step(line: str) -> float | None:
+    """The step of a line of metrics.jsonl; None for a line that is no record, such as one that a kill cut off."""
     try:
-        record = json.loads(line)
-        again = unvalidated and any(name.startswith("valid/") for name in record)
-        return float(record["step"]) + 0.5 * again
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf
+        return None
+
+
+def _is_kept(line: str, resume_step: int, validates_again: bool) -> bool:
+    """Whether a run that resumes at `resume_step` keeps this line; see MetricLog."""
+    step = _step(line)
+    if step is None or not step <= resume_step:
+        return False
+    is_validation = any(name.startswith("valid/") for name in json.loads(line))
+    return not (validates_again and is_validation and step == resume_step)
 
 
 def last_step(path: Path) -> int:
-    """The last step that a metrics.jsonl tells of, 0 without one."""
+    """The largest step in a metrics.jsonl, 0 without one."""
     if not path.is_file():
         return 0
     steps = map(_step, path.read_text(encoding="utf-8", errors="replace").splitlines())
-    return max((int(step) for step in steps if math.isfinite(step)), default=0)
+    return max((int(step) for step in steps if step is not None and math.isfinite(step)), default=0)
 
 
-#: tracker → the module that it needs, and what to do without it
+#: `train.tracker` → the module that it needs, and what a user can do where that is not installed
 PACKAGES = {
     "tensorboard": (
         "torch.utils.tensorboard",
@@ -131,7 +140,7 @@ PACKAGES = {
 
 
 def require_tracker(name: str) -> Any:
-    """The module that `train.tracker` needs, None for one that needs none. Raises ConfigError where it is missing."""
+    """The module that `train.tracker` needs, None where it needs none. Raises ConfigError where it is not installed."""
     if name not in PACKAGES:
         return None
     module, remedy = PACKAGES[name]
@@ -180,8 +189,8 @@ class WandbTracker:
         self._run.finish()
 
 
-class Guarded:
-    """A tracker that metrics.jsonl can replace: a run does not end because it fails (a full disk, a lost server)."""
+class BestEffortTracker:
+    """A tracker whose failure (a full disk, a lost server) does not end the run: metrics.jsonl has every record."""
 
     def __init__(self, name: str, tracker: Tracker):
         self.name = name
@@ -227,21 +236,32 @@ def open_tracker(
     resume_step: int,
     settings: dict[str, Any],
     given: Tracker | None = None,
-    unvalidated: bool = False,
+    validates_again: bool = False,
 ) -> Tracker:
-    """metrics.jsonl plus `given`, or what `config.tracker` names. Raises ConfigError when that cannot start."""
+    """metrics.jsonl and `given`, or metrics.jsonl and what `config.tracker` names.
+
+    Args:
+        settings: told to wandb.
+        resume_step, validates_again: see MetricLog.
+    Raises: ConfigError when the tracker cannot start.
+    """
     more: list[Tracker] = []
     if given is not None:
         more.append(given)
     elif config.tracker == "tensorboard":
-        more.append(Guarded("tensorboard", TensorBoardTracker(run_dir / "tensorboard", resume_step)))
+        more.append(BestEffortTracker("tensorboard", TensorBoardTracker(run_dir / "tensorboard", resume_step)))
     elif config.tracker == "wandb":
-        more.append(Guarded("wandb", WandbTracker(run_dir / "wandb", config.project, run_dir.name, settings)))
-    return Trackers([MetricLog(run_dir / "metrics.jsonl", resume_step, unvalidated), *more])
+        more.append(BestEffortTracker("wandb", WandbTracker(run_dir / "wandb", config.project, run_dir.name, settings)))
+    return Trackers([MetricLog(run_dir / "metrics.jsonl", resume_step, validates_again), *more])
 
 
 class Reporter:
-    """Progress with time left on stderr; on a terminal a bar, in a log file one line per record; silent off rank 0."""
+    """Shows on stderr how far the run is: a bar on a terminal, a line per record in a log file.
+
+    Args:
+        show: False is silent.
+        total, unit: what the run is measured by: steps, or seconds.
+    """
 
     def __init__(self, show: bool, total: float, unit: str, console: Console | None = None):
         self._console = console or Console(stderr=True, highlight=False)
@@ -279,7 +299,7 @@ class Reporter:
             self._started = (time.monotonic(), done)
 
     def _time_left(self, done: float) -> str:
-        """At the pace since the first record; empty where that says nothing: at the first, and at the end."""
+        """Time left at the pace since the first record; empty at the first record and at the last."""
         since, first = self._started or (0.0, done)
         if not first < done < self._total:
             return ""

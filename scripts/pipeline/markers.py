@@ -1,13 +1,13 @@
-"""Which steps of a run are finished: a marker per step, with what the step was made from.
+"""Which steps of a run are finished: a marker for each step, with the inputs that the step was done with.
 
     runs/NAME/steps/train.json   {"step", "status": "started" | "done", "inputs", "result", "seconds"}
 
-A step whose marker says done for equal inputs is skipped. A step that was started with equal inputs continues, and so
-does one whose changed inputs do not spoil what it has made so far. Where they do, or the step was done and nothing can
-be added to it, what it had made moves to `runs/NAME/previous/` (caches are deleted) and the step starts afresh.
+A step that is done for equal inputs is skipped. A step that was started with equal inputs continues. It also continues
+where its inputs changed and what it has made so far is still of use. Otherwise the step starts afresh: what it had made
+moves to `runs/NAME/previous/`, and its caches are deleted.
 
-A step checks everything first and calls `begin` before it writes: only then does the run directory change. One that
-fails later without having made anything of worth puts back what was there.
+A step first checks everything, then calls `begin`, then writes. Until `begin` the run directory stays as it was. A step
+that fails after `begin` without having made anything of worth puts back what was there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headstart.heads.files import delete, explain_disk, read_json, set_aside, wr
 def changed(old: Any, new: Any, key: str = "") -> Iterator[str]:
     """`key: old → new` for every leaf that differs.
 
-    A setting that is null and one that is not there are the same: an older version did not know it.
+    A setting that is null equals one that is not there: an older version did not have it.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}):
@@ -43,7 +43,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "…"
 
 
-#: what a step calls once everything that can refuse has been asked, before it writes
+#: what a step calls after it has asked everything that could refuse, before it writes
 Begin = Callable[[], None]
 
 
@@ -55,8 +55,8 @@ class Markers:
     """The markers of one run directory.
 
     Args:
-        say: receives one line per step that is skipped, continued or done again.
-        check: called once, before the first step that is not done: raises where a step that is ahead cannot work.
+        say: receives one line for each step: that it is skipped, starts, continues or is done again.
+        check: called once, before the first step that is not done; raises where a later step could not work.
     """
 
     def __init__(self, run_dir: Path, say: Callable[[str], None], check: Callable[[], None] | None = None):
@@ -68,27 +68,27 @@ class Markers:
         if not path.exists():
             return {}
         try:
-            found = read_json(path)
+            marker = read_json(path)
         except (DataError, OSError) as error:
-            found = str(error)
-        whole = isinstance(found, dict) and isinstance(found.get("inputs"), dict)
-        whole = whole and isinstance(found.get("seconds", 0), int | float)
-        if not whole or (found.get("status") == "done" and not isinstance(found.get("result"), dict)):
+            marker = str(error)
+        whole = isinstance(marker, dict) and isinstance(marker.get("inputs"), dict)
+        whole = whole and isinstance(marker.get("seconds", 0), int | float)
+        if not whole or (marker.get("status") == "done" and not isinstance(marker.get("result"), dict)):
             raise StorageError(
-                f"{path}: found what is not a step's marker ({_short(found)}), expected status, inputs and, of a step "
+                f"{path}: found what is not a step's marker ({_short(marker)}), expected status, inputs and, of a step "
                 "that is done, result. Move it away and run "
                 f"the same command: {step} then goes on from what it has made"
             )
-        return found
+        return marker
 
     def _path(self, step: str) -> Path:
         return self.run_dir / "steps" / f"{step}.json"
 
     def is_done(self, step: str, inputs: dict[str, Any], outputs: Sequence[Path]) -> bool:
         """Whether the step finished with these inputs and its outputs are still there."""
-        found = self.read(step)
-        same = not any(changed(found.get("inputs"), _plain(inputs)))
-        return found.get("status") == "done" and same and all(path.exists() for path in outputs)
+        marker = self.read(step)
+        same = not any(changed(marker.get("inputs"), _plain(inputs)))
+        return marker.get("status") == "done" and same and all(path.exists() for path in outputs)
 
     def do(
         self,
@@ -108,37 +108,26 @@ class Markers:
         Args:
             inputs: JSON values that the outputs depend on.
             outputs: files or directories that the step makes.
-            work: does the step. It calls its argument once, after everything that can refuse and before it writes.
-            leftovers: more of what it makes on the way (checkpoints), set aside with the outputs when inputs change.
-            caches: what it can make again, deleted when inputs change.
+            work: does the step. It calls its argument once: after all that can refuse, before it writes.
+            leftovers: what else the step makes on the way (checkpoints); set aside with the outputs.
+            caches: what the step can make again; deleted where it starts afresh.
             lasting: the part of the inputs that may not change while the step is under way.
-            extends: whether a step that is done goes on likewise, from its outputs.
-            again: why the step is to start afresh whatever it has made; empty when it is not.
-            worth: of a step that failed, whether what it has made is worth more than what was set aside for it; None:
-                where it has made anything.
+            extends: whether a finished step may also continue, from its outputs, where only other inputs changed.
+            again: why the step must start afresh whatever it has made; "" where it need not.
+            worth: whether a step that failed has made more than what was set aside for it is worth. None: it has where
+                it has made anything.
         """
-        inputs = _plain(inputs)
-        found = self.read(step)
+        inputs, marker = _plain(inputs), self.read(step)
         if not again and self.is_done(step, inputs, outputs):
-            self.say(f"{step}: finished before ({found.get('seconds', 0):.0f} s), skipped")
-            return found["result"]
+            self.say(f"{step}: finished before ({marker.get('seconds', 0):.0f} s), skipped")
+            return marker["result"]
         if self._check is not None:
             check, self._check = self._check, None
             check()
-        old = found.get("inputs")
-        differences = list(changed(old, inputs)) if found else []
-        listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
-        started = found.get("status") == "started"
-        kept = (started or extends) and isinstance(old, dict) and not any(changed(lasting(old), lasting(inputs)))
-        afresh = bool(again) or (bool(differences) and not kept)
-        if afresh:
-            self.say(f"{step}: done again, {again or f'its inputs changed ({listed})'}")
-        elif started or differences:
-            self.say(f"{step}: continues" + (f" with other settings ({listed})" if differences else ""))
-        elif found:
-            self.say(f"{step}: done again, {next(path for path in outputs if not path.exists())} is gone")
-        else:
-            self.say(f"{step}: starts")
+        old = marker.get("inputs")
+        keeps = (extends or marker.get("status") == "started") and isinstance(old, dict)
+        keeps = keeps and not any(changed(lasting(old), lasting(inputs)))
+        afresh = self._starts_afresh(step, marker, inputs, outputs, keeps, again)
         clock, made = time.monotonic(), [*outputs, *leftovers]
         aside: Path | None = None
         begun = False
@@ -154,15 +143,40 @@ class Markers:
             result = _plain(work(begin))
         except BaseException:
             if aside is not None and not (worth() if worth else any(path.exists() for path in made)):
-                self._put_back(step, aside, made, found)
+                self._put_back(step, aside, made, marker)
             raise
         if not begun:
             raise RuntimeError(f"{step}: returned without having begun")
         seconds = round(time.monotonic() - clock, 1)
-        write_json(
-            self._path(step), {"step": step, "status": "done", "inputs": inputs, "result": result, "seconds": seconds}
-        )
+        done = {"step": step, "status": "done", "inputs": inputs, "result": result, "seconds": seconds}
+        write_json(self._path(step), done)
         return result
+
+    def _starts_afresh(
+        self,
+        step: str,
+        marker: dict[str, Any],
+        inputs: dict[str, Any],
+        outputs: Sequence[Path],
+        keeps: bool,
+        again: str,
+    ) -> bool:
+        """Whether what the step has made is of no use any more; says how the step begins.
+
+        Args: keeps: whether what it has made stays of use where its inputs changed.
+        """
+        differences = list(changed(marker.get("inputs"), inputs)) if marker else []
+        listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
+        if again or (differences and not keeps):
+            self.say(f"{step}: done again, {again or f'its inputs changed ({listed})'}")
+            return True
+        if differences or marker.get("status") == "started":
+            self.say(f"{step}: continues" + (f" with other settings ({listed})" if differences else ""))
+        elif marker:
+            self.say(f"{step}: done again, {next(path for path in outputs if not path.exists())} is gone")
+        else:
+            self.say(f"{step}: starts")
+        return False
 
     def _set_aside(self, step: str, made: Sequence[Path], caches: Sequence[Path]) -> Path | None:
         with explain_disk(self.run_dir):
@@ -178,7 +192,7 @@ class Markers:
         return place
 
     def _put_back(self, step: str, place: Path, made: Sequence[Path], marker: dict[str, Any]) -> None:
-        """Undo `_set_aside` for a step that failed before it made anything of worth: a mistake costs nothing."""
+        """Undo `_set_aside` after a failure, so that a mistake costs nothing."""
         with explain_disk(self.run_dir):
             for path in made:
                 delete(path)
@@ -190,5 +204,5 @@ class Markers:
 
 
 def _plain(value: Any) -> Any:
-    """As it reads back from JSON, so that comparisons see equal types."""
+    """The value as it reads back from JSON, so that comparisons see equal types."""
     return json.loads(json.dumps(value, default=str))

@@ -1,29 +1,22 @@
-"""Heads that are there already, from a directory or the Hub: bound, trained on, exported again."""
+"""Heads that are saved in a directory or on the Hub: found, loaded for a target, trained further."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headstart.console import Console
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import FAMILIES, build_head
-from headstart.heads.files import read_json
-from headstart.heads.formats import ExportConfig, check_embeddings, export_head, fetch_head, load_head
-from headstart.heads.formats.engines import FORMATS
-from headstart.heads.formats.launch import launch_commands, why_tokens
+from headstart.heads.formats import check_embeddings, fetch_head, load_head
 from headstart.heads.formats.loading import skeleton
 from headstart.heads.formats.sidecar import SIDECAR, notes
-from headstart.heads.provenance import provenance
-from headstart.heads.published import published
 from headstart.heads.repository import check_head_name
 from headstart.heads.targets.fetch import hub_refusal
 from headstart.heads.targets.target import Target
@@ -41,7 +34,7 @@ def find_head(head: str, said: str = "--head") -> Path:
 
     Args:
         said: the option or field that names it, for messages.
-    Raises: FormatError when it is neither or cannot be had; ConfigError for what can be no name.
+    Raises: FormatError when it is neither or cannot be fetched; ConfigError when it cannot be a name.
     """
     if not head.strip() or "\0" in head:
         raise ConfigError(f"{said}: found {head!r}, expected a directory or user/name[@revision]")
@@ -60,21 +53,21 @@ def find_head(head: str, said: str = "--head") -> Path:
 
 
 def trained_date(directory: Path | None) -> str | None:
-    """The day that the chat template showed when the head was trained, where its sidecar says one."""
-    found = _trained_on(directory).get("template_date")
-    return found if isinstance(found, str) and re.fullmatch(r"\d{4}-[01]\d-[0-3]\d", found) else None
+    """The day that the chat template showed when the head was trained; None where its sidecar does not say it."""
+    day = _trained_on(directory).get("template_date")
+    return day if isinstance(day, str) and re.fullmatch(r"\d{4}-[01]\d-[0-3]\d", day) else None
 
 
 def _trained_on(directory: Path | None) -> dict[str, Any]:
-    """The fingerprint of the target that a head was trained on, {} where nothing tells it."""
-    found = notes(directory).get("target") if directory is not None else None
-    return found if isinstance(found, dict) else {}
+    """The fingerprint of the target that a head was trained on, {} where its sidecar has none."""
+    target = notes(directory).get("target") if directory is not None else None
+    return target if isinstance(target, dict) else {}
 
 
 def trained_otherwise(directory: Path | None, target: Target) -> str | None:
-    """A warning that names what the target has otherwise than the one that the head was trained on, or None.
+    """A warning that says in what the target differs from the one that the head was trained on; None: in nothing.
 
-    Weights are compared in one precision only: rounding makes others of them.
+    Weights are compared only where both had the same precision: rounding changes their hash.
     """
     then, now = _trained_on(directory), target.fingerprint()
     known = [name for name in TRAINED_ON if then.get(name) is not None and now.get(name) is not None]
@@ -90,16 +83,16 @@ def trained_otherwise(directory: Path | None, target: Target) -> str | None:
 
 
 def recipe_of_head(values: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A recipe's values, with those parts that the head in `directory` was made by in their place.
+    """A recipe's values, in which the parts that make a head are those that the saved head was made with.
 
-    The head is what an evaluation measures, whatever the command's recipe says of other heads.
+    The report of a saved head must describe that head, whatever this command's recipe says.
     """
     made = notes(directory).get("recipe") or {}
     return values | {name: made[name] for name in MAKING if name in made}
 
 
 def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None) -> Head:
-    """A saved head on the target's device, in its dtype unless another is given, with the frozen ends attached.
+    """A saved head, ready to draft for the target: on its device, in its dtype (or `dtype`), bound to its frozen ends.
 
     Raises: FormatError as `load_head`, and where the file brings embeddings that are not the target's.
     """
@@ -116,9 +109,10 @@ def _read_head(directory: Path, target: Target) -> Head:
 
 
 def untrained_head(config: HeadConfig | None, target: Target) -> Head:
-    """A head as `config` describes it, on random weights (always the same): what drafts where acceptance is synthetic.
+    """A head as `config` describes it, with random weights, which are always the same. It drafts where acceptance is
+    synthetic.
 
-    Args: config: None: EAGLE-3 with a draft vocabulary of 32,000 tokens, or of half the target's where that is less.
+    Args: config: None takes EAGLE-3 with a draft vocabulary of 32,000 tokens, or half the target's if that is less.
     """
     if config is None:
         half = min(32000, target.dims.vocab_size // 2)
@@ -148,7 +142,7 @@ def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:
 
 
 def require_same_head(given: Head, start_from: str, config: HeadConfig, target: HeadDims) -> HeadDims:
-    """The dimensions of the head that goes on from `given`: its draft layer's, the target's in the rest.
+    """The dimensions of a head that continues from `given`: the draft layer's are the file's, the others the target's.
 
     Raises: ConfigError naming the fields of `head` by which the recipe describes another head.
     """
@@ -157,19 +151,19 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
             f"start_from: {start_from} is a head of type {given.family!r} and the recipe's is {config.type!r}: set "
             f"head.type={given.family}, or take a recipe of that family"
         )
-    # the draft layer's rope and head split are the file's; its MLP's default width is the target's
+    # rope and attention heads of the draft layer are the file's; the default width of its MLP is the target's
     dims = replace(given.dims, intermediate_size=target.intermediate_size)
     planned = skeleton(config, dims, "the recipe's head")
-    shapes, found = _shapes(planned), _shapes(given)
-    if shapes != found or planned.spec != given.spec or planned.hidden_act != given.hidden_act:
+    ours, theirs = _shapes(planned), _shapes(given)
+    if ours != theirs or planned.spec != given.spec or planned.hidden_act != given.hidden_act:
         names = (*config.structure, *(("feature_layers",) if planned.spec != given.spec else ()))
         pairs = [(name, getattr(config, name), getattr(given.config, name)) for name in names]
         pairs.append(("hidden_act", planned.hidden_act, given.hidden_act))
-        differing = [shlex.quote(f"head.{name}={theirs}") for name, ours, theirs in pairs if ours != theirs]
-        odd = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+        differing = [shlex.quote(f"head.{name}={value}") for name, own, value in pairs if own != value]
+        odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         raise ConfigError(
             f"start_from: {start_from} is another head than the recipe's"
-            + (f" ({odd[0]} is {found.get(odd[0])}, the recipe makes it {shapes.get(odd[0])})" if odd else "")
+            + (f" ({odd[0]} is {theirs.get(odd[0])}, the recipe makes it {ours.get(odd[0])})" if odd else "")
             + f": set {' '.join(differing) or 'the fields of head to its own'}"
         )
     return dims
@@ -177,59 +171,3 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
 
 def _shapes(head: Head) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-
-
-def check_out(head: Path, out: Path) -> None:
-    """Raises: ConfigError where an export to `out` would write over the head itself, or a model of somebody else."""
-    if out.resolve() == head.resolve():
-        raise ConfigError(f"--out {out}: that is the head itself; choose another directory")
-    theirs = [path.name for name in ("config.json", "*.safetensors", "*.bin", "*.pt") for path in out.glob(name)]
-    if theirs and not (out / SIDECAR).is_file():
-        raise ConfigError(
-            f"--out {out}: holds {theirs[0]} and no {SIDECAR}: a model that Headstart did not export and would write "
-            "over; choose another directory"
-        )
-
-
-def export_found(
-    head: str, target: Target, config: ExportConfig, out: Path, console: Console, environment: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Export a head that is no run's: one from elsewhere, or an export for another engine.
-
-    Args:
-        head: directory, or `user/name[@revision]`.
-        environment: names of the variables that the settings read.
-    Returns: `exports` (engine → directory) and `checks` (engine → report).
-    Raises: ConfigError as `check_out`; TargetError when serving would see other features.
-    """
-    from headstart.serving_check import compare_features, probe_sequences, require_parity
-
-    place = find_head(head)
-    check_out(place, out)
-    drafted = bound_head(place, target, torch.float32)
-    if warning := trained_otherwise(place, target):
-        console.say(warning)
-    parity = compare_features(target, drafted.spec, probe_sequences(target))
-    require_parity(parity, config.force)
-    console.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
-    side = read_json(place / SIDECAR) if (place / SIDECAR).is_file() else {}
-    origin = {"exported_from": head, **(side.get("provenance") or {}), **provenance(target.device)}
-    origin |= {"recipe": side.get("recipe"), "target": target.fingerprint(), "serving_parity": parity.to_json()}
-    origin["tuned"] = side.get("tuned")
-    return exported(export_head(drafted, out, config, published(origin, environment)), console)
-
-
-def exported(reports: dict[str, Any], console: Console) -> dict[str, Any]:
-    """Say what `export_head` found, and put it in the form of a result."""
-    for report in reports.values():
-        console.say(report.render())
-        side = notes(Path(report.directory))
-        commands = launch_commands(str(report.directory), side, report.served) if side else {}
-        for engine, command in commands.items():
-            console.say(f"{FORMATS[engine].title}:\n{command}")
-        if commands and (why := why_tokens(side)):
-            console.say(why)
-    return {
-        "exports": {name: report.directory for name, report in reports.items()},
-        "checks": {name: report.to_json() for name, report in reports.items()},
-    }

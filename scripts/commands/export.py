@@ -98,12 +98,13 @@ def _of_head(
     recipe: str | None, overrides: list[str], head: str, target: str | None, out: str | None, console: Console
 ) -> dict[str, Any]:
     from headstart.directory_lock import locked
+    from headstart.exporting import check_out, export_other
     from headstart.heads.errors import ConfigError
     from headstart.heads.formats import check_export, push_export
     from headstart.heads.formats.sidecar import notes
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_exporting
-    from headstart.saved_heads import check_out, export_found, find_head
+    from headstart.saved_heads import find_head
     from headstart.targets import loaded_target
 
     if recipe is None and target is None:
@@ -115,7 +116,8 @@ def _of_head(
     check_out(given, place)
     with locked(place, "--out"):
         names = names_of(settings.environment)
-        result = export_found(head, loaded_target(settings.target, console), settings.export, place, console, names)
+        loaded = loaded_target(settings.target, console)
+        result = export_other(head, given, loaded, settings.export, place, console, names)
         if settings.export.push_to_hub is not None:
             result["url"] = push_export(place, settings.export, environment=names)
     return result

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from headstart import identity
+from headstart.exporting import prove_parity, report_exports
 from headstart.heads.errors import FormatError
 from headstart.heads.files import read_json
 from headstart.heads.formats import check_export, export_head, push_export
@@ -18,8 +19,7 @@ from headstart.pipeline.data import prepare
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.run import Run
 from headstart.recipes.environment import names_of
-from headstart.saved_heads import bound_head, exported, recipe_of_head
-from headstart.serving_check import compare_features, probe_sequences, require_parity
+from headstart.saved_heads import bound_head, recipe_of_head
 
 #: tokens of each of two samples whose features are compared between training and serving before an export
 PARITY_TOKENS = 96
@@ -71,10 +71,8 @@ def _export(run: Run, begin: Begin) -> dict[str, Any]:
     data = prepare(run)
     samples = [sample for sample in [*data.held_out, *data.train] if len(sample) >= 4][:2]
     texts = [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
-    parity = compare_features(target, head.spec, texts or probe_sequences(target))
-    require_parity(parity, recipe.export.force)
-    run.console.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
-    origin |= {"serving_parity": parity.to_json(), "tuned": notes(run.head_dir).get("tuned")}
+    parity = prove_parity(target, head, texts, recipe.export.force, run.console)
+    origin |= {"serving_parity": parity, "tuned": notes(run.head_dir).get("tuned")}
     begin()
     names = names_of(recipe.environment)
-    return exported(export_head(head, run.dir / "export", recipe.export, published(origin, names)), run.console)
+    return report_exports(export_head(head, run.dir / "export", recipe.export, published(origin, names)), run.console)

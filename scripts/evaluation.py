@@ -1,4 +1,4 @@
-"""Evaluate a head, and say honestly which draft length pays on this machine."""
+"""Evaluating a head from a command: progress, warnings, and notes that say what the numbers mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headstart.heads.published import OWN_DATA, name_of_data, numbered
 from headstart.heads.targets.target import Target
 from headstart.saved_heads import trained_otherwise
 
-#: what a report says of a head that only its shape counts of
+#: what a report says of a head with random weights, of which only the shape matters
 UNTRAINED: dict[str, Any] = {"path": None, "untrained": True}
 
 
@@ -30,41 +30,47 @@ def measure(
     shorter_chains: bool = False,
     place: Path | None = None,
 ) -> Report:
-    """`evaluate` with a progress bar.
+    """`eval.measuring.benchmark.evaluate` with its progress shown and with notes on the head.
 
     Args:
         shorter_chains: also time every shorter chain against the same baseline; a note names the fastest.
-        place: directory of the head; what its target had otherwise is told and noted.
+        place: directory of the head; it is said and noted where the head was trained on another target.
     """
     warning = trained_otherwise(place, target)
     if warning is not None:
         console.say(warning)
     with console.progress("eval", "prompts") as advance:
-        report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=_counting(advance))
+        report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=counts_only(advance))
     report.notes += [warning] if warning is not None else []
     if head_info == UNTRAINED:
         report.notes.append(
             "an untrained head drafted: its weights are random, its acceptance is what was asked for, the speed is real"
         )
-    if not (shorter_chains and config.tree.kind == "chain" and config.tree.depth > 1 and report.baseline_tokens_per_s):
-        return report
-    rates = {config.tree.depth: report.tokens_per_s or 0.0}
+    if shorter_chains and config.tree.kind == "chain" and config.tree.depth > 1 and report.baseline_tokens_per_s:
+        report.notes.append(_compare_shorter_chains(report, target, head, config, console))
+    return report
+
+
+def _compare_shorter_chains(
+    report: Report, target: Target, head: Head | None, config: EvalConfig, console: Console
+) -> str:
+    """Time the shorter chains as well; returns a note with every chain's speed-up and the fastest."""
+    rates, baseline = {config.tree.depth: report.tokens_per_s or 0.0}, report.baseline_tokens_per_s or 0.0
     once = replace(
         config, baseline=False, batch_sizes=[], context_lengths=[], generate_baseline=False, cycle_parts=False
     )
     for depth in range(config.tree.depth - 1, 0, -1):
         shorter = replace(once, tree=replace(config.tree, depth=depth))
         with console.progress(f"eval (chain of {depth})", "prompts") as advance:
-            rates[depth] = evaluate(target, head, shorter, progress=_counting(advance)).tokens_per_s or 0.0
+            rates[depth] = evaluate(target, head, shorter, progress=counts_only(advance)).tokens_per_s or 0.0
     best = max(rates, key=lambda depth: rates[depth])
-    listed = ", ".join(f"{depth}: {rate / report.baseline_tokens_per_s:.2f}×" for depth, rate in sorted(rates.items()))
-    verdict = f"a chain of {best}" if rates[best] > report.baseline_tokens_per_s else "plain decoding"
-    report.notes.append(f"speed-up by chain length here: {listed}; fastest: {verdict}")
-    return report
+    listed = ", ".join(f"{depth}: {rate / baseline:.2f}×" for depth, rate in sorted(rates.items()))
+    fastest = f"a chain of {best}" if rates[best] > baseline else "plain decoding"
+    return f"speed-up by chain length here: {listed}; fastest: {fastest}"
 
 
 def say_own_data(data: Any, console: Console) -> None:
-    """Which file is which, before a report is shown: reports number own data, they do not name its files."""
+    """Say which file is which before a report is shown: a report numbers own data and does not name its files."""
     sources = eval_sources(data) if data is not None else []
     names = numbered([name_of_data(str(source.path)) if source.path else source.name for source in sources])
     own = [f"{name} is {source.path}" for name, source in zip(names, sources, strict=True) if OWN_DATA in name]
@@ -72,6 +78,6 @@ def say_own_data(data: Any, console: Console) -> None:
         console.say(f"in the report {', '.join(own)}")
 
 
-def _counting(advance: Advance) -> Advance:
-    """Without the task that `evaluate` names at every prompt: a count is enough."""
+def counts_only(advance: Advance) -> Advance:
+    """`advance` without a message: an evaluation names the task of every prompt, and a count is enough."""
     return lambda done, total, _task: advance(done, total, "")

@@ -12,7 +12,8 @@ from headstart.console import Console
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import read_json
-from headstart.heads.formats import FORMATS, ExportConfig, export_head
+from headstart.heads.formats import ExportConfig, export_head
+from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.launch import launch_commands, why_tokens
 from headstart.heads.formats.sidecar import SIDECAR, notes
 from headstart.heads.provenance import provenance

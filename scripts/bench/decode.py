@@ -248,7 +248,7 @@ def print_attention(forward: ForwardBench) -> None:
         tree = None if tokens == 1 else mask.expand(len(slot_BM), -1, -1)
         visibility = Visibility(forward.length_B[:, None] + depth_M, slot_BM, forward.length_B, tree)
         q_Rhd = torch.randn((slot_BM.numel(), layer.rope.heads, layer.rope.head_dim), device=device).to(keys[0].dtype)
-        found = {}
+        times = {}
         held = attention.BLOCK_ROWS, attention.BLOCK_SLOTS, attention.STAGES
         for rows, slots, stages, splits in itertools.product((16, 64), (64, 128), (2, 3), (1, 2, 3, 4, 6, 12)):
             attention.BLOCK_ROWS, attention.BLOCK_SLOTS, attention.STAGES = rows, slots, stages
@@ -257,9 +257,9 @@ def print_attention(forward: ForwardBench) -> None:
                 for key, value in zip(keys, values, strict=True):
                     attention.attend_kernel(q, key, value, seen, layer.shape, splits)
 
-            found[rows, slots, stages, splits] = graph_time(run) / len(keys) * 1e3
+            times[rows, slots, stages, splits] = graph_time(run) / len(keys) * 1e3
         attention.BLOCK_ROWS, attention.BLOCK_SLOTS, attention.STAGES = held
-        best = sorted(found.items(), key=lambda item: item[1])[:8]
+        best = sorted(times.items(), key=lambda item: item[1])[:8]
         print(f"attention of {tokens} (rows, slots, stages, splits):", flush=True)
         print("".join(f"  {way}: {microseconds:.1f} µs" for way, microseconds in best), flush=True)
 
@@ -290,7 +290,11 @@ def print_products(model: FusedModel, rows: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m headstart.bench.decode",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="llama-3.1-8b")
     parser.add_argument("--context", type=int, default=512, help="tokens in the KV buffers")
     parser.add_argument("--batch", type=int, default=1)

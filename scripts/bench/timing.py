@@ -34,18 +34,18 @@ class Timer:
         """Per run, milliseconds between successive marks; the last part of a run reaches to the next run's start."""
         if self._cuda:
             torch.cuda.synchronize()
-        found: list[dict[str, float]] = []
+        times: list[dict[str, float]] = []
         for number, run in enumerate(self._runs):
             ends = run[1:]
             if number + 1 < len(self._runs):
                 ends[-1] = (ends[-1][0], self._runs[number + 1][0][1])
-            found.append(
+            times.append(
                 {
                     name: before.elapsed_time(after) if self._cuda else (after - before) * 1e3
                     for (_, before), (name, after) in zip(run, ends, strict=False)
                 }
             )
-        return found
+        return times
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:

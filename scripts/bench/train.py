@@ -343,7 +343,11 @@ def print_record(record: Record) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m headstart.bench.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="llama-3.1-8b")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["custom"])
     parser.add_argument("--tokens", type=int, default=8192, help="rows of the pack")

@@ -141,29 +141,23 @@ def _of_server(
 ) -> Path:
     from headstart.directory_lock import locked
     from headstart.eval.servers.served import evaluate_server
+    from headstart.evaluation import counts_only
     from headstart.heads.errors import ConfigError
     from headstart.recipes.load import load_evaluation, to_dict
 
     engine, url, model = server
     if engine is None or url is None:
         raise ConfigError("eval: a server needs both --engine (vllm or sglang) and --url http://HOST:PORT")
-    # the target is the server's business; the schema wants its name all the same
+    # the server has its own target; the schema needs a name all the same
     named = {"target.name": model or "served"} if recipe is None else {}
     settings = load_evaluation(recipe, overrides, {**named, "eval.data": one_or_all(data)})
     info = {"path": head} if head is not None else None
     data_name, place = label_of(settings.eval), place_of(out)
-    # without --out the place follows from the model that the server names
+    # without --out the folder is named after the model, which the server tells
     with locked(place, "--out") if place is not None else nullcontext():
         with console.progress("eval", "prompts") as advance:
-            report = evaluate_server(
-                engine,
-                url,
-                settings.eval,
-                model,
-                os.environ.get("OPENAI_API_KEY"),
-                info,
-                lambda done, total, _task: advance(done, total, ""),
-            )
+            key = os.environ.get("OPENAI_API_KEY")
+            report = evaluate_server(engine, url, settings.eval, model, key, info, counts_only(advance))
         shown = to_dict(settings)
         report.recipe = {"seed": shown["seed"], "eval": shown["eval"]}
         if place is not None:
@@ -177,7 +171,7 @@ def _of_server(
 
 
 def place_of(out: str | None) -> Path | None:
-    """The folder that --out names. Raises ConfigError for a run's, whose report is that of its own evaluation."""
+    """The folder that --out names. Raises ConfigError for a run's directory: its report is the run's own."""
     from headstart.heads.errors import ConfigError
 
     if out and (Path(out) / "steps").is_dir():
@@ -186,7 +180,7 @@ def place_of(out: str | None) -> Path | None:
 
 
 def _write(report: Report, place: Path, config: EvalConfig, console: Console) -> None:
-    """Write the report where an earlier one may be, which is kept."""
+    """Write the report; an earlier one in the same folder is kept."""
     from headstart.eval.measuring.rendering import write_report
     from headstart.evaluation import say_own_data
 
@@ -196,18 +190,18 @@ def _write(report: Report, place: Path, config: EvalConfig, console: Console) ->
 
 
 def one_or_all(data: list[str] | None) -> str | list[str] | None:
-    """Values of a repeatable option: None where it was not given, the only one as it is."""
+    """The values of a repeatable option: None where it was not given, a single one without the list."""
     return data[0] if data and len(data) == 1 else data or None
 
 
 def nearest_tuned(batches: Iterable[str], batch: int) -> str | None:
-    """The tuned batch size next to `batch`, the larger of two as near; None where none is within a factor of two."""
+    """The tuned batch size nearest to `batch`, of two as near the larger; None where none is within a factor of two."""
     near = [(max(int(size), batch) / min(int(size), batch), -int(size), size) for size in batches]
     return min(near)[2] if near and min(near)[0] <= 2 else None
 
 
 def use_tuned(head: Path, target: Target, config: EvalConfig, console: Console) -> None:
-    """Set the tree that `headstart tune` chose for this head on this card at about this batch size, where it did."""
+    """Take the tree that `headstart tune` chose for this head, card and about this batch size, if there is one."""
     from headstart.eval.config import TreeConfig
     from headstart.heads.formats.sidecar import notes
     from headstart.heads.provenance import device_name
@@ -217,8 +211,8 @@ def use_tuned(head: Path, target: Target, config: EvalConfig, console: Console) 
         size = nearest_tuned(entry["batches"], config.batch_size)
         if size is None:
             return
-        found = entry["batches"][size]
-        tree, speculate, label = TreeConfig(**found["tree"]), found["speculate"], found["label"]
+        choice = entry["batches"][size]
+        tree, speculate, label = TreeConfig(**choice["tree"]), choice["speculate"], choice["label"]
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         console.say(f"{head / 'headstart.json'}: what was tuned cannot be read ({error!r}) and is not used")
         return
@@ -231,7 +225,7 @@ def use_tuned(head: Path, target: Target, config: EvalConfig, console: Console) 
 
 
 def label_of(config: EvalConfig) -> str:
-    """Folder name for the prompts, which are read here once: what is wrong with them is told before anything is loaded.
+    """A folder's name for the prompts. They are read once here, so that mistakes show before the target is loaded.
 
     Raises: ConfigError where none are named, DataError where they cannot be read.
     """

@@ -87,20 +87,20 @@ def _tune(
         if warning := trained_otherwise(place, loaded):
             console.say(warning)
         with console.progress("tune", "steps") as advance:
-            found = tune(loaded, drafting, settings.eval, settings.tune, advance)
+            tuning = tune(loaded, drafting, settings.eval, settings.tune, advance)
         keep_earlier(folder, "tune", ("tune.json", "tune.md"), console)
         names = names_of(settings.environment)
-        path = write_tuning(found, folder, {"head": head}, console.say, names)
+        path = write_tuning(tuning, folder, {"head": head}, console.say, names)
         if write and place is not None:
-            _keep(place, published(found.entry(), names), console)
-    console.result({**found.to_json(), "head": head, "report": str(path)}, lambda: tuning_table(found))
+            _keep(place, published(tuning.entry(), names), console)
+    console.result({**tuning.to_json(), "head": head, "report": str(path)}, lambda: tuning_table(tuning))
     if not console.as_json:
-        console.result(None, lambda: tuning_text(found))
+        console.result(None, lambda: tuning_text(tuning))
         console.result(None, f"report: {folder / 'tune.md'} (and tune.json)")
 
 
 def _keep(place: Path, entry: dict[str, Any], console: Console) -> None:
-    """Note the choice in the head's sidecar, beside those for other cards."""
+    """Write the choice into the head's sidecar, beside the choices for other cards."""
     from headstart.heads.errors import FormatError
     from headstart.heads.formats.sidecar import annotate, notes
 

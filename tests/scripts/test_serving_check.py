@@ -49,12 +49,10 @@ def test_heads_that_read_the_last_state_only(target: Target) -> None:
 
 def test_a_shifted_feature_is_found_and_named(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The classic fault: serving hands layer k + 1 where training read layer k."""
-    original = engine_module.Engine.__init__
-
-    def shifted(self, model, batch, capacity, spec=None, **rest):  # type: ignore[no-untyped-def]
-        original(self, model, batch, capacity, FeatureSpec((1, 2, 4)), **rest)
-
-    monkeypatch.setattr(engine_module.Engine, "__init__", shifted)
+    engine, other = engine_module.Engine, FeatureSpec((1, 2, 4))
+    prefill, verify = engine.prefill, engine.verify
+    monkeypatch.setattr(engine, "prefill", lambda self, contexts, spec: prefill(self, contexts, other))
+    monkeypatch.setattr(engine, "verify", lambda self, roots, tree, spec, end: verify(self, roots, tree, other, end))
     found = compare_features(target, SPEC, SEQUENCES)
     assert not found.passed and found.where.endswith("hidden_states[3]")
     with pytest.raises(TargetError, match=r"hidden_states\[3\].*export.force=true"):
@@ -65,8 +63,8 @@ def test_a_shifted_feature_is_found_and_named(target: Target, monkeypatch: pytes
 def test_a_wrong_position_is_found(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     original = engine_module.Engine.verify
 
-    def late(self, roots_B, tree):  # type: ignore[no-untyped-def]
-        return original(self, roots_B, replace(tree, depth_BN=tree.depth_BN + 1))
+    def late(self, roots_B, tree, *rest):  # type: ignore[no-untyped-def]
+        return original(self, roots_B, replace(tree, depth_BN=tree.depth_BN + 1), *rest)
 
     monkeypatch.setattr(engine_module.Engine, "verify", late)
     assert not compare_features(target, SPEC, SEQUENCES).passed

@@ -19,7 +19,7 @@ class Scheduler(Protocol):
     A node that is left out counts as not drafted, so what is committed stays the target's own choice. Trees that are a
     function of the context allow any choice. Where a tree carries q, its tokens were drawn: whether a node is kept may
     then depend on the nodes above it and on q, but not on what was drawn at its own level or below. Otherwise what
-    remains is no longer distributed as q says.
+    remains is no longer distributed as q says. What is left out is masked: the forward has a place for it still.
 
     One scheduler serves one batch at a time: `start` resets it.
 

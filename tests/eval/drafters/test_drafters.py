@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from eval_help import CONTEXTS, Trained
 from torch import Tensor
 
-from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.config import DRAFTER_SETTINGS, EvalConfig, TreeConfig
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, penalise, probabilities
-from headstart.eval.drafters import autoregressive, build_drafter
+from headstart.eval.drafters import DRAFTERS, autoregressive, build_drafter
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.medusa import MedusaDrafter
 from headstart.eval.drafters.ngram import NgramDrafter, NgramIndex
+from headstart.eval.measuring.teacher_forced import draft_everywhere
 from headstart.eval.tree import chain
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import FAMILIES
 from headstart.heads.families.autoregressive import AutoregressiveHead
 from headstart.heads.targets.target import Target
 
@@ -190,6 +193,18 @@ def test_tree_kinds_that_a_head_cannot_draft(medusa: Trained, eagle: Trained) ->
     with pytest.raises(ConfigError, match="chain or a dynamic tree, found 'static'"):
         build_drafter(eagle.head, EvalConfig(tree=TreeConfig("static")))
     assert chain(torch.tensor([[1]])).linear
+
+
+def test_what_drafts(target: Target) -> None:
+    """Every family, and every method that a recipe can name; another family is told what there is."""
+    assert set(DRAFTERS) == {*FAMILIES, *DRAFTER_SETTINGS} - {"auto", "none"}
+    other: Any = SimpleNamespace(family="other")
+    assert build_drafter(other, EvalConfig(drafter="none")) is build_drafter(None, EvalConfig()) is None
+    assert isinstance(build_drafter(other, EvalConfig(drafter="ngram")), NgramDrafter)
+    with pytest.raises(ConfigError, match="no drafter for a head of the family other, expected one of .*'eagle'"):
+        build_drafter(other, EvalConfig())
+    with pytest.raises(ConfigError, match="found a head of the family other, expected one of .*'eagle'"):
+        draft_everywhere(target, other, [([5], [6, 7])], 2)
 
 
 def test_making_ready_is_timed_without_what_was_under_way(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from headstart.data.prompts import Prompt
@@ -79,7 +80,7 @@ def evaluate(
         drafter=drafter.name if drafter is not None else "plain",
         dtype=dtype,
         device=device_name(target.device),
-        tree={**_by_name(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
+        tree={**asdict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
         recipe=recipe or {},
         notes=_notes(target, measured),
         sweeps=measured.sweeps or None,
@@ -104,11 +105,7 @@ def _describe(head: Head | None, head_info: dict[str, Any] | None) -> dict[str, 
     if head is None:
         return head_info
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    return {"type": head.family, "config": _by_name(head.config), "parameters": parameters, **(head_info or {})}
-
-
-def _by_name(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
+    return {"type": head.family, "config": asdict(head.config), "parameters": parameters, **(head_info or {})}
 
 
 class _Measurement:

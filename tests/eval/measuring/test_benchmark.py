@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, 
     assert sum(section.forwards for section in report.tasks.values()) == report.forwards == expected.forwards
     assert report.tree["label"] == "chain3"
     assert report.head["type"] == "eagle3" and report.head["path"] == "x"
+    assert report.head["config"] == asdict(eagle3.head.config)  # fields alone: what a class says of them stays out
     assert report.recipe == {"seed": 7}
     assert seen[0][:2] == (0, 3) and seen[-1][:2] == (3, 3)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -133,6 +133,15 @@ class Loss:
         if len(loss_K) != terms:  # a slice of all would cost a kernel in every backward pass
             loss_K, count_K = loss_K[:terms], count_K[:terms]
         return cls(loss_K, count_K, numerator_M, denominator_M, run_A)
+
+
+    def with_metrics(self, numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> Loss:
+        """The same loss with more metrics behind those it has; scalars that may still be part of a graph."""
+        return replace(
+            self,
+            numerator_M=torch.cat((self.numerator_M, torch.stack(list(numerators)).detach())),
+            denominator_M=torch.cat((self.denominator_M, torch.stack(list(denominators)).detach())),
+        )
 
 
 class Head(nn.Module, ABC):

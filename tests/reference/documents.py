@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -58,19 +58,21 @@ class Sums:
     correct: list[int]
     total: list[int]
     prefix: list[int] | None
+    #: metrics of the family's own: name → (numerator, denominator)
+    more: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return (*(f"acc_{d}" for d in range(1, len(self.correct) + 1)), "coverage")
+        return (*(f"acc_{d}" for d in range(1, len(self.correct) + 1)), "coverage", *self.more)
 
     @property
-    def numerators(self) -> list[int]:
+    def numerators(self) -> list[float]:
         """Of the metrics: hits of every depth, and rows that carry a loss at depth 1."""
-        return [*self.correct, self.count[0]]
+        return [*self.correct, self.count[0], *(numerator for numerator, _ in self.more.values())]
 
     @property
-    def denominators(self) -> list[int]:
-        return [*self.total, self.total[0]]
+    def denominators(self) -> list[float]:
+        return [*self.total, self.total[0], *(denominator for _, denominator in self.more.values())]
 
     def normalised(self, weights: list[float]) -> Tensor:
         """L = Σ_d λ_d · S_d / N_d; a depth without positions adds nothing."""

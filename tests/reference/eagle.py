@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -90,6 +92,7 @@ def eagle_loss(
     tokens of largest p alone, once more (HASS, second stage).
     """
     features: dict[tuple[int, int], list[Tensor]] = {}
+    parts = {"feature_loss": 0.0, "logit_loss": 0.0}
     rows = {id(document): all_rows(weights, ends, shape, document) for document in documents}
 
     def draft(document: Document, t: int) -> list[Tensor]:
@@ -102,13 +105,16 @@ def eagle_loss(
         next_D = document.hidden_TD[t + d]
         p_V = torch.softmax(ends.logits(next_D), dim=0)
         distance = smooth_l1(features[id(document), t][d - 1], next_D)
-        found = hidden_weight * distance + logit_weight * DIVERGENCES[kind](p_V, logits)
+        of_logits = logit_weight * DIVERGENCES[kind](p_V, logits)
         logq_V = logits - torch.logsumexp(logits, dim=0)
         for token in sorted(range(len(p_V)), key=lambda token: -p_V[token].item())[:top_tokens] if top_weight else []:
-            found = found - top_weight * p_V[token] * logq_V[token]
-        return found
+            of_logits = of_logits - top_weight * p_V[token] * logq_V[token]
+        parts["feature_loss"] += hidden_weight * distance.item()
+        parts["logit_loss"] += of_logits.item()
+        return hidden_weight * distance + of_logits
 
-    return sum_over_positions(documents, depth, draft, loss, ends)
+    sums = sum_over_positions(documents, depth, draft, loss, ends)
+    return replace(sums, more={name: (part, sum(sums.count)) for name, part in parts.items()})
 
 
 def chain_logits(

@@ -89,6 +89,13 @@ class EagleHead(AutoregressiveHead):
     def logits(self, g: Tensor) -> Tensor:
         return self.teacher.logits(g)
 
+    def metrics(self, depths: int) -> tuple[str, ...]:
+        """Besides those of every head, the two parts of the loss with their weights, as means over all trained passes.
+
+        After one pass, feature_loss + logit_loss is the loss.
+        """
+        return (*super().metrics(depths), "feature_loss", "logit_loss")
+
     def loss_counts(self, batch: FeatureBatch) -> Tensor:
         return batch.anchors.active_counts()[: len(self.terms)]
 
@@ -145,17 +152,21 @@ class EagleHead(AutoregressiveHead):
         with torch.no_grad():
             teacher_AV = teacher.logits(feature_AD, dtype=compute_dtype(self.fc.weight))
             logit_weight_A = self._logit_weights(teacher_AV)
-        losses, hits, weights = [], [], anchors.weights()
+        feature_losses, logit_losses, hits, weights = [], [], [], anchors.weights()
         for d, (g_AH, weight_A) in enumerate(zip(self.rollout(batch), weights, strict=True)):
             row_A = anchors.teacher_AK[: anchors.count_K[d], d]
             distance_A = F.smooth_l1_loss(wide(g_AH), wide(feature_AD[row_A]), reduction="none").mean(-1)
             scaled_A = weight_A if logit_weight_A is None else weight_A * logit_weight_A[row_A]
             logit_loss, argmax_A = self._logit_loss(g_AH, teacher_AV, row_A, scaled_A, teacher)
             logit_weight = config.logit_loss_weight if logit_weight_A is None else 1.0
-            feature_loss = (distance_A * weight_A).sum()
-            losses.append(config.hidden_loss_weight * feature_loss + logit_weight * logit_loss)
+            feature_losses.append(config.hidden_loss_weight * (distance_A * weight_A).sum())
+            logit_losses.append(logit_weight * logit_loss)
             hits.append((argmax_A == batch.teacher_argmax_A[row_A]) & (weight_A > 0))
-        return Loss.per_depth(torch.stack(losses), weights, hits, weights, len(self.terms))
+        terms = len(self.terms)
+        loss_K = torch.stack([a + b for a, b in zip(feature_losses, logit_losses, strict=True)])
+        loss = Loss.per_depth(loss_K, weights, hits, weights, terms)
+        parts = [torch.stack(part[:terms]).sum() for part in (feature_losses, logit_losses)]
+        return loss.with_metrics(parts, [loss.count_T.sum()] * 2)
 
     def _logit_weights(self, teacher_AV: Tensor) -> Tensor | None:
         """Fold the loss of the top tokens into the teacher, in place; the weights of its rows [A], None = as they are.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 import pytest
 import torch
@@ -46,15 +47,21 @@ def plain(target: Target) -> list[Answer]:
 
 
 @pytest.fixture(scope="session")
-def eagle3(target: Target, plain: list[Answer]) -> Trained:
-    return train_briefly(target, plain, "eagle3", 12, depth=4, draft_vocab_size=50, feature_layers=[1, 2, 3])
+def trained(target: Target, plain: list[Answer]) -> Callable[[str], Trained]:
+    """family → a head that was trained briefly on the plain answers, the same one whenever it is asked for."""
+    return cache(partial(train_briefly, target, plain))
 
 
 @pytest.fixture(scope="session")
-def eagle(target: Target, plain: list[Answer]) -> Trained:
-    return train_briefly(target, plain, "eagle", 25, logit_loss_weight=1.0, feature_noise=0.0)
+def eagle3(trained: Callable[[str], Trained]) -> Trained:
+    return trained("eagle3")
 
 
 @pytest.fixture(scope="session")
-def medusa(target: Target, plain: list[Answer]) -> Trained:
-    return train_briefly(target, plain, "medusa", 12, depth=3)
+def eagle(trained: Callable[[str], Trained]) -> Trained:
+    return trained("eagle")
+
+
+@pytest.fixture(scope="session")
+def medusa(trained: Callable[[str], Trained]) -> Trained:
+    return trained("medusa")

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from reference.families import REFERENCES
 
+from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.decode import Answer, decode, slots_needed
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.session import Decoder
-from headstart.eval.drafters import Drafter
+from headstart.eval.drafters import DRAFTERS, Drafter
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.families import FAMILIES, build_head
@@ -74,6 +76,17 @@ def gaps_of(target: Target, context: list[int], answer: Answer) -> list[float]:
     return (top_T2[:, 0] - top_T2[:, 1]).tolist()
 
 
+def check_cycles(answers: list[Answer]) -> None:
+    """What every cycle must say of itself, and that they add up to the answers."""
+    for answer in answers:
+        assert sum(cycle.committed for cycle in answer.cycles) == len(answer.tokens) - 1
+        for cycle in answer.cycles[:-1]:
+            assert cycle.committed == cycle.accepted + 1
+        for cycle in answer.cycles:
+            assert 0 <= cycle.accepted <= cycle.drafted
+            assert 0 <= cycle.committed - cycle.accepted <= 1
+
+
 def memory_for_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger batches run out of memory."""
     original = Decoder.run
@@ -94,16 +107,16 @@ class Trained:
     batch: FeatureBatch
 
 
-def train_briefly(target: Target, answers: list[Answer], kind: str, steps: int, **config: object) -> Trained:
-    """Fit a head to the greedy answers, so that drafts are sometimes right and sometimes wrong."""
+def train_briefly(target: Target, answers: list[Answer], family: str) -> Trained:
+    """Fit a small head to the greedy answers, so that drafts are sometimes right and sometimes wrong."""
     torch.manual_seed(1)
-    head = build_head(FAMILIES[kind].config(**config), target.dims)
-    said = sorted({token for answer in answers for token in answer.tokens})
-    draft_ids = None
-    if kind == "eagle3":
+    reference = REFERENCES[family]
+    head = build_head(reference.small(VOCAB), target.dims)
+    size, draft_ids = head.draft_vocab_size, None
+    if size is not None:
         # some tokens that are said cannot be drafted
+        said = sorted({token for answer in answers for token in answer.tokens})
         others = [token for token in range(VOCAB) if token not in said]
-        size = config["draft_vocab_size"]
         draft_ids = torch.tensor(sorted((said[1:] + others)[:size]))
     head.initialise(target.ends, draft_ids)
     documents = []
@@ -112,9 +125,17 @@ def train_briefly(target: Target, answers: list[Answer], kind: str, steps: int, 
         documents.append((torch.tensor([*context, *answer.tokens]), turn))
     batch = target.extract(FeatureBatch.pack(documents, head.depth), head.spec)
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(steps):
+    for _ in range(reference.steps):
         result = head.loss(batch, target.teacher)
         (result.sum_T / result.count_T.clamp(min=1)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return Trained(head.eval(), batch)
+
+
+#: (family, tree kind) of every head family that evaluation drafts with
+FAMILY_TREES = [(family, kind) for family in FAMILIES if family in DRAFTERS for kind in DRAFTERS[family].kinds]
+
+
+def tree_of(kind: str) -> TreeConfig:
+    return TreeConfig(kind=kind, depth=4, k=3, total_tokens=12)

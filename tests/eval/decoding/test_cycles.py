@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from eval_help import CONTEXTS, Trained, run
+from eval_help import CONTEXTS, FAMILY_TREES, Trained, run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -23,7 +24,7 @@ from headstart.eval.decoding.generation import EngineGenerator
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.drafters import Drafter, build_drafter
+from headstart.eval.drafters import build_drafter
 from headstart.eval.drafters.draft import DraftStep
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.measuring.benchmark import tau_probe
@@ -31,42 +32,20 @@ from headstart.heads.batch import FeatureSpec
 from headstart.heads.targets.target import Target
 
 CHAIN, DYNAMIC, STATIC = TreeConfig("chain", 4), TreeConfig("dynamic", 3, 3, 12), TreeConfig("static", 3, 3, 20)
-WAYS = [
-    ("eagle3", CHAIN),
-    ("eagle3", DYNAMIC),
-    ("eagle", CHAIN),
-    ("eagle", DYNAMIC),
-    ("medusa", CHAIN),
-    ("medusa", STATIC),
-]
+Heads = Callable[[str], Trained]
+TREES = {"chain": CHAIN, "dynamic": DYNAMIC, "static": STATIC}
+#: (family, tree) of every head family
+WAYS = [(family, TREES[kind]) for family, kind in FAMILY_TREES]
 
 
 def fused(target: Target) -> FusedModel:
     return FusedModel(target.model, attention_windows(target.model.config))
 
 
-def drafter_of(kind: str, tree: TreeConfig, request: pytest.FixtureRequest, **config: object) -> Drafter:
-    trained: Trained = request.getfixturevalue(kind)
-    drafter = build_drafter(trained.head, EvalConfig(tree=tree, **config))  # type: ignore[arg-type]
-    assert drafter is not None
-    return drafter
-
-
 @pytest.fixture
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """First guesses instead of measured choices: which kernels run is not what these tests are about."""
     monkeypatch.setattr(Loop, "choose_ways", lambda loop: None)
-
-
-@pytest.mark.parametrize(("kind", "tree"), WAYS)
-def test_fused_target_gives_the_plain_answers(
-    target: Target, plain: list[Answer], kind: str, tree: TreeConfig, request: pytest.FixtureRequest
-) -> None:
-    ordinary = run(target, drafter_of(kind, tree, request))
-    answers = run(target, drafter_of(kind, tree, request), fused=fused(target))
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
-    assert [answer.cycles for answer in answers] == [answer.cycles for answer in ordinary]
-    assert any(cycle.accepted for answer in answers for cycle in answer.cycles)
 
 
 def test_device_and_host_agree_on_who_goes_on(target: Target, plain: list[Answer]) -> None:
@@ -86,9 +65,9 @@ def test_device_and_host_agree_on_who_goes_on(target: Target, plain: list[Answer
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
-def test_draft_step_equals_the_heads_own(kind: str, request: pytest.FixtureRequest) -> None:
+def test_draft_step_equals_the_heads_own(kind: str, trained: Heads) -> None:
     """A chain row by row on buffers against AutoregressiveHead.step with plain attention."""
-    head = request.getfixturevalue(kind).head
+    head = trained(kind).head
     noise = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 61, (2, 6), generator=noise)
     features = torch.randn((2, 6, 32), generator=noise)
@@ -134,12 +113,12 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize(("kind", "tree"), [("plain", CHAIN), *WAYS])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(synthetic=(0.8, 0.5)), Sampling(repetition_penalty=1.3)])
 def test_a_cycle_reads_only_what_outlives_its_batch(
-    target: Target, kind: str, tree: TreeConfig, sampling: Sampling, request: pytest.FixtureRequest
+    target: Target, kind: str, tree: TreeConfig, sampling: Sampling, trained: Heads
 ) -> None:
     """A captured cycle reads memory where it stood when it was captured: its state, and what later batches share."""
     drafter = None
     if kind != "plain":
-        drafter = build_drafter(request.getfixturevalue(kind).head, EvalConfig(tree=tree, repetition_penalty=1.3))
+        drafter = build_drafter(trained(kind).head, EvalConfig(tree=tree, repetition_penalty=1.3))
         drafter.sampling = sampling
     engine = Engine(target.model, 3, slots_needed(12, 30, drafter), fused=fused(target))
     read: list[dict[int, Tensor]] = []  # kept, so that no address is taken twice
@@ -160,14 +139,14 @@ def test_a_cycle_reads_only_what_outlives_its_batch(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("kind", "tree"), [("plain", CHAIN), *WAYS])
 def test_captured_cycles_give_the_plain_answers(
-    target: Target, plain: list[Answer], kind: str, tree: TreeConfig, request: pytest.FixtureRequest
+    target: Target, plain: list[Answer], kind: str, tree: TreeConfig, trained: Heads
 ) -> None:
     """Three batches through one graph, the second with stops and limits of its own."""
     card = torch.device("cuda")
     there = Target.from_model(copy.deepcopy(target.model).to(card))
     drafter = None
     if kind != "plain":
-        head = copy.deepcopy(request.getfixturevalue(kind).head).to(card)
+        head = copy.deepcopy(trained(kind).head).to(card)
         head.bind(there.ends)
         drafter = build_drafter(head, EvalConfig(tree=tree))
     engine = Engine(there.model, 3, slots_needed(12, 30, drafter), prefill_chunk=4, fused=fused(there))
@@ -210,10 +189,10 @@ def test_captured_prefill(target: Target, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_captured_sampling_follows_its_seed(target: Target, request: pytest.FixtureRequest) -> None:
+def test_captured_sampling_follows_its_seed(target: Target, trained: Heads) -> None:
     card = torch.device("cuda")
     there = Target.from_model(copy.deepcopy(target.model).to(card))
-    head = copy.deepcopy(request.getfixturevalue("eagle3").head).to(card)
+    head = copy.deepcopy(trained("eagle3").head).to(card)
     head.bind(there.ends)
     sampling = Sampling(temperature=1.0)
     drafter = build_drafter(head, EvalConfig(tree=CHAIN, temperature=1.0))
@@ -231,16 +210,16 @@ def test_captured_sampling_follows_its_seed(target: Target, request: pytest.Fixt
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])
-def test_the_probe_of_training_says_what_a_cpu_says(target: Target, kind: str, request: pytest.FixtureRequest) -> None:
+def test_the_probe_of_training_says_what_a_cpu_says(target: Target, kind: str, trained: Heads) -> None:
     """The target's own forward with the draft's kernels; weights stay where an optimiser or a capture holds them."""
     card = torch.device("cuda")
     there = Target.from_model(copy.deepcopy(target.model).to(card))
     before = [parameter.data_ptr() for parameter in there.model.parameters()]
-    head = copy.deepcopy(request.getfixturevalue(kind).head).to(card)
+    head = copy.deepcopy(trained(kind).head).to(card)
     head.bind(there.ends)
     found = tau_probe(there, head, CONTEXTS, 20, depth=3)
     assert [parameter.data_ptr() for parameter in there.model.parameters()] == before
-    assert found == pytest.approx(tau_probe(target, request.getfixturevalue(kind).head, CONTEXTS, 20, depth=3))
+    assert found == pytest.approx(tau_probe(target, trained(kind).head, CONTEXTS, 20, depth=3))
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from eval_help import CONTEXTS, NEW_TOKENS, VOCAB, Trained, gaps_of, run
+from eval_help import CONTEXTS, NEW_TOKENS, VOCAB, check_cycles, gaps_of, run
 from torch import Tensor
 
-from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer, decode
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.drafters import build_drafter
 from headstart.eval.drafters.ngram import NgramDrafter
 from headstart.eval.tree import Tree, chain
 from headstart.heads.targets.target import Target
@@ -73,16 +71,6 @@ def futures_of(answers: list[Answer]) -> list[list[int]]:
 
 def tokens_of(answers: list[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
-
-
-def check_cycles(answers: list[Answer]) -> None:
-    for answer in answers:
-        assert sum(cycle.committed for cycle in answer.cycles) == len(answer.tokens) - 1
-        for cycle in answer.cycles[:-1]:
-            assert cycle.committed == cycle.accepted + 1
-        for cycle in answer.cycles:
-            assert 0 <= cycle.accepted <= cycle.drafted
-            assert 0 <= cycle.committed - cycle.accepted <= 1
 
 
 @pytest.mark.parametrize(("limit", "cycles"), [(1, 0), (6, 5)])
@@ -166,41 +154,9 @@ def test_a_row_does_not_depend_on_its_neighbours(target: Target, plain: list[Ans
         assert alone[0].tokens == answer.tokens[:10]
 
 
-def config_of(kind: str, **sampling: Any) -> EvalConfig:
-    tree = TreeConfig(kind=kind, depth=4, k=3, total_tokens=12)
-    return EvalConfig(tree=tree, **sampling)
-
-
-HEAD_TREES = [("eagle3", "chain"), ("eagle3", "dynamic"), ("eagle", "chain"), ("eagle", "dynamic")]
-HEAD_TREES += [("medusa", "chain"), ("medusa", "static")]
-
-
-@pytest.mark.parametrize(("family", "kind"), HEAD_TREES)
-def test_heads(target: Target, plain: list[Answer], family: str, kind: str, request: pytest.FixtureRequest) -> None:
-    trained: Trained = request.getfixturevalue(family)
-    stops = [{plain[0].tokens[17]}, set(), {plain[2].tokens[11]}]
-    expected = run(target, None, stops=stops)
-    answers = run(target, build_drafter(trained.head, config_of(kind)), stops=stops)
-    assert tokens_of(answers) == tokens_of(expected)
-    check_cycles(answers)
-    accepted = sum(cycle.accepted for answer in answers for cycle in answer.cycles)
-    rejected = sum(cycle.drafted - cycle.accepted for answer in answers for cycle in answer.cycles)
-    # both outcomes occur, else the test shows little
-    assert accepted > 5 and rejected > 5
-
-
 def test_ngram(target: Target, plain: list[Answer]) -> None:
     answers = run(target, NgramDrafter(4, shortest=1, longest=3))
     assert tokens_of(answers) == tokens_of(plain)
     check_cycles(answers)
     assert any(cycle.accepted for answer in answers for cycle in answer.cycles)
     assert any(cycle.drafted == 0 for answer in answers for cycle in answer.cycles)
-
-
-@pytest.mark.parametrize(("family", "kind"), [("eagle3", "chain"), ("eagle3", "dynamic"), ("medusa", "static")])
-def test_greedy_with_repetition_penalty(target: Target, family: str, kind: str, request: pytest.FixtureRequest) -> None:
-    trained: Trained = request.getfixturevalue(family)
-    sampling = Sampling(repetition_penalty=1.3)
-    expected = run(target, None, sampling=sampling)
-    drafter = build_drafter(trained.head, config_of(kind, repetition_penalty=1.3))
-    assert tokens_of(run(target, drafter, sampling=sampling)) == tokens_of(expected)

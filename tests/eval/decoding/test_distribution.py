@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from eval_help import run
+from eval_help import FAMILY_TREES, run
+from reference.families import REFERENCES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.eval.config import EvalConfig, TreeConfig
@@ -18,7 +19,7 @@ from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.sampling import Sampling, probabilities
 from headstart.eval.drafters import build_drafter
 from headstart.heads.base import Head
-from headstart.heads.families import FAMILIES, build_head
+from headstart.heads.families import build_head
 from headstart.heads.targets.target import Target
 
 WORDS = 12
@@ -43,17 +44,14 @@ def small() -> Target:
 def heads(small: Target) -> dict[str, Head]:
     """Untrained: what they draft does not matter to the distribution, and by chance some of it is accepted."""
     made: dict[str, Head] = {}
-    configs: dict[str, dict[str, Any]] = {
-        "eagle": {},
-        "eagle3": {"draft_vocab_size": 9, "feature_layers": [1, 2, 3]},
-        "medusa": {"depth": 3},
-    }
-    for kind, config in configs.items():
+    for family, reference in REFERENCES.items():
         torch.manual_seed(5)
-        head = build_head(FAMILIES[kind].config(**config), small.dims)
-        draft_ids = torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 10]) if kind == "eagle3" else None
+        head = build_head(reference.small(WORDS), small.dims)
+        size = head.draft_vocab_size
+        # words 4 and 9 are never drafted
+        draft_ids = None if size is None else torch.tensor([n for n in range(WORDS) if n % 5 != 4][:size])
         head.initialise(small.ends, draft_ids)
-        made[kind] = head.eval()
+        made[family] = head.eval()
     return made
 
 
@@ -64,13 +62,10 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "min-p": {"temperature": 1.0, "min_p": 0.15},
     "all": {"temperature": 1.3, "top_k": 6, "top_p": 0.95, "min_p": 0.03, "repetition_penalty": 1.2},
 }
-#: head (None = n-gram), tree, whether a chain draws its tokens
-DRAFTERS = [
-    ("eagle", "chain", True), ("eagle", "chain", False), ("eagle", "dynamic", True),
-    ("eagle3", "chain", True), ("eagle3", "chain", False), ("eagle3", "dynamic", True),
-    ("medusa", "chain", True), ("medusa", "chain", False), ("medusa", "static", True),
-    (None, "chain", False),
-]  # fmt: skip
+#: head family (None = n-gram), tree, whether a chain draws its tokens; trees always do
+WAYS: list[tuple[str | None, str, bool]] = [(family, kind, True) for family, kind in FAMILY_TREES]
+WAYS += [(family, kind, False) for family, kind in FAMILY_TREES if kind == "chain"]
+WAYS += [(None, "chain", False)]
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +124,9 @@ def sample(
 
 
 #: every drafter with none and with all of them; one drafter of each verification rule with each
-CASES = [(*drafter, name) for drafter in DRAFTERS for name in ("temperature 1", "all")]
-CASES += [
-    (*drafter, name)
-    for drafter in (("eagle3", "chain", True), ("eagle", "dynamic", True), ("medusa", "static", True))
-    for name in ("top-k", "top-p", "min-p")
-]
+CASES = [(*drafter, name) for drafter in WAYS for name in ("temperature 1", "all")]
+CASES += [(*one, name) for one in {kind: (family, kind, True) for family, kind in FAMILY_TREES}.values()
+          for name in ("top-k", "top-p", "min-p")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "kind", "drawn", "processors"), CASES)
@@ -163,7 +155,7 @@ def test_a_wrong_distribution_is_noticed(
     assert deviation(sample(small, heads["eagle3"], "chain", True, plain), filtered) == math.inf
 
 
-@pytest.mark.parametrize(("family", "kind", "drawn"), DRAFTERS)
+@pytest.mark.parametrize(("family", "kind", "drawn"), WAYS)
 def test_seeds_reproduce(small: Target, heads: dict[str, Head], family: str | None, kind: str, drawn: bool) -> None:
     head = heads[family] if family else None
     first, again = (sample(small, head, kind, drawn, {"temperature": 1.0}, rows=8) for _ in range(2))

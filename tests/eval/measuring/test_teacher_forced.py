@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eval_help import CONTEXTS, NEW_TOKENS, Trained, run
+from eval_help import CONTEXTS, NEW_TOKENS, Trained
 
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer, Cycle, decode
@@ -13,7 +13,7 @@ from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters import build_drafter
 from headstart.eval.measuring.benchmark import tau_probe
 from headstart.eval.measuring.metrics import acceptance, bootstrap_tau
-from headstart.eval.measuring.teacher_forced import draft_everywhere, teacher_forced_cycles, teacher_forced_tau, walk
+from headstart.eval.measuring.teacher_forced import teacher_forced_tau, walk
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.targets.target import Target
@@ -28,48 +28,6 @@ def walked(head: Head, batch: FeatureBatch, sums_S: torch.Tensor) -> tuple[float
     """(tokens, cycles) of the chains that training walks: its last metric."""
     numerator_M, denominator_M = SumNames.of(head, len(batch.anchors.count_K)).fractions(sums_S)
     return float(numerator_M[-1]), float(denominator_M[-1])
-
-
-@pytest.mark.parametrize("family", ["eagle3", "eagle", "medusa"])
-@pytest.mark.parametrize("depth", [1, 3])
-def test_equals_the_decode_loop(
-    target: Target, plain: list[Answer], family: str, depth: int, request: pytest.FixtureRequest
-) -> None:
-    trained: Trained = request.getfixturevalue(family)
-    stops = [{plain[0].tokens[17]}, set(), {plain[2].tokens[11]}]
-    known = items_of(run(target, None, stops=stops))
-    config = EvalConfig(tree=TreeConfig(depth=depth))
-    loop = run(target, build_drafter(trained.head, config), stops=stops)
-    # small forwards: several groups of documents
-    cycles = teacher_forced_cycles(target, trained.head, known, depth, max_forward_tokens=64)
-    assert cycles == [answer.cycles for answer in loop]
-    found = teacher_forced_tau(target, trained.head, known, depth)
-    assert found == acceptance(cycle for row in cycles for cycle in row)
-    assert found.tau > 1
-
-
-@pytest.mark.parametrize("family", ["eagle3", "eagle", "medusa"])
-@pytest.mark.parametrize("depth", [1, 2, 6])
-def test_what_training_walks_is_the_decode_loop(
-    target: Target, plain: list[Answer], family: str, depth: int, request: pytest.FixtureRequest
-) -> None:
-    """Deeper than the head is trained, too: the validation's anchors are as deep as the evaluation's chain."""
-    head = request.getfixturevalue(family).head
-    if family == "medusa":
-        depth = min(depth, head.depth)
-    stops = [{plain[0].tokens[17]}, set(), {plain[2].tokens[11]}]
-    known = items_of(run(target, None, stops=stops))
-    documents = [
-        (torch.tensor([*prompt, *answer]), torch.tensor([-1] * len(prompt) + [0] * len(answer)))
-        for prompt, answer in known
-    ]
-    loop = run(target, build_drafter(head, EvalConfig(tree=TreeConfig(depth=depth))), stops=stops)
-    expected = acceptance(cycle for answer in loop for cycle in answer.cycles)
-    batch = target.extract(FeatureBatch.pack(documents, max(depth, head.depth), pad_to=120), head.spec)
-    with torch.no_grad():
-        sums_S = LossModule(head, target.teacher, None, depth)(batch)[1]
-    assert walked(head, batch, sums_S) == (expected.tokens, expected.forwards)
-    assert depth == 1 or expected.tau > 1.2
 
 
 @pytest.mark.parametrize("supervise_all", [False, True])
@@ -102,27 +60,6 @@ def test_probe_is_the_loop(target: Target, plain: list[Answer], eagle3: Trained)
     assert target.stop_token_ids == ()
     expected = teacher_forced_tau(target, eagle3.head, items_of(plain), 4).tau
     assert tau_probe(target, eagle3.head, CONTEXTS, NEW_TOKENS, 4, batch_size=2) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("family", ["eagle3", "medusa", "eagle"])
-def test_serving_agrees_with_training(
-    target: Target, plain: list[Answer], family: str, request: pytest.FixtureRequest
-) -> None:
-    """The loss counts rows whose depths 1 … d all hit; drafting from the same rows must hit exactly there."""
-    trained: Trained = request.getfixturevalue(family)
-    head, items = trained.head, items_of(plain)
-    with torch.no_grad():
-        run_A = head.loss(trained.batch, target.teacher).run_A
-        prefix_K = [int((run_A >= d).sum()) for d in range(1, head.depth + 1)]
-    drafts = draft_everywhere(target, head, items, head.depth)
-    hits = [0] * head.depth
-    for (_, answer), rows in zip(items, drafts, strict=True):
-        for at, drafted in enumerate(rows):
-            for depth in range(1, head.depth + 1):
-                following = answer[at + 1 : at + 1 + depth]
-                hits[depth - 1] += len(following) == depth and drafted[:depth] == following
-    assert hits == prefix_K
-    assert hits[0] > 5
 
 
 def test_walk_by_hand() -> None:

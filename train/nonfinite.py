@@ -1,7 +1,7 @@
-"""What is left behind when a loss or a gradient is not finite: which samples, and what in them or in the head is bad.
+"""What a run writes when a loss or a gradient is not finite: which samples, and which tensors are not finite.
 
-nonfinite-step-N.json           samples, packs, rate, non-finite entries by tensor
-nonfinite-step-N.safetensors    the first bad pack: tokens, turns and features as the head saw them
+nonfinite-step-N.json           samples, packs, learning rate, number of non-finite entries of every tensor
+nonfinite-step-N.safetensors    the first bad pack as the head saw it: tokens, turns and features
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headstart.heads.files import write_json, write_safetensors
 from headstart.train.sharing.distributed import gather_objects
 from headstart.train.stream import Pack
 
-#: packs kept by a run that skips bad steps
+#: packs that are written at most; a run that skips steps may meet many
 MOST_PACKS = 5
 
 
@@ -44,7 +44,7 @@ def bad_entries(named: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def bad_weights(head: nn.Module) -> dict[str, int]:
-    """`bad_entries` of the parameters, of this rank's part where they are in shards."""
+    """`bad_entries` of the parameters; where they are sharded, of this rank's part."""
     held = {name: getattr(p, "to_local", lambda p=p: p)() for name, p in head.named_parameters()}
     return bad_entries({name: weight.detach() for name, weight in held.items()})
 
@@ -58,27 +58,28 @@ def dump(
     run_dir: Path,
     fetch: Callable[[Pack], FeatureBatch | None],
 ) -> str:
-    """Name the samples of a bad window and write the files; all ranks take part.
+    """Write the files for a window that is not finite. All ranks must call it.
 
     Args:
-        flags: 1 where a pack's loss is not finite, last entry: the gradient.
-        fetch: features of a pack once more; None where ranks fetch together only.
-    Returns: one sentence that names step and samples.
+        flags: one per pack of the window, 1 where its loss is not finite; the last one is the gradient's.
+        rate: learning rate.
+        fetch: features of a pack once more; None where ranks can only fetch together.
+    Returns: one sentence that names the step and the samples.
     """
     step, packs, mine = window.step, window.packs, window.own_ids
     bad = [place for place, flag in enumerate(flags[:-1]) if flag]
     what = "loss" if bad else "gradient"
     places = bad or list(range(len(packs)))
-    found: dict[str, Any] = {}
+    features: dict[str, Any] = {}
     if places[0] in mine and (batch := fetch(packs[places[0]])) is not None:
         named = {n: t for n in ("hidden_RD", "streams_RkD") if (t := getattr(batch, n)) is not None}
-        found = bad_entries(named)
+        features = bad_entries(named)
         kept = {n: getattr(batch, n) for n in ("tokens_R", "turn_R", "position_R")} | named
         if len(list(run_dir.glob("nonfinite-*.safetensors"))) < MOST_PACKS:
             write_safetensors(run_dir / f"nonfinite-step-{step}.safetensors", kept)
     known: dict[int, tuple[str, ...]] = {}
     entries: dict[str, int] = {}
-    for ids, counts in gather_objects((mine, found)):
+    for ids, counts in gather_objects((mine, features)):
         known |= ids
         entries |= counts
     names = [str(name) for p in places for name in (known.get(p) or packs[p].samples)]

@@ -14,13 +14,13 @@ from headstart.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Budget:
-    """What ends a run; whichever comes first.
+    """What ends a run: the first of these limits that is reached. None = no limit.
 
     Attributes:
-        steps: optimiser steps (the smaller of `train.steps` and what `train.epochs` gives), None = no limit.
-        packs: packs of `train.epochs`; the last window is cut there. None = no limit.
-        seconds: wall-clock seconds, None = no limit.
-        by: name of the field that set `steps`.
+        steps: optimiser steps: the smaller of `train.steps` and of those that `train.epochs` takes.
+        packs: packs of `train.epochs`; they cut the last window.
+        seconds: wall-clock seconds.
+        by: which setting gave `steps`: steps | epochs.
     """
 
     steps: int | None
@@ -30,7 +30,7 @@ class Budget:
 
     @classmethod
     def of(cls, config: TrainConfig, packs: int | None) -> Budget:
-        """Resolve the budgets of `config`; `packs` = number of packs in `config.epochs` epochs."""
+        """The budget that `config` sets. Args: packs: in `config.epochs` epochs; None without epochs."""
         limits: list[tuple[int, str]] = []
         if config.steps is not None:
             limits.append((config.steps, "steps"))
@@ -40,13 +40,13 @@ class Budget:
         return cls(steps, packs, config.max_seconds, by)
 
     def fraction(self, step: int, elapsed: float) -> float:
-        """Part of the budget that is spent, 0 … 1: the largest over the limits that are set."""
+        """Part of the budget that is spent, 0 … 1: that of the limit which is nearest."""
         by_step = step / self.steps if self.steps else 0.0
         by_time = elapsed / self.seconds if self.seconds else 0.0
         return min(max(by_step, by_time), 1.0)
 
     def finished(self, step: int, elapsed: float) -> str | None:
-        """Name of the limit that is reached, or None."""
+        """The limit that is reached (steps | epochs | seconds), or None."""
         if self.steps is not None and step >= self.steps:
             return self.by
         if self.seconds is not None and elapsed >= self.seconds:
@@ -55,13 +55,17 @@ class Budget:
 
 
 def lr_factor(config: TrainConfig, budget: Budget, step: int, elapsed: float) -> float:
-    """Multiplier of the peak rate for the step about to be made (0-based `step`, `elapsed` seconds so far).
+    """The learning rate of the next step, as a fraction of the peak rate.
 
-    Linear warm-up, then cosine from 1 to `min_lr_ratio` (or constant). A run limited by steps or epochs depends on
-    `step` alone, so it resumes exactly. A run limited by time follows the elapsed fraction. With both, the larger
-    fraction rules. The first step's rate is above 0: a step at rate 0 would be thrown away.
+    It climbs linearly, then falls on a cosine from 1 to `min_lr_ratio` (or stays constant). Under a limit of steps or
+    epochs it depends on `step` alone, so a resumed run has the same rates. Under a limit of time it follows the part of
+    the time that is gone. Under both it follows the larger part. It is above 0 from the first step on, because a step
+    at rate 0 would be wasted.
 
-    Example: 10 steps, 2 of warm-up: 0.5, 1, then cosine over the remaining eighths: 1, 0.96, 0.85, …
+    Example: 10 steps, 2 of warm-up: 0.5, 1, then a cosine over the other eight: 1, 0.96, 0.85, …
+
+    Args:
+        step: that is about to be made, from 0. elapsed: seconds so far.
     """
     spent = budget.fraction(step, elapsed)
     start = config.warmup_ratio  # fraction of the budget at which the decay starts
@@ -81,7 +85,7 @@ def lr_factor(config: TrainConfig, budget: Budget, step: int, elapsed: float) ->
 
 
 def build_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; matrices decay, norms and biases (fewer than two axes) do not.
+    """AdamW over the trainable parameters. Matrices decay; norms and biases (fewer than two axes) do not.
 
     Raises: TrainingError when nothing is trainable or a trainable parameter is not float32.
     """

@@ -1,4 +1,4 @@
-"""The order in which packs are trained: one global sequence, whatever the number of ranks.
+"""What is trained on, and in which order: one global sequence of packs, the same for any number of ranks.
 
 Worked example: 5 packs per epoch, `accumulation` 2, two ranks.
 
@@ -7,7 +7,9 @@ Worked example: 5 packs per epoch, `accumulation` 2, two ranks.
     step (window)    0    0    1    1    2    2    3    3
     rank             0    1    0    1    0    1    0    1
 
-A window may span two epochs, so every step but the last of a run has exactly `accumulation` packs.
+A window may span two epochs, so every step has exactly `accumulation` packs; the last step of a run may have fewer.
+
+PackStream is that sequence, Fetcher gets the features of its packs, WindowFeed gives every rank its part of a window.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class PackStream:
         pack_tokens: largest number of tokens of a pack (a longer document has a pack of its own).
         seed: seeds the order of every epoch.
         make_packs: puts the samples of an epoch into packs.
-        supervised: supervised tokens of every training sample, which packs then hold equally many of; None = unknown.
+        supervised: see TrainData.
     Raises: DataError when there is nothing to train on.
     """
 
@@ -102,10 +104,10 @@ class PackStream:
 
     def epoch_packs(self, epoch: int) -> list[list[int]]:
         if epoch not in self._cached:
-            while len(self._cached) > 1:  # a window and the one ahead of it touch at most two epochs, barring tiny data
+            while len(self._cached) > 1:  # a window and those fetched ahead rarely touch more than two epochs
                 del self._cached[min(self._cached)]
-            known = {} if self.supervised is None else {"supervised": self.supervised}
-            self._cached[epoch] = self._make_packs(self.lengths, self.pack_tokens, self.seed, epoch, **known)
+            counts = {} if self.supervised is None else {"supervised": self.supervised}
+            self._cached[epoch] = self._make_packs(self.lengths, self.pack_tokens, self.seed, epoch, **counts)
         return self._cached[epoch]
 
     def _start(self, epoch: int) -> int:
@@ -139,15 +141,15 @@ class PackStream:
 
 
 def busy_share(accumulation: int, ranks: int) -> float:
-    """Part of the ranks that has a pack, on average over the rounds of a step: 1 where every one has equally many.
+    """Share of the ranks' time in which they have a pack; 1 where every rank has equally many.
 
-    Example: 3 packs over 2 ranks take two rounds, 4 places: 0.75.
+    Example: 2 ranks take two rounds for 3 packs. One of them has no pack in the second: 3 of 4 places, 0.75.
     """
     return accumulation / (math.ceil(accumulation / ranks) * ranks)
 
 
 def idle_note(accumulation: int, ranks: int) -> str | None:
-    """What to tell a user whose ranks wait for one another, None where all have equally many packs."""
+    """What to tell a user whose ranks wait for one another; None where all have equally many packs."""
     busy = busy_share(accumulation, ranks)
     if busy == 1.0:
         return None
@@ -158,13 +160,13 @@ def idle_note(accumulation: int, ranks: int) -> str | None:
 
 
 def pack_seed(seed: int, pack: Pack, purpose: str = "") -> int:
-    """A number that depends on the run's seed, the pack and the purpose, and not on ranks or restarts."""
+    """A seed that depends on the run's seed, the pack and the purpose alone: not on ranks, not on restarts."""
     digest = hashlib.blake2b(f"{seed}/{pack.epoch}/{pack.index}{purpose}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_pack(seed: int, pack: Pack) -> None:
-    """Seed torch's generators for one pack, so that noise depends on the pack and not on ranks or restarts."""
+    """Seed torch's generators for one pack, so that its noise does not depend on ranks or restarts."""
     torch.manual_seed(pack_seed(seed, pack))
 
 
@@ -174,14 +176,14 @@ def choose_rows(head: Head, batch: FeatureBatch, seed: int, pack: Pack) -> Featu
 
 
 @contextmanager
-def explained(
+def naming_samples(
     source: FeatureSource, samples: Sequence[int] | None, place: str | None, alone: bool = False
 ) -> Iterator[None]:
-    """Raise a failure inside that says nothing about samples as a TrainingError that names them.
+    """Turn a failure inside, whatever it is, into a TrainingError that names the samples. Our own errors pass.
 
     Args:
-        samples, place: of the pack under way; None where this rank has none.
-        alone: whether this rank may ask for single samples to find those that fail.
+        samples, place: those of the pack whose features are made; None where this rank has none.
+        alone: whether this rank may ask for single samples, to name only those that fail.
     """
     try:
         yield
@@ -202,20 +204,20 @@ def explained(
 def _fails(source: FeatureSource, sample: int) -> bool:
     try:
         source.get([sample])
-    except Exception:  # whatever it is, it is this sample's
+    except Exception:
         return True
     return False
 
 
 class Fetcher:
-    """Gets features of packs, some of them ahead of time in one background thread.
+    """Gets the features of packs; a background thread can get some ahead of time. Errors name the samples.
 
-    A failure is raised with the samples of the pack that caused it.
+    Args: ahead: windows that are fetched ahead; 0 = no thread.
+    Attributes: lockstep: whether all ranks must fetch at the same time (a sharded target).
     """
 
     def __init__(self, source: FeatureSource, ahead: int):
         self._source = source
-        #: whether ranks must fetch together
         self.lockstep = source.lockstep
         if ahead and self.lockstep:
             raise ConfigError(
@@ -233,18 +235,19 @@ class Fetcher:
             together = packs[first : first + size]
             mine = together[rank] if rank < len(together) else None
             lists = [list(pack.samples) for pack in together]
-            with explained(self._source, None if mine is None else mine.samples, None if mine is None else mine.place):
+            samples, place = (None, None) if mine is None else (mine.samples, mine.place)
+            with naming_samples(self._source, samples, place):
                 batch = self._source.get_together(lists, rank)
             if batch is not None:
                 batches.append(batch)
         return batches
 
     def again(self, pack: Pack) -> FeatureBatch | None:
-        """The pack once more, for a look at it; None where ranks fetch together only."""
+        """The features of a pack once more, to look at them; None where ranks can only fetch together."""
         return None if self.lockstep else self._get(pack)
 
     def _get(self, pack: Pack) -> FeatureBatch:
-        with explained(self._source, pack.samples, pack.place, alone=True):
+        with naming_samples(self._source, pack.samples, pack.place, alone=True):
             return self._source.get(list(pack.samples))
 
     def prefetch(self, packs: list[Pack]) -> None:

@@ -12,7 +12,7 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.ends import Teacher
 from headstart.train.sharing.distributed import sum_over_ranks
 from headstart.train.step import LossModule, SumNames
-from headstart.train.stream import explained
+from headstart.train.stream import naming_samples
 
 
 class Validator:
@@ -84,7 +84,7 @@ class Validator:
         """This rank's batch of a round, in which each rank takes one of `packs`. `first`: number of packs before."""
         mine = packs[self._rank] if self._rank < len(packs) else None
         together = self._source.lockstep
-        with explained(self._source, mine, f"held out, pack {first + self._rank}", alone=not together):
+        with naming_samples(self._source, mine, f"held out, pack {first + self._rank}", alone=not together):
             if together:
                 return self._source.get_together(packs, self._rank)
             return None if mine is None else self._source.get(mine)

@@ -237,7 +237,7 @@ class CheckpointWriter:
         return self._error is None
 
     def close(self) -> None:
-        """Let a write under way end. Its failure is not raised: the run already ends, with another error."""
+        """Let a write under way end, and end the thread. No failure is raised: a run that ends well has none left."""
         self.wait()
         self._pool.shutdown(wait=True)
 

@@ -18,11 +18,11 @@ REMEDY = (
     "GPU ranks with `accelerate launch --multi_gpu --num_processes N -m headstart.train RECIPE`."
 )
 
-#: seconds until the last rank of a launch must have come
+#: seconds within which the last rank of a launch must have come
 RENDEZVOUS_S = 300.0
 #: seconds between two looks at who has come
 MEET_POLL_S = 0.1
-#: seconds that a rank 0 which hosts the store stays when the meeting fails, because the others look there as well
+#: seconds that rank 0 stays when the meeting fails and it hosts the store: the others still look there
 HOST_LAST_S = 2.0
 
 #: where launchers say how many processes they started
@@ -30,7 +30,7 @@ PROMISES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SI
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int | None:
-    """A launcher's variable as a number, None when it is not set. Raises ConfigError when it is no number."""
+    """A launcher's variable as a number; None when it is not set. Raises ConfigError when it is no number."""
     text = environment.get(name, "").strip()
     if not text:
         return None
@@ -40,7 +40,7 @@ def _number(name: str, environment: Mapping[str, str]) -> int | None:
 
 
 def check_variables(environment: Mapping[str, str] = os.environ) -> int:
-    """Ranks that torchrun's variables promise (1 without them), before anything acts on them.
+    """The number of ranks that torchrun's variables promise; 1 without them. To be called before anything uses them.
 
     Raises: ConfigError naming the variable that is missing, no number or out of range.
     """
@@ -49,7 +49,7 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> int:
     size = numbers["WORLD_SIZE"] or 1
     if size == 1:
         return 1
-    if numbers["LOCAL_RANK"] is None:  # no launcher of ours: this process would be alone
+    if numbers["LOCAL_RANK"] is None:  # not torchrun: the process group would have this process alone
         check_launch(1, environment)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name, "").strip()]
     if missing:
@@ -64,7 +64,7 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class StartupSignals(Protocol):
-    """SIGTERM before there is anything to save; see headstart.startup."""
+    """What takes SIGTERM while a process starts; see headstart.startup."""
 
     @property
     def received(self) -> bool: ...
@@ -75,7 +75,7 @@ class StartupSignals(Protocol):
 
 
 def _meeting_store(rank: int, size: int, wait_s: float, environment: Mapping[str, str], agent: bool) -> dist.Store:
-    """torchrun's own store, or one of rank 0, which does not wait for the others: signals would find it blocked."""
+    """torchrun's own store, or one that rank 0 hosts. Making the latter waits for nobody: no signal could end that."""
     if agent:
         store: dist.Store = next(dist.rendezvous("env://", timeout=timedelta(seconds=wait_s)))[0]
         return store
@@ -88,7 +88,7 @@ def _meeting_store(rank: int, size: int, wait_s: float, environment: Mapping[str
 def _all_say(
     word: str, calls: dist.Store, size: int, deadline: float, stopping: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Say `word` and wait until all ranks have said it; False when `deadline` (of time.monotonic) comes first.
+    """Say `word` and wait until all ranks have said it. False when `deadline` (of time.monotonic) comes first.
 
     Raises: Terminated when a rank, this or another, is `stopping`.
     """
@@ -107,14 +107,19 @@ def _all_say(
 def meet(
     wait_s: float = RENDEZVOUS_S, environment: Mapping[str, str] = os.environ, startup: StartupSignals | None = None
 ) -> dist.Store | None:
-    """Wait until every rank of this launch has come. Nothing on one rank.
+    """Wait until every rank of this launch has come. One rank alone does nothing.
 
-    The process group's own timeout is that of its collectives (hours), which a wrong address would cost in silence.
-    Once a rank has come, the others count on it: its `startup` holds SIGTERM back from here on, and a rank that has got
-    one says so, on which all end. They meet twice, so that none goes on with one that has ended: from the second time
-    on, a signal waits for the training.
+    The process group has a timeout of hours, which is that of its collectives. With a wrong address it would wait that
+    long without a word.
 
-    Returns: the store, to be held until the process group is there: rank 0 may host it for the others.
+    SIGTERM may come meanwhile. Once a rank has come, the others count on it, so `startup` holds the signal back from
+    then on. A rank that got one says so, and all end. The ranks meet twice, so that none goes on with one that has
+    ended: after the second time, a signal waits until the training handles it.
+
+    Args:
+        wait_s: seconds to wait for the last rank.
+        startup: what takes SIGTERM; None = nothing does.
+    Returns: the store. Hold it until the process group is there, because rank 0 may host it for the others.
     Raises: ConfigError on every rank that came, naming the missing ones and the address, after `wait_s` seconds.
         Terminated where this rank or another got SIGTERM meanwhile.
     """
@@ -158,7 +163,8 @@ def check_launch(size: int, environment: Mapping[str, str] = os.environ) -> None
     """Raise ConfigError when the environment (torchrun, mpirun, srun) promises more ranks than the process group has.
 
     `accelerate launch --cpu --num_processes 2` (and `--num_machines 2`) of accelerate 1.x starts processes that each
-    believe to be rank 0 of 1. It sets MASTER_ADDR/MASTER_PORT (only for more than one process) but no WORLD_SIZE.
+    take themselves for rank 0 of 1. It sets MASTER_ADDR and MASTER_PORT for them, and no WORLD_SIZE; for a single
+    process it sets neither.
     """
     for name in PROMISES:
         promised = _number(name, environment) or 1
@@ -176,15 +182,15 @@ def check_launch(size: int, environment: Mapping[str, str] = os.environ) -> None
         )
 
 
-#: verbs that train, for which several ranks have a command of their own
+#: verbs that train; several ranks train with another command (REMEDY)
 TRAINING_VERBS = ("train", "run")
 
 
 def refuse_ranks(verb: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError when a launcher started `headstart <verb>`, which is one process, as several ranks.
+    """Raise ConfigError when a launcher started `headstart <verb>` as several ranks. It is made for one process.
 
-    They would meet at the lock of the run directory, where all but one take the first for somebody else's command, or
-    do the same work side by side.
+    Several would do the same work side by side, or find the run directory locked and take the first of them for another
+    user's command.
     """
     try:
         check_launch(1, environment)

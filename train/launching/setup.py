@@ -1,4 +1,4 @@
-"""What a run is started on: the process group, captured steps or not, activations kept or made again."""
+"""How a run starts: its process group, whether its steps are captured, whether activations are computed again."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from headstart.train.step import autocast_dtype
 
 
 def make_accelerator(device: torch.device | str, startup: StartupSignals | None = None) -> Accelerator:
-    """The process group of this launch on CPUs or GPUs. Raises ConfigError when ranks do not come or are not in it.
+    """Join the process group of this launch, on CPUs or GPUs.
+
+    accelerate's own mixed precision is off: master weights are float32, and autocast happens inside the loss.
 
     Args:
         startup: see rendezvous.meet.
-
-    Precision is the loop's own business (float32 master weights, autocast inside the loss), so accelerate's is off.
+    Raises: ConfigError when ranks do not come, or come and are not in the group.
     """
     store = meet(startup=startup)
-    # ranks wait while rank 0 distils or measures τ; a lost rank is noticed by watch.py, not by this timeout
+    # ranks may wait for hours while rank 0 distils or measures τ; watch.py notices a lost rank
     group = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     cpu = torch.device(device).type == "cpu"
     try:
@@ -44,10 +45,10 @@ def make_accelerator(device: torch.device | str, startup: StartupSignals | None 
 
 
 def check_layout(kind: str, config: TrainConfig, target: TargetConfig, ranks: int, node_ranks: int) -> None:
-    """Raise ConfigError where ranks cannot hold head and target as asked, before anything is loaded (or planned).
+    """Raise ConfigError where so many ranks cannot hold head and target as asked. Nothing is loaded for it.
 
     Args:
-        kind: see resolve_kind; auto, where no launch has decided yet, has no rule of its own.
+        kind: how ranks share the head; see resolve_kind. auto = the launch will decide, and no rule of a kind applies.
         node_ranks: ranks of one machine.
     """
     check_kind(kind, config, ranks)
@@ -74,9 +75,9 @@ def recompute_activations(head: Head) -> None:
 
 
 def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
-    """Whether steps run as CUDA graphs. Raises ConfigError where `train.capture=on` cannot be."""
+    """Whether steps run as CUDA graphs. Raises ConfigError where `train.capture=on` asks for what is impossible."""
     kind = resolve_kind(config, accelerator)
-    # in float32, attention loops over documents on the host, which no graph can hold
+    # in float32, attention loops over documents on the host, which a graph cannot do
     half = autocast_dtype(config.mixed_precision, accelerator.device) is not None
     possible = accelerator.device.type == "cuda" and kind == "replicated" and half
     if config.capture == "on" and not possible:
@@ -91,7 +92,7 @@ def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
 def make_parallel(
     kind: str, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool
 ) -> Parallel:
-    """Wrap `module` (the loss of `head`) as `kind` says; rank 0's weights are everyone's afterwards."""
+    """Wrap `module` (the loss of `head`) as `kind` says. Afterwards every rank has rank 0's weights."""
     if kind == "fsdp2":
         return Sharded(head, module, config, accelerator)
     if kind in ("zero2", "zero3"):

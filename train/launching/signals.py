@@ -8,9 +8,9 @@ from typing import Any
 
 
 class StopSignal:
-    """While open, SIGTERM and a first SIGINT only set `received`; a second SIGINT interrupts at once.
+    """While open, SIGTERM and a first SIGINT only set `received`. A second SIGINT interrupts at once.
 
-    Handlers can be set in the main thread only; elsewhere this does nothing.
+    Python sets handlers in the main thread only; in another thread this does nothing.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
-"""Notices that another rank is gone and ends this one, where a collective would wait for hours.
+"""Notices that another rank is gone and ends this one. Without it, a collective would wait for that rank for hours.
 
-Every rank's thread beats once a second in a small key-value store that rank 0 hosts, and looks at the others: a rank of
-the same machine is dead as soon as its process is, one elsewhere when its beat has stood still for `limit_s`. A rank
-that fails says so, and the others report its words instead of a broken connection. A store that does not answer blocks
-the thread: a second one notices that the first stands still.
+Rank 0 hosts a small key-value store. A thread of every rank raises a counter there once a second (its beat) and looks
+at the others. A rank of the same machine counts as dead when its process is gone, a rank of another machine when its
+beat has not moved for `limit_s`. A rank that fails leaves a word in the store, and the others report that instead of a
+broken connection. A store that does not answer blocks the thread, so a second thread notices when the first one stands
+still.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from headstart.train.sharing.distributed import gather_objects, is_distributed
 LIMIT_S = 40.0
 #: seconds a rank has to end by itself once another is gone
 GRACE_S = 5.0
-#: seconds it then has to end a write under way: all of it, LIMIT_S included, takes less than a minute
+#: seconds it then has to end a write that is under way; together with LIMIT_S this is less than a minute
 WRITE_S = 12.0
 DONE, STOPPED, FAILED = "done", "stopped", "failed "
 
@@ -59,14 +60,14 @@ def ignore_sigterm() -> None:
 
 
 class Watch:
-    """Context in which the ranks of this launch watch each other; a rank alone watches torchrun, if that started it.
+    """While open, the ranks of this launch watch each other. A rank alone watches torchrun, if that started it.
 
     Args:
-        limit_s, interval_s: seconds; see LIMIT_S.
-        place: this machine's name, by which ranks of one machine know each other.
+        limit_s: see LIMIT_S. interval_s: seconds between two beats.
+        place: name of this machine; ranks with the same name can look at each other's processes.
         end: what ends the process.
-        launcher: process id of torchrun as it was when this process began. Other parents (a shell, srun) may end while
-            ranks start: theirs is the one that is there when the ranks have met.
+        launcher: process id of this process's parent when it began, which is watched if it is torchrun. Other parents
+            (a shell, srun) may end while ranks start; there the parent is watched that is left when the ranks have met.
     """
 
     def __init__(
@@ -121,9 +122,9 @@ class Watch:
             self._stop.set()
             return
         if kind is not None:
-            ignore_sigterm()  # a launcher that lost a rank sends it to the others before they have said why they end
+            ignore_sigterm()  # a launcher that lost a rank sends it; this rank must still say why it ends
         broken = kind is not None and not issubclass(kind, HeadstartError | KeyboardInterrupt | SystemExit)
-        if broken and self.reason(3.0):  # the others find the cause themselves, as this rank did
+        if broken and self.reason(3.0):  # another rank is the cause, and the others notice that themselves
             broken = False
         word = DONE
         if kind is not None and (broken or issubclass(kind, HeadstartError)):
@@ -143,7 +144,7 @@ class Watch:
             pass  # rank 0 is gone: nobody is left to be told
 
     def _leave_last(self) -> None:
-        """Rank 0 hosts the store: it leaves last, within a few seconds."""
+        """Rank 0 hosts the store, so it waits a few seconds for the others to leave."""
         deadline = time.monotonic() + GRACE_S
         keys = [f"word/{r}" for r in range(self.size)]
         while time.monotonic() < deadline:
@@ -154,7 +155,7 @@ class Watch:
             time.sleep(0.05)
 
     def reason(self, seconds: float) -> str:
-        """Which rank is gone and why, after waiting at most `seconds`; empty when all are there."""
+        """Which rank is gone, and why; empty when all are there. Waits at most `seconds` to find out."""
         if self._thread is not None:
             self._lost.wait(seconds)
         return self._reason
@@ -180,7 +181,7 @@ class Watch:
             self._rounds += 1
 
     def _end_without_launcher(self) -> None:
-        """A rank whose launcher was killed would train on with nobody to end it: it saves and ends, as at a SIGTERM."""
+        """Save and end, as at a SIGTERM, when the launcher was killed: nobody else would end this rank."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self._launcher = None
             print(f"rank {self.rank}: the launcher is gone: saving and ending", file=sys.stderr, flush=True)
@@ -191,7 +192,10 @@ class Watch:
             self._end_without_launcher()
 
     def _watch_store(self) -> None:
-        """Counts the time that the other thread stands still in, and not that in which this process did."""
+        """End this rank when the other thread stands still.
+
+        It counts its own rounds instead of seconds: where the whole process was paused, nothing is wrong.
+        """
         seen, still = -1, 0.0
         while not self._stop.wait(self.interval_s):
             seen, still = (seen, still + self.interval_s) if self._rounds == seen else (self._rounds, 0.0)
@@ -204,7 +208,8 @@ class Watch:
         self._lost.set()
         if self._stop.wait(GRACE_S) or (self.wait_for_writes(WRITE_S) and self._stop.wait(1.0)):
             return
-        kind = "error: " if self.code else ""  # the main thread is stuck in a collective
+        # the main thread is stuck in a collective and cannot say anything
+        kind = "error: " if self.code else ""
         print(f"rank {self.rank}: {kind}{self._reason}", file=sys.stderr, flush=True)
         self._end(self.code)
 

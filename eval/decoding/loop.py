@@ -37,7 +37,7 @@ class Loop:
         left_B: int64, tokens that a row may still commit.
         stop_BS: int64, stop tokens of each row, -1 = none.
         seen_BV: bool, tokens of each context, where the repetition penalty asks for it.
-        seeds_B: int64, seeds of rows that draw by themselves, or None.
+        seeds_B: int64, a seed per row, where rows draw their tokens by seeds of their own; None = by `generator`.
         rate_K: float32, synthetic acceptance by level, or None.
         logits_BV: the target's, at the last root.
         longest: host int, length of the longest context as far as the host has seen.
@@ -53,7 +53,7 @@ class Loop:
         scheduler: Scheduler = KEEP_ALL,
     ):
         if seeds_B is not None and (drafter is not None or sampling.synthetic is not None):
-            raise ValueError("row seeds: rows draw by themselves in plain decoding only, found a drafter")
+            raise ValueError("row seeds: found a drafter or synthetic acceptance, expected plain decoding")
         self.engine, self.drafter, self.sampling, self.generator = engine, drafter, sampling, generator
         self.seeds_B, self.scheduler = seeds_B, scheduler
         self.spec = None if drafter is None else drafter.spec

@@ -8,7 +8,7 @@ import torch
 
 from headstart.heads import vocab
 from headstart.heads.checkpoints.geometry import LLAMA_DEFAULTS, integer
-from headstart.heads.formats.verdicts import REFUSES, WRONG, EngineVerdict, HeadDirectory, TensorRule, Verdict
+from headstart.heads.formats.verdicts import WRONG, Case, TensorRule, Verdict
 
 
 def llama_sizes(config: dict[str, Any]) -> dict[str, int]:
@@ -72,50 +72,45 @@ def eagle_config_of(config: dict[str, Any]) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else {}
 
 
-def check_activation(verdict: EngineVerdict, config: dict[str, Any]) -> None:
+def check_activation(case: Case, config: dict[str, Any]) -> None:
     """Refuse what vLLM and SGLang cannot compute."""
     if config.get("hidden_act", "silu") != "silu":
-        verdict.add(REFUSES, f"hidden_act is {config['hidden_act']!r}; its MLP knows silu")
+        case.refuse(f"hidden_act is {config['hidden_act']!r}; its MLP knows silu")
 
 
-def check_lm_head(
-    verdict: EngineVerdict, seen: HeadDirectory, sizes: dict[str, int], missing: Verdict, why: str
-) -> None:
+def check_lm_head(case: Case, sizes: dict[str, int], missing: Verdict, why: str) -> None:
     """Compare the head's output matrix with config.json. Args: missing, why: what the engine does without one."""
-    shape, expected = seen.shape("lm_head.weight"), (sizes["U"], sizes["H"])
+    shape, expected = case.shape("lm_head.weight"), (sizes["U"], sizes["H"])
     if shape is None:
-        verdict.add(missing, why)
+        case.verdict.add(missing, why)
     elif shape != expected:
-        verdict.add(REFUSES, f"lm_head.weight is {list(shape)}, config.json makes it {list(expected)}")
+        case.refuse(f"lm_head.weight is {list(shape)}, config.json makes it {list(expected)}")
 
 
-def check_draft_map(
-    verdict: EngineVerdict, seen: HeadDirectory, sizes: dict[str, int], misshapen: Verdict = WRONG
-) -> None:
+def check_draft_map(case: Case, sizes: dict[str, int], misshapen: Verdict = WRONG) -> None:
     """Find faults in d2t, or its absence where U < V. Args: misshapen: what the engine does with a wrong shape."""
     size, vocab_size = sizes["U"], sizes["V"]
-    if "d2t" not in seen.names and size < vocab_size:
-        verdict.add(
-            WRONG,
-            f"d2t is missing with draft_vocab_size {size} < vocab_size {vocab_size}: draft ids pass as target ids",
+    if "d2t" not in case.names and size < vocab_size:
+        case.misread(
+            f"d2t is missing with draft_vocab_size {size} < vocab_size {vocab_size}: draft ids pass as target ids"
         )
-    elif problem := draft_map_problem(seen, size, vocab_size):
-        verdict.add(misshapen if "shape" in problem else WRONG, problem)
+    elif problem := draft_map_problem(case, size, vocab_size):
+        case.verdict.add(misshapen if "shape" in problem else WRONG, problem)
 
 
-def check_own_embeddings(verdict: EngineVerdict, seen: HeadDirectory, sizes: dict[str, int]) -> None:
+def check_own_embeddings(case: Case, sizes: dict[str, int]) -> None:
     """A head of another width than the target's cannot share the target's embeddings."""
-    if sizes["H"] != sizes["D"] and "embed_tokens.weight" not in seen.names:
-        verdict.add(
-            WRONG, f"embed_tokens.weight is missing and hidden_size {sizes['H']} is not the target's: it stays random"
+    if sizes["H"] != sizes["D"] and "embed_tokens.weight" not in case.names:
+        case.misread(
+            f"embed_tokens.weight is missing and hidden_size {sizes['H']} is not the target's: it stays random"
         )
 
 
-def draft_map_problem(seen: HeadDirectory, size: int, vocab_size: int) -> str | None:
+def draft_map_problem(case: Case, size: int, vocab_size: int) -> str | None:
     """What is wrong with the values of d2t and t2d, or None."""
-    if "d2t" not in seen.names:
+    if "d2t" not in case.names:
         return None
-    offsets = seen.raw.read(seen.names["d2t"])
+    offsets = case.raw.read(case.names["d2t"])
     if offsets.dtype not in (torch.int64, torch.int32):
         return f"d2t is {offsets.dtype}, expected int64 offsets"
     if tuple(offsets.shape) != (size,):
@@ -125,8 +120,8 @@ def draft_map_problem(seen: HeadDirectory, size: int, vocab_size: int) -> str | 
         return (
             f"d2t + index is no ascending list of ids below {vocab_size}: it must hold offsets (target id - draft id)"
         )
-    if "t2d" in seen.names:
-        mask = seen.raw.read(seen.names["t2d"])
+    if "t2d" in case.names:
+        mask = case.raw.read(case.names["t2d"])
         if tuple(mask.shape) != (vocab_size,) or not torch.equal(torch.nonzero(mask).squeeze(1), ids):
             return "t2d does not mark the ids that d2t lists"
     return None

@@ -11,10 +11,10 @@ from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES
-from headstart.heads.formats.verdicts import EngineVerdict, HeadDirectory, Verdict, guarded
+from headstart.heads.formats.verdicts import Case, EngineVerdict, HeadDirectory, Verdict
 
-#: adds to a verdict what the engine makes of a directory; a FormatError from it is a refusal
-Check = Callable[[EngineVerdict, HeadDirectory, HeadDims | None], None]
+#: adds to a case's verdict what the engine makes of the directory; a FormatError from it is a refusal
+Check = Callable[[Case], None]
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,23 @@ class Format:
     version: str
     serves: dict[str, Rules]
     launch: Callable[[Launch], str | None]
-    not_served: Callable[[HeadDirectory], str]
+    not_served: Callable[[Case], str]
     unchecked: tuple[str, ...] = ()
 
     def check(self, seen: HeadDirectory, target: HeadDims | None) -> EngineVerdict:
         """What the engine does with a directory, and every reason."""
-        verdict, rules = EngineVerdict(self.version), self.serves.get(seen.family or "")
-        if rules is not None:
-            return guarded(verdict, lambda: rules.check(verdict, seen, target))
-        if seen.family in self.unchecked:
-            verdict.add(Verdict.UNKNOWN, f"what it does with a {seen.family} has not been checked")
+        case = Case(**vars(seen), target=target, verdict=EngineVerdict(self.version))
+        rules = self.serves.get(seen.family)
+        if rules is None and seen.family in self.unchecked:
+            case.verdict.add(Verdict.UNKNOWN, f"what it does with a {seen.family} has not been checked")
+        elif rules is None:
+            case.refuse(self.not_served(case))
         else:
-            verdict.add(Verdict.REFUSES, self.not_served(seen))
-        return verdict
+            try:
+                rules.check(case)
+            except FormatError as error:  # what Headstart cannot read, the engine cannot read either
+                case.refuse(str(error))
+        return case.verdict
 
     def write(self, head: Head, provenance: dict[str, Any]) -> Contents:
         """What a directory for this engine holds.

@@ -13,71 +13,57 @@ from typing import Any
 from headstart.heads.base import Head
 from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.checkpoints.head_files import Contents
-from headstart.heads.dims import HeadDims
 from headstart.heads.families import FAMILIES
 from headstart.heads.families.medusa.files import COUNTS, config_of, merged_tensors, own_matrices
 from headstart.heads.formats.format import Format, Launch, Rules
 from headstart.heads.formats.sidecar import hub_name
-from headstart.heads.formats.verdicts import (
-    LOADS,
-    REFUSES,
-    WRONG,
-    EngineVerdict,
-    HeadDirectory,
-    TensorRule,
-    match_tensors,
-)
+from headstart.heads.formats.verdicts import REFUSES, Case, TensorRule
 from headstart.heads.published import name_of_target
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
 
-def _medusa(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None) -> None:
-    config = seen.raw.config
-    if WEIGHTS not in seen.raw.readers:
-        verdict.add(REFUSES, f"reads {WEIGHTS} only; the directory holds {', '.join(sorted(seen.raw.readers))}")
-    spelled = [name for name in seen.names.values() if not name.split(".")[0].isdigit()]
+def _medusa(case: Case) -> None:
+    config = case.raw.config
+    if WEIGHTS not in case.raw.readers:
+        case.refuse(f"reads {WEIGHTS} only; the directory holds {', '.join(sorted(case.raw.readers))}")
+    spelled = [name for name in case.names.values() if not name.split(".")[0].isdigit()]
     if spelled:
-        verdict.add(REFUSES, f"{spelled[0]}: TGI's keys are {{i}}.{{j}}.linear.* and {{i}}.{{N}}.weight")
+        case.refuse(f"{spelled[0]}: TGI's keys are {{i}}.{{j}}.linear.* and {{i}}.{{N}}.weight")
     for key in ("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"):
         if key not in config:
-            verdict.add(REFUSES, f"config.json lacks {key}")
+            case.refuse(f"config.json lacks {key}")
     base = config.get("base_model_name_or_path", "a target")
     if not isinstance(base, str) or not base:
-        verdict.add(REFUSES, f"base_model_name_or_path is {base!r}, expected the target: TGI loads it from there")
+        case.refuse(f"base_model_name_or_path is {base!r}, expected the target: TGI loads it from there")
     elif "${" in base:
-        verdict.add(
-            REFUSES, f"base_model_name_or_path is {base!r}: TGI loads the target from there: export with its name"
-        )
+        case.refuse(f"base_model_name_or_path is {base!r}: TGI loads the target from there: export with its name")
     elif base.startswith(("/", ".", "~")):
-        verdict.add(LOADS, f"base_model_name_or_path is {base!r}: the target must lie there where TGI runs")
+        case.note(f"base_model_name_or_path is {base!r}: the target must lie there where TGI runs")
     heads = integer(config, "medusa_num_heads", "config.json", default=1, bounds=COUNTS)
     layers = integer(config, "medusa_num_layers", "config.json", default=1, bounds=COUNTS)
-    first = seen.shape("blocks.0.layers.0.weight") or (0, 0)
-    matrix = seen.shape("lm_heads.0.weight")
-    sizes = {"D": target.hidden_size if target else first[-1]}
-    sizes["V"] = target.vocab_size if target else (matrix or (0,))[0]
+    first = case.shape("blocks.0.layers.0.weight") or (0, 0)
+    matrix = case.shape("lm_heads.0.weight")
+    sizes = {"D": case.target.hidden_size if case.target else first[-1]}
+    sizes["V"] = case.target.vocab_size if case.target else (matrix or (0,))[0]
     blocks = [(i, j) for i in range(heads) for j in range(layers)]
     rows = [TensorRule(f"blocks.{i}.layers.{j}.weight", ("D", "D"), REFUSES, "TGI stops") for i, j in blocks]
     rows += [TensorRule(f"blocks.{i}.layers.{j}.bias", ("D",), REFUSES, "TGI's blocks have one") for i, j in blocks]
-    present = [i for i in range(heads) if f"lm_heads.{i}.weight" in seen.names]
+    present = [i for i in range(heads) if f"lm_heads.{i}.weight" in case.names]
     if len(present) == heads:
         rows += [TensorRule(f"lm_heads.{i}.weight", ("V", "D"), REFUSES) for i in range(heads)]
     elif layers != 1:
-        verdict.add(
-            REFUSES,
-            f"{heads - len(present)} output matrices are missing and v2, which shares the target's, has one layer",
+        case.refuse(
+            f"{heads - len(present)} output matrices are missing and v2, which shares the target's, has one layer"
         )
     elif present:
-        verdict.add(
-            WRONG, f"output matrices of heads {present} only: TGI falls back to v2 and uses the target's for all"
-        )
+        case.misread(f"output matrices of heads {present} only: TGI falls back to v2 and uses the target's for all")
     else:
-        verdict.add(LOADS, "read as v2: the target's lm_head is shared")
-    match_tensors(verdict, seen, rows, sizes)
-    more = sorted({n.split(".")[1] for n in seen.names} - {str(i) for i in range(heads)})
+        case.note("read as v2: the target's lm_head is shared")
+    case.match(rows, sizes)
+    more = sorted({n.split(".")[1] for n in case.names} - {str(i) for i in range(heads)})
     if more and "medusa_num_heads" in config:
-        verdict.add(WRONG, f"medusa_num_heads is {heads}: heads {', '.join(more)} are never used")
+        case.misread(f"medusa_num_heads is {heads}: heads {', '.join(more)} are never used")
 
 
 def contents(head: Head, provenance: dict[str, Any], v1: bool = False) -> Contents:
@@ -116,5 +102,5 @@ FORMAT = Format(
     version="TGI",
     serves={"medusa": Rules(_medusa, contents)},
     launch=_launch,
-    not_served=lambda seen: "TGI serves Medusa heads only",
+    not_served=lambda case: "TGI serves Medusa heads only",
 )

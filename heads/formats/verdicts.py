@@ -5,7 +5,7 @@ A reader stops at the first fault. An engine's rules do not: they say what the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -99,6 +99,90 @@ class HeadDirectory:
         return name in self.names and bool(self.raw.read(self.names[name]).any())
 
 
+#: fields that transformers parses before an engine sees them → (type, what the type is called)
+PARSED: dict[str, tuple[type, str]] = {
+    "eagle_config": (dict, "an object"),
+    "dflash_config": (dict, "an object"),
+    "architectures": (list, "a list of names"),
+    "max_position_embeddings": (int, "an integer"),
+    "hidden_act": (str, "the name of an activation"),
+}
+
+
+@dataclass
+class Case(HeadDirectory):
+    """A directory before one engine: what is in it, and the verdict as the engine's rules build it up.
+
+    Attributes:
+        target: the target's dimensions, where they are known.
+    """
+
+    target: HeadDims | None
+    verdict: EngineVerdict
+
+    def refuse(self, reason: str) -> None:
+        """The engine stops with an error."""
+        self.verdict.add(Verdict.REFUSES, reason)
+
+    def misread(self, reason: str) -> None:
+        """The engine silently drafts something else than was trained."""
+        self.verdict.add(Verdict.WRONG, reason)
+
+    def note(self, reason: str) -> None:
+        """The engine loads the head, and the user should know this."""
+        self.verdict.add(Verdict.LOADS, reason)
+
+    def match(self, rules: Iterable[TensorRule], sizes: dict[str, int]) -> None:
+        """Compare names, shapes and dtypes with what the engine reads.
+
+        Args: sizes: symbol of the rules' shapes → size.
+        """
+        for rule in rules:
+            shape = self.shape(rule.name)
+            expected = tuple(sizes[symbol] for symbol in rule.shape)
+            if shape is None:
+                silent = "the engine keeps uninitialised memory in its place; copy or export the head again"
+                reason = rule.why or ("the engine stops" if rule.missing is Verdict.REFUSES else silent)
+                self.verdict.add(rule.missing, f"{rule.name} {list(expected)} is missing: {reason}")
+                continue
+            name = self.names[rule.name]
+            if shape != expected:
+                turned = ": it is transposed" if shape == expected[::-1] else ""
+                wanted = f"{list(expected)} ({' × '.join(rule.shape)})"
+                self.refuse(f"{name} is {list(shape)}, config.json makes it {wanted}{turned}")
+            elif not self.raw.tensors[name].dtype.is_floating_point:
+                self.misread(f"{name} is {self.raw.tensors[name].dtype}: it would be cast in silence")
+
+    def require_parsed(self) -> None:
+        """Add the faults for which transformers, which engines ask first, rejects config.json."""
+        config = self.raw.config
+        kind = config.get("model_type")
+        if not (isinstance(kind, str) and kind) and "speculators_model_type" not in config:
+            self.refuse(f"model_type is {kind!r}, expected the name of an architecture such as 'llama'")
+        for name, (wanted, words) in PARSED.items():
+            value = config.get(name)
+            parts = value if isinstance(value, list) else []
+            if value is not None and not (type(value) is wanted and all(isinstance(part, str) for part in parts)):
+                self.refuse(f"{name} is {value!r}, expected {words}")
+
+    def compare_target(self, width: int, vocab_size: int) -> None:
+        """Compare the sizes that a head shares with its target."""
+        if self.target is None:
+            return
+        if width != self.target.hidden_size:
+            self.refuse(f"reads hidden states of width {width}, the target's are {self.target.hidden_size} wide")
+        if vocab_size != self.target.vocab_size:
+            other = f"the target's {self.target.vocab_size}: the head belongs to another target"
+            self.misread(f"vocab_size is {vocab_size}, {other}")
+
+    def compare_geometry(self, config: dict[str, Any]) -> None:
+        """Compare the draft layer's rope and sizes with the target's."""
+        for problem in rope_problems(config, self.target):
+            self.misread(problem)
+        for note in geometry_notes(config, self.target):
+            self.note(note)
+
+
 def doubled_names(raw: RawCheckpoint) -> list[str]:
     """Tensors that a file holds with and without the prefix `model.`. Engines differ in which one they take."""
     return sorted(name for name in raw.tensors if f"model.{name}" in raw.tensors)
@@ -111,32 +195,6 @@ def look_at(raw: RawCheckpoint) -> HeadDirectory:
         spelling = FAMILIES[family].files.spell(raw)
         return HeadDirectory(raw, family, spelling.config, spelling.names, spelling.strangers)
     return HeadDirectory(raw, family, raw.config, {name.removeprefix("model."): name for name in raw.tensors}, [])
-
-
-def match_tensors(
-    verdict: EngineVerdict, seen: HeadDirectory, rules: Iterable[TensorRule], sizes: dict[str, int]
-) -> None:
-    """Compare names, shapes and dtypes of a directory with what an engine reads.
-
-    Args: sizes: symbol of the rules' shapes → size.
-    """
-    for rule in rules:
-        shape = seen.shape(rule.name)
-        expected = tuple(sizes[symbol] for symbol in rule.shape)
-        if shape is None:
-            silent = "the engine keeps uninitialised memory in its place; copy or export the head again"
-            reason = rule.why or ("the engine stops" if rule.missing is Verdict.REFUSES else silent)
-            verdict.add(rule.missing, f"{rule.name} {list(expected)} is missing: {reason}")
-        elif shape != expected:
-            symbols = " × ".join(rule.shape)
-            turned = ": it is transposed" if shape == expected[::-1] else ""
-            verdict.add(
-                Verdict.REFUSES,
-                f"{seen.names[rule.name]} is {list(shape)}, config.json makes it {list(expected)} ({symbols}){turned}",
-            )
-        elif not seen.raw.tensors[seen.names[rule.name]].dtype.is_floating_point:
-            dtype = seen.raw.tensors[seen.names[rule.name]].dtype
-            verdict.add(Verdict.WRONG, f"{seen.names[rule.name]} is {dtype}: it would be cast in silence")
 
 
 def rope_problems(config: dict[str, Any], target: HeadDims | None) -> list[str]:
@@ -197,59 +255,3 @@ def one_rope_note(config: dict[str, Any]) -> list[str]:
         f"LongRoPE: launch the engine with a context of at most {limit} tokens (vLLM: --max-model-len {limit}); with a "
         "longer one it turns every position, of the target too, by the long factors, which this head never saw"
     ]
-
-
-#: fields that transformers parses before an engine sees them → (type, what the type is called)
-PARSED: dict[str, tuple[type, str]] = {
-    "eagle_config": (dict, "an object"),
-    "dflash_config": (dict, "an object"),
-    "architectures": (list, "a list of names"),
-    "max_position_embeddings": (int, "an integer"),
-    "hidden_act": (str, "the name of an activation"),
-}
-
-
-def check_parses(verdict: EngineVerdict, seen: HeadDirectory) -> None:
-    """Add the faults for which transformers, which engines ask first, rejects config.json."""
-    config = seen.raw.config
-    kind = config.get("model_type")
-    if not (isinstance(kind, str) and kind) and "speculators_model_type" not in config:
-        verdict.add(Verdict.REFUSES, f"model_type is {kind!r}, expected the name of an architecture such as 'llama'")
-    for name, (wanted, words) in PARSED.items():
-        value = config.get(name)
-        parts = value if isinstance(value, list) else []
-        if value is None or (type(value) is wanted and all(isinstance(part, str) for part in parts)):
-            continue
-        verdict.add(Verdict.REFUSES, f"{name} is {value!r}, expected {words}")
-
-
-def check_target(verdict: EngineVerdict, target: HeadDims | None, width: int, vocab_size: int) -> None:
-    """Compare the sizes that a head shares with its target."""
-    if target is None:
-        return
-    if width != target.hidden_size:
-        verdict.add(
-            Verdict.REFUSES, f"reads hidden states of width {width}, the target's are {target.hidden_size} wide"
-        )
-    if vocab_size != target.vocab_size:
-        verdict.add(
-            Verdict.WRONG,
-            f"vocab_size is {vocab_size}, the target's {target.vocab_size}: the head belongs to another target",
-        )
-
-
-def check_geometry(verdict: EngineVerdict, config: dict[str, Any], target: HeadDims | None) -> None:
-    """Compare the draft layer's rope and sizes with the target's."""
-    for problem in rope_problems(config, target):
-        verdict.add(Verdict.WRONG, problem)
-    for note in geometry_notes(config, target):
-        verdict.add(Verdict.LOADS, note)
-
-
-def guarded(verdict: EngineVerdict, check: Callable[[], None]) -> EngineVerdict:
-    """Run a check. A FormatError in it is a refusal: what Headstart cannot read, the engine cannot read either."""
-    try:
-        check()
-    except FormatError as error:
-        verdict.add(Verdict.REFUSES, str(error))
-    return verdict

@@ -7,19 +7,8 @@ from typing import Any
 import torch
 
 from headstart.heads.checkpoints.geometry import integer
-from headstart.heads.dims import HeadDims
 from headstart.heads.formats.eagle_rules import eagle_config_of, layer_tensors, llama_sizes, mask_token_problem
-from headstart.heads.formats.verdicts import (
-    LOADS,
-    REFUSES,
-    WRONG,
-    EngineVerdict,
-    HeadDirectory,
-    TensorRule,
-    check_geometry,
-    check_target,
-    match_tensors,
-)
+from headstart.heads.formats.verdicts import REFUSES, Case, TensorRule
 
 ARCHITECTURE = "DFlashDraftModel"
 #: architectures whose modules are counted by num_hidden_layers alone, so that building one has a bound
@@ -27,20 +16,20 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 
 
-def check_dflash(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None) -> None:
+def check_dflash(case: Case) -> None:
     """DFlash: a small bidirectional Qwen3 over blocks of masked tokens that reads several target layers."""
-    config = seen.config
+    config = case.config
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
-        verdict.add(REFUSES, f"architectures is {architectures!r}, expected [{ARCHITECTURE!r}]")
+        case.refuse(f"architectures is {architectures!r}, expected [{ARCHITECTURE!r}]")
     nested = config.get("dflash_config")
     nested = nested if isinstance(nested, dict) else {}
-    ids = _layers(verdict, config, nested, target)
+    ids = _layers(case, config, nested)
     sizes = llama_sizes(config)
     token = nested.get("mask_token_id", config.get("mask_token_id"))
     if problem := mask_token_problem("dflash_config.mask_token_id", token, sizes["V"]):
-        verdict.add(REFUSES, problem)
-    check_target(verdict, target, sizes["D"], sizes["V"])
+        case.refuse(problem)
+    case.compare_target(sizes["D"], sizes["V"])
     sizes["F"] = sizes["D"] * (len(ids) or sizes["layers"])
     sizes["h"] = sizes["A"] // integer(config, "num_attention_heads", "config.json", default=32)
     rows = [TensorRule("fc.weight", ("H", "F"), REFUSES), TensorRule("hidden_norm.weight", ("H",), REFUSES)]
@@ -50,75 +39,72 @@ def check_dflash(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims |
         rows += layer_tensors(prefix, "H", REFUSES)
         rows += [TensorRule(f"{prefix}input_layernorm.weight", ("H",), REFUSES)]
         rows += [TensorRule(f"{prefix}self_attn.{name}.weight", ("h",), REFUSES) for name in ("q_norm", "k_norm")]
-    match_tensors(verdict, seen, rows, sizes)
-    if "mask_hidden" in seen.names:
-        verdict.add(REFUSES, "mask_hidden must be absent: DFlash embeds masked places by mask_token_id")
-    odd = sorted(set(seen.names) - {row.name for row in rows} - OPTIONAL - {"mask_hidden"})
+    case.match(rows, sizes)
+    if "mask_hidden" in case.names:
+        case.refuse("mask_hidden must be absent: DFlash embeds masked places by mask_token_id")
+    odd = sorted(set(case.names) - {row.name for row in rows} - OPTIONAL - {"mask_hidden"})
     if odd:
-        verdict.add(REFUSES, f"unexpected tensors {', '.join(odd[:6])}")
-    check_geometry(verdict, config, target)
+        case.refuse(f"unexpected tensors {', '.join(odd[:6])}")
+    case.compare_geometry(config)
     wanted = [name for name in ("num_target_layers", "layer_types", "block_size") if config.get(name) is None]
     if wanted:
-        verdict.add(LOADS, f"the reference implementation also wants {', '.join(wanted)} in config.json")
+        case.note(f"the reference implementation also wants {', '.join(wanted)} in config.json")
 
 
-def _layers(
-    verdict: EngineVerdict, config: dict[str, Any], nested: dict[str, Any], target: HeadDims | None
-) -> list[int]:
+def _layers(case: Case, config: dict[str, Any], nested: dict[str, Any]) -> list[int]:
     """hidden_states indices that vLLM reads, with what is wrong about them."""
     inner, top = nested.get("target_layer_ids"), config.get("eagle_aux_hidden_state_layer_ids")
     for name, ids in (("dflash_config.target_layer_ids", inner), ("eagle_aux_hidden_state_layer_ids", top)):
         if ids is not None and not (isinstance(ids, list) and all(type(k) is int for k in ids)):
-            verdict.add(REFUSES, f"{name} is {ids!r}, expected a list of integers")
+            case.refuse(f"{name} is {ids!r}, expected a list of integers")
             return []
     if not inner:
-        verdict.add(WRONG, "dflash_config.target_layer_ids is missing: vLLM takes layers that fc was not trained on")
+        case.misread("dflash_config.target_layer_ids is missing: vLLM takes layers that fc was not trained on")
     if top and inner and top != [k + 1 for k in inner]:
-        verdict.add(
-            WRONG,
+        case.misread(
             f"eagle_aux_hidden_state_layer_ids {top} are read as they are, in the place of "
             f"dflash_config.target_layer_ids {inner}, to which 1 is added: write {[k + 1 for k in inner]} or leave it "
-            "out",
+            "out"
         )
     if not top and isinstance(config.get("eagle_config"), dict):
         other = eagle_config_of(config).get("eagle_aux_hidden_state_layer_ids")
         if inner and other != [k + 1 for k in inner]:
-            verdict.add(WRONG, f"eagle_config hides dflash_config: vLLM reads layers {other}; remove eagle_config")
+            case.misread(f"eagle_config hides dflash_config: vLLM reads layers {other}; remove eagle_config")
     read = top or [k + 1 for k in inner or []]
     if len(set(read)) != len(read) or sorted(read) != read:
-        verdict.add(WRONG, f"feature layers {read} are not ascending or repeat: vLLM sorts and de-duplicates them")
-    if read and (min(read) < 0 or (target is not None and max(read) > target.num_layers)):
-        verdict.add(REFUSES, f"feature layers {read} lie outside the target's {target.num_layers if target else '?'}")
-    elif read and target is not None and max(read) == target.num_layers:
-        verdict.add(WRONG, f"feature layer {max(read)} is the last hidden state, pre-norm in vLLM")
+        case.misread(f"feature layers {read} are not ascending or repeat: vLLM sorts and de-duplicates them")
+    if read and (min(read) < 0 or (case.target is not None and max(read) > case.target.num_layers)):
+        case.refuse(f"feature layers {read} lie outside the target's {case.target.num_layers if case.target else '?'}")
+    elif read and case.target is not None and max(read) == case.target.num_layers:
+        case.misread(f"feature layer {max(read)} is the last hidden state, pre-norm in vLLM")
     return read
 
 
-def check_draft_model(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None) -> None:
+def check_draft_model(case: Case) -> None:
     """An ordinary causal language model that drafts: only its vocabulary has to be the target's."""
-    _compare_layers(verdict, seen)
-    config = seen.config.get("text_config")
-    config = config if isinstance(config, dict) else seen.config
+    _compare_layers(case)
+    config = case.config.get("text_config")
+    config = config if isinstance(config, dict) else case.config
     vocab = integer(config, "vocab_size", "config.json")
     longest = config.get("max_position_embeddings")
-    if target is not None and type(longest) is int and longest < (limit := target.max_position_embeddings):
-        verdict.add(LOADS, f"it drafts for texts of up to {longest} tokens, the target's are up to {limit}")
-    if target is None:
-        verdict.add(LOADS, f"as a draft model, for targets whose vocab_size is {vocab}")
-    elif vocab != target.vocab_size:
-        verdict.add(REFUSES, f"vocab_size is {vocab}, the target's {target.vocab_size}: a draft model needs the same")
+    if case.target is not None and type(longest) is int and longest < (limit := case.target.max_position_embeddings):
+        case.note(f"it drafts for texts of up to {longest} tokens, the target's are up to {limit}")
+    if case.target is None:
+        case.note(f"as a draft model, for targets whose vocab_size is {vocab}")
+    elif vocab != case.target.vocab_size:
+        case.refuse(f"vocab_size is {vocab}, the target's {case.target.vocab_size}: a draft model needs the same")
     else:
-        verdict.add(LOADS, 'as a draft model: "method": "draft_model"; compare the tokenizers, which no engine does')
+        case.note('as a draft model: "method": "draft_model"; compare the tokenizers, which no engine does')
 
 
-def _compare_layers(verdict: EngineVerdict, seen: HeadDirectory) -> None:
+def _compare_layers(case: Case) -> None:
     """Names and shapes of a plain architecture's tensors; others are what an engine makes of config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which only this check needs
 
-    config, where = dict(seen.raw.config), "config.json"
+    config, where = dict(case.raw.config), "config.json"
     kind = config.get("model_type")
     if kind not in DENSE or config.get("quantization_config") is not None:
-        verdict.add(LOADS, f"its layers are not compared with config.json (model_type {kind!r})")
+        case.note(f"its layers are not compared with config.json (model_type {kind!r})")
         return
     llama_sizes(config)  # bounded before a module is built
     integer(config, "max_position_embeddings", where, default=2048)
@@ -127,19 +113,19 @@ def _compare_layers(verdict: EngineVerdict, seen: HeadDirectory) -> None:
         with torch.device("meta"):
             shapes = {name: tuple(x.shape) for name, x in AutoModelForCausalLM.from_config(made).state_dict().items()}
     except Exception as error:  # noqa: BLE001 - whatever transformers makes of a damaged config, engines meet it, too
-        verdict.add(REFUSES, f"no {kind} can be built from config.json ({type(error).__name__}: {error})")
+        case.refuse(f"no {kind} can be built from config.json ({type(error).__name__}: {error})")
         return
-    held = {name: info.shape for name, info in seen.raw.tensors.items()}
+    held = {name: info.shape for name, info in case.raw.tensors.items()}
     if made.tie_word_embeddings or "lm_head.weight" not in held:
         shapes.pop("lm_head.weight", None)
         if not made.tie_word_embeddings:
-            verdict.add(REFUSES, "lm_head.weight is missing and tie_word_embeddings is false")
+            case.refuse("lm_head.weight is missing and tie_word_embeddings is false")
     if missing := sorted(set(shapes) - set(held)):
-        verdict.add(REFUSES, f"tensors {', '.join(missing[:6])} are missing")
+        case.refuse(f"tensors {', '.join(missing[:6])} are missing")
     for name in sorted(set(shapes) & set(held)):
         if shapes[name] != held[name]:
-            verdict.add(REFUSES, f"{name} is {list(held[name])}, config.json makes it {list(shapes[name])}")
-        elif not seen.raw.tensors[name].dtype.is_floating_point:
-            verdict.add(WRONG, f"{name} is {seen.raw.tensors[name].dtype}: it would be cast in silence")
+            case.refuse(f"{name} is {list(held[name])}, config.json makes it {list(shapes[name])}")
+        elif not case.raw.tensors[name].dtype.is_floating_point:
+            case.misread(f"{name} is {case.raw.tensors[name].dtype}: it would be cast in silence")
     if odd := sorted(set(held) - set(shapes) - {"lm_head.weight"}):
-        verdict.add(LOADS, f"{', '.join(odd[:6])} belong to no layer of a {kind}")
+        case.note(f"{', '.join(odd[:6])} belong to no layer of a {kind}")

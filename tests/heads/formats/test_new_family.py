@@ -27,7 +27,7 @@ from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.export import check_ahead, check_export
 from headstart.heads.formats.format import Rules
 from headstart.heads.formats.loading import skeleton
-from headstart.heads.formats.verdicts import EngineVerdict, HeadDirectory
+from headstart.heads.formats.verdicts import Case
 
 PAPER = Paper("Mixer", "Drafts by mixing", "Doe, Jane", "2501.00001")
 
@@ -159,9 +159,9 @@ def test_draft_ids_are_those_of_a_draft_vocabulary(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_engine_that_serves_it_says_so_in_its_own_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def rules(verdict: EngineVerdict, seen: HeadDirectory, target: HeadDims | None) -> None:
-        if seen.config["mixer_width"] > 12:
-            verdict.add(Verdict.WRONG, "it reads 12 rows")
+    def rules(case: Case) -> None:
+        if case.config["mixer_width"] > 12:
+            case.misread("it reads 12 rows")
 
     monkeypatch.setitem(FORMATS["vllm"].serves, "mixer", Rules(rules, shards=True))
     head = register(monkeypatch, PublishedMixerFiles())

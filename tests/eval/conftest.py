@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import pytest
 import torch
-from eval_help import VOCAB, Trained, run, train_briefly
+from eval_help import CONTEXTS, VOCAB, Trained, run, train_briefly
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.eval.decoding.decode import Answer
@@ -39,6 +40,14 @@ def narrow_reads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headstart.eval.decoding.session.KV_BUCKET", 8)
         yield
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with CONTEXTS as prompts."""
+    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
+    path.write_text("".join(json.dumps({"prompt_token_ids": context}) + "\n" for context in CONTEXTS))
+    return str(path)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,13 +105,6 @@ def test_interval_of_the_speedup() -> None:
     assert bootstrap_speedup([short, short], 50, 0) is None
     assert bootstrap_speedup([short, short, alike[0]], 50, 0) == pytest.approx((2.0, 2.0))
     assert speedup_text(1.8, [1.72, 1.88]) == "1.80× (1.72–1.88)" and speedup_text(None, None) == "–"
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
-    path.write_text("".join(json.dumps({"prompt_token_ids": context}) + "\n" for context in CONTEXTS))
-    return str(path)
 
 
 @pytest.fixture(scope="module")

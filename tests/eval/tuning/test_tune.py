@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eval_help import CONTEXTS, Trained, memory_for_two_rows
+from eval_help import Trained, memory_for_two_rows
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.tuning.costs import Costs, anchors, draft_points, forwards, measure_costs, measurements, node_count
@@ -144,13 +144,6 @@ def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:
     assert entry["batches"]["1"]["label"] == "chain2"
     assert entry["batches"]["1"]["best_chain"]["tree"]["depth"] == 2
     json.dumps(tuning.to_json())
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
-    path.write_text("".join(json.dumps({"prompt_token_ids": context}) + "\n" for context in CONTEXTS))
-    return str(path)
 
 
 def settings(prompts: str, **changes: Any) -> EvalConfig:

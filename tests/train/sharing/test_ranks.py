@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tiny_run import losses
 from torch import nn
 from train_fakes import FakeHead, FakeSource, forked, make_documents, pairs_of, quiet, teacher, window_gradient
 
@@ -44,11 +45,6 @@ def run(run_dir: Path, source: FakeSource | None = None, validate=None, **change
     source = source or FakeSource(make_documents())
     result = train(head, pairs_of(source), teacher(), config(**changes), run_dir, quiet(validate))
     return head, result
-
-
-def losses(run_dir: Path) -> list[float]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [record["train/loss"] for line in lines if "train/loss" in (record := json.loads(line))]
 
 
 def shards_are_whole(head: FakeHead, step: int, final: bool) -> dict[str, float]:

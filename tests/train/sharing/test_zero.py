@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_run import losses
 from train_fakes import FakeHead, FakeSource, forked, make_documents, pairs_of, quiet, teacher
 
 from headstart.train.config import TrainConfig
@@ -37,11 +37,6 @@ def run(run_dir: Path, source: FakeSource | None = None, **changes):
         head, pairs_of(source), teacher(), TrainConfig(**(values | changes)), run_dir, quiet(), provenance={}
     )
     return head, result
-
-
-def losses(run_dir: Path) -> list[float]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [record["train/loss"] for line in lines if "train/loss" in (record := json.loads(line))]
 
 
 def rank_work(rank: int, port: int, out: Path) -> None:

@@ -22,9 +22,9 @@ from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, d
 from headstart.eval.drafters.draft import DraftStep
 from headstart.eval.kernels.argmax import argmax
 from headstart.eval.kernels.attention import Visibility
-from headstart.eval.kernels.bookkeeping import Lined, line_up
 from headstart.eval.kernels.candidates import Growth
 from headstart.eval.kernels.launch import compile_ahead, synchronize
+from headstart.eval.kernels.line_up import Lined, line_up
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.rows import take_rows
 from headstart.eval.tree import Tree, chain

@@ -15,7 +15,7 @@ from headstart.eval.decoding import verify
 from headstart.eval.decoding.engine import attention_windows
 from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.drafters import build_drafter
-from headstart.eval.kernels import argmax, bookkeeping, candidates, draft_input, norm, rope_store, rows
+from headstart.eval.kernels import argmax, bookkeeping, candidates, draft_input, line_up, norm, rope_store, rows
 from headstart.eval.tree import Tree, chain, empty, select
 from headstart.heads.targets.target import Target
 
@@ -109,21 +109,6 @@ def test_synthetic(name: str) -> None:
     assert accepted or name == "plain"
 
 
-@pytest.mark.parametrize(("width", "levels"), [(1, 1), (4, 3), (9, 8), (5, 1)])
-def test_line_up(width: int, levels: int) -> None:
-    tokens = integers(VOCAB, BATCH, width, seed=width)
-    for count in ([width, 1, 0], [max(width - 1, 1), 0, width]):
-        arguments = (tokens, torch.tensor(count, device=DEVICE), ROOTS, LENGTH, 1000, levels)
-        found, expected = bookkeeping.line_up_kernel(*arguments), bookkeeping.line_up_eager(*arguments)
-        for field in fields(expected):
-            a, b = getattr(found, field.name), getattr(expected, field.name)
-            if field.name == "tokens_BW":  # beyond the count stands what nobody reads
-                for row, number in enumerate(count):
-                    assert torch.equal(a[row, : max(number, 1)], b[row, : max(number, 1)])
-            else:
-                assert torch.equal(a, b), field.name
-
-
 WAYS = [
     ("plain", TreeConfig("chain", 3)),
     ("eagle3", TreeConfig("chain", 3)),
@@ -151,7 +136,7 @@ def test_the_whole_loop_on_kernels(
     stops[2] = {answers()[2].tokens[4]}
     expected = answers()
     model = FusedModel(target.model, attention_windows(target.model.config))
-    for module in (bookkeeping, verify, norm, rope_store, rows, draft_input, argmax, candidates):
+    for module in (bookkeeping, line_up, verify, norm, rope_store, rows, draft_input, argmax, candidates):
         monkeypatch.setattr(module, "wants_kernel", lambda _: True)
     assert answers(fused=model) == expected
     assert any(cycle.accepted for answer in expected for cycle in answer.cycles) or kind == "plain"

@@ -21,15 +21,15 @@ QUIET_S = 15.0
 
 
 def plain(text: str) -> str:
-    """`text` without control characters; as a function of its own, because what it is in brings torch along."""
+    """`text` without control characters. The import stands inside because it brings torch, which help must not load."""
     from headstart.heads.escape import plain as escaped
 
     return escaped(text)
 
 
 class Harmless:
-    """What is shown with the control characters in it made visible: they came from others (a task's name, a server's
-    answer); the console adds its own after this."""
+    """Something to show, whose control characters are made visible: others may have written them (a task's name, a
+    server's answer). Those of the terminal are added later and stay."""
 
     def __init__(self, shown: RenderableType):
         self.shown = shown
@@ -57,13 +57,13 @@ class Console:
         self._console.print(plain(message), style=style, soft_wrap=True)
 
     def result(self, value: Any, shown: RenderableType | Callable[[], RenderableType] | None = None) -> None:
-        """The command's answer: `value` as JSON, or `shown` for a person (made here where it is a function)."""
+        """The command's answer: `value` as JSON, or `shown` for a person (a function is called here)."""
         if self.silent:
             return
         if self.as_json:
             print(_json_line(value, self._out.encoding), file=self._out, flush=True)
         elif shown is not None:
-            # what the terminal cannot show is escaped: the work is done, and an error here would hide that
+            # what the terminal cannot show is escaped: an error here would hide that the work is done
             encoding = self._out.encoding or "utf-8"
             made = self._made(shown) if callable(shown) else shown
             terminal = self._out.isatty()
@@ -77,7 +77,7 @@ class Console:
             self._out.flush()
 
     def _made(self, shown: Callable[[], RenderableType]) -> RenderableType:
-        """What `shown` makes: where it fails, the result is kept all the same, so that is said instead."""
+        """What `shown` makes. Where it fails, that is said instead: the result is saved all the same."""
         try:
             return shown()
         except Exception as error:  # noqa: BLE001 - the work is done and saved
@@ -119,7 +119,7 @@ class Console:
 
 
 def _json_line(value: Any, encoding: str | None) -> str:
-    """JSON in what the stream can hold; JSON's own escapes stand for the rest."""
+    """JSON in the stream's encoding; what that cannot hold is escaped as JSON allows."""
     from headstart.heads.escape import in_json
 
     text = in_json(json.dumps(value, ensure_ascii=False, default=str))

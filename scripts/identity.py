@@ -1,4 +1,4 @@
-"""What a step's result depends on, in a form that is cheap to compute and stable between runs."""
+"""Values that stand for a step's inputs: a file, a source, a head, the target. Cheap, and the same in every run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of_file(path: Path) -> str:
 
 
 def of_saved_head(directory: Path) -> str:
-    """A saved head by its sidecar; what `headstart tune` noted there does not count: the head is the same."""
+    """A saved head, by its sidecar. What `headstart tune` wrote there does not count: it does not change the head."""
     place = directory / SIDECAR
     kept = read_json(place)
     if "tuned" not in kept:
@@ -33,7 +33,7 @@ def of_saved_head(directory: Path) -> str:
 
 
 def of_source(source: SourceConfig) -> dict[str, Any]:
-    """A data source with the content of its file."""
+    """A data source: its settings, and the digest of its file."""
     values = {name: value for name, value in dataclasses.asdict(source).items() if value is not None}
     if source.path is not None:
         values["sha256"] = of_file(source_path(source.path))
@@ -60,11 +60,11 @@ def of_target(config: TargetConfig) -> dict[str, Any]:
 
 
 def of_head(directory: Path) -> dict[str, str]:
-    """Content of a head's files."""
+    """Digests of a head's files, by name."""
     files = [p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".json")]
     return {path.name: of_file(path) for path in sorted(files)}
 
 
 def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    """A copy without keys that do not change the result."""
+    """A copy without these keys."""
     return {name: value for name, value in values.items() if name not in names}

@@ -41,14 +41,16 @@ from headstart.train.stream import idle_note
 
 @dataclass
 class Launch:
-    """What a plan needs to know and no recipe says.
+    """The launch to plan for, which no recipe describes.
 
     Attributes:
-        gpus, nodes: ranks of one machine, machines.
+        gpus: of one machine.
+        nodes: machines.
         gpu_memory_gib: of one card; None asks the cards of this machine.
-        tokens_per_s: of the whole launch, measured (`python -m headstart.bench.scaling`); None estimates it.
+        tokens_per_s: of the whole launch, as `python -m headstart.bench.scaling` measures it; None estimates it.
         tflops: of one card in large bfloat16 matrix products; None measures this machine's, or assumes an H100's.
-        samples, mean_tokens: of the training data, instead of reading it (mean: data.max_length).
+        samples: of the training data; None reads the data.
+        mean_tokens: of one of these samples; None takes data.max_length.
     """
 
     gpus: int
@@ -60,7 +62,7 @@ class Launch:
     mean_tokens: float | None = None
 
     def check(self, longest: int) -> None:
-        """Raise ConfigError naming the first option that cannot be; `longest`: data.max_length."""
+        """Raise ConfigError naming the first option that is not possible; `longest`: data.max_length."""
         whole = {"gpus": self.gpus, "nodes": self.nodes, "samples": self.samples}
         positive: dict[str, float | None] = {
             "gpu-memory": self.gpu_memory_gib,
@@ -85,7 +87,8 @@ class DataShape:
     """Training data as a plan counts it.
 
     Attributes:
-        packs, tokens: of one epoch. supervised: part of the tokens that is an anchor.
+        packs, tokens: of one epoch.
+        supervised: share of the tokens that are anchors.
         notes: what was assumed.
     """
 
@@ -96,56 +99,38 @@ class DataShape:
 
     @classmethod
     def equal(cls, samples: int, length: float, pack_tokens: int, note: str) -> DataShape:
-        """Of `samples` samples of the same length, all supervised, packed as make_packs does."""
+        """The shape of `samples` samples of the same length, all supervised, packed as make_packs does."""
         each = max(int(pack_tokens // length), 1)
         full, rest = divmod(samples, WINDOW)
         return cls(full * -(-WINDOW // each) - (-rest // each), round(samples * length), notes=[note])
 
     def beside(self, other: DataShape) -> DataShape:
-        """Both of them."""
+        """The shape of both together."""
         tokens = self.tokens + other.tokens
         supervised = (self.supervised * self.tokens + other.supervised * other.tokens) / max(tokens, 1)
         return DataShape(self.packs + other.packs, tokens, supervised, [*self.notes, *other.notes])
 
 
 def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
-    """Plan without loading the target or its weights.
+    """Plan without loading the target's weights.
 
-    Raises: ConfigError when the launch is none that training would start; what train.plan.require_fit raises, after
-    showing the plan.
+    Raises: ConfigError when training would not start such a launch; what train.plan.require_fit raises, after showing
+    the plan.
     """
     launch.check(recipe.data.max_length)
-    cards, one_process = launch.gpus, recipe.target.parallel == "device_map"
-    node_ranks = 1 if one_process else cards
+    node_ranks = 1 if recipe.target.parallel == "device_map" else launch.gpus
     check_layout(recipe.train.parallel, recipe.train, recipe.target, node_ranks * launch.nodes, node_ranks)
     target = weightless_target(dated_target(recipe))
     refuse_ahead(recipe, target)
-    half = recipe.target.dtype in ("auto", "bfloat16", "float16")
     target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
     target.embed_VD = target.model.get_input_embeddings().weight
     with torch.device("meta"):
         head = build_head(recipe.head, target.dims)
     data = data_of(recipe, launch, console, target)
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
-    parallel = recipe.train.parallel
-    if parallel == "auto":
-        parallel = "replicated"
-        if node_ranks * launch.nodes > 1:
-            notes.append("train.parallel=auto: planned as replicated; add train.parallel=fsdp2 for that launch")
-    layout = Layout(
-        ranks=node_ranks * launch.nodes,
-        ranks_per_node=node_ranks,
-        cards=cards,
-        parallel=parallel,
-        target_parallel=recipe.target.parallel,
-        shard_ranks=recipe.target.shard_ranks,
-        pack_tokens=recipe.data.pack_tokens,
-        accumulation=recipe.train.accumulation,
-        supervised=data.supervised,
-        half=half and recipe.train.mixed_precision != "no",
-        activation_checkpointing=recipe.train.activation_checkpointing,
-        features=recipe.data.features,
-    )
+    layout = _layout(recipe, launch, node_ranks, data.supervised)
+    if recipe.train.parallel == "auto" and layout.ranks > 1:
+        notes.append("train.parallel=auto: planned as replicated; add train.parallel=fsdp2 for that launch")
     if note := idle_note(recipe.train.accumulation, layout.ranks):
         notes.append(note)
     device = local_device_bytes() if launch.gpu_memory_gib is None else int(launch.gpu_memory_gib * GIB)
@@ -153,11 +138,11 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
         notes.append("no GPU here: whether it fits is not checked; give --gpu-memory GIB")
     rate = launch.tokens_per_s
     if rate is None:
-        flops, whose = card_flops(launch)
+        flops, source = card_flops(launch)
         rate = expected_rate(target, head, layout, flops)
         notes.append(
             f"hours: estimated, {rate:,.0f} tokens/s at {UTILISATION:.0%} of {flops / 1e12:.0f} TFLOP/s a card "
-            f"({whose}); measure with `python -m headstart.bench.scaling`, then give --tokens-per-s"
+            f"({source}); measure with `python -m headstart.bench.scaling`, then give --tokens-per-s"
         )
     plan = make_plan(target, head, recipe.train, layout, data.packs, data.tokens, rate, device, notes)
     try:
@@ -170,8 +155,27 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
     return plan
 
 
+def _layout(recipe: Recipe, launch: Launch, node_ranks: int, supervised: float) -> Layout:
+    """The launch as train/plan.py counts it; `train.parallel=auto` counts as replicated."""
+    half = recipe.target.dtype in ("auto", "bfloat16", "float16")
+    return Layout(
+        ranks=node_ranks * launch.nodes,
+        ranks_per_node=node_ranks,
+        cards=launch.gpus,
+        parallel="replicated" if recipe.train.parallel == "auto" else recipe.train.parallel,
+        target_parallel=recipe.target.parallel,
+        shard_ranks=recipe.target.shard_ranks,
+        pack_tokens=recipe.data.pack_tokens,
+        accumulation=recipe.train.accumulation,
+        supervised=supervised,
+        half=half and recipe.train.mixed_precision != "no",
+        activation_checkpointing=recipe.train.activation_checkpointing,
+        features=recipe.data.features,
+    )
+
+
 def card_flops(launch: Launch) -> tuple[float, str]:
-    """(FLOP/s of one card, where that comes from)."""
+    """(FLOP/s of one card, where the number comes from)."""
     if launch.tflops is not None:
         return launch.tflops * 1e12, "as stated"
     if torch.cuda.is_available():
@@ -180,7 +184,7 @@ def card_flops(launch: Launch) -> tuple[float, str]:
 
 
 def data_of(recipe: Recipe, launch: Launch, console: Console, target: Any) -> DataShape:
-    """The training data, read or stated."""
+    """The training data: stated, or read."""
     pack_tokens = recipe.data.pack_tokens
     if launch.samples is not None:
         mean = launch.mean_tokens or recipe.data.max_length

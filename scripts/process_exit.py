@@ -1,4 +1,4 @@
-"""The end of a process in which libraries still have threads at work."""
+"""How a process ends while threads of libraries are still at work."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import NoReturn
 class ProcessExit:
     """`leave` ends this process with its own exit code; before it, nothing changes.
 
-    Gloo's threads release a collective's tensors when they get to it, and a daemon thread may be inside an operation of
-    torch. One that asks for the interpreter while that is taken down aborts the process (exit code -6, "terminate
-    called without an active exception", pytorch issue 190489), although all work was done. So the process ends once
-    all exit functions have run, with Python intact.
+    Gloo's threads release the tensors of a collective some time after it, and a daemon thread may be inside an
+    operation of torch. A thread that needs the interpreter while Python takes it down aborts the process (exit code -6,
+    "terminate called without an active exception", pytorch issue 190489), although all work was done. So `leave` runs
+    the exit functions and then ends the process with Python intact.
 
-    Make it before anything is imported that registers exit functions: Python runs the first registered last, and those
-    registered before this one are left out.
+    Make it before anything is imported that registers exit functions. Python runs the function registered first last;
+    functions registered before this object do not run.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class ProcessExit:
         atexit.register(self._last)
 
     def leave(self, code: int, over: Callable[[], None] = lambda: None, *, at_once: bool = False) -> NoReturn:
-        """End with `code`; SIGTERM no longer changes it.
+        """End with `code`. SIGTERM no longer changes it.
 
         Args:
-            over: called once SIGTERM is ignored: ends what took it until now (StartupStop.over).
-            at_once: without exit functions and without waiting for threads, which may be stuck.
+            over: called when SIGTERM is ignored already; ends what took the signal until now (StartupStop.over).
+            at_once: run no exit functions and wait for no threads, because they may be stuck.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         over()
@@ -45,8 +45,6 @@ class ProcessExit:
         if self._code is None:
             return
         for stream in (sys.stdout, sys.stderr):
-            with suppress(
-                OSError, ValueError, AttributeError
-            ):  # nobody reads it, it is closed, or was so from the start
+            with suppress(OSError, ValueError, AttributeError):  # nobody reads the stream, or it is closed
                 stream.flush()
         os._exit(self._code)

@@ -1,15 +1,14 @@
-"""What later steps would refuse, asked of a recipe and its target before anything costs.
+"""Asks, before any work starts, whether a later step would refuse the recipe or its target.
 
-Every question is the later step's own check, put to a head without memory: sharding the target, building the head,
-decoding the target, reading what the recipe is long for, saving and exporting. `doctor` and `plan` ask without the
-target's weights, and so does every command before the first step that is not done.
+Every question calls the check of the step itself, with a head on the meta device: can the target be sharded, the head
+be built, the longest texts be read, the target be decoded, the head be saved and exported? `doctor` and `plan` ask
+them, and so does every command before the first step that is not done. The target's weights are not needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -25,14 +24,14 @@ from headstart.heads.targets.target import Target
 from headstart.recipes.schema import Recipe
 from headstart.saved_heads import find_head, require_same_head
 
-#: what is asked, in the order in which the steps come; each returns what was found, and raises as the step would
+#: returns a line on what the recipe and the target are; raises what the step would raise
 Question = Callable[[Recipe, Target], str]
 
 
 def refuse_ahead(recipe: Recipe, target: Target) -> None:
-    """Raise what training, evaluation, saving or exporting would raise for this recipe and target, or nothing.
+    """Raise what training, evaluating, saving or exporting would raise for this recipe and target.
 
-    Args: target: with or without weights (weightless_target); none are read.
+    Args: target: with or without weights (weightless_target).
     Raises: ConfigError, TargetError or FormatError with the words of the step itself.
     """
     for question in QUESTIONS.values():
@@ -40,10 +39,10 @@ def refuse_ahead(recipe: Recipe, target: Target) -> None:
 
 
 def planned_head(recipe: Recipe, target: Target) -> Head:
-    """The head that training will make, without memory, bound to the target's ends.
+    """The head that training will make, on the meta device, bound to the target's ends.
 
-    Raises: ConfigError where it cannot be built, reads layers that the target has not, or `start_from` is another;
-    FormatError where `start_from` cannot be read.
+    Raises: ConfigError where it cannot be built, reads layers that the target does not have, or differs from
+    `start_from`; FormatError where `start_from` cannot be read.
     """
     dims = target.dims if recipe.start_from is None else _started(recipe, target.dims)
     with torch.device("meta"):
@@ -54,7 +53,7 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
 
 
 def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:
-    """Dimensions of a head that goes on from `start_from`: its draft layer's are the file's."""
+    """Dimensions of a head that continues from `start_from`: those of its draft layer are the file's."""
     start_from = str(recipe.start_from)
     raw = open_checkpoint(find_head(start_from, "start_from"))
     mapped, config = map_head(raw, dims)
@@ -69,28 +68,26 @@ def ask_head(recipe: Recipe, target: Target) -> str:
 
 
 def ask_positions(recipe: Recipe, target: Target) -> str:
-    """Whether what the recipe is long for fits the target's positions."""
+    """Whether the longest texts of the recipe fit the target's positions."""
     from headstart.eval.measuring.sweep import check_contexts
 
     limit = target.positions
     whole = target.dims.max_position_embeddings
     why = "" if limit == whole else f" (of {whole}: beyond the first {limit} its LongRoPE turns by other factors)"
-    lengths: dict[str, Any] = {"data.max_length": recipe.data.max_length}
-    if recipe.data.distill.prompts:
-        lengths["data.distill.max_new_tokens"] = recipe.data.distill.max_new_tokens + 1
-    for name, length in lengths.items():
-        if length > limit:
-            most = limit - (name != "data.max_length")
+    lengths = {"data.max_length": (recipe.data.max_length, limit)}
+    if recipe.data.distill.prompts:  # a prompt has one token at least
+        lengths["data.distill.max_new_tokens"] = (recipe.data.distill.max_new_tokens, limit - 1)
+    for name, (length, most) in lengths.items():
+        if length > most:
             raise ConfigError(
-                f"{name}: found {length - (name != 'data.max_length')}, the target has {limit} positions{why}: set "
-                f"{name}={most} or less"
+                f"{name}: found {length}, the target has {limit} positions{why}: set {name}={most} or less"
             )
     check_contexts(recipe.eval.context_lengths, recipe.eval, target, "eval.context_lengths")
     return f"{limit}{why}, data.max_length={recipe.data.max_length}"
 
 
 def ask_decoding(recipe: Recipe, target: Target) -> str:
-    """Whether the decode loop, which evaluates and proves exports, can run the target."""
+    """Whether the decode loop, which evaluations and exports need, can run the target."""
     from headstart.eval.decoding.engine import check_decodable
 
     windows = check_decodable(target.model)
@@ -99,7 +96,7 @@ def ask_decoding(recipe: Recipe, target: Target) -> str:
 
 
 def ask_export(recipe: Recipe, target: Target) -> str:
-    """Whether the engines of `export.engines` will load the head, and Headstart what is saved."""
+    """Whether Headstart and the engines of `export.engines` will load what is saved."""
     origin = {"target": {"name": recipe.target.name, "revision": recipe.target.revision}}
     check_ahead(planned_head(recipe, target), recipe.export, origin)
     return f"{', '.join(recipe.export.engines)} in {recipe.export.dtype}"
@@ -114,7 +111,7 @@ def ask_tracker(recipe: Recipe, target: Target) -> str:
 
 
 def ask_sharding(recipe: Recipe, target: Target) -> str:
-    """Whether the target can be shared out over ranks as the recipe asks."""
+    """Whether the target can be sharded over the ranks as the recipe asks."""
     if recipe.target.parallel == "fsdp2":
         from headstart.heads.targets.load import check_shardable
 
@@ -122,6 +119,7 @@ def ask_sharding(recipe: Recipe, target: Target) -> str:
     return f"target.parallel={recipe.target.parallel}"
 
 
+#: in the order of the steps
 QUESTIONS: dict[str, Question] = {
     "sharding": ask_sharding,
     "head": ask_head,
@@ -133,10 +131,10 @@ QUESTIONS: dict[str, Question] = {
 
 
 def require_decoding(target: Target, spec: FeatureSpec, force: bool) -> None:
-    """Refuse a target whose decode loop gives other features than training reads, before anything is trained on them.
+    """Refuse a target whose decode loop gives other features than training reads, before a head is trained on them.
 
-    The export asks the same of real text (serving_check.require_parity); here random tokens tell a fault, which shifts
-    every row, from rounding, which spoils a few.
+    The export compares them again on real text (serving_check.require_parity). Here the tokens are random, and rounding
+    may spoil a few rows; a fault shifts all of them, so only the median row is judged.
     Raises: TargetError, unless the export is forced (`export.force`).
     """
     from headstart.heads.targets.explained import explained_forward
@@ -146,5 +144,5 @@ def require_decoding(target: Target, spec: FeatureSpec, force: bool) -> None:
     if force or target.lockstep:
         return
     with explained_forward(f"{target.config.name} in the decode loop"), without_traces(target.model):
-        found = compare_features(target, spec, probe_sequences(target, 1, 24))
-    require_parity(replace(found, tolerance=float("inf")))
+        parity = compare_features(target, spec, probe_sequences(target, 1, 24))
+    require_parity(replace(parity, tolerance=float("inf")))

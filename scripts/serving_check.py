@@ -1,8 +1,9 @@
-"""τ promised = τ measured only if serving sees the features that training saw. This compares them token by token.
+"""Compares, token by token, the features that serving sees with those that training saw. Where they differ, the head
+drafts worse than it was trained to.
 
-Training captures features in one causal pass over whole documents; the decode loop gets them from chunked prefill,
-tree verification and KV compaction. `compare_features` runs both over the same tokens: the first part of each sequence
-as prompt, the rest verified as the accepted path of trees that also hold rejected siblings.
+Training reads features from one causal pass over whole documents. The decode loop reads them from chunked prefill,
+tree verification and KV compaction. `compare_features` runs both over the same tokens. The decode loop gets the first
+part of a sequence as prompt; it verifies the rest as the accepted path of trees, whose other nodes are rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.target import Target
 
-#: largest error of a row, relative to the size of that row, that rounding explains
+#: largest error of a row, relative to its norm, that rounding explains
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
 #: the same for the median row: rounding spoils a few rows, a fault (another layer, another position) shifts them all
 MEDIAN_TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -67,11 +68,11 @@ def compare_features(target: Target, spec: FeatureSpec, sequences: list[list[int
     for number, tokens in enumerate(sequences):
         trained = _training_features(target, spec, tokens)
         served = _serving_features(target, spec, tokens, levels)
-        found = {name: _row_errors(trained[name][: len(served[name])], served[name]) for name in trained}
-        for name, error_T in found.items():
+        errors_T = {name: _row_errors(trained[name][: len(served[name])], served[name]) for name in trained}
+        for name, error_T in errors_T.items():
             place = int(error_T.argmax())
             errors.append((float(error_T[place]), f"sequence {number}, token {place}, {name}"))
-        per_row += torch.stack(list(found.values())).amax(0).tolist()
+        per_row += torch.stack(list(errors_T.values())).amax(0).tolist()
     worst, where = max(errors)
     median = float(torch.tensor(per_row).median())
     allowed = TOLERANCES.get(target.dtype, 2e-3), MEDIAN_TOLERANCES.get(target.dtype, 2e-4)
@@ -85,13 +86,13 @@ def probe_sequences(target: Target, count: int = 2, length: int = 96) -> list[li
     return draws.tolist()
 
 
-def require_parity(found: FeatureParity, force: bool = False) -> None:
+def require_parity(parity: FeatureParity, force: bool = False) -> None:
     """Raises: TargetError when the features differ and `force` is off."""
-    if not found.passed and not force:
+    if not parity.passed and not force:
         raise TargetError(
-            f"the decode loop's features differ from those the head was trained on: relative {found.worst:.3g} at "
-            f"{found.where}, rounding explains {found.tolerance:g}; {found.median:.3g} in the median row, rounding "
-            f"explains {found.median_tolerance:g}. Its acceptance would fall short of training's; "
+            f"the decode loop's features differ from those the head was trained on: relative {parity.worst:.3g} at "
+            f"{parity.where}, rounding explains {parity.tolerance:g}; {parity.median:.3g} in the median row, rounding "
+            f"explains {parity.median_tolerance:g}. Its acceptance would fall short of training's; "
             "check the target's attention implementation and dtype, or set export.force=true to export all the same."
         )
 
@@ -149,6 +150,6 @@ def _accepted_path(path: list[int], target: Target) -> Tree:
     return Tree(tokens_BN, parent_BN, depth_BN, torch.ones_like(tokens_BN, dtype=torch.bool), levels)
 
 
-def _row_errors(expected_TD: Tensor, found_TD: Tensor) -> Tensor:
-    expected, found = expected_TD.float(), found_TD.float()
-    return (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)
+def _row_errors(trained_TD: Tensor, served_TD: Tensor) -> Tensor:
+    trained, served = trained_TD.float(), served_TD.float()
+    return (served - trained).norm(dim=-1) / trained.norm(dim=-1).clamp(min=1e-12)

@@ -12,12 +12,12 @@ from headstart.heads.errors import Terminated
 
 @contextmanager
 def terminable(after: signal.Handlers | None = None) -> Iterator[None]:
-    """While open, SIGTERM raises Terminated (the training loop has its own way to end: it finishes its step first).
+    """Inside, SIGTERM raises Terminated. (The training loop sets its own handler, which finishes the step first.)
 
-    Handlers can be set in the main thread only; elsewhere this does nothing.
+    Python sets handlers in the main thread only; elsewhere this does nothing.
 
     Args:
-        after: what SIGTERM does from then on; None: what it did before.
+        after: the handler of SIGTERM afterwards; None: the one before.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:

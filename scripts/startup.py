@@ -13,11 +13,12 @@ HELD_S = 15.0
 
 
 class StartupStop:
-    """Until `hold`, SIGTERM ends the process with exit code 0: nothing has been begun that could be lost.
+    """Takes SIGTERM from the first line of a process on.
 
-    From `hold` to `over` other ranks count on this one: the signal waits for `over` (`received`), but for no longer
-    than HELD_S, as one of them may be gone. A thread takes it, because a Python handler does not run while a library
-    blocks the main thread (a rendezvous does). Imports nothing that takes time.
+    Until `hold`, the signal ends the process with exit code 0: nothing has begun that could be lost. From `hold` to
+    `over` the other ranks count on this one, so the signal waits for `over`, but no longer than HELD_S: a rank that is
+    waited for may be gone. A thread takes the signal, because Python runs no handler while a library blocks the main
+    thread, as a rendezvous does. This module imports nothing that takes time.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class StartupStop:
                 self._received.set()
 
     def hold(self) -> None:
-        """From here on SIGTERM is kept for `over`."""
+        """From here on SIGTERM waits for `over`."""
         with self._lock:
             self._held = True
 
@@ -56,7 +57,7 @@ class StartupStop:
         return self._received.is_set()
 
     def over(self) -> None:
-        """From here on the handler that is installed gets the signal, one that arrived meanwhile included."""
+        """From here on the process's own handler gets the signal, also one that arrived before."""
         self.hold()
         self._over.set()
         self._thread.join()

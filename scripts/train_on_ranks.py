@@ -41,9 +41,9 @@ def main(
     A job stopped by SIGTERM is put back in the queue with the same command: it continues (scripts/launch/slurm.sh).
 
     Args:
-        startup: what has taken SIGTERM so far, in a process of its own; its `over` is called once the ranks watch each
-            other.
-        launcher: process id of what started this process.
+        startup: what has taken SIGTERM so far, where this process does nothing else; its `over` is called when the
+            ranks watch one another.
+        launcher: id of the process that started this one.
     """
     description = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m headstart.train", description=description)
@@ -55,7 +55,7 @@ def main(
         recipe = load_recipe(options.recipe, options.overrides)
         accelerator = make_accelerator(resolve_device(recipe.target.device), startup)
         rank = f"rank {accelerator.process_index}: " if accelerator.num_processes > 1 else ""
-        # a process that has said how it ends must not be killed by a late signal: its exit code is the job's
+        # when the outcome is printed, a late signal must not change the exit code: it is the job's
         alone = startup is None and accelerator.num_processes == 1
         with terminable(None if alone else signal.SIG_IGN), watch:
             if startup is not None:
@@ -81,7 +81,7 @@ def main(
 
 
 def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
-    """The pipeline's train step on every rank of this launch; all tokenise, rank 0 does the rest, marks and writes."""
+    """The step `train` on every rank of this launch. All tokenise and train; rank 0 alone does the rest and writes."""
 
     def begin() -> bool:
         distill(run)

@@ -23,19 +23,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 
 def split_recipe(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """(RECIPE or None, overrides) of the words of a command line on which the recipe may be left out."""
+    """(RECIPE or None, overrides) of a command line on which the recipe may be left out."""
     words = list(arguments or [])
     return (words.pop(0) if words and "=" not in words[0] else None), words
 
 
 def folder_name(head: str) -> str:
-    """What stands for a head, given as a directory or as user/name[@revision], in the names of folders."""
+    """A head's part of a folder's name. `head`: a directory, or user/name[@revision]."""
     place = Path(head)
     return (place.resolve().name if place.is_dir() else head.rstrip("/").split("/")[-1]) or "head"
 
 
 def keep_earlier(place: Path, step: str, names: Sequence[str], console: Console) -> None:
-    """Move files of an earlier command from where this one is about to write; says where they are."""
+    """Move away what an earlier command wrote where this one is about to write; says where it is now."""
     from headstart.heads.files import set_aside
 
     kept = set_aside(place, step, [place / name for name in names])
@@ -44,19 +44,19 @@ def keep_earlier(place: Path, step: str, names: Sequence[str], console: Console)
 
 
 @contextmanager
-def speaking(as_json: bool, alone: str | None = None) -> Iterator[Console]:
-    """A Console for the body of a command; mistakes become one clean message and the right exit code.
+def command_body(as_json: bool, alone: str | None = None) -> Iterator[Console]:
+    """The body of a command runs inside: it gets a Console, and an error becomes one message and the right exit code.
 
-    Args: alone: the command's name where it works or writes, which several ranks of a launch must not do at once.
+    Args: alone: the command's name, given where several ranks of a launch must not run the command at once.
     """
-    early = StartupStop()
+    startup = StartupStop()
     from headstart.heads.errors import HeadstartError, Terminated, explain_memory
     from headstart.signals import terminable
 
     console = Console(as_json)
     try:
         with terminable(), console.stdout_guard():
-            early.over()
+            startup.over()
             if alone is not None:
                 from headstart.train.launching.rendezvous import refuse_ranks
 
@@ -77,14 +77,14 @@ def speaking(as_json: bool, alone: str | None = None) -> Iterator[Console]:
 
 
 def _explained(error: OSError) -> Exception:
-    """What the system refused outside the places that expect it: a full disk, or a path that cannot be used."""
+    """An error of the operating system that no one has explained yet: a full disk, or a path that cannot be used."""
     import errno
 
     from headstart.heads.errors import HeadstartError, StorageError
     from headstart.heads.files import explain_disk, short_path
 
     if error.filename is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
-        # whether it was read or written is not known here
+        # this place does not know whether the file was read or written
         cause = error.strerror or error
         return StorageError(f"{short_path(error.filename)}: {cause}: check the path, and who may read and write there")
     try:

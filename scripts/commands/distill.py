@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
+from headstart.commands.common import Json, Overrides, RecipeArgument, command_body
 
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Let the target answer the recipe's prompts (data.distill.prompts); resumable."""
-    with speaking(json, "distill") as console:
+    with command_body(json, "distill") as console:
         from headstart.heads.errors import ConfigError
         from headstart.pipeline.distill import distill
         from headstart.pipeline.run import Run

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, speaking
+from headstart.commands.common import Json, command_body
 
 if TYPE_CHECKING:
     from headstart.data.config import DataConfig, SourceConfig
     from headstart.heads.targets.target import Target
 
-#: records of a file that are looked at
+#: records of a file that are tried
 LOOKED = 100
 #: (name, status, what was found): status is ok, warn or fail
 Check = tuple[str, str, str]
@@ -31,7 +31,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Check versions, devices, disk, memory, and with a RECIPE its target, template, data and head."""
-    with speaking(json) as console:
+    with command_body(json) as console:
         from rich.table import Table
 
         checks = _machine()
@@ -96,22 +96,22 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
     box: dict[str, Any] = {}
 
     def target() -> str:
-        box["target"] = found = weightless_target(settings.target)
-        dims = found.dims
+        box["target"] = loaded = weightless_target(settings.target)
+        dims = loaded.dims
         return f"{dims.model_type}, {dims.num_layers} layers, hidden {dims.hidden_size}, vocabulary {dims.vocab_size}"
 
     def template() -> str:
-        found = box["target"]
-        chat = ChatFormat(found.tokenizer, found.stop_token_ids, dict(settings.data.template_kwargs))
+        loaded = box["target"]
+        chat = ChatFormat(loaded.tokenizer, loaded.stop_token_ids, dict(settings.data.template_kwargs))
         encoded = chat.encode([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}])
         supervised = sum(turn >= 0 for turn in encoded[-1].turn_ids)
         share = f"{supervised} of {len(encoded[-1].turn_ids)} tokens of a probe are the assistant's"
-        return "; ".join([share, f"stop ids {found.stop_token_ids}", *chat.notes])
+        return "; ".join([share, f"stop ids {loaded.stop_token_ids}", *chat.notes])
 
     def sources() -> str:
         data = settings.data
-        found = identity.of_sources([*data.sources, *data.held_out, *data.distill.prompts])
-        files = f"{len(found)} {'source' if len(found) == 1 else 'sources'}"
+        count = len(identity.of_sources([*data.sources, *data.held_out, *data.distill.prompts]))
+        files = f"{count} {'source' if count == 1 else 'sources'}"
         return f"{files}; {looked}" if (looked := _look(settings.data, box.get("target"))) else files
 
     def asked(question: Question) -> Callable[[], str]:
@@ -127,7 +127,7 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
 
 
 def _look(data: DataConfig, target: Target | None) -> str:
-    """What becomes of the first LOOKED records of every file; those of the Hub are not fetched.
+    """What becomes of the first LOOKED records of every file; sources on the Hub are not fetched.
 
     Raises: DataError where one cannot be read, or none of them can be trained on.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, folder_name, keep_earlier, speaking, split_recipe
+from headstart.commands.common import Json, command_body, folder_name, keep_earlier, split_recipe
 from headstart.console import Console
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def command(
     `eval.synthetic_acceptance=0.8` what a head that is accepted so often would gain (an untrained one drafts).
     With --engine and --url, the prompts go to a server at temperature 0 and τ comes from its counters.
     """
-    with speaking(json, "eval") as console:
+    with command_body(json, "eval") as console:
         from headstart.eval.measuring.rendering import render_tables
         from headstart.eval.measuring.report import Report
         from headstart.heads.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, folder_name, speaking, split_recipe
+from headstart.commands.common import Json, command_body, folder_name, split_recipe
 from headstart.console import Console
 
 
@@ -58,7 +58,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Write a head for serving engines and check what was written: the recipe's trained one, or --head."""
-    with speaking(json, None if check else "export") as console:
+    with command_body(json, None if check else "export") as console:
         from headstart.heads.errors import ConfigError
 
         if check is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
+from headstart.commands.common import Json, Overrides, RecipeArgument, command_body
 
 
 def command(
@@ -18,7 +18,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Show samples with the supervised tokens marked, counts, drops and truncations. Needs no model weights."""
-    with speaking(json) as console:
+    with command_body(json) as console:
         from rich.text import Text
 
         from headstart.data.inspection import render_sample, render_tokens, summarise

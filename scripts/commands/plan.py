@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
+from headstart.commands.common import Json, Overrides, RecipeArgument, command_body
 from headstart.console import Console
 
 
@@ -27,7 +27,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Say what training takes: memory, steps, hours, disk. Refuse what cannot work or fit. Loads no weights."""
-    with speaking(json) as console:
+    with command_body(json) as console:
         stated = (gpus, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens)
         show_plan(recipe, overrides or [], stated, console)
 

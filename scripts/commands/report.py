@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.commands.common import Json, speaking
+from headstart.commands.common import Json, command_body
 
 
 def command(
@@ -18,7 +18,7 @@ def command(
     json: Json = False,
 ) -> None:
     """Compare evaluations: τ, acceptance by position, tokens/s, speed-up, and what differs between the runs."""
-    with speaking(json) as console:
+    with command_body(json) as console:
         from headstart.eval.measuring.compare import comparison_table, differences, read_reports, write_comparison
         from headstart.eval.measuring.rendering import render_saved
 

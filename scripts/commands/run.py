@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
+from headstart.commands.common import Json, Overrides, RecipeArgument, command_body
 
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
     """Do every step: distil, train, evaluate, export. Finished steps are skipped, a killed run continues."""
-    with speaking(json, "run") as console:
+    with command_body(json, "run") as console:
         from headstart.eval.measuring.rendering import render_tables
         from headstart.eval.measuring.report import Report
         from headstart.pipeline.distill import distill

@@ -7,27 +7,27 @@ from typing import Annotated
 
 import typer
 
-from headstart.commands.common import Json, speaking
+from headstart.commands.common import Json, command_body
 
-#: package → its folder's place in a checkout, and the files below it that launches need
+#: package → (its folder in a checkout, the files in it that launches need)
 SHIPPED = {"headstart": ("scripts", "launch/*.sh"), "headstart.recipes": ("recipes", "accelerate/*.yaml")}
 
 
 def shipped_files() -> dict[str, Path]:
-    """Path in a checkout → the installed file."""
+    """Path in a checkout → path of the installed file."""
     from importlib import resources
 
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for package, (folder, pattern) in SHIPPED.items():
         root = Path(str(resources.files(package)))
-        found |= {f"{folder}/{path.relative_to(root)}": path for path in sorted(root.glob(pattern))}
-    return found
+        files |= {f"{folder}/{path.relative_to(root)}": path for path in sorted(root.glob(pattern))}
+    return files
 
 
 def write_scripts(directory: Path) -> list[Path]:
-    """Write the files below `directory` as they lie in a checkout; returns their paths.
+    """Write the files into `directory`, in the folders that they have in a checkout; returns their paths.
 
-    Raises: StorageError where another file of that name is there, before anything is written.
+    Raises: StorageError where a file of that name holds something else, before anything is written.
     """
     from headstart.heads.errors import StorageError
     from headstart.heads.files import explain_disk, umask, write_text
@@ -52,9 +52,9 @@ def command(
 ) -> None:
     """Write scripts/launch/*.sh (one machine, Slurm, ssh) and recipes/accelerate/*.yaml into a folder.
 
-    They are those of a checkout and lie as they do there: launch from DIR, which is to be on storage that all machines
-    share. Recipes and run directories are relative to it.
+    They lie in DIR as in a checkout. Launch from DIR: recipes and run directories are relative to it. It must be on
+    storage that all machines share.
     """
-    with speaking(json) as console:
+    with command_body(json) as console:
         written = write_scripts(directory)
         console.result({"written": [str(path) for path in written]}, "\n".join(map(str, written)))

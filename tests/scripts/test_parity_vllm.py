@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headstart import parity_vllm
+from headstart import parity_engine, parity_vllm
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.measuring.metrics import acceptance
 
@@ -49,14 +49,14 @@ def test_acceptance_of_cycles_and_of_counters() -> None:
 
 
 def test_counter_deltas_start_from_nothing() -> None:
-    assert parity_vllm.subtract([3, 1], 0) == [3, 1] and parity_vllm.subtract([3, 1], [1, 1]) == [2, 0]
-    assert parity_vllm.subtract(5, 2) == 3
+    assert parity_engine.subtract([3, 1], 0) == [3, 1] and parity_engine.subtract([3, 1], [1, 1]) == [2, 0]
+    assert parity_engine.subtract(5, 2) == 3
 
 
 def test_the_engine_side_needs_nothing_but_the_standard_library_to_be_imported() -> None:
     import ast
 
-    tree = ast.parse(Path(parity_vllm.__file__).read_text())
+    tree = ast.parse(Path(parity_engine.__file__).read_text())
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}

@@ -78,7 +78,7 @@ class EagerPacks:
 
     captures, seconds = 0, 0.0
 
-    def __init__(self, module: LossModule, depth: int):
+    def __init__(self, module: LossModule, terms: int):
         self.module = module
 
     def backward(self, batch, scale_T):

@@ -18,7 +18,6 @@ from headstart.heads.base import Head, HeadConfig
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.checkpoints.tensor_map import TensorMap
 from headstart.heads.dims import HeadDims
-from headstart.heads.errors import FormatError
 
 WEIGHTS = "model.safetensors"
 #: layout of a directory that only Headstart reads
@@ -96,10 +95,7 @@ class HeadFiles:
             target: the target's dimensions; sizes are compared with them.
         Raises: FormatError naming the file, the field or tensor, and the remedy.
         """
-        raise FormatError(
-            f"{raw.directory}: only Headstart's own directories are read for this family, and they need headstart.json;"
-            " copy it from where the head was saved"
-        )
+        raise NotImplementedError
 
     def spell(self, raw: RawCheckpoint) -> Spelling:
         """The tensors under portable names. Nothing is refused here: engines' rules look at damaged files, too."""

@@ -36,11 +36,15 @@ def architectures(raw: RawCheckpoint) -> list[str]:
     return named if isinstance(named, list) else []
 
 
+def compact_family(raw: RawCheckpoint) -> str | None:
+    """The family of a directory in the compact form; None for one in any other."""
+    return next((family for family in FAMILIES if compact_architecture(family) in architectures(raw)), None)
+
+
 def recognise(raw: RawCheckpoint) -> str | None:
     """A name of FAMILIES or NOT_READ, or None for what is neither. Engines read no headstart.json, so neither do we."""
-    for family in FAMILIES:
-        if compact_architecture(family) in architectures(raw):
-            return family
+    if (family := compact_family(raw)) is not None:
+        return family
     for name, (_, matches) in NOT_READ.items():
         if matches(raw):
             return name
@@ -58,6 +62,8 @@ def map_foreign(raw: RawCheckpoint, dims: HeadDims | None) -> TensorMap:
     kinds = [family.files.speculators for family in FAMILIES.values() if family.files.speculators]
     if kind is not None and kind not in kinds:
         raise FormatError(f"{where}: speculators_model_type is {kind!r}; Headstart reads {' and '.join(kinds)}")
+    if compact_family(raw) is not None:
+        raise FormatError(f"{where}: the compact form is read with its headstart.json only; copy that file as well")
     family = recognise(raw)
     if family in FAMILIES:
         return FAMILIES[family].files.read(raw, dims)

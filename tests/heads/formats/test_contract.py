@@ -16,10 +16,13 @@ from reference.tiny import ends_of, feature_batch, random_document, teacher_of
 
 from headstart.heads.base import Loss
 from headstart.heads.checkpoints.head_files import COMPACT
+from headstart.heads.checkpoints.raw import open_checkpoint
 from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.families import FAMILIES
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.export import PORTABLE
+from headstart.heads.formats.recognise import recognise
 
 HEADS = {name: example for name, example in examples() if not example.loss_only}
 each_head = pytest.mark.parametrize("example", HEADS.values(), ids=HEADS)
@@ -67,6 +70,16 @@ def test_without_its_side_file_a_directory_is_the_same_head_or_says_what_is_miss
     loaded = load_head(tmp_path / "head", example.dims)
     assert same_state(head, loaded) and loaded.spec == head.spec
     assert loaded.dims.rope_parameters == example.dims.rope_parameters
+
+
+@each_head
+def test_one_family_recognises_its_files_whatever_the_order_of_families(tmp_path: Path, example: Example) -> None:
+    head, _ = example_head(example)
+    save_head(head, tmp_path, {})
+    raw = open_checkpoint(tmp_path)
+    assert recognise(raw) == head.family
+    if raw.sidecar["layout"] != COMPACT:
+        assert [name for name, family in FAMILIES.items() if family.files.recognise(raw)] == [head.family]
 
 
 @each_head

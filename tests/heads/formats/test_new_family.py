@@ -136,7 +136,7 @@ def test_export_writes_what_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_without_headstart_json_the_compact_form_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_head(register(monkeypatch, HeadFiles()), tmp_path, {})
     (tmp_path / "headstart.json").unlink()
-    with pytest.raises(FormatError, match="they need headstart.json"):
+    with pytest.raises(FormatError, match="config.json: the compact form is read with its headstart.json only"):
         load_head(tmp_path, DIMS)
     assert check_directory(tmp_path, DIMS).family == "mixer"
 

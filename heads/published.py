@@ -22,10 +22,9 @@ gave them. A document with its recipe tells which variables that reads; for othe
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,71 +33,37 @@ from typing import Any
 import yaml
 
 from headstart.heads.errors import DataError
-from headstart.heads.repository import is_repository, problem_of
-
-LOCAL_PATH, OWN_DATA, OWN_HEAD, OWN_FILE = "LOCAL_PATH", "own data", "a local head", "own file"
-HELD_OUT, ANSWERS = "held-out conversations", "the target's own answers"
-#: public benchmarks, by the usual names of their files
-BENCHMARKS = {"spec_bench", "mt_bench", "humaneval", "gsm8k", "gsm8k_test", "math", "alpaca", "question"}
-#: shortest private text that is searched for inside other text; a shorter one might be any word
-LONG = 8
-#: limits of the search for a path's end: characters of the text, possible ends
-MOST, PARTS = 4096, 32
-#: endings of data files
-FILES = (".jsonl", ".json", ".gz")
-#: public hosts, and this machine
-PUBLIC = re.compile(
-    r"(.*\.)?(huggingface\.co|arxiv\.org|github\.com|pytorch\.org|localhost|127(\.\d+){3}|\[::1\])", re.I
+from headstart.heads.published_names import (
+    ANSWERS,
+    BENCHMARKS,
+    FILES,
+    HELD_OUT,
+    OWN_DATA,
+    OWN_FILE,
+    OWN_HEAD,
+    is_local,
+    name_of_data,
+    name_of_dataset,
+    name_of_head,
+    name_of_target,
+    numbered,
+    workloads,
 )
+from headstart.heads.published_text import (
+    LOCAL_PATH,
+    private_values,
+    published_text,
+    setting_without_private,
+    variables,
+    without_private,
+)
+from headstart.heads.repository import is_repository
+
 #: keys whose values are words of ours (such as a dtype): programs read them, and nobody's names are in them
 OURS = {
     "dtype", "device", "versions", "git_revision", "tree", "sampling", "config", "dims", "sha256", "facts", "type",
     "layout", "drafter", "digest",
 }  # fmt: skip
-#: environment variables with secrets, which a server's answer or an error might repeat
-KEYS = ("OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
-
-_ADDRESS = re.compile(
-    r"\b([a-z][a-z0-9+.-]*)://((?:[^\s/?#'\"`]*@)?)([^\s/?#:'\"`]*)((?::\d+)?[^\s?#'\"`]*)(?:[?#][^\s'\"`]*)?", re.I
-)
-_PATH = re.compile(r"(?<![\w/:.…}])(?:~[\w.-]*|\.{1,2})?/[^\s'\"`,;:()\[\]{}<>|]+")
-#: the beginning of a path, and what may follow an existing folder
-_BEGINS, _REST = re.compile(r"(~[\w.-]*|\.{1,2}|/[^/\n]+)/"), re.compile(r"/[^\s'\"`,;:()\[\]{}<>|]+")
-_ENDS = re.compile(r"[/\s'\"`,;:()\[\]{}<>|]|$")
-_QUOTED = re.compile(r"([\"'`])(?:~[\w.-]*|\.{1,2})?/[^\"'`\n]*/[^\"'`\n]*\1")
-_OPENS = re.compile(r"\$\{\s*oc\.env:\s*")
-#: quoted text (whose braces do not count), and braces
-_BRACES = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[{}]", re.DOTALL)
-
-
-def without_defaults(text: str) -> str:
-    """The text with `${oc.env:NAME,default}` as `${oc.env:NAME}`.
-
-    If a default reads another variable, the name of that one stays: `${oc.env:A,${oc.env:B}}`.
-    """
-    shown, place = [], 0
-    while found := _OPENS.search(text, place):
-        inside, end = _inside_braces(text, found.end())
-        name, _, default = inside.partition(",")
-        more = "".join(f",${{oc.env:{other}}}" for other in variables(default))
-        shown.append(f"{text[place : found.start()]}${{oc.env:{name.strip()}{more}}}")
-        place = end
-    return "".join([*shown, text[place:]])
-
-
-def variables(text: str) -> list[str]:
-    """Names of the environment variables that a recipe's text reads by `${oc.env:NAME}`."""
-    return list(dict.fromkeys(re.findall(r"\$\{\s*oc\.env:\s*([^,}\s$]+)", text)))
-
-
-def _inside_braces(text: str, start: int) -> tuple[str, int]:
-    """The text from `start` to the closing brace, and the place after it; everything if no brace closes."""
-    depth = 1
-    for found in _BRACES.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth == 0:
-            return text[start : found.start()], found.end()
-    return text[start:], len(text)
 
 
 def published(document: Mapping[str, Any], environment: Iterable[str] = ()) -> dict[str, Any]:
@@ -111,22 +76,10 @@ def published(document: Mapping[str, Any], environment: Iterable[str] = ()) -> d
     Raises: DataError if it is nested deeper than any document of ours.
     """
     try:
-        private = _values([*environment, *_variables_inside(document)])
+        private = private_values([*environment, *_variables_inside(document)])
         return _Boundary(private, _names_inside(document), _task_names(document)).mapping(document, ())
     except RecursionError:
         raise DataError("a document that is to be published is nested too deeply: write it anew") from None
-
-
-def published_text(text: str, environment: Iterable[str] = ()) -> str:
-    """A sentence without paths, private parts of addresses and the values of these environment variables."""
-    return _text(text, _values([*environment, *variables(text)]))
-
-
-def _values(names: Iterable[str]) -> dict[str, str]:
-    """Private text → what replaces it: values of these variables, and of KEYS."""
-    keys = {os.environ[name]: f"${name}" for name in KEYS if len(os.environ.get(name, "")) >= LONG}
-    named = {os.environ[name]: f"${{oc.env:{name}}}" for name in names if os.environ.get(name, "").strip()}
-    return {**keys, **named}
 
 
 def _variables_inside(value: Any) -> Iterator[str]:
@@ -138,60 +91,6 @@ def _variables_inside(value: Any) -> Iterator[str]:
             yield from _variables_inside(item)
     elif isinstance(value, str) and "oc.env" in value:
         yield from variables(value)
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
-def is_local(text: str) -> bool:
-    """Whether `text` has the form of a path, or names an existing file or directory."""
-    if text.startswith(("/", "./", "../", "~")) or text in (".", ".."):
-        return True
-    try:
-        return bool(text) and "\0" not in text and Path(text).exists()
-    except OSError:
-        return False
-
-
-def name_of_target(name: str) -> str:
-    """A Hub id or a registered name unchanged; of a directory the last part, which tells the model."""
-    cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", name)
-    if cached:
-        return f"{cached[1]}/{cached[2]}"
-    if not is_local(name):
-        return _text(name, {})
-    return _text(os.path.basename(os.path.abspath(os.path.expanduser(name))) or "a local model", {})
-
-
-def name_of_head(name: str) -> str:
-    """`user/name[@revision]`, or a word that is no path, unchanged; a directory as OWN_HEAD."""
-    return OWN_HEAD if is_local(name) or ("/" in name and not is_repository(name.partition("@")[0])) else name
-
-
-def name_of_data(name: str) -> str:
-    """A data set of the Hub, a bundled workload or a public benchmark by its name; anything else as OWN_DATA."""
-    if name.startswith("workload:") or name in (OWN_DATA, HELD_OUT, ANSWERS) or name in BENCHMARKS:
-        return name
-    place = Path(name)
-    stem = place.name.split(".")[0]
-    if place.parent.name == "workloads" and place.parent.parent.name == "data" and stem in workloads():
-        return f"workload:{stem}"
-    if place.parent.name == "data" and place.name in ("held_out.jsonl", "distilled.jsonl"):
-        return HELD_OUT if stem == "held_out" else ANSWERS
-    if stem in BENCHMARKS and "." in place.name:
-        return stem
-    return name if is_repository(name) and not name.endswith(FILES) and not is_local(name) else OWN_DATA
-
-
-def name_of_dataset(name: str) -> str:
-    """The Hub's name of a data set; a directory as OWN_DATA."""
-    return OWN_DATA if is_local(name) or problem_of(name) is not None else name
-
-
-def workloads() -> set[str]:
-    """Names of the workloads that come with the package."""
-    folder = Path(__file__).resolve().parents[1] / "data" / "workloads"
-    return {path.stem for path in folder.glob("*.jsonl")}
 
 
 def _file(_: str) -> str:
@@ -226,9 +125,6 @@ BY_PLACE: dict[tuple[str, str], Callable[[str], str | None]] = {
 }
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Boundary:
     """Publishes one document.
@@ -256,7 +152,7 @@ class _Boundary:
             result = self.value(item, (*place, str(key)))
             if result is not None or item is None:
                 # keys are ours or a recipe's, in which no variable is read
-                kept[_setting(key, {}) if isinstance(key, str) else key] = result
+                kept[setting_without_private(key, {}) if isinstance(key, str) else key] = result
         if isinstance(value.get("parts"), list) and "path" in kept:
             kept["path"] = ", ".join(numbered([_source_name(part) for part in value["parts"]]))
         return kept
@@ -275,13 +171,14 @@ class _Boundary:
         rule = _rule(place)
         if rule is not None:
             # a name that is a variable's value is replaced even if it is short
-            return self.private.get(item) or _none_or_text(rule(item), self.private)
+            shown = rule(item)
+            return self.private.get(item) or (None if shown is None else without_private(shown, self.private))
         words = {} if OURS.intersection(place) else self.words
-        return _setting(item, words) if "recipe" in place else _text(item, words)
+        return setting_without_private(item, words) if "recipe" in place else without_private(item, words)
 
     def task_names(self, names: list[Any]) -> list[str]:
         """Published names of all tasks of a report. Equal ones are numbered."""
-        shown = [_text(self.tasks.get(str(name), str(name)), self.words) for name in names]
+        shown = [without_private(self.tasks.get(str(name), str(name)), self.words) for name in names]
         taken, told = set(shown), set[str]()
         for place, name in enumerate(shown):
             if name in told:
@@ -297,7 +194,7 @@ class _Boundary:
             return f"{self.tasks[source]}/{self.prompt_id(rest)}"
         found = re.fullmatch(r"([^/:]+):(\d+)(\D.*)?", name, re.DOTALL)
         if found is None or found[1] in workloads() | BENCHMARKS | {OWN_DATA}:
-            return _text(name, self.words)
+            return without_private(name, self.words)
         return f"{OWN_DATA}:{found[2]}{found[3] or ''}"
 
 
@@ -351,69 +248,6 @@ def _source_name(part: Any) -> str:
     return name_of_dataset(str(known)) if known else name_of_data(_source(part))
 
 
-def numbered(names: Sequence[str]) -> list[str]:
-    """Published names of sources that are evaluated together: several of own data are numbered."""
-    own = names.count(OWN_DATA)
-    numbers = iter(range(1, own + 1))
-    return [f"{name} {next(numbers)}" if name == OWN_DATA and own > 1 else name for name in names]
-
-
-def _setting(text: str, words: Mapping[str, str]) -> str:
-    """As `_text`, for a value that is no sentence: if it begins like a path, all of it is one."""
-    text = _without(text, words)
-    return LOCAL_PATH if _BEGINS.match(text) else _text(text, {})
-
-
-def _none_or_text(text: str | None, words: Mapping[str, str]) -> str | None:
-    return None if text is None else _text(text, words)
-
-
-def _without(text: str, words: Mapping[str, str]) -> str:
-    for word in sorted(words, key=len, reverse=True):  # the longest first, because one may contain another
-        if len(word) >= LONG or (len(word) > 3 and ("/" in word or "." in word)):
-            text = text.replace(word, words[word])
-    return text
-
-
-def _text(text: str, words: Mapping[str, str]) -> str:
-    text = _ADDRESS.sub(_address, without_defaults(_without(text, words)))
-    home = os.path.expanduser("~")
-    if len(home) > 1:
-        text = text.replace(home, "~")
-    # in quotes a path may hold spaces
-    text = _QUOTED.sub(lambda found: f"{found[1]}{LOCAL_PATH}{found[1]}", text)
-    shown, place = [], 0
-    while found := _PATH.search(text, place):
-        end = max(found.end(), _end_of_path(text, found.start()))
-        shown.append(text[place : found.start()] + _path(text[found.start() : end]))
-        place = end
-    return "".join([*shown, text[place:]])
-
-
-def _end_of_path(text: str, start: int) -> int:
-    """Where an existing path ends; its folders and its name may contain spaces and signs."""
-    if len(text) > MOST or "\0" in text:
-        return start  # too long to be a sentence of ours
-    line = text[start:].partition("\n")[0]
-    ends = [found.start() for found in itertools.islice(_ENDS.finditer(line), PARTS) if found.start() > 1]
-    there = max((end for end in ends if os.path.exists(os.path.expanduser(line[:end]))), default=0)
-    # the file in the last folder need not exist
-    rest = _REST.match(line, there) if there else None
-    return start + (rest.end() if rest else there)
-
-
-def _address(found: re.Match[str]) -> str:
-    scheme, _, host, rest = found[1], found[2], found[3], found[4]
-    if scheme.lower() == "file":
-        return LOCAL_PATH
-    return f"{scheme}://{host if PUBLIC.fullmatch(host) else 'SERVER'}{rest}"
-
-
-def _path(text: str) -> str:
-    # a single name such as `/red` is a path only if it exists
-    return text if re.fullmatch(r"/[^/]*", text) and not os.path.exists(text) else LOCAL_PATH
-
-
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 #: option → how its value is published
@@ -451,9 +285,9 @@ def _command(command: str, private: dict[str, str]) -> str:
         elif not re.fullmatch(r"-?[\d.]+(e-?\d+)?|…", word) and (re.search(r"[/.]", word) or number and is_local(word)):
             shown.append(_positional(word))
         else:
-            shown.append(_text(word, private))
+            shown.append(without_private(word, private))
         option = word if word.startswith("--") else ""
-    return shlex.join(_text(word, private) for word in shown)
+    return shlex.join(without_private(word, private) for word in shown)
 
 
 def _word(text: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from headstart.heads.published import variables, without_defaults
+from headstart.heads.published_text import variables, without_defaults
 
 
 class Written(NamedTuple):

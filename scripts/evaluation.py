@@ -12,7 +12,7 @@ from headstart.eval.measuring.benchmark import evaluate
 from headstart.eval.measuring.report import Report
 from headstart.eval.prompts import eval_sources
 from headstart.heads.base import Head
-from headstart.heads.published import OWN_DATA, name_of_data, numbered
+from headstart.heads.published_names import OWN_DATA, name_of_data, numbered
 from headstart.heads.targets.target import Target
 from headstart.saved_heads import trained_otherwise
 

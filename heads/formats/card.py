@@ -19,7 +19,8 @@ from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.flags import MEANINGS, flag_of
 from headstart.heads.formats.launch import launch_commands, tuned_table, why_tokens
 from headstart.heads.formats.sidecar import hub_name
-from headstart.heads.published import ANSWERS, HELD_OUT, OWN_DATA, published
+from headstart.heads.published import published
+from headstart.heads.published_names import ANSWERS, HELD_OUT, OWN_DATA
 
 
 def render_card(

@@ -21,7 +21,8 @@ from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.plots import draw_plots
 from headstart.heads.formats.sidecar import SIDECAR, hub_name, seal
-from headstart.heads.published import published, published_text, variables
+from headstart.heads.published import published
+from headstart.heads.published_text import published_text, variables
 from headstart.heads.repository import check_repository
 
 T = TypeVar("T")

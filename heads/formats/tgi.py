@@ -18,7 +18,7 @@ from headstart.heads.families.medusa.files import COUNTS, config_of, merged_tens
 from headstart.heads.formats.format import Format, Launch, Rules
 from headstart.heads.formats.sidecar import hub_name
 from headstart.heads.formats.verdicts import REFUSES, Case, TensorRule
-from headstart.heads.published import name_of_target
+from headstart.heads.published_names import name_of_target
 
 WEIGHTS = "medusa_lm_head.safetensors"
 

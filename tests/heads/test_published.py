@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 
 from headstart.heads.errors import DataError
-from headstart.heads.published import (
-    name_of_data,
-    name_of_head,
-    name_of_target,
-    published,
-    published_text,
-    variables,
-    without_defaults,
-)
+from headstart.heads.published import published
+from headstart.heads.published_names import name_of_data, name_of_head, name_of_target
+from headstart.heads.published_text import published_text, variables, without_defaults
 
 
 @pytest.fixture(autouse=True)

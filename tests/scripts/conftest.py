@@ -100,6 +100,22 @@ eval: {{limit: 2, max_new_tokens: 8, warmup_tokens: 0, tree: {{depth: 2}}}}
 
 
 @pytest.fixture
+def real_figures() -> None:
+    """Asked for by a test of a command that wants its plots drawn."""
+
+
+@pytest.fixture(autouse=True)
+def blank_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots of reports are composed and saved without being drawn: drawing takes as long as all else here."""
+
+    def save(_: Any, place: Path) -> None:
+        Path(place).write_bytes(b"\x89PNG\r\n\x1a\n")
+
+    if "real_figures" not in request.fixturenames:
+        monkeypatch.setattr("headstart.heads.formats.plots.save_figure", save)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Sums are split by thread: equal bits need an equal number of them, and a forked process has one."""
     import torch

@@ -27,6 +27,7 @@ from headstart.heads.provenance import git_revision
 from headstart.pipeline.data import held_out_prompts
 
 
+@pytest.mark.usefixtures("real_figures")
 def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, recipe: Path, tmp_path: Path) -> None:
     first = headstart("run", recipe, "--json")
     assert first.code == 0, first.err
@@ -34,6 +35,8 @@ def test_every_step_runs_and_a_second_run_does_nothing(headstart: Callable, reci
     made = ("recipe.yaml", "data/distilled.jsonl", "data/held_out.jsonl", "data/report.json", "checkpoints",
             "head/model.safetensors", "report.json", "report.md", "metrics.jsonl", "export")  # fmt: skip
     assert [name for name in made if not (run / name).exists()] == []
+    for name in ("acceptance.png", "tasks.png"):  # drawn: neither empty nor cut
+        assert (run / name).stat().st_size > 5000 and (run / name).read_bytes().endswith(b"IEND\xaeB`\x82")
     assert first.json["run_dir"] == str(run)
     assert first.json["train"]["stopped"] == "epochs"
     assert first.json["eval"]["greedy_identity"]["identical"] == first.json["eval"]["greedy_identity"]["sequences"] == 2

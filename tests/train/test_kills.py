@@ -33,7 +33,7 @@ class Doomed(FakeSource):
 def run(run_dir: Path, source_class: type[FakeSource] = FakeSource) -> FakeHead:
     head, source = FakeHead(noise=0.1), source_class(make_documents())
     config = TrainConfig(
-        steps=400, accumulation=2, lr=0.01, warmup_steps=2, weight_decay=0.01, save_every=4, log_every=1, keep=2
+        steps=160, accumulation=2, lr=0.01, warmup_steps=2, weight_decay=0.01, save_every=4, log_every=1, keep=2
     )
     train(head, data_of(source), teacher(), config, run_dir, quiet(), provenance={})
     torch.save(head.state_dict(), run_dir / "end.pt")

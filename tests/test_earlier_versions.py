@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.cli import main
-from headstart.data.features import StoredFeatures
+from headstart.data.store import StoredFeatures
 from headstart.eval.measuring.rendering import render_saved
 from headstart.eval.measuring.report import Report
 from headstart.heads.files import read_json

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.data.features import OnlineFeatures, StoredFeatures, build_store
+from headstart.data.features import OnlineFeatures
 from headstart.data.memory import MemoryFeatures
 from headstart.data.samples import Sample
+from headstart.data.store import StoredFeatures, build_store
 from headstart.heads.base import Head
 from headstart.pipeline.data import prepare, trained_samples
 from headstart.pipeline.markers import Begin

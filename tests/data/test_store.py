@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import headstart.data.features as module
-from headstart.data.features import OnlineFeatures, StoredFeatures, build_store, store_bytes
+from headstart.data.features import OnlineFeatures, store_bytes
 from headstart.data.samples import supervise_everything
+from headstart.data.store import StoredFeatures, build_store
 from headstart.heads import files
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError, DataError, StorageError, TargetError

@@ -122,7 +122,11 @@ def test_wheel_works_from_another_directory(wheel: Path, tmp_path: Path) -> None
         f"assert headstart.__file__.startswith({str(tmp_path / 'site')!r}), headstart.__file__\n"
         "names = [m.name for m in pkgutil.walk_packages(headstart.__path__, 'headstart.')]\n"
         "for name in names:\n"
-        "    if not name.endswith('__main__') and '.workloads' not in name: importlib.import_module(name)\n"
+        "    if name.endswith('__main__') or '.workloads' in name: continue\n"
+        "    try: importlib.import_module(name)\n"
+        # modules of nothing but Triton kernels; their users import them where Triton is
+        "    except ModuleNotFoundError as error:\n"
+        "        if error.name != 'triton' or not name.endswith('_kernels'): raise\n"
         "from headstart.recipes.load import load_recipe\n"
         "from headstart.data.sources import load_conversations\n"
         "recipe = load_recipe('quickstart')\n"

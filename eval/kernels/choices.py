@@ -1,4 +1,4 @@
-"""What a card runs fastest, kept on disk: measuring it again would take longer than many an evaluation.
+"""Which kernels run fastest on a card, kept on disk: to measure it again would take longer than many evaluations.
 
 One file per card, versions, kernels' source, sizes of the products and number of rows:
 `~/.cache/headstart/kernels/CARD/….json` ($HEADSTART_CACHE moves it). A file that does not fit is measured anew.

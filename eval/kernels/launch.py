@@ -1,7 +1,8 @@
 """How Triton kernels start: `launch` runs one; within `compile_ahead` it only compiles it, several at a time.
 
-Triton compiles a kernel at its first launch, a third of a second of one core each. A decoding cycle has dozens, and
-choosing among the ways of a product a hundred: one after the other they took most of a short evaluation.
+Triton compiles a kernel at its first launch, which takes a third of a second on one core. A decoding cycle has dozens
+of kernels, and the choice among the ways of a product has a hundred. Compiled one after the other they would take most
+of a short evaluation.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ UNWRITTEN = (
 
 
 class _Compiler:
-    """Kernels under way: what they are compiled for → Triton's kernel, or None once it is loaded."""
+    """Kernels that are being compiled: what they are compiled for → Triton's kernel, or None once it is loaded."""
 
     def __init__(self, pool: ThreadPoolExecutor):
         self.pool = pool
@@ -93,9 +94,9 @@ def wake_compiler() -> None:
 
 @cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may be launched while the one before it drains (Hopper's programmatic dependent launch).
+    """Whether a kernel may start while the one before it ends (Hopper's programmatic dependent launch).
 
-    Such kernels wait for their predecessor's results on the device, before they read anything but weights.
+    Such a kernel waits on the device for the results of the one before it. Only weights may be read earlier.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -109,7 +110,7 @@ def launch_options(device: torch.device) -> dict[str, bool]:
 def compiling() -> Iterator[None]:
     """While open, `compile_ahead` starts compiling and does not wait; at the end all kernels are compiled and loaded.
 
-    A launch meanwhile waits for its own kernel. What is timed meanwhile is disturbed: call `wait_compiled` first.
+    A launch in between waits for its own kernel. Compiling disturbs what is timed: call `wait_compiled` first.
     """
     if not compiles_ahead() or _compiler.get() is not None:
         yield

@@ -1,10 +1,10 @@
 """Matrix products for a handful of rows, near memory bandwidth: y = x · Wᵀ with what stands before and after it fused.
 
-With 1 to 64 rows a product only streams its weights, so what counts is the bytes in flight. The kernel keeps several
-weight tiles in flight per multiprocessor and turns the product over (weights as the tall operand), so that Hopper's
-matrix units take few rows without waste. Small matrices (a small target's, a draft's) are over before a loop has got
-going: a second kernel has none, and loads its weights before the kernel in front of it has ended. Which kernel and tile
-sizes run, or cuBLAS, is measured (ways.py). The kernels themselves stand in linear_kernels.py.
+With 1 to 64 rows a product mostly reads its weights, so its speed is that of the memory. One kernel keeps several
+weight tiles in flight per multiprocessor. It takes the weights as the tall operand, so that Hopper's matrix units waste
+little on few rows. A second kernel has no loop, for small matrices (those of a small target or of a draft), which are
+done before a loop pays: it loads its weights before the kernel in front of it has ended. ways.py measures which kernel
+and which tile sizes run, or cuBLAS. The kernels stand in linear_kernels.py.
 Shape legend: R rows, K inputs, N outputs.
 """
 
@@ -116,8 +116,8 @@ def row_bucket(rows: int) -> int:
 
 
 def on_matrix_units(dtype: torch.dtype) -> bool:
-    """Whether the matrix units take the dtype without rounding. Others would be unrolled into single products, whose
-    compilation takes minutes."""
+    """Whether the matrix units multiply this dtype exactly. Triton unrolls others into single products, which takes
+    minutes to compile."""
     return dtype.itemsize == 2
 
 
@@ -195,7 +195,7 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
 
 
 def whole_tiles(inputs: int) -> tuple[int, int]:
-    """Inputs as two tiles: the largest power of two within them, and a power of two that holds the rest (none: 0)."""
+    """Sizes of the two tiles that hold the inputs: the largest power of two within them, and one for the rest or 0."""
     first = 1 << (inputs.bit_length() - 1)
     rest = inputs - first
     return first, max(16, 1 << (rest - 1).bit_length()) if rest else 0
@@ -211,7 +211,7 @@ def _whole_options(x_RK: Tensor, tiles: Tiles) -> dict[str, int]:
 
 
 def _prefetched(weight_NK: Tensor, tiles: Tiles) -> dict[str, int]:
-    """Input tiles that a program asks for before it may read anything else, and the elements of a cache line."""
+    """How many input tiles a program fetches before the kernel in front of it has ended, and the elements per line."""
     count = -(-weight_NK.shape[1] // (tiles.inputs * tiles.splits))
     return {"AHEAD": min(tiles.stages, count), "LINE": min(tiles.inputs, LINE_BYTES // weight_NK.element_size())}
 
@@ -225,7 +225,7 @@ class Parts:
 
 
 def splittable(linear: Linear, tiles: Tiles) -> bool:
-    """Whether every part takes whole tiles, and nothing but a bias and a residual follows the sum."""
+    """Whether the inputs can be cut so: every part takes whole tiles, and only a bias and a residual follow the sum."""
     tile = 16 if tiles.whole else tiles.inputs
     return linear.activation is None and linear.weight_NK.shape[1] % (tile * tiles.splits) == 0
 

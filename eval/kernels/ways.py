@@ -39,27 +39,27 @@ CANDIDATES = (
     # fewer in flight, so that two programs share a multiprocessor and the last wave is no half-empty one
     Tiles(64, 128, 4, 3),
 )  # fmt: skip
-#: and for matrices of at least so many bytes
+#: tried as well for matrices of at least LARGE_BYTES
 LARGE_BYTES = 16 << 20
 LARGE_CANDIDATES = (
     Tiles(32, 256, 4, 4), Tiles(64, 256, 4, 3), Tiles(32, 128, 4, 6), Tiles(128, 64, 4, 4), Tiles(64, 64, 4, 4),
     Tiles(32, 128, 4, 4),
 )  # fmt: skip
-#: and for narrow outputs that would not fill the card
+#: tried as well for products with few outputs, which would not fill the card
 SPLIT_CANDIDATES = (Tiles(64, 128, 4, 4, splits=2), Tiles(64, 64, 4, 6, splits=2), Tiles(64, 128, 4, 3, splits=4))
-#: and for a single row
+#: tried as well for a single row
 VECTOR_CANDIDATES = (
     Tiles(8, 512, 4, 1, True), Tiles(4, 1024, 4, 1, True), Tiles(16, 512, 8, 1, True), Tiles(16, 256, 4, 1, True),
 )  # fmt: skip
-#: and for matrices of so many bytes at most, as the multiprocessors of a card can hold at once
+#: tried as well for matrices of at most SMALL_BYTES: a card's multiprocessors hold such a matrix at once
 SMALL_BYTES = 20 << 20
 SMALL_CANDIDATES = (
     Tiles(64, 0, 4, 1, whole=True), Tiles(64, 0, 4, 1, splits=2, whole=True), Tiles(64, 0, 4, 1, splits=4, whole=True),
     Tiles(16, 64, 2, 6),
 )  # fmt: skip
-#: ways of a product that compete once more within the model: so much slower at most, and so many
+#: ways that are timed once more inside the model: those at most CLOSE × as slow as the fastest, MOST_CLOSE at most
 CLOSE, MOST_CLOSE = 1.15, 4
-#: inputs that a program can hold, of its outputs and of the rows together (16-bit numbers in 227 KiB)
+#: 16-bit numbers that fit into the 227 KiB of a multiprocessor: a program's weights and its rows together
 WHOLE_ELEMENTS = 112 << 10
 
 
@@ -72,7 +72,7 @@ class Measured:
 
     @property
     def close(self) -> list[Tiles | None]:
-        """Ways that are about as fast as the fastest, which comes first; MOST_CLOSE of them at most."""
+        """The ways that are about as fast as the fastest, the fastest first; at most MOST_CLOSE."""
         ways = sorted(self.times, key=lambda tiles: self.times[tiles])
         return [tiles for tiles in ways[:MOST_CLOSE] if self.times[tiles] <= CLOSE * self.times[ways[0]]]
 
@@ -129,9 +129,14 @@ def undecided(linears: list[Linear], rows: int) -> list[list[Linear]]:
 
 
 def in_turn(members: list[Linear], cache: int) -> list[Linear]:
-    """Products to time one after the other: as many as it takes to push each other's weights out of a cache of so many
-    bytes, and eight at least, so that what a graph costs does not count. A draft has one of each, which stays in the
-    cache, as it does between the levels of a tree where the whole draft fits."""
+    """Products to time one after the other.
+
+    A model's weights come from memory, so there are as many products as push each other's weights out of the cache. At
+    least eight run, so that the cost of starting a graph does not count. A draft has one product of each shape: it is
+    repeated, and its weights stay in the cache, as they do between the levels of a tree.
+
+    Args: cache: its size in bytes.
+    """
     count = max(8, -(-2 * cache // members[0].weight_NK.nbytes))
     chosen = members[:count]
     return chosen * -(-8 // len(chosen))
@@ -155,13 +160,16 @@ def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
 
 
 def _splits(linear: Linear) -> bool:
-    """Whether parts of the inputs are worth a launch that adds them up: it is there already where a residual is to be
-    added, and narrow products of many inputs run on few multiprocessors."""
+    """Whether it may pay to cut the inputs into parts, which costs a launch that adds them up.
+
+    Where a residual is added, that launch is there anyway. A product with few outputs and many inputs would otherwise
+    run on few multiprocessors.
+    """
     return linear.residual or linear.weight_NK.shape[1] > linear.outputs
 
 
 def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
-    """Whether a program can hold its part of the inputs, of its outputs and of the rows."""
+    """Whether a multiprocessor can hold what one program reads: its weights, and its part of the rows."""
     if tiles.splits > 1 and not (_splits(linear) and splittable(linear, tiles)):
         return False
     first, rest = whole_tiles(linear.weight_NK.shape[1] // tiles.splits)
@@ -183,8 +191,11 @@ def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | 
 
 
 def runs(members: list[Linear], rows: int) -> Iterator[tuple[Tiles | None, Callable[[], None]]]:
-    """Every candidate (None = cuBLAS) with a run of all `members`, each with the norm that stands beside it: behind the
-    ones that add a residual, before the others. What a product fetches ahead counts only behind another kernel."""
+    """Every candidate (None = cuBLAS), with a function that runs all `members` in this way.
+
+    Each product runs with the norm that stands beside it in a model: after products that add a residual, before the
+    others. A product fetches weights while the kernel before it ends, so it must not be timed alone.
+    """
     weight_NK = members[0].weight_NK
     x_RK = torch.randn((rows, weight_NK.shape[1]), device=weight_NK.device).to(weight_NK.dtype)
     residual_RN = x_RK.new_zeros((rows, members[0].outputs))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def cycle_parts(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], repeats: int = 5) -> dict[str, float]:
     """Milliseconds of one cycle after the given contexts: {"draft_ms", "verify_ms", "rest_ms"}.
 
-    `verify_ms` is the target's forward over the tree; the rest accepts, compacts and hands features over. On a GPU all
-    are device time of captured graphs.
+    `verify_ms` is the target's forward over the tree. The rest accepts drafts, moves their keys and values to their
+    places and hands features to the draft. On a GPU these are times of captured graphs on the device.
     """
     loop = started_loop(decoder, drafter, contexts)
     if loop.captures:

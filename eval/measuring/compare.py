@@ -151,8 +151,8 @@ def _differ(tables: list[dict[str, Any]], names: tuple[str, ...]) -> bool:
 
 
 def comparison_table(reports: dict[str, Report]) -> Group:
-    """For the terminal: one row per quantity and one column per run, then how to read the numbers, what the flags mean
-    and what the runs differ in. Columns that are the same everywhere are kept, so that each run stands alone."""
+    """For the terminal: one row per quantity and one column per run. Below it: how to read the numbers, what the flags
+    mean, and in what the runs differ. Rows that are the same for all runs are shown as well."""
     # the first cell is the label, which heads the column
     cells = [_cells(label, report)[1:] for label, report in reports.items()]
     rows = list(zip(COLUMNS[1:], *cells, strict=True))

@@ -1,4 +1,4 @@
-"""HF `generate` at batch 1: what most published speed-ups are measured against. Slow, and never our baseline."""
+"""HF `generate` at batch 1, against which most published speed-ups are measured. It is slow, and never our baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""τ and acceptance from cycles, by the one definition of methods §0; speed and latency from what was timed."""
+"""τ and acceptance from cycles, by the definition of methods §0; speed and latency from what was timed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Acceptance:
     """What a set of cycles says.
 
     Attributes:
-        tau: tokens committed per target forward after prefill, forwards that drafted nothing included. Tokens cut by a
+        tau: tokens committed per target forward after prefill. Forwards without a draft count as well. Tokens beyond a
             stop token or the length limit do not count, so forwards × tau is exactly what was decoded.
-        per_position: unconditional: drafts accepted at depth d ÷ number of drafts (cycles that drafted anything).
-        per_position_conditional: the same given that all earlier depths were accepted; None where that never happened.
-        forwards, tokens, drafts: counts behind them.
+        per_position: share of the cycles with a draft in which depth d was accepted.
+        per_position_conditional: the same among those that accepted all earlier depths; None where there were none.
+        forwards, tokens, drafts: target forwards, committed tokens, cycles with a draft.
     """
 
     tau: float
@@ -53,9 +53,9 @@ def acceptance(cycles: Iterable[Cycle]) -> Acceptance:
 
 
 def bootstrap_tau(per_prompt: Sequence[Sequence[Cycle]], resamples: int, seed: int) -> tuple[float, float] | None:
-    """95 % interval of τ over prompts resampled with replacement; None with fewer than two prompts or no resamples.
+    """95 % interval of τ over prompts drawn with replacement; None with fewer than two prompts or no resamples.
 
-    Resamples without any forward (one-token answers) count as `acceptance` counts them: τ is 1.
+    A resample without any forward (all answers have one token) has τ 1, as in `acceptance`.
     """
     if len(per_prompt) < 2 or resamples < 1:
         return None
@@ -70,7 +70,7 @@ def bootstrap_tau(per_prompt: Sequence[Sequence[Cycle]], resamples: int, seed: i
 
 @dataclass
 class Pace:
-    """Tokens of the decode phase and the seconds they took, of one prompt both ways (prompts decoded alone)."""
+    """One prompt decoded alone, plainly and speculatively: tokens of the decode phase, and the seconds they took."""
 
     plain_tokens: int = 0
     plain_s: float = 0.0
@@ -79,10 +79,10 @@ class Pace:
 
 
 def bootstrap_speedup(paces: Sequence[Pace], resamples: int, seed: int) -> tuple[float, float] | None:
-    """95 % interval of the speed-up over prompts resampled with replacement.
+    """95 % interval of the speed-up over prompts drawn with replacement.
 
-    None as for `bootstrap_tau`, where a prompt was decoded one way only, or where one way decoded nothing beyond each
-    prompt's first token. Resamples that decoded nothing plainly tell no speed-up and are left out.
+    None with fewer than two prompts or no resamples, where a prompt was decoded in one way only, and where one way made
+    no token after the first of each prompt. Resamples without a plain token have no speed-up and are left out.
     """
     if len(paces) < 2 or resamples < 1 or not all(pace.plain_s and pace.seconds for pace in paces):
         return None
@@ -100,9 +100,10 @@ def bootstrap_speedup(paces: Sequence[Pace], resamples: int, seed: int) -> tuple
 
 
 def expected_tau(rates: Sequence[float]) -> float:
-    """τ = 1 + Σ_d Π_{i ≤ d} rate_i of drafts accepted at level d with probability `rates[d - 1]` given earlier levels.
+    """τ = 1 + Σ_d Π_{i ≤ d} rate_i where a draft at level d is accepted with probability `rates[d - 1]`, given the
+    levels before it.
 
-    Answers' last cycles are cut by a stop token or the length limit, so measured τ lies a little below.
+    The last cycle of an answer is cut by a stop token or the length limit, so the measured τ lies a little below.
     """
     return 1.0 + float(np.cumprod(np.asarray(rates, dtype=np.float64)).sum())
 
@@ -112,10 +113,13 @@ class Timed:
     """Seconds and tokens of one way of decoding, gathered over batches.
 
     Attributes:
-        first_s: seconds to the first token, one per prompt (all prompts of a batch wait for the batch's prefill).
-        token_s: seconds per token of the decode phase, one per token: a cycle's seconds spread over the tokens that it
-            committed for a row.
-        rows: rows that were still decoding, summed over the batches' cycles; cycles: the number of those.
+        prefill_s, decode_s: seconds of the two phases.
+        tokens: of the decode phase.
+        first_s: seconds to the first token, one entry per prompt. All prompts of a batch wait for the batch's prefill.
+        token_s: seconds per token of the decode phase, one entry per token: a cycle's seconds divided by the tokens
+            that it committed for the row.
+        rows: rows that were still decoding, summed over all cycles.
+        cycles: of all batches.
     """
 
     prefill_s: float = 0.0
@@ -154,12 +158,12 @@ class Timed:
 
     @property
     def row_tokens_per_s(self) -> float | None:
-        """Tokens per second of a row while it decodes: what a batch loses as its rows end does not count."""
+        """Tokens per second of a row while it decodes. Empty places of a batch, whose rows have ended, do not count."""
         return len(self.token_s) / sum(self.token_s) if self.token_s and sum(self.token_s) else None
 
     @property
     def active(self) -> float | None:
-        """Rows that a cycle decoded on average: a batch thins out as its rows end."""
+        """Rows that a cycle decoded on average: there are fewer once some rows of a batch have ended."""
         return self.rows / self.cycles if self.cycles else None
 
     def latency(self) -> dict[str, float | None] | None:

@@ -19,12 +19,12 @@ class Numbers:
     """What was measured on some prompts. τ is methods §0's: tokens committed per target forward after prefill.
 
     Attributes:
-        per_position_acceptance: unconditional, accepted at depth d ÷ number of drafts.
-        per_position_conditional: given that all earlier depths were accepted.
+        per_position_acceptance: share of the drafts that were accepted up to depth d.
+        per_position_conditional: the same among those that were accepted up to the depth before.
         baseline_tokens_per_s, tokens_per_s: decode phase only, plain and speculative, in the same loop.
-        speedup: by the clock, so what a batch loses as its rows end counts.
-        speedup_ci95: of prompts resampled, at batch 1.
-        row_speedup: by the time that rows spent decoding, as where a server replaces ended rows at once.
+        speedup: by the clock: the empty places of rows that have ended count.
+        speedup_ci95: over resampled prompts, at batch 1.
+        row_speedup: by the time that rows spent decoding, as on a server that fills those places at once.
         latency: of "baseline" and "speculative" (None where it did not run): `first_token_p50_ms`, `first_token_p95_ms`
             (prefill; a batch's prompts wait together), `token_p50_ms`, `token_p95_ms` (a cycle's time ÷ its tokens).
     """

@@ -1,4 +1,4 @@
-"""Speed-up over batch sizes and context lengths: where the gain of speculation ends."""
+"""Speed-up by batch size and by context length: up to where speculation gains."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ def sweep(
 def measure_point(
     decoder: Decoder, drafter: Drafter | None, config: EvalConfig, contexts: list[list[int]], batch: int
 ) -> dict[str, Any]:
-    """Plain and speculative decoding of at least `eval.sweep_prompts` rows, `batch` at a time, same rows both ways.
+    """Decode the same rows plainly and speculatively: at least `eval.sweep_prompts` of them, `batch` at a time.
 
-    `speedup` is by the clock, so batches that thin out as their rows end count as they are; `row_speedup` is by the
-    time that rows spent decoding, as where ended rows are replaced at once.
+    `speedup` is by the clock: the empty places of ended rows count. `row_speedup` is by the time that rows spent
+    decoding, as on a server that fills those places at once.
     """
     batches = row_batches(contexts, max(batch, config.sweep_prompts), batch)
     count = len(batches) * batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
@@ -50,7 +50,8 @@ class Reading:
 class Vllm:
     """vLLM: `vllm:spec_decode_*` counters on /metrics."""
 
-    name = "vLLM"
+    #: fields of a request with tools: they are rendered, and their calls are not parsed, which would need a parser
+    with_tools: ClassVar[dict[str, Any]] = {"tool_choice": "none"}
     DRAFTS = "vllm:spec_decode_num_drafts"
 
     def __init__(self, client: Client, model: str):
@@ -129,7 +130,7 @@ class Vllm:
 class Sglang:
     """SGLang: what it adds to each answer, its counter of verifications, or its mean accept length."""
 
-    name = "SGLang"
+    with_tools: ClassVar[dict[str, Any]] = {}
     VERIFICATIONS = "sglang:spec_verify_calls"
     #: algorithms whose forwards accept one draft per step at most; others verify a block of draft tokens
     STEPWISE = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")

@@ -1,10 +1,10 @@
-"""Measure a running vLLM or SGLang server: τ and acceptance from its own counters, by the definition of methods §0.
+"""Measure a running vLLM or SGLang server: τ and acceptance follow from its own counters, as methods §0 defines them.
 
     headstart eval --engine vllm --url http://localhost:8000 --data prompts.jsonl
 
-Prompts go through the OpenAI-compatible API at temperature 0 and with every other setting of Headstart's loop,
-`eval.batch_size` at a time; the server's metrics are read before and after every batch. Nothing else may use the server
-meanwhile: its requests would be counted.
+Prompts go through the OpenAI-compatible API, `eval.batch_size` at a time, at temperature 0 and otherwise with the
+settings of Headstart's loop. The server's metrics are read before and after every batch. Nobody else may use the server
+meanwhile: their requests would be counted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from headstart.eval.servers.probes import ENGINES, Reading, Sglang, Vllm
 from headstart.heads.errors import ConfigError, ServerError
 from headstart.heads.provenance import versions
 
-#: seconds until a server's counters hold the requests it has answered
+#: seconds until a server's counters hold the requests that it has answered, at most
 SETTLE = 10.0
-#: so many tokens without a single draft are no measurement of a draft head
-MANY = 64
+#: a server that has answered with so many tokens and drafted none does not speculate
+ENOUGH_TOKENS = 64
 
 
 def evaluate_server(
@@ -69,13 +69,14 @@ def evaluate_server(
             raise ConfigError(
                 f"eval.{name}: found {found}; a server is measured at one eval.batch_size and by itself: unset it"
             )
-    asked = sampling(config) | ENGINES[engine].asks(config)
+    options = sampling(config) | ENGINES[engine].asks(config)
     prompts = eval_prompts(config)
     client = Client(url, key)
     name = served_model(client, model)
     probe = ENGINES[engine](client, name)
     conversations = Conversations(prompts, progress)
-    measured = _Measurement(client, probe, {"model": name, **asked}, config, conversations)
+    request = {"model": name, **options}
+    measured = _Measurement(client, probe, request, config, conversations)
     measured.run()
     return report_of(
         config,
@@ -88,7 +89,7 @@ def evaluate_server(
         tree=dict(probe.tree),
         notes=_notes(client.url, config, measured),
         versions={**versions(), engine: probe.version},
-        engine={"name": engine, "version": probe.version, "url": client.url, "model": name, "request": measured.asked},
+        engine={"name": engine, "version": probe.version, "url": client.url, "model": name, "request": request},
     ).published()
 
 
@@ -110,26 +111,26 @@ def chat_fields(prompt: Prompt, answers: list[Message], config: EvalConfig, prob
     """
     fields: dict[str, Any] = {"messages": [wire_message(message) for message in prompt.messages(answers)]}
     if prompt.tools:
-        # vLLM refuses tools without a parser for calls, unless it is not to look for any; they are rendered either way
-        fields |= {"tools": list(prompt.tools)} | ({"tool_choice": "none"} if isinstance(probe, Vllm) else {})
+        fields |= {"tools": list(prompt.tools), **probe.with_tools}
     kwargs = {**config.template_kwargs, **prompt.template_kwargs}
     return fields | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
 
 class _Measurement:
-    """
-    Args: asked: fields that every request has in common.
+    """One evaluation: every prompt answered by the server, whose counters are read before and after each batch.
+
+    Args: request: fields that all requests have in common.
     """
 
     def __init__(
         self,
         client: Client,
         probe: Vllm | Sglang,
-        asked: dict[str, Any],
+        request: dict[str, Any],
         config: EvalConfig,
         conversations: Conversations,
     ):
-        self.client, self.probe, self.asked, self.config = client, probe, asked, config
+        self.client, self.probe, self.request, self.config = client, probe, request, config
         self.conversations = conversations
         self.tasks: dict[str, TaskResults] = {}
 
@@ -148,7 +149,7 @@ class _Measurement:
         self.conversations.finish()
 
     def _request(self, prompt: Prompt, limit: int) -> tuple[str, dict[str, Any]]:
-        answers, body = self.conversations.said[id(prompt)], {**self.asked, "max_tokens": limit}
+        answers, body = self.conversations.said[id(prompt)], {**self.request, "max_tokens": limit}
         if prompt.prompt_token_ids is not None and not answers:
             return "/v1/completions", {**body, "prompt": list(prompt.prompt_token_ids)}
         return "/v1/chat/completions", {**body, **chat_fields(prompt, answers, self.config, self.probe)}
@@ -178,7 +179,7 @@ class _Measurement:
     def _check_drafts(self) -> None:
         """Raises: ServerError where the server drafted nothing at all."""
         committed = sum(results.speculative.tokens for results in self.tasks.values())
-        if committed >= MANY and not self.probe.verified:
+        if committed >= ENOUGH_TOKENS and not self.probe.verified:
             raise ServerError(
                 f"{self.client.url}: the server generated {committed} tokens and says that it drafted none: its "
                 "counters stand still, or speculation is switched off for these requests. Check its settings and log"

@@ -13,7 +13,7 @@ from fake_server import serving
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.measuring.metrics import acceptance
-from headstart.eval.measuring.rendering import render_markdown
+from headstart.eval.measuring.rendering import render_markdown, write_report
 from headstart.eval.measuring.report import Report
 from headstart.eval.servers import served
 from headstart.eval.servers.counters import Metrics, cycles_from_counts, parse_metrics, reached_of_histogram
@@ -221,7 +221,7 @@ def test_settings_that_cannot_work(engine: str, url: str, more: dict[str, Any], 
 
 def test_the_report_is_the_usual_one(data: Path, tmp_path: Path) -> None:
     with serving() as (url, _):
-        evaluate_server("vllm", url, settings(data)).write(tmp_path)
+        write_report(evaluate_server("vllm", url, settings(data)), tmp_path)
     report = Report.read(tmp_path)
     assert report.engine is not None and report.engine["name"] == "vllm"
     assert "speculation in vLLM 0.32.0 on tiny" in render_markdown(report)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import headstart.data.features as module
+import headstart.data.store as module
 from headstart.data.features import OnlineFeatures, store_bytes
 from headstart.data.samples import supervise_everything
 from headstart.data.store import StoredFeatures, build_store

@@ -68,7 +68,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_later_ones_wait_their_tur
 
     result = run(tmp_path, Opening(make_documents()), prefetch=0)
     # from step 4 on a checkpoint is due at every step: none may wait for the one that is being written
-    assert sorted(b - a for a, b in zip(began[3:9], began[4:10], strict=True))[3] < 0.05
+    assert sorted(b - a for a, b in zip(began[3:9], began[4:10], strict=True))[3] < 0.2
     saved = sorted(int(p.name.removeprefix("step-")) for p in (tmp_path / "checkpoints").glob("step-*"))
     # 4, 6 and 8 were due while 2 was being written: one is taken as soon as that is done
     assert saved[0] == 2 and saved[1] in (10, 11) and saved[-1] == 12

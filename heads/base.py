@@ -134,7 +134,6 @@ class Loss:
             loss_K, count_K = loss_K[:terms], count_K[:terms]
         return cls(loss_K, count_K, numerator_M, denominator_M, run_A)
 
-
     def with_metrics(self, numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> Loss:
         """The same loss with more metrics behind those it has; scalars that may still be part of a graph."""
         return replace(

@@ -1,6 +1,6 @@
 """The model card of a published head: written from report.json and headstart.json, nothing typed by hand.
 
-Both pass `heads/published.py` first, and what others named (targets, tasks, notes) is escaped where it is written.
+Both pass `heads/published.py` first. Text that others wrote (names of targets and tasks, notes) is escaped.
 """
 
 from __future__ import annotations

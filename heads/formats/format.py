@@ -59,12 +59,11 @@ class Format:
 
     Attributes:
         key: its name in `export.engines`.
-        name: its name in text. title: the same above a launch command.
-        version: what the rules were read from.
+        name: its name in messages. title: above launch commands. version: in verdicts, with the release that was read.
         serves: family → rules. A family that is absent is not served.
         launch: the shell command that serves a target with a head, None where there is no single one.
         not_served: why the engine refuses a directory of another family, or of none that is known.
-        unchecked: kinds of drafts of which nobody has looked what the engine does with them.
+        unchecked: drafts that the engine may serve, but whose rules are not written down here.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""TensorRT-LLM (read from its source): EAGLE-3 on the PyTorch backend, Medusa through the legacy converter.
+"""TensorRT-LLM, read from its source: EAGLE-3 on the PyTorch backend, Medusa through the legacy converter.
 
 EAGLE-3 takes the portable directory; Medusa takes TGI's v1 file (`medusa_lm_head.safetensors`).
 """

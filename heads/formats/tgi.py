@@ -85,7 +85,7 @@ def contents(head: Head, provenance: dict[str, Any], v1: bool = False) -> Conten
         "medusa_num_layers": layers,
         "base_model_name_or_path": hub_name(target) or name_of_target(str(target.get("name", ""))),
     }
-    if shared:  # vLLM would keep random output matrices: an architecture it refuses
+    if shared:  # an architecture that vLLM refuses: it would load this with random output matrices
         config |= {"architectures": ["MedusaModelV2"], "model_type": "medusa_v2"}
     return Contents("tgi", config, renamed, WEIGHTS, settings if shared else own_matrices(head))
 

@@ -1,7 +1,7 @@
 """vLLM 0.32: what it reads for each family, what it does with a faulty file, and the command that serves a head.
 
-Read from its loaders, and run by `scripts/parity_vllm.sh`. Its EAGLE and Medusa loaders never complain about *missing*
-tensors (they stay uninitialised); unexpected ones stop an EAGLE load and are dropped by Medusa's.
+The rules are read from its loaders, and `scripts/parity_vllm.sh` runs it. Its EAGLE and Medusa loaders do not notice
+a *missing* tensor, which stays uninitialised. An unexpected tensor stops an EAGLE load; the Medusa loader drops it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _medusa(case: Case) -> None:
     where = "config.json"
     if config.get("model_type") != "medusa":
         case.refuse(f"model_type is {config.get('model_type')!r}, expected 'medusa'")
-    for key in list(config):  # its own loop: the last key that holds both words wins
+    for key in list(config):  # as vLLM does: the last key that holds both words wins
         for word, ours in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
             if "num" in key and word in key:
                 if key != ours and config.get(ours) not in (None, config[key]):

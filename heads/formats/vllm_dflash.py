@@ -1,4 +1,4 @@
-"""vLLM 0.32 on drafts that Headstart does not train yet: DFlash heads and ordinary draft models."""
+"""vLLM 0.32: its rules for drafts that Headstart does not read, which are DFlash heads and ordinary draft models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_dflash(case: Case) -> None:
 
 
 def _layers(case: Case, config: dict[str, Any], nested: dict[str, Any]) -> list[int]:
-    """hidden_states indices that vLLM reads, with what is wrong about them."""
+    """The hidden_states indices that vLLM reads. Faults in them go to the verdict."""
     inner, top = nested.get("target_layer_ids"), config.get("eagle_aux_hidden_state_layer_ids")
     for name, ids in (("dflash_config.target_layer_ids", inner), ("eagle_aux_hidden_state_layer_ids", top)):
         if ids is not None and not (isinstance(ids, list) and all(type(k) is int for k in ids)):
@@ -98,21 +98,21 @@ def check_draft_model(case: Case) -> None:
 
 
 def _compare_layers(case: Case) -> None:
-    """Names and shapes of a plain architecture's tensors; others are what an engine makes of config.json."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which only this check needs
+    """Compare the tensors with those of the architecture that config.json names, where it is a plain one."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, and only this check needs it
 
     config, where = dict(case.raw.config), "config.json"
     kind = config.get("model_type")
     if kind not in DENSE or config.get("quantization_config") is not None:
         case.note(f"its layers are not compared with config.json (model_type {kind!r})")
         return
-    llama_sizes(config)  # bounded before a module is built
+    llama_sizes(config)  # refuses sizes out of bounds before a module is built
     integer(config, "max_position_embeddings", where, default=2048)
     try:
         made = AutoConfig.for_model(**{**config, "dtype": None})
         with torch.device("meta"):
             shapes = {name: tuple(x.shape) for name, x in AutoModelForCausalLM.from_config(made).state_dict().items()}
-    except Exception as error:  # noqa: BLE001 - whatever transformers makes of a damaged config, engines meet it, too
+    except Exception as error:  # noqa: BLE001 - a damaged config fails in engines as it fails here
         case.refuse(f"no {kind} can be built from config.json ({type(error).__name__}: {error})")
         return
     held = {name: info.shape for name, info in case.raw.tensors.items()}

@@ -210,10 +210,9 @@ class TrainingLoop:
                 return reason
             if standing.state.unvalidated:  # the checkpoint was written, and the run ended in the validation
                 self._evaluate(final=False)
-
             self.step()
             step = standing.state.step
-            save = saving.is_due(step)
+            save = saving.note_due(step)
             if step % self.config.log_every == 0 or save:
                 self._record()
             last = standing.is_last(step)  # _finish saves and validates this one
@@ -236,7 +235,7 @@ class TrainingLoop:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One window of packs, one optimiser step. Nothing in here waits for the device."""
+        """One window of packs, one optimiser step. The host waits for the device only where it may skip the step."""
         window = self.feed.take(self.standing.state.packs)
         counts_T = self._count(window)
         sums = self._forward_backward(window, counts_T)

@@ -40,7 +40,7 @@ class Budget:
         return cls(steps, packs, config.max_seconds, by)
 
     def fraction(self, step: int, elapsed: float) -> float:
-        """Part of the budget that is spent, 0 … 1: that of the limit which is nearest."""
+        """Part of the budget that is spent, 0 … 1; where several limits are set, the largest part."""
         by_step = step / self.steps if self.steps else 0.0
         by_time = elapsed / self.seconds if self.seconds else 0.0
         return min(max(by_step, by_time), 1.0)

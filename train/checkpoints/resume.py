@@ -73,11 +73,11 @@ def restore(standing: Standing, parallel: Parallel, store: CheckpointStore) -> i
         if place is not None:
             say(f"starting anew (train.resume=false); what an earlier run had made is kept in {place}")
         return 0
-    found = on_main(lambda: store.find(say))
-    if found is None:
+    newest = on_main(lambda: store.find(say))
+    if newest is None:
         on_main(lambda: _keep_orphans(standing))
         return 0
-    path = store.directory / found.name
+    path = store.directory / newest.name
     _require_same_checkpoint(path)
     checkpoint = CheckpointStore.load(path)
     state = checkpoint.state
@@ -158,8 +158,8 @@ def _check_same_run(standing: Standing, parallel: Parallel, state: dict[str, Any
     for name, value in asdict(standing.config).items():
         if name not in SILENT and saved.get(name) != value:
             standing.reporter.say(f"NOTE: train.{name} was {saved.get(name)!r} until here, is {value!r} from now on")
-    found = set(CheckpointStore.head_shapes(path).items())
-    wanted = {(name, shape) for name, shape, _ in parallel.head_sizes()}
-    if found != wanted:
-        differing = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(found ^ wanted)[:4])
+    saved_sizes = set(CheckpointStore.head_shapes(path).items())
+    own_sizes = {(name, shape) for name, shape, _ in parallel.head_sizes()}
+    if saved_sizes != own_sizes:
+        differing = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(saved_sizes ^ own_sizes)[:4])
         raise ConfigError(f"{path}: holds another head (tensors that differ: {differing}): {remedy}")

@@ -72,8 +72,8 @@ class Saving:
 
     # -- periodic checkpoints --------------------------------------------------------------------------------------
 
-    def is_due(self, step: int) -> bool:
-        """Whether `train.save_every` asks for a checkpoint after `step`; it stays due until it is taken."""
+    def note_due(self, step: int) -> bool:
+        """Whether `train.save_every` asks for a checkpoint after `step`. It then stays due until it is taken."""
         every = self.standing.config.save_every
         due = bool(every) and step % every == 0
         self._due = self._due or due

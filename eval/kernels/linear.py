@@ -160,38 +160,34 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
         "RESIDUAL": residual_RN is not None,
         **launch_options(x_RK.device),
     }
-    even = not tiles.whole and inputs % tiles.inputs == 0
     if tiles.vector:
         launch(vector_product, (triton.cdiv(outputs, tiles.outputs),),
-            x_RK, weight_NK, bias, residual, out_RN, outputs, inputs,
-            BN=tiles.outputs, BK=tiles.inputs, EVEN=even, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
+            x_RK, weight_NK, bias, residual, out_RN, outputs, inputs, BN=tiles.outputs, BK=tiles.inputs,
+            EVEN=inputs % tiles.inputs == 0, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
         )  # fmt: skip
-        return out_RN
+    else:
+        _multiply(x_RK, linear, tiles, bias, residual, out_RN, flags)
+    return out_RN
+
+
+def _multiply(
+    x_RK: Tensor, linear: Linear, tiles: Tiles, bias: Tensor, residual: Tensor, out: Tensor, flags: dict[str, bool]
+) -> None:
+    """Run the kernel on the matrix units, with or without a loop. Args: out: [R, N], or of each split [S, R, N]."""
+    (rows, inputs), outputs, weight_NK = x_RK.shape, linear.outputs, linear.weight_NK
     if tiles.whole:
         # gate and up are tiles of their own
-        launch(
-            whole_product,
-            (triton.cdiv(outputs, tiles.outputs), 1),
-            x_RK,
-            weight_NK,
-            bias,
-            residual,
-            out_RN,
-            rows,
-            outputs,
-            inputs,
-            inputs,
-            **_whole_options(x_RK, tiles),
-            **flags,
-        )
-        return out_RN
-    tile_outputs = max(16, tiles.outputs // 2) if paired else tiles.outputs
-    launch(tiled_product, (triton.cdiv(outputs, tile_outputs),),
-        x_RK, weight_NK, bias, residual, out_RN, rows, outputs, inputs,
-        BR=max(16, row_bucket(rows)), BN=tile_outputs, BK=tiles.inputs, EVEN=even,
-        num_warps=tiles.warps, num_stages=tiles.stages, SPLITS=1, **_prefetched(weight_NK, tiles), **flags,
+        launch(whole_product, (triton.cdiv(outputs, tiles.outputs), tiles.splits),
+            x_RK, weight_NK, bias, residual, out, rows, outputs, inputs, inputs // tiles.splits,
+            **_whole_options(x_RK, tiles), **flags,
+        )  # fmt: skip
+        return
+    tile_outputs = max(16, tiles.outputs // 2) if flags["PAIRED"] else tiles.outputs
+    launch(tiled_product, (triton.cdiv(outputs, tile_outputs), tiles.splits),
+        x_RK, weight_NK, bias, residual, out, rows, outputs, inputs, BR=max(16, row_bucket(rows)), BN=tile_outputs,
+        BK=tiles.inputs, EVEN=inputs % (tiles.inputs * tiles.splits) == 0, SPLITS=tiles.splits, num_warps=tiles.warps,
+        num_stages=tiles.stages, **_prefetched(weight_NK, tiles), **flags,
     )  # fmt: skip
-    return out_RN
 
 
 def whole_tiles(inputs: int) -> tuple[int, int]:
@@ -235,22 +231,10 @@ def split_kernel(x_RK: Tensor, linear: Linear, tiles: Tiles) -> Parts:
     if not splittable(linear, tiles):
         raise ValueError(f"{tuple(linear.weight_NK.shape)} cannot be cut into {tiles}")
     x_RK = x_RK.contiguous()
-    (rows, inputs), outputs = x_RK.shape, linear.outputs
+    rows, outputs = x_RK.shape[0], linear.outputs
     sums_SRN = torch.empty((tiles.splits, rows, outputs), dtype=torch.float32, device=x_RK.device)
-    if tiles.whole:
-        launch(whole_product, (triton.cdiv(outputs, tiles.outputs), tiles.splits),
-            x_RK, linear.weight_NK, sums_SRN, sums_SRN, sums_SRN, rows, outputs, inputs, inputs // tiles.splits,
-            PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, **_whole_options(x_RK, tiles),
-            **launch_options(x_RK.device),
-        )  # fmt: skip
-        return Parts(sums_SRN, x_RK.dtype)
-    launch(tiled_product, (triton.cdiv(outputs, tiles.outputs), tiles.splits),
-        x_RK, linear.weight_NK, sums_SRN, sums_SRN, sums_SRN, rows, outputs, inputs,
-        PAIRED=False, SILU=False, BIAS=False, RESIDUAL=False, EVEN=True, SPLITS=tiles.splits,
-        BR=max(16, row_bucket(rows)), BN=tiles.outputs, BK=tiles.inputs,
-        num_warps=tiles.warps, num_stages=tiles.stages,
-        **_prefetched(linear.weight_NK, tiles), **launch_options(x_RK.device),
-    )  # fmt: skip
+    flags = {"PAIRED": False, "SILU": False, "BIAS": False, "RESIDUAL": False, **launch_options(x_RK.device)}
+    _multiply(x_RK, linear, tiles, sums_SRN, sums_SRN, sums_SRN, flags)
     return Parts(sums_SRN, x_RK.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What every export does: the place is checked, serving is compared with training, and the result is said."""
+"""What every export does: check the place, compare serving with training, say what the engines will do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading the target in a command: said beforehand, because it may take minutes; its notes are said afterwards."""
+"""Loading the target in a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from headstart.heads.targets.target import Target, TargetConfig
 
 
 def loaded_target(config: TargetConfig, console: Console) -> Target:
-    """The target, announced, with its notes. Raises: TargetError as `load_target` does."""
+    """The target. Loading may take minutes, so it is said first; the target's notes are said afterwards.
+
+    Raises: TargetError as `load_target` does.
+    """
     console.say(f"loading target {config.name} …")
     wake_compiler()
     target = load_target(config)

@@ -6,14 +6,14 @@ from headstart.commands.common import Json, Overrides, RecipeArgument, command_b
 
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
-    """Let the target answer the recipe's prompts (data.distill.prompts); resumable."""
+    """Let the target answer the recipe's prompts (data.distill.prompts). A stopped run continues."""
     with command_body(json, "distill") as console:
         from headstart.heads.errors import ConfigError
         from headstart.pipeline.distill import distill
         from headstart.pipeline.run import Run
         from headstart.recipes.load import load_recipe
 
-        # the answers are trained on: what training would refuse is asked before the first of them
+        # a head is trained on the answers: ask first what training would refuse
         run = Run(load_recipe(recipe, overrides or []), console, ahead=("train",))
         with run.lock():
             result = distill(run)

@@ -54,9 +54,10 @@ def command(
 ) -> None:
     """Measure acceptance and speed: the recipe's trained head, --head on --data, or what a running server drafts.
 
-    Without --head, `--target T --data FILE eval.drafter=ngram` measures the drafter that needs no training, and
-    `eval.synthetic_acceptance=0.8` what a head that is accepted so often would gain (an untrained one drafts).
-    With --engine and --url, the prompts go to a server at temperature 0 and τ comes from its counters.
+    Without --head, `--target T --data FILE eval.drafter=ngram` measures the drafter that needs no training.
+    `eval.synthetic_acceptance=0.8` measures what a head would gain whose drafts are accepted at this rate; an
+    untrained head drafts. With --engine and --url, the prompts go to a server at temperature 0, and τ comes from the
+    server's counters.
     """
     with command_body(json, "eval") as console:
         from headstart.eval.measuring.rendering import render_tables

@@ -28,7 +28,7 @@ def command(
     samples: Annotated[int | None, OF_PLAN] = None,
     mean_tokens: Annotated[float | None, OF_PLAN] = None,
 ) -> None:
-    """Train the head (after distilling and storing features where the recipe asks for it); resumable."""
+    """Train the head; distil and store features first where the recipe asks for it. A stopped run continues."""
     stated = {
         "gpus": gpus,
         "nodes": nodes,

@@ -35,10 +35,11 @@ def command(
     ] = True,
     json: Json = False,
 ) -> None:
-    """Find the tree that pays per batch size, or that none does: costs of this device × acceptance on your prompts.
+    """Find the fastest tree for each batch size, or find that plain decoding is faster.
 
-    The winner is decoded for real; predicted and measured speed-up stand side by side. The choice goes into the head's
-    headstart.json, where `headstart eval --head` finds it on the same card.
+    The speed-up of every tree is predicted from costs measured on this device and from acceptance on your prompts. The
+    best tree is then decoded, and its measured speed-up stands beside the predicted one. The choice is written into the
+    head's headstart.json, where `headstart eval --head` finds it on the same card.
     """
     with command_body(json, "tune") as console:
         from headstart.heads.errors import ConfigError

@@ -15,9 +15,9 @@ from headstart.pipeline.run import EVAL_DATA, Run
 
 
 def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
-    """Tokenised training and held-out samples; what became of the conversations is said.
+    """Tokenised samples to train on and to hold out; the first call makes them and says what became of the data.
 
-    Args: ranks: processes that call this together, the first time, and share the tokenising.
+    Args: ranks: processes that make the first call together and share the tokenising.
     """
     if run.prepared is None:
         recipe, say = run.recipe, run.console.say
@@ -52,12 +52,12 @@ def trained_samples(run: Run) -> list[Sample]:
 
 
 def without_prompts(run: Run) -> Run:
-    """The run without the prompts that are still to be answered: what there is to see before they are."""
+    """The run without its prompts to answer: the part of its data that is there before distillation."""
     return run.with_recipe(replace(run.recipe, data=replace(run.recipe.data, distill=DistillConfig())))
 
 
 def save_data_report(run: Run) -> None:
-    """Write data/report.json, and the held-out prompts, which an evaluation decodes, to data/held_out.jsonl."""
+    """Write data/report.json, and to data/held_out.jsonl the held-out prompts, which an evaluation decodes."""
     data = prepare(run)
     held = data.held_out_report
     report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}

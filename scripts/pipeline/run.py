@@ -38,7 +38,7 @@ EVAL_DATA = "Set eval.data=FILE.jsonl, data.held_out or data.held_out_fraction"
 
 
 def dated_target(recipe: Recipe) -> TargetConfig:
-    """The recipe's target with the day that a chat template shows: the recipe's, else that of the run's begin.
+    """The recipe's target, with the day that its chat template shows: the recipe's, else the day the run began on.
 
     A run that is continued or evaluated on another day renders as it did. Before it begins, the day is today.
     """
@@ -108,7 +108,7 @@ class Run:
         return self.dir / "head"
 
     def with_recipe(self, recipe: Recipe) -> Run:
-        """A run of another recipe with this one's target."""
+        """A run of another recipe, with the target of this one."""
         return Run(recipe, self.console, self._target, self._device)
 
     @contextmanager
@@ -128,7 +128,7 @@ class Run:
         write_text(self.dir / "recipe.yaml", to_yaml(self.recipe))
 
     def claim(self, begin: Begin) -> None:
-        """A step of this recipe begins: from here on the run directory is this recipe's."""
+        """Begin a step, and save the recipe: from here on the run directory belongs to it."""
         begin()
         self.save_recipe()
 
@@ -155,7 +155,7 @@ class Run:
             eval_prompts(self.recipe.eval)
 
     def require_eval_data(self) -> None:
-        """Raise ConfigError where there will be nothing to evaluate on: before hours of training, not after."""
+        """Raise ConfigError where there will be nothing to evaluate on. Asked before hours of training, not after."""
         data = self.recipe.data
         if self.recipe.eval.data is None and not data.held_out and data.held_out_fraction == 0:
             raise ConfigError(
@@ -163,6 +163,6 @@ class Run:
             )
 
     def require_one_process(self, what: str, remedy: str) -> None:
-        """Raise ConfigError where a step that one process does would need a target that is sharded over ranks."""
+        """Raise ConfigError where the target is sharded over ranks (`what`: the step that one process must do)."""
         if self.recipe.target.parallel == "fsdp2":
             raise ConfigError(f"target.parallel: found fsdp2, but {what}, which one process does: {remedy}")

@@ -35,7 +35,7 @@ from headstart.train.validate import Validator
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train the head in this process. Ends early, resumably, at the first Ctrl-C."""
+    """Train the head in this process. The first Ctrl-C saves a checkpoint and ends it; the same command continues."""
     require_layout(run, 1, 1)
     if not is_trained(run):
         store_features(run)
@@ -48,13 +48,13 @@ def require_layout(run: Run, ranks: int, node_ranks: int, kind: str | None = Non
 
 
 def is_trained(run: Run) -> bool:
-    """Whether a head trained like this is there, and may stay (`train.resume`)."""
+    """Whether a head is there that was trained like this, and `train.resume` lets it stay."""
     outputs = [run.head_dir, run.held_out_path]
     return run.recipe.train.resume and run.markers.is_done("train", run.inputs.train, outputs)
 
 
 def train_once(run: Run, accelerator: Any = None, watch: Any = None) -> dict[str, Any]:
-    """`train_head` as a marked step: skipped when it is done; what another recipe had made there is moved away."""
+    """`train_head` as a marked step: skipped when it is done. What another recipe had made is moved away."""
     return run.markers.do(
         "train",
         run.inputs.train,
@@ -70,7 +70,7 @@ def train_once(run: Run, accelerator: Any = None, watch: Any = None) -> dict[str
 def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begin = no_begin) -> dict[str, Any]:
     """Train on the ranks of `accelerator` (None: this process alone) under their `watch`; rank 0 writes.
 
-    Args: begin: called when everything is ready to train on.
+    Args: begin: called when nothing can be refused any more, before the first step.
     """
     recipe, target, data = run.recipe, run.target, prepare(run)
     main = accelerator is None or accelerator.is_main_process
@@ -108,7 +108,7 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
 
 
 def fresh_head(run: Run) -> Head:
-    """The head as training starts: seeded, its draft vocabulary chosen by the data, or that of `start_from`."""
+    """The head as training starts: the one of `start_from`, or a new one whose draft vocabulary the data chooses."""
     target, config, say = run.target, run.recipe.head, run.console.say
     torch.manual_seed(run.recipe.seed)
     if run.recipe.start_from is not None:
@@ -132,7 +132,7 @@ def fresh_head(run: Run) -> Head:
 
 
 def _say_coverage(run: Run, head: Head, source: Any) -> None:
-    """Say how many of a few rows the draft vocabulary lets train; ranks that fetch together learn it later."""
+    """Say what share of a few rows the draft vocabulary lets train. Ranks that fetch together are told later."""
     if head.draft_ids_U is None or run.target.lockstep:
         return
     inside, rows = measure_coverage(head, source, run.recipe.seed)
@@ -143,7 +143,7 @@ def _say_coverage(run: Run, head: Head, source: Any) -> None:
 
 
 def measured_chain(run: Run, head: Head) -> int:
-    """Drafts of the chain that training measures: the evaluation's depth, unless `train.tau_depth` says another."""
+    """Length of the chain whose acceptance training measures: `train.tau_depth`, else the depth of the evaluation."""
     depth = run.recipe.train.tau_depth or run.recipe.eval.tree.depth
     return depth if head.longest_chain is None else min(depth, head.longest_chain)
 

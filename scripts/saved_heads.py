@@ -153,12 +153,12 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
         )
     # rope and attention heads of the draft layer are the file's; the default width of its MLP is the target's
     dims = replace(given.dims, intermediate_size=target.intermediate_size)
-    planned = skeleton(config, dims, "the recipe's head")
-    ours, theirs = _shapes(planned), _shapes(given)
-    if ours != theirs or planned.spec != given.spec or planned.hidden_act != given.hidden_act:
-        names = (*config.structure, *(("feature_layers",) if planned.spec != given.spec else ()))
+    described = skeleton(config, dims, "the recipe's head")
+    ours, theirs = _shapes(described), _shapes(given)
+    if ours != theirs or described.spec != given.spec or described.hidden_act != given.hidden_act:
+        names = (*config.structure, *(("feature_layers",) if described.spec != given.spec else ()))
         pairs = [(name, getattr(config, name), getattr(given.config, name)) for name in names]
-        pairs.append(("hidden_act", planned.hidden_act, given.hidden_act))
+        pairs.append(("hidden_act", described.hidden_act, given.hidden_act))
         differing = [shlex.quote(f"head.{name}={value}") for name, own, value in pairs if own != value]
         odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         raise ConfigError(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from headstart.eval.config import EvalConfig
     from headstart.eval.measuring.report import Report
     from headstart.heads.targets.target import Target
+    from headstart.recipes.schema import Evaluation
 
 
 def command(
@@ -107,15 +108,12 @@ def _of_head(
     from headstart.directory_lock import locked
     from headstart.evaluation import UNTRAINED, measure
     from headstart.recipes.load import load_evaluation, load_recipe, to_dict
-    from headstart.saved_heads import bound_head, find_head, trained_date, untrained_head
+    from headstart.saved_heads import bound_head, untrained_head
     from headstart.targets import loaded_target
 
     settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
-    named = label_of(settings.eval)
-    place_of_head = find_head(head) if head is not None else None
-    settings.target.template_date = settings.target.template_date or trained_date(place_of_head)
-    label = folder_name(head) if head is not None else settings.eval.drafter
-    place = place_of(out) or Path("runs") / "eval" / f"{label}-{named}"
+    place_of_head, label = locate_head(head, settings)
+    place = place_of(out) or Path("runs") / "eval" / label
     with locked(place, "--out"):
         loaded = loaded_target(settings.target, console)
         drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
@@ -223,6 +221,19 @@ def use_tuned(head: Path, target: Target, config: EvalConfig, console: Console) 
         return
     config.tree = tree
     console.say(f"tree tuned for this card and {where}: {label} (eval.tree.… overrides it)")
+
+
+def locate_head(head: str | None, settings: Evaluation) -> tuple[Path | None, str]:
+    """(Directory of --head, None without one; name of a folder for its results on these prompts.)
+
+    The target shows the day that the head was trained with, unless the settings name another.
+    """
+    from headstart.saved_heads import find_head, trained_date
+
+    prompts = label_of(settings.eval)
+    place = find_head(head) if head is not None else None
+    settings.target.template_date = settings.target.template_date or trained_date(place)
+    return place, f"{folder_name(head) if head is not None else settings.eval.drafter}-{prompts}"
 
 
 def label_of(config: EvalConfig) -> str:

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, command_body, folder_name, keep_earlier, split_recipe
-from headstart.commands.evaluate import label_of, one_or_all
+from headstart.commands.common import Json, command_body, keep_earlier, split_recipe
+from headstart.commands.evaluate import locate_head, one_or_all
 from headstart.console import Console
 
 
@@ -69,7 +69,7 @@ def _tune(
     from headstart.pipeline.run import Run
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_evaluation, load_recipe
-    from headstart.saved_heads import bound_head, find_head, trained_date, trained_otherwise
+    from headstart.saved_heads import bound_head, trained_otherwise
     from headstart.targets import loaded_target
 
     settings = load_evaluation(recipe, words, {"target.name": target, "eval.data": one_or_all(data)})
@@ -77,11 +77,8 @@ def _tune(
         run = Run(load_recipe(recipe, words), console)
         head, out = str(run.head_dir), out or str(run.dir / "tune")
         settings.eval.data = settings.eval.data or str(run.held_out_path)
-    named = label_of(settings.eval)
-    place = find_head(head) if head is not None else None
-    settings.target.template_date = settings.target.template_date or trained_date(place)
-    label = folder_name(head) if head is not None else settings.eval.drafter
-    folder = Path(out) if out else Path("runs") / "tune" / f"{label}-{named}"
+    place, label = locate_head(head, settings)
+    folder = Path(out) if out else Path("runs") / "tune" / label
     with locked(folder, "--out"):
         loaded = loaded_target(settings.target, console)
         drafting = bound_head(place, loaded) if place is not None else None

@@ -42,14 +42,14 @@ def _answer(run: Run, begin: Begin) -> dict[str, Any]:
     # captured cycles need a GPU, and one that holds the whole target
     if target.device.type == "cuda" and recipe.target.parallel != "device_map":
         generator = EngineGenerator(target, data.distill)
-    done = planned = 0
+    done = total = 0
     run.claim(begin)
     with run.console.progress("distill", "answers") as advance:
 
-        def progress(count: int, total: int, message: str) -> None:
-            nonlocal done, planned
-            done, planned = count, total
-            advance(count, total, message)
+        def progress(count: int, out_of: int, message: str) -> None:
+            nonlocal done, total
+            done, total = count, out_of
+            advance(count, out_of, message)
 
         path = distillation.distill(
             target,
@@ -63,4 +63,4 @@ def _answer(run: Run, begin: Begin) -> dict[str, Any]:
         )
     with open(path, encoding="utf-8") as lines:
         answers = sum(1 for _ in lines)
-    return {"path": str(path), "prompts": len(prompts), "answers": answers, "left": planned - done}
+    return {"path": str(path), "prompts": len(prompts), "answers": answers, "left": total - done}

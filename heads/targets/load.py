@@ -175,7 +175,7 @@ def check_shardable(target: Target) -> None:
         check_names(model, WeightFiles(Path(place)), tied)
 
 
-def target_dims(name: str, revision: str | None = None) -> HeadDims:
+def target_dims(name: str) -> HeadDims:
     """Dimensions of a target from its config alone: no weights are read.
 
     Args:
@@ -188,7 +188,7 @@ def target_dims(name: str, revision: str | None = None) -> HeadDims:
 
     place, hub_refusal = locate_target(name)
     with explained_loading(name, hub_refusal):
-        config = AutoConfig.from_pretrained(place, revision=revision, local_files_only=hub_refusal is not None)
+        config = AutoConfig.from_pretrained(place, local_files_only=hub_refusal is not None)
     return HeadDims.from_hf_config(config)
 
 

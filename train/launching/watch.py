@@ -19,7 +19,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -65,7 +64,6 @@ class Watch:
     Args:
         limit_s: see LIMIT_S. interval_s: seconds between two beats.
         place: name of this machine; ranks with the same name can look at each other's processes.
-        end: what ends the process.
         launcher: process id of this process's parent when it began, which is watched if it is torchrun. Other parents
             (a shell, srun) may end while ranks start; there the parent is watched that is left when the ranks have met.
     """
@@ -75,10 +73,9 @@ class Watch:
         limit_s: float = LIMIT_S,
         interval_s: float = 1.0,
         place: str | None = None,
-        end: Callable[[int], Any] = os._exit,
         launcher: int | None = None,
     ):
-        self.limit_s, self.interval_s, self._end = limit_s, interval_s, end
+        self.limit_s, self.interval_s = limit_s, interval_s
         self._place = place or machine()
         self._lost = threading.Event()
         self._reason = ""
@@ -211,7 +208,7 @@ class Watch:
         # the main thread is stuck in a collective and cannot say anything
         kind = "error: " if self.code else ""
         print(f"rank {self.rank}: {kind}{self._reason}", file=sys.stderr, flush=True)
-        self._end(self.code)
+        os._exit(self.code)
 
     def _look(self, seen: dict[int, tuple[str, float]]) -> str:
         others = [r for r in range(self.size) if r != self.rank]

@@ -27,8 +27,8 @@ def load_head(directory: Path, dims: HeadDims | None = None) -> Head:
     """A head from our directory or any layout that a family reads, in float32 (cast with `head.to`); `bind` it next.
 
     Args:
-        dims: the target's dimensions; sizes are compared with it. Foreign EAGLE-3 files that do not say which layers
-            they read need it.
+        dims: the target's dimensions; sizes are compared with them. A foreign file that does not say which layers its
+            head reads can only be loaded with them.
     Raises: FormatError naming the file, the keys and the remedy; nothing is skipped and nothing is guessed.
     """
     raw = open_checkpoint(Path(directory))

@@ -1,7 +1,8 @@
-"""Attention of a few new tokens over a long context and each other's ancestors: split-KV, one pass over the KV buffers.
+"""Attention of a few new tokens to a long context and to their ancestors in a tree: one pass over the KV buffers.
 
-On CUDA a Triton kernel splits the context over the card (flash decoding) and a second one merges the parts; the eager
-twin builds the whole mask. Lengths are read on the device, so that one captured graph serves every context length.
+On CUDA a Triton kernel works on parts of the context side by side (flash decoding), and a second one merges the parts.
+The eager twin builds the whole mask. Lengths are read on the device, so that one captured graph serves every context
+length.
 Shape legend: B batch, M tokens of a forward, R = B · M, h query heads, g kv heads, d head dim, S slots.
 """
 
@@ -26,9 +27,9 @@ except ImportError:  # CPU builds of torch come without Triton
 #: query rows of a tile (tokens × heads that share a kv head), slots per step of the loop
 BLOCK_ROWS = 64
 BLOCK_SLOTS = 64
-#: blocks of slots in flight
+#: blocks of slots that are loaded at the same time
 STAGES = 3
-#: programs that fill a card
+#: programs that keep a whole card busy
 PROGRAMS = 128
 MAX_SPLITS = 32
 
@@ -77,9 +78,9 @@ class AttendShape:
 
 @dataclass(frozen=True)
 class Ahead:
-    """What to ask the memory for while attention leaves it idle: the first columns of the next product's weights.
+    """Weights of the next product, fetched into the cache while attention leaves the memory idle.
 
-    Attributes: weight_NK: the matrix; bytes: how much of it, spread evenly over its rows.
+    Attributes: weight_NK: the matrix; bytes: how much of it, the first columns of every row.
     """
 
     weight_NK: Tensor

@@ -1,7 +1,8 @@
 """What a decoding cycle decides between its products, one kernel each on CUDA, eager twins elsewhere.
 
-Laying a tree out for the target, walking it along the target's choices, taking the accepted path over, and who goes on.
-As single torch operations these are some hundred launches a cycle, which for a small target cost more than its layers.
+The tree is laid out for the target and walked along the target's choices; the accepted path is taken over; rows end or
+go on. As single torch operations these are about a hundred launches a cycle, which take longer than the layers of a
+small target.
 Shape legend: B batch, N nodes, M = N + 1 (row 0 is the root), K levels, J = K + 1 tokens of an accepted path, S stops.
 """
 
@@ -26,7 +27,7 @@ except ImportError:  # CPU builds of torch come without Triton
 
 
 def _rows(tensor_BN: Tensor) -> Tensor:
-    """The tensor with its last axis contiguous; rows may stand anywhere, expanded ones on top of each other."""
+    """The tensor with its last axis contiguous. Its rows may have any stride, 0 included."""
     return tensor_BN if tensor_BN.stride(-1) == 1 or tensor_BN.shape[-1] <= 1 else tensor_BN.contiguous()
 
 

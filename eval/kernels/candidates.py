@@ -1,8 +1,8 @@
 """EAGLE-2 trees while they grow (methods §3): the best children of a level, the next frontier, the nodes that are kept.
 
-On CUDA a level is three Triton kernels (the best of parts of the rows of logits, the best of the rows, the growth) and
-the choice at the end two; the eager twins sort. No kernel reads what its own programs write, and nothing depends on
-values on the host, so that a captured graph may hold a whole tree.
+On CUDA a level takes three Triton kernels: the best logits of parts of each row, the best of each row, and the growth.
+The choice at the end takes two. The eager twins sort. No kernel reads what its own programs write, and no launch
+depends on values on the device, so that a captured graph may hold a whole tree.
 Shape legend: B batch, f frontier nodes whose children are scored, w children stored per node, M = f · w, k nodes of the
 next frontier, U draft vocabulary, R rows (B · f), S stored candidates, N nodes kept, n scratch slots (levels · k).
 """
@@ -26,9 +26,9 @@ try:
 except ImportError:  # CPU builds of torch come without Triton
     triton = None
 
-#: children per node up to which kernels search: they take one round for each
+#: most children per node that the kernels find: each takes a round of its own
 MAX_K = 16
-#: parts of a row of logits, as long as they have between so many elements
+#: parts that a row of logits is cut into, and the fewest and most elements of a part
 PARTS, PART_ELEMENTS = 64, (512, 4096)
 #: candidates of a program that ranks or compacts
 BLOCK_CANDIDATES = 32

@@ -1,4 +1,4 @@
-"""What a server says is checked before it is used, and made fit for a terminal before it is shown."""
+"""Checks of what a server says before it is used, and of its text before it is shown in a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a server's counters say about acceptance: Prometheus text → counts → the cycles behind τ.
 
-Engines count tokens that a request's last forward made beyond a stop token or the length limit; methods §0 does not.
-`cycles_from_counts` takes them out again.
+Engines count the tokens that a request's last forward made beyond a stop token or the length limit. Methods §0 does not
+count them: `cycles_from_counts` takes them out.
 """
 
 from __future__ import annotations

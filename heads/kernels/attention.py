@@ -2,9 +2,10 @@
 
 Two backends compute the same function:
     eager  a loop over documents with explicit scores; any device and dtype; the twin that tests compare with.
-    flash  the fused kernel over all documents at once, joined with the own-row part through the log-sum-exp;
-           CUDA, bf16/fp16; nothing of size rows × rows is ever held and nothing is compiled per length. A lone document
-           (long conversations) and documents of one length take cuDNN's kernel: without document edges, but faster.
+    flash  the fused kernel over all documents at once, whose result is joined with the own keys through the
+           log-sum-exp. CUDA, bf16 or fp16. It holds nothing of size rows × rows, and compiles nothing per length. A
+           pack of one document, or of documents of one length, takes cuDNN's kernel: it knows no document edges, but
+           is faster.
 """
 
 from __future__ import annotations

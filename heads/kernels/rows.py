@@ -44,9 +44,6 @@ def add_rows(into_RW: Tensor, row_n: Tensor, from_nW: Tensor) -> None:
         into_RW.index_add_(0, row_n, from_nW)
 
 
-# --- RMSNorm ---------------------------------------------------------------------------------------------------------
-
-
 def rms_norm(x_nH: Tensor, weight_H: Tensor, eps: float, out_nH: Tensor | None = None) -> Tensor:
     """As rms_norm_eager, into `out` where it is given."""
     if out_nH is None:
@@ -79,9 +76,6 @@ def rms_norm_backward(
     return (grad * unit).sum(0)
 
 
-# --- SwiGLU ----------------------------------------------------------------------------------------------------------
-
-
 def gated(packed_nW: Tensor, out_nI: Tensor, act: Callable[[Tensor], Tensor] | None) -> None:
     """out = act(gate) · up with gate, up the two halves of `packed` [n, 2I]; act None = SiLU."""
     if act is None and wants_kernel(packed_nW):
@@ -104,9 +98,6 @@ def gated_backward(packed_nW: Tensor, grad_nI: Tensor, act: Callable[[Tensor], T
     packed_nW.copy_(found)
 
 
-# --- rope on packed projections --------------------------------------------------------------------------------------
-
-
 def rotate_heads(
     x_nW: Tensor, cos: Tensor, sin: Tensor, turned: int, width: int, out_nW: Tensor | None = None
 ) -> Tensor:
@@ -119,9 +110,6 @@ def rotate_heads(
     x = x_nW.unflatten(-1, (-1, width))
     rotated = torch.cat((rotate_eager(x[:, :turned], cos, sin), x[:, turned:]), dim=1).flatten(1)
     return rotated if out_nW is None else out_nW.copy_(rotated)
-
-
-# --- gathering what several steps owe one row ------------------------------------------------------------------------
 
 
 def collect_steps(grad_MW: Tensor, row_A: Tensor, counts: tuple[int, ...], rows: int, first: int = 0) -> Tensor:

@@ -11,9 +11,8 @@ import dataclasses
 import difflib
 import itertools
 import re
-import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -27,6 +26,7 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import is_file
 from headstart.recipes.environment import from_environment, put_back
+from headstart.recipes.keys import all_keys, check_keys, wrong_type
 from headstart.recipes.read import (
     PARSING,
     SHOWN,
@@ -198,14 +198,14 @@ def _options(values: dict[str, Any] | None) -> Layer:
 def merge(layers: Sequence[Layer], schema: type) -> Any:
     """An instance of the dataclass `schema`, each layer checked against it; ConfigError names layer, line and key."""
     merged = OmegaConf.structured(schema)
-    all_keys = sorted(_all_keys(schema))
+    known = sorted(all_keys(schema))
     for layer in map(_without_retired, layers):
-        layer = _edited(layer, merged, schema, all_keys) if layer.edit is not None else layer
-        _check_keys(layer, layer.values, schema, "", all_keys)
+        layer = _edited(layer, merged, schema, known) if layer.edit is not None else layer
+        check_keys(layer, layer.values, schema, "", known)
         try:
             merged = typing.cast(DictConfig, OmegaConf.merge(merged, layer.values))
         except PARSING as error:
-            raise _wrong_type(layer, error, schema, layer.values) from error
+            raise wrong_type(layer, error, schema, layer.values) from error
     label = next((layer.label for layer in reversed(layers) if layer.lines), layers[-1].label)
     try:
         if missing := sorted(OmegaConf.missing_keys(merged)):
@@ -250,12 +250,12 @@ def _unresolved(layers: Sequence[Layer], label: str, error: BaseException) -> Co
     return ConfigError(f"{where}: {f'{key}: ' if key else ''}{cause}{remedy}")
 
 
-def _edited(layer: Layer, merged: DictConfig, schema: type, all_keys: list[str]) -> Layer:
+def _edited(layer: Layer, merged: DictConfig, schema: type, known: list[str]) -> Layer:
     """The layer that gives the whole list in which `layer` changes an entry."""
     edit = layer.edit
     assert edit is not None
     names = typing.cast(list[str], list(itertools.takewhile(lambda part: isinstance(part, str), edit.path)))
-    _check_keys(layer, nested(names, []), schema, "", all_keys)
+    check_keys(layer, nested(names, []), schema, "", known)
     found: Any = OmegaConf.to_container(merged, resolve=False)
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
@@ -308,114 +308,3 @@ def to_yaml(recipe: Recipe) -> str:
     written = {place: found.text for place, found in recipe.environment.items()}
     values = put_back(_settings(recipe), written)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
-
-
-def _dataclass_of(hint: Any) -> type | None:
-    """The dataclass inside a type hint: X, X | None, list[X], dict[str, X]."""
-    if dataclasses.is_dataclass(hint):
-        return typing.cast(type, hint)
-    return next((found for part in typing.get_args(hint) if (found := _dataclass_of(part)) is not None), None)
-
-
-def _hints(schema: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(schema)
-    # fields made by make_dataclass carry the type itself
-    settings = [f for f in dataclasses.fields(schema) if f.metadata.get("setting", True)]
-    return {f.name: f.type if not isinstance(f.type, str) else hints[f.name] for f in settings}
-
-
-def _all_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    for name, hint in _hints(schema).items():
-        if dataclasses.is_dataclass(hint):
-            yield from _all_keys(typing.cast(type, hint), f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def _check_keys(layer: Layer, values: Any, schema: type, prefix: str, all_keys: list[str]) -> None:
-    """Raise ConfigError for the first key that the schema does not have, with the nearest one that it has."""
-    if not isinstance(values, dict):
-        name = prefix.removesuffix(".")
-        raise ConfigError(
-            f"{layer.where(name)}: {name}: found {shown(values)}, expected a mapping of {', '.join(_hints(schema))}"
-        )
-    hints = _hints(schema)
-    for key, value in values.items():
-        full = f"{prefix}{key}"
-        if key not in hints:
-            raise ConfigError(_unknown(layer, full, str(key), list(hints), prefix, all_keys))
-        _check_kind(layer, full, value, hints[key])
-        inner = _dataclass_of(hints[key])
-        if inner is None:
-            continue
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                _check_keys(layer, item, inner, f"{full}[{index}].", all_keys)
-                try:
-                    OmegaConf.merge(OmegaConf.structured(inner), item)
-                except PARSING as error:
-                    raise _wrong_type(layer, error, inner, item, f"{full}[{index}].") from error
-        elif dataclasses.is_dataclass(hints[key]):
-            _check_keys(layer, value, inner, f"{full}.", all_keys)
-
-
-def _check_kind(layer: Layer, full: str, value: Any, hint: Any) -> None:
-    """Raise ConfigError for a list where a mapping is expected, or the other way round."""
-    parts = [part for part in (typing.get_args(hint) or ()) if part is not type(None)]
-    kind = typing.get_origin(hint)
-    if kind in (types.UnionType, typing.Union) and len(parts) == 1:
-        kind = typing.get_origin(parts[0])
-    wrong = (kind is list and isinstance(value, dict)) or (kind is dict and isinstance(value, list))
-    if wrong or (dataclasses.is_dataclass(hint) and isinstance(value, list)):
-        raise ConfigError(f"{layer.where(full)}: {full}: found {shown(value)}, expected {describe(hint)}")
-
-
-def _unknown(layer: Layer, full: str, key: str, siblings: list[str], prefix: str, all_keys: list[str]) -> str:
-    same_name = [name for name in all_keys if name.rsplit(".", 1)[-1] == key]
-    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
-    best = prefix + near[0] if near else same_name[0] if same_name else None
-    if best is None:
-        best = next(iter(difflib.get_close_matches(full, all_keys, n=1, cutoff=0.7)), None)
-    hint = f"; did you mean {best!r}?" if best else "."
-    node = prefix.removesuffix(".") or "the recipe"
-    return f"{layer.where(full)}: unknown key {full!r}{hint} Keys of {node}: {', '.join(siblings)}"
-
-
-def _wrong_type(layer: Layer, error: BaseException, schema: type, values: Any, prefix: str = "") -> ConfigError:
-    key = str(getattr(error, "full_key", None) or "")
-    found: Any = values
-    hint: Any = schema
-    for part in key.replace("[", ".[").split(".") if key else []:
-        index = part[1:-1] if part.startswith("[") else None
-        try:
-            found = found[int(index)] if index is not None else found[part]
-        except (KeyError, IndexError, TypeError, ValueError):
-            break
-        inner = _dataclass_of(hint)
-        if index is None and inner is not None:
-            hint = _hints(inner).get(part, Any)
-    expected = f", expected {describe(hint)}" if key else ""
-    full = prefix + key
-    return ConfigError(f"{layer.where(full)}: {full}: found {shown(found)}{expected} ({first_line(error)})")
-
-
-def describe(hint: Any) -> str:
-    """A type hint in words a user knows: `number`, `list of text`, `text or null`."""
-    words = {
-        int: "whole number",
-        float: "number",
-        str: "text",
-        bool: "true or false",
-        type(None): "null",
-        Any: "anything",
-    }
-    if hint in words:
-        return words[hint]
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(describe(part) for part in parts)
-    if origin is list:
-        return f"a list of {describe(parts[0])}"
-    if origin is dict or dataclasses.is_dataclass(hint):
-        return "a mapping"
-    return getattr(hint, "__name__", str(hint))

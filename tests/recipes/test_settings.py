@@ -18,7 +18,7 @@ import pytest
 
 from headstart.data.config import SourceConfig
 from headstart.heads.families import FAMILIES
-from headstart.recipes.load import describe
+from headstart.recipes.keys import describe
 from headstart.recipes.schema import DEFAULTS, Recipe, recipe_class
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"

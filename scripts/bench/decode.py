@@ -192,6 +192,22 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
         )  # fmt: skip
         print(f"{arguments.preset:13s} {case:22s} {value:9.4f} {unit}", flush=True)
 
+    bench_forwards(forward, arguments, record, clock)
+    del forward
+    cycles = CycleBench(target, model, arguments.context, arguments.batch, arguments.new_tokens)
+    bench_cycles(cycles, arguments, record, clock)
+    record("prepare_s", cycles.graphs.seconds, "s")
+    print(f"seconds: {clock}")
+    return records
+
+
+#: takes (case, value, unit)
+RecordCase = Callable[..., None]
+
+
+def bench_forwards(forward: ForwardBench, arguments: argparse.Namespace, record: RecordCase, clock: Clock) -> None:
+    """One forward of the target: `plain_ms` and `verify64_ms`."""
+    device = forward.length_B.device
     for case, tokens in (("plain_ms", 1), ("verify64_ms", 64)):
         if arguments.products and device.type == "cuda":
             print_products(forward.model, arguments.batch * tokens)
@@ -208,8 +224,11 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
     if arguments.attention and device.type == "cuda":
         print_attention(forward)
         clock.mark("attention")
-    del forward
-    cycles = CycleBench(target, model, arguments.context, arguments.batch, arguments.new_tokens)
+
+
+def bench_cycles(cycles: CycleBench, arguments: argparse.Namespace, record: RecordCase, clock: Clock) -> None:
+    """The decode loop: plain, with a chain and with dynamic trees."""
+    target, device = cycles.target, cycles.target.device
     plain_ms, plain_token_ms, _ = cycles.measure(None, Sampling())
     record("plain_cycle_ms", plain_ms)
     clock.mark("plain cycle")
@@ -225,17 +244,15 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
         record(f"{name}_tau", tau, "tokens")
         record(f"{name}_speedup", plain_token_ms / token_ms, "×")
         if device.type == "cuda":
-            record(f"{name}_device_ms", cycles.graphs.device_ms(arguments.repeats))
+            device_ms = cycles.graphs.device_ms(arguments.repeats)
+            record(f"{name}_device_ms", device_ms)
             if name == "chain3":
-                record("host_share", max(0.0, 1 - records[-1].value / cycle_ms), "of a cycle")
+                record("host_share", max(0.0, 1 - device_ms / cycle_ms), "of a cycle")
         if name == "tree60":
             record("frontier_ms", repeat_time(torch.inference_mode()(frontier(drafter, arguments.batch)), device, 20))
         if arguments.profile and device.type == "cuda":
             print_kernels(cycles.graphs.replay_latest, 30)
         clock.mark(name)
-    record("prepare_s", cycles.graphs.seconds, "s")
-    print(f"seconds: {clock}")
-    return records
 
 
 def print_attention(forward: ForwardBench) -> None:

@@ -26,9 +26,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from headstart.bench.presets import PRESETS, head_config, random_target, refuse_ranks
 from headstart.bench.timing import Timer, measure_matmul, print_kernels
+from headstart.console import Console
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import make_packs
 from headstart.data.prepare import prepare
@@ -41,7 +43,12 @@ from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.families import build_head
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
+from headstart.heads.targets.fetch import locate_target
 from headstart.heads.targets.target import Target
+from headstart.pipeline.data import trained_samples
+from headstart.pipeline.run import Run
+from headstart.pipeline.train import fresh_head
+from headstart.recipes.load import load_recipe
 from headstart.train.captured import CapturedBackward, PackShape
 from headstart.train.config import TrainConfig
 from headstart.train.optim import build_optimizer
@@ -96,10 +103,6 @@ class Record:
 
 def real_samples(data: Path, target: str) -> list[Sample]:
     """The conversations of a file as training samples of the target (tokenizer only)."""
-    from transformers import AutoTokenizer
-
-    from headstart.heads.targets.fetch import locate_target
-
     tokenizer = AutoTokenizer.from_pretrained(locate_target(target)[0], local_files_only=True)
     config = DataConfig(sources=[SourceConfig(path=str(data))])
     return prepare(config, tokenizer, (tokenizer.eos_token_id,), [], 0).train
@@ -252,15 +255,11 @@ def _backward_of(module: LossModule, batch: FeatureBatch, terms: int) -> tuple[C
 
 
 def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
-    """`smollm2_real`: a row from the records of a finished training run; rates of its second half, captures behind it.
+    """`smollm2_real`: a row from the records of a finished training run. Its rates are those of the second half, where
+    nothing is captured any more.
 
-    The run's own data is prepared again to count its multiply-adds. Card and versions are those the run wrote down.
+    The run's data is prepared again to count its multiply-adds. Card and versions are those that the run wrote down.
     """
-    from headstart.console import Console
-    from headstart.pipeline.data import trained_samples
-    from headstart.pipeline.run import Run
-    from headstart.pipeline.train import fresh_head
-    from headstart.recipes.load import load_recipe
 
     if arguments.run is None:
         raise ConfigError("--run: not given; smollm2_real is read from a finished run, e.g. --run runs/smollm2-eagle3")

@@ -121,7 +121,9 @@ def test_a_stop_between_meeting_and_watching_ends_every_rank_well(place, signall
             time.sleep(0.3)
         return accelerator
 
-    with mock.patch.object(train_on_ranks, "make_accelerator", make_accelerator):
+    # rank 0 hosts the store, and waits for the other one that long before it ends
+    grace = mock.patch("headstart.train.launching.watch.GRACE_S", 2.0)
+    with grace, mock.patch.object(train_on_ranks, "make_accelerator", make_accelerator):
         said = fork_ranks(2, place, f"window-{signalled}", own_process=True)
     assert "stopped; what was finished is kept" in said[signalled] and "error" not in "".join(said)
 

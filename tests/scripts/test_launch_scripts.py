@@ -239,6 +239,22 @@ def test_ssh_stops_the_other_machine_when_one_fails(place: Path) -> None:
     assert (place / "log.one").read_text().splitlines()[-1] == "saved"
 
 
+def test_ssh_ends_well_once_every_machine_has(place: Path) -> None:
+    (place / "ssh").write_text('#!/usr/bin/env bash\nexport LOG=$LOG.$1; shift\nexec bash -c "$*"\n')
+    (place / "ssh").chmod(0o755)
+    (place / "python").write_text('#!/usr/bin/env bash\necho "$@" > "$LOG"; sleep 0.2\n')
+    environment = os.environ | {
+        "LOG": str(place / "log"), "PYTHON": str(place / "python"), "SSH": str(place / "ssh"), "HOSTS": "one two",
+    }  # fmt: skip
+    command = ["bash", str(LAUNCH / "ssh.sh"), "recipe.yaml", "train.lr=1e-4"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0 and found.stderr == ""
+    for rank, host in enumerate(("one", "two")):
+        said = (place / f"log.{host}").read_text()
+        assert f"--num_machines 2 --num_processes 16 --machine_rank {rank} --main_process_ip one" in said
+        assert said.endswith("-m headstart.train recipe.yaml train.lr=1e-4\n")
+
+
 def test_ssh_stops_a_machine_whose_part_was_not_running_yet(place: Path) -> None:
     """The connection takes a second; the signal comes before."""
     (place / "ssh").write_text(

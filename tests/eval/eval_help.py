@@ -107,6 +107,7 @@ class Trained:
     batch: FeatureBatch
 
 
+@torch.enable_grad()
 def train_briefly(target: Target, answers: list[Answer], family: str) -> Trained:
     """Fit a small head to the greedy answers, so that drafts are sometimes right and sometimes wrong."""
     torch.manual_seed(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,22 @@ def check_cycles(answers: list[Answer]) -> None:
         for cycle in answer.cycles:
             assert 0 <= cycle.accepted <= cycle.drafted
             assert 0 <= cycle.committed - cycle.accepted <= 1
+
+
+def word_tokenizer(special: Sequence[str] = ()) -> Any:
+    """One token per word "w<number>"; roles are tokens 1 (user) and 2 (assistant), 3 ends a message."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.add_special_tokens([AddedToken(word, normalized=False) for word in special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ ('w1 ' if m.role == 'user' else 'w2 ') + m.content + ' w3 ' }}{% endfor %}"
+        "{% if add_generation_prompt %}w2{% endif %}"
+    )
+    return tokenizer
 
 
 def memory_for_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,13 @@ import io
 import json
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eval_help import CONTEXTS, NEW_TOKENS, VOCAB, Trained, gaps_of
+from eval_help import CONTEXTS, NEW_TOKENS, VOCAB, Trained, gaps_of, word_tokenizer
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -33,22 +32,6 @@ REQUIRED = {
     *("per_position_acceptance", "baseline_tokens_per_s", "tokens_per_s", "speedup", "greedy_identity", "recipe"),
     *("versions", "git_revision", "command"),
 }
-
-
-def word_tokenizer(special: Sequence[str] = ()) -> Any:
-    """One token per word "w<number>"; roles are tokens 1 (user) and 2 (assistant), 3 ends a message."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.add_special_tokens([AddedToken(word, normalized=False) for word in special])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ ('w1 ' if m.role == 'user' else 'w2 ') + m.content + ' w3 ' }}{% endfor %}"
-        "{% if add_generation_prompt %}w2{% endif %}"
-    )
-    return tokenizer
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eval_help import Trained, memory_for_two_rows
+from eval_help import Trained, memory_for_two_rows, word_tokenizer
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
 from headstart.eval.tuning.costs import Costs, anchors, draft_points, forwards, measure_costs, measurements, node_count
@@ -216,6 +216,19 @@ def test_batches_beyond_the_memory_are_left_out(target: Target, prompts: str, mo
     found = tune(target, None, settings(prompts, drafter="ngram"), search, lambda *step: said.append(step[2]))
     assert [choice.costs.batch for choice in found.choices] == [1]
     assert any("batch 4 does not fit into memory" in line for line in said)
+
+
+def test_prompts_that_the_template_refuses_are_told(target: Target, tmp_path: Path, monkeypatch: Any) -> None:
+    tokenizer = word_tokenizer()
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    monkeypatch.setattr(target, "tokenizer", tokenizer)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "w5 w6 w5 w6"}\n{"id": "odd", "prompt": "w5", "system": "w7"}\n')
+    search = TuneConfig(batch_sizes=[1], depth=1, prompts=2, repeats=1)
+    said: list[str] = []
+    found = tune(target, None, settings(str(path), drafter="ngram"), search, lambda *step: said.append(step[2]))
+    assert found.prompts == 1 and "dropped 1 prompts: the chat template refuses it: no system (odd)" in said
 
 
 def test_prompt_lookup_is_tuned_without_a_head(target: Target, prompts: str) -> None:

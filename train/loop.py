@@ -4,7 +4,7 @@
 
 Every rank calls `train` with the same arguments (its own device). `TrainingLoop.run_steps` and `step` read like a
 page: count, forward and backward, clip, step, log, save. Where the run stands is in standing.py, what may go wrong with
-the numbers in health.py, what is written in checkpoints/saving.py.
+the numbers in health.py, what is written in saving.py.
 
 The host waits for the device only where a record is written, at a validation and at a checkpoint.
 """
@@ -26,7 +26,6 @@ from headstart.heads.provenance import provenance as make_provenance
 from headstart.train.captured import CapturedPacks
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.checkpoints.resume import restore
-from headstart.train.checkpoints.saving import Saving
 from headstart.train.checkpoints.writer import CheckpointWriter
 from headstart.train.config import TrainConfig
 from headstart.train.flops import peak_flops, step_flops
@@ -35,6 +34,7 @@ from headstart.train.launching.setup import captures, make_accelerator, make_par
 from headstart.train.launching.watch import Watch
 from headstart.train.nonfinite import WindowSamples
 from headstart.train.optim import Budget, lr_factor, set_rate
+from headstart.train.saving import Saving
 from headstart.train.sharing.distributed import from_main, on_main
 from headstart.train.sharing.parallel import Parallel, resolve_kind
 from headstart.train.standing import Standing

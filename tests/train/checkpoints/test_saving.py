@@ -82,7 +82,7 @@ def test_a_final_validation_that_ended_in_a_kill_is_recorded_once(tmp_path, monk
     chosen = dict(validate=lambda head, step, final: {"valid/walked_tau": float(step)}, eval_every=6)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "headstart.train.checkpoints.saving.Saving.rewrite_state", lambda saving: (_ for _ in ()).throw(Killed)
+            "headstart.train.saving.Saving.rewrite_state", lambda saving: (_ for _ in ()).throw(Killed)
         )
         with pytest.raises(Killed):
             run(tmp_path, save_every=5, **chosen)

@@ -1,0 +1,65 @@
+"""Two ranks train each family as one does. It runs in the house of edits.py, in tests/train."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from reference.families import REFERENCES
+from test_golden import curve, make_samples, tiny_target
+from train_fakes import forked
+
+from headstart.data.features import OnlineFeatures
+from headstart.heads.base import Head
+from headstart.heads.families import build_head
+from headstart.train.config import TrainConfig
+from headstart.train.loop import Observers, train
+from headstart.train.stream import TrainData
+
+FAMILIES = ("miniblock", "minimodel")
+
+
+def run(family: str, run_dir: Path) -> Head:
+    """Six steps of three packs: one rank has two of them, the other one."""
+    target, samples = tiny_target(), make_samples()
+    torch.manual_seed(1)
+    head = build_head(REFERENCES[family].random, target.dims)
+    head.initialise(target.ends)
+    data = TrainData(
+        OnlineFeatures(target, samples, head.spec, head.depth), [len(s.token_ids) for s in samples], pack_tokens=96
+    )
+    config = TrainConfig(steps=6, accumulation=3, lr=3e-3, log_every=1)
+    train(head, data, target.teacher, config, run_dir, Observers(progress=False), provenance={})
+    return head
+
+
+def work(rank: int, port: int, out: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.save({family: run(family, out / family).state_dict() for family in FAMILIES}, out / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    processes = [forked(lambda r=rank: work(r, port, out), out / f"err{rank}") for rank in range(2)]
+    for rank, process in enumerate(processes):
+        process.join(timeout=200)
+        assert process.exitcode == 0, (out / f"err{rank}").read_text()
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_end_where_one_does(two: Path, tmp_path: Path, family: str) -> None:
+    alone = run(family, tmp_path).state_dict()
+    states = [torch.load(two / f"rank{rank}.pt", weights_only=True)[family] for rank in range(2)]
+    for name, value in alone.items():
+        torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=2e-5, msg=name)
+        assert torch.equal(states[0][name], states[1][name]), name
+    assert curve(two / family) == pytest.approx(curve(tmp_path), rel=1e-5)

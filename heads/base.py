@@ -226,6 +226,9 @@ class Head(nn.Module, ABC):
     def bind(self, ends: TargetEnds) -> None:
         """Attach the target's frozen ends; weights stay as they are.
 
+        A head that uses a module of the target (`ends.model`) keeps it in a tuple. As an attribute of its own, the
+        module would be saved with the head and trained.
+
         Raises: ConfigError for a target that the family cannot draft for.
         """
         self.embed_VD, self.teacher = ends.embed_VD.detach(), ends.teacher
@@ -290,7 +293,7 @@ class Head(nn.Module, ABC):
                 `(sum_T * scale_T).sum()`: a head may form gradients with it. None = any combination of terms.
         """
 
-    # -- what training costs ---------------------------------------------------------------------------------------
+    # -- what training costs: a plan asks heads that are not bound, and whose weights may be on the meta device ------
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         """Multiply-adds of one pack's forward: matrices on the rows that need them, attention scores aside (< 3 %).

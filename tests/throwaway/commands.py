@@ -1,4 +1,4 @@
-"""From a recipe of each family to an export, by the command line. It runs in the house of edits.py, in tests/scripts."""
+"""From a recipe of each family to an export, by the command line (in the house of edits.py: in tests/scripts)."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def add_families(house: Path) -> None:
 
 
 def link(folder: str, into: Path, places: list[str]) -> None:
-    """Link what a folder holds; where something is added or edited below, the folder is made and its contents linked."""
+    """Link what a folder holds. An inner folder in which something is added or edited is made, and filled likewise."""
     into.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(ROOT / folder) if (ROOT / folder).is_dir() else []:
         inner = f"{folder}/{name}"

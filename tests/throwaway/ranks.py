@@ -1,4 +1,4 @@
-"""Two ranks train each family as one does. It runs in the house of edits.py, in tests/train."""
+"""Two ranks train each family as one does (in the house of edits.py: in tests/train)."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from difflib import ndiff
 from pathlib import Path
 
 import pytest
+
 from throwaway.edits import EDITS, NEW_FILES, ROOT, add_families, edited
 
 SUITES = ("heads/families/test_contract.py", "heads/formats/test_contract.py", "eval/test_contract.py",

@@ -139,7 +139,8 @@ def test_output_has_the_targets_distribution(
     # beyond 5 a right loop comes once in three million seeds
     assert deviation(answers, exact_joint(Sampling(**settings))) < 5
     accepted = [cycle.accepted for answer in answers for cycle in answer.cycles if cycle.drafted]
-    assert min(accepted) == 0 and max(accepted) >= (2 if family else 1)
+    # what an untrained head says most is rarely right; tokens that are drawn are right by chance
+    assert min(accepted) == 0 and max(accepted) >= (2 if drawn else 1)
 
 
 def test_a_wrong_distribution_is_noticed(

@@ -259,6 +259,9 @@ def test_costs_grow_with_the_rows(example: Example) -> None:
     assert 0 < recomputed <= kept
     assert head.kept_numbers(600, 200, False) == pytest.approx(2 * kept)
     assert family_line(head) == head.describe()
+    with torch.device("meta"):
+        planned = build_head(example.config, example.dims)
+    assert planned.multiply_adds(300, counts) > 0 and planned.kept_numbers(300, 100, False) == kept
 
 
 def family_line(head: Head) -> str:

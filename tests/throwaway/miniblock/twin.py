@@ -6,10 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from reference.documents import Document, Ends, Sums, greedy_choice, is_supervised, sum_over_positions
 from reference.llama import Shape, Weights, attend, mlp, project, rms_norm
+from torch import Tensor
 
 
 @dataclass

@@ -73,8 +73,9 @@ class MiniModelHead(Head):
 
     def bind(self, ends: TargetEnds) -> None:
         super().bind(ends)
-        module = nn.Embedding.from_pretrained(self.embed_VD) if ends.model is None else ends.model.get_input_embeddings()
-        self.model.get_input_embeddings().held = (module,)
+        alone = nn.Embedding.from_pretrained(self.embed_VD)
+        held = alone if ends.model is None else ends.model.get_input_embeddings()
+        self.model.get_input_embeddings().held = (held,)
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         output = self.model.lm_head.weight.numel()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from reference.documents import Document, Ends, Sums, sum_over_positions
 from reference.llama import Shape, Weights, attend, mlp, project, rms_norm
+from torch import Tensor
 
 
 def next_token_logits(weights: Weights, ends: Ends, shape: Shape, tokens: list[int], layers: int) -> list[Tensor]:
@@ -29,12 +28,8 @@ def next_token_logits(weights: Weights, ends: Ends, shape: Shape, tokens: list[i
 def minimodel_loss(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
     """-log q(x_{t+2}) where row t is supervised at depth 1."""
     dims = head.dims
-    shape = Shape(
-        dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.rms_norm_eps, "silu", dims.rope_parameters
-    )
-    logits_of = {
-        id(d): next_token_logits(weights, ends, shape, d.tokens, head.config.num_layers) for d in documents
-    }
+    shape = Shape(dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.rms_norm_eps, "silu", dims.rope_parameters)
+    logits_of = {id(d): next_token_logits(weights, ends, shape, d.tokens, head.config.num_layers) for d in documents}
 
     def loss(document: Document, t: int, d: int, logits: Tensor) -> Tensor:
         return torch.logsumexp(logits, dim=0) - logits[document.tokens[t + 2]]

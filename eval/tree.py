@@ -31,11 +31,11 @@ class Tree:
         depth_BN: int64, 1 for children of the root.
         valid_BN: bool, False = padding (ragged rows; a row may draft nothing). A valid node's parent is valid.
         levels: host int, an upper bound of depth (0 when N = 0).
-        q_BNV: the distribution that the node's token was drawn from; None = point mass (the tree is a function of the
+        q_BNV: the distribution that each node's token was drawn from; None = point mass (the tree is a function of the
             context). Siblings share one q and were drawn without replacement, in index order.
-        linear: whether every node's parent is the node before it (a chain): accepted KV is in its place already.
-        score_BN: how sure the draft is of each node, or None: dynamic trees give the cumulative log-probability, never
-            above the parent's, by which they chose their nodes.
+        linear: whether every node's parent is the node before it (a chain): accepted KV is then in its place already.
+        score_BN: how sure the draft is of each node, or None. Dynamic trees give the cumulative log-probability that
+            they chose their nodes by; it is never above the parent's.
     """
 
     tokens_BN: Tensor
@@ -59,10 +59,6 @@ class Tree:
         """The same tree without the nodes where `kept_BN` (bool, [B, N] or [B, 1]) is False."""
         return replace(self, valid_BN=self.valid_BN & kept_BN)
 
-    def limit(self, active_B: Tensor) -> Tree:
-        """The same tree with nothing drafted in rows where `active_B` is False."""
-        return self.keep(active_B[:, None])
-
 
 def empty(batch: int, device: torch.device | str = "cpu") -> Tree:
     """A tree without nodes: plain decoding."""
@@ -71,12 +67,11 @@ def empty(batch: int, device: torch.device | str = "cpu") -> Tree:
 
 
 def chain(tokens_BK: Tensor, valid_BK: Tensor | None = None, q_BKV: Tensor | None = None) -> Tree:
-    """A tree of width 1. `valid_BK`, if given, must be a prefix in each row."""
-    batch, depth = tokens_BK.shape
-    index_K = torch.arange(depth, device=tokens_BK.device)
-    valid = torch.ones_like(tokens_BK, dtype=torch.bool) if valid_BK is None else valid_BK
-    parent = (index_K - 1).expand(batch, depth)
-    return Tree(tokens_BK, parent, (index_K + 1).expand(batch, depth), valid, levels=depth, q_BNV=q_BKV, linear=True)
+    """A tree of width 1. `valid_BK`, if given, must be True for the first nodes of a row and False for the others."""
+    index_K = torch.arange(tokens_BK.shape[1], device=tokens_BK.device)
+    parent_BK, depth_BK = (index_K - 1).expand_as(tokens_BK), (index_K + 1).expand_as(tokens_BK)
+    valid_BK = torch.ones_like(tokens_BK, dtype=torch.bool) if valid_BK is None else valid_BK
+    return Tree(tokens_BK, parent_BK, depth_BK, valid_BK, tokens_BK.shape[1], q_BNV=q_BKV, linear=True)
 
 
 def ancestor_mask(parent_BN: Tensor, levels: int) -> Tensor:
@@ -92,7 +87,7 @@ def ancestor_mask(parent_BN: Tensor, levels: int) -> Tensor:
 
 
 def with_root(mask_BNN: Tensor) -> Tensor:
-    """bool [B, N+1, N+1]: the ancestor mask with the root as row and column 0 (every node sees it)."""
+    """bool [B, N+1, N+1]: the ancestor mask with the root, which every node sees, as row and column 0."""
     batch, nodes, _ = mask_BNN.shape
     full = torch.zeros((batch, nodes + 1, nodes + 1), dtype=torch.bool, device=mask_BNN.device)
     full[:, :, 0] = True
@@ -100,14 +95,11 @@ def with_root(mask_BNN: Tensor) -> Tensor:
     return full
 
 
-# Static trees (Medusa) -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StaticShape:
-    """A fixed tree of ranks: node n takes candidate `rank_N[n]` of the head at its depth.
+    """A static tree (Medusa): node n takes candidate `rank_N[n]` of the head at its depth.
 
-    Attributes: parent_N, depth_N, rank_N: int64 [N]; levels, ranks: host ints (depths and candidates needed).
+    Attributes: parent_N, depth_N, rank_N: int64 [N]; levels, ranks: host ints, depths and candidates per head it needs.
     """
 
     parent_N: Tensor
@@ -117,19 +109,17 @@ class StaticShape:
     ranks: int
 
     def to(self, device: torch.device) -> StaticShape:
-        parent_N, depth_N, rank_N = (x.to(device) for x in (self.parent_N, self.depth_N, self.rank_N))
-        return StaticShape(parent_N, depth_N, rank_N, self.levels, self.ranks)
+        return replace(
+            self, parent_N=self.parent_N.to(device), depth_N=self.depth_N.to(device), rank_N=self.rank_N.to(device)
+        )
 
     def fill(self, candidates_BKR: Tensor) -> Tree:
-        """Tree whose tokens are picked from the top-R candidates of K heads."""
-        batch = candidates_BKR.shape[0]
-        parent_N, depth_N, rank_N = self.parent_N, self.depth_N, self.rank_N
-        tokens_BN = candidates_BKR[:, depth_N - 1, rank_N]
-        linear = self.levels == parent_N.shape[0]
+        """The tree with tokens from the top-R candidates of K heads."""
+        tokens_BN = candidates_BKR[:, self.depth_N - 1, self.rank_N]
+        parent_BN, depth_BN = (x.expand_as(tokens_BN) for x in (self.parent_N, self.depth_N))
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
-        return Tree(
-            tokens_BN, parent_N.expand(batch, -1), depth_N.expand(batch, -1), valid_BN, self.levels, linear=linear
-        )
+        linear = self.levels == tokens_BN.shape[1]
+        return Tree(tokens_BN, parent_BN, depth_BN, valid_BN, self.levels, linear=linear)
 
 
 def static_shape(paths: list[tuple[int, ...]]) -> StaticShape:
@@ -148,11 +138,11 @@ def static_shape(paths: list[tuple[int, ...]]) -> StaticShape:
 
 
 def zipf_paths() -> list[tuple[int, ...]]:
-    """The tree used before any calibration: at each depth, the best continuations of chosen nodes.
+    """Rank paths of the default static tree: at each depth, the best children of the nodes chosen at the depth before.
 
-    Rank r is taken to be right with probability proportional to 1 / (r + 1) (Zipf's law, which measured rank
-    accuracies follow closely), so a path's value is Π 1 / (rank + 1); ties prefer lower leading ranks. The widths
-    are those of Medusa's published 63-node tree, 10/28/23/2.
+    Rank r (from 0) is assumed to be right with probability proportional to 1 / (r + 1): measured accuracies of ranks
+    follow this law of Zipf closely. So the value of a path is Π 1 / (rank + 1); of equal paths, that with the lower
+    first ranks wins. MEDUSA_WIDTHS says how many nodes each depth keeps.
     """
     chosen: list[tuple[int, ...]] = []
     level: list[tuple[int, tuple[int, ...]]] = [(1, ())]
@@ -164,22 +154,19 @@ def zipf_paths() -> list[tuple[int, ...]]:
 
 
 def static_paths(tree: TreeConfig, depth: int) -> list[tuple[int, ...]]:
-    """`tree.paths`, or methods §1's widths (`zipf_paths`), cut to `depth` levels and `tree.total_tokens - 1` nodes."""
+    """`tree.paths`, by default `zipf_paths`, cut to `depth` levels and `tree.total_tokens - 1` nodes."""
     paths = zipf_paths() if tree.paths is None else [tuple(path) for path in tree.paths]
     return [path for path in paths if len(path) <= depth][: tree.total_tokens - 1]
 
 
-# Dynamic trees (EAGLE-2) -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Expansion:
-    """One level of candidates: the k·k children of k frontier nodes, and the k of them expanded next.
+    """One level of a dynamic tree (EAGLE-2): k·k children of the frontier (the k nodes expanded last).
 
     Attributes:
         tokens_BM, score_BM: children (M = k · k), cumulative log-probability.
         parent_BM: index of each child's parent within the frontier (0 … k-1).
-        frontier_Bk: indices into M of the best k children, best first.
+        frontier_Bk: indices into M of the best k children, best first: the next frontier.
     """
 
     tokens_BM: Tensor
@@ -207,9 +194,9 @@ def expand(logits_BfU: Tensor, score_Bf: Tensor, k: int) -> Expansion:
 def select(score_BM: Tensor, parent_BM: Tensor, depth_BM: Tensor, tokens_BM: Tensor, nodes: int, levels: int) -> Tree:
     """Keep the best `nodes` stored candidates; exact ties prefer the shallower node.
 
-    Args: candidates in level order (depth ascending), `parent_BM` indexing into M (-1 = root), scores never above
-        the parent's; `levels` is their greatest depth.
-    The stable sort places every parent before its children, so the kept set is closed under parents.
+    Args: candidates in order of depth; `parent_BM` indexes into M (-1 = root); a score is never above the parent's;
+        `levels` is the greatest depth.
+    The stable sort places every parent before its children, so every kept node's parent is kept.
     """
     keep = min(nodes, score_BM.shape[1])
     order = torch.sort(score_BM, dim=1, descending=True, stable=True).indices[:, :keep]

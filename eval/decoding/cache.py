@@ -1,10 +1,12 @@
-"""Static key/value buffers that are written at explicit slots: bare, and behind transformers' public Cache interface.
+"""Static key/value buffers that are written at explicit slots: `Buffers` for the fused kernels, and `StaticKV`, which
+transformers' models use through its public Cache interface.
 
 Shape legend: B batch, g kv heads, S slots, d head dim, M tokens of one forward, J rows moved.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,20 +17,13 @@ from headstart.eval.kernels.rows import move_slots
 
 
 class Slots:
-    """Where the next forward writes, and how much of the buffers it reads. Shared by all layers.
-
-    Slot `capacity` (one past the last) is the bin: padding is written there and nothing ever reads it.
-    """
+    """Where the next forward writes, and how much of the buffers it reads. Shared by all layers."""
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str):
         self.batch, self.capacity = batch, capacity
         self.rows_B1 = torch.arange(batch, device=device)[:, None]
         self.write_BM = torch.zeros((batch, 0), dtype=torch.int64, device=device)
         self.extent = 0
-
-    @property
-    def bin(self) -> int:
-        return self.capacity
 
 
 class SlotLayer(CacheLayerMixin):
@@ -41,10 +36,11 @@ class SlotLayer(CacheLayerMixin):
         self.slots = slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        length = self.slots.capacity + 1
+        batch, length = self.slots.batch, self.slots.capacity + 1
         # zeros: a masked slot has weight 0, and 0 × garbage must not be NaN
-        self.keys = key_states.new_zeros((self.slots.batch, key_states.shape[1], length, key_states.shape[3]))
-        self.values = value_states.new_zeros((self.slots.batch, value_states.shape[1], length, value_states.shape[3]))
+        self.keys, self.values = (
+            x.new_zeros((batch, x.shape[1], length, x.shape[3])) for x in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -82,56 +78,50 @@ class StaticKV(Cache):
     """Key/value buffers of a whole model: slot s of row b holds position s of that row's context, then the tree.
 
     Sliding-window layers keep every slot as well: their window is in the mask.
+
+    Attributes:
+        bin: the slot after the last one. Padding is written there, and nothing reads it.
     """
 
     def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device | str):
+        self.bin = capacity
         self.slots = Slots(batch, capacity, device)
         self.slot_layers = [SlotLayer(self.slots) for _ in range(num_layers)]
         super().__init__(layers=list(self.slot_layers))
-
-    @property
-    def capacity(self) -> int:
-        return self.slots.capacity
-
-    @property
-    def bin(self) -> int:
-        return self.slots.bin
 
     def aim(self, write_BM: Tensor, extent: int) -> None:
         """Set the slots that the next forward writes, and the number of slots it attends to."""
         self.slots.write_BM, self.slots.extent = write_BM, extent
 
     def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
-        """Compaction: copy slots `source` onto `target` in every layer (send what is not wanted to the bin)."""
+        """As Buffers.move."""
         for layer in self.slot_layers:
             layer.move(source_BJ, target_BJ)
 
 
 class Buffers:
-    """Zeroed key and value buffers of all layers, [B, g, S + 1, d] each; slot S is the bin that padding is written to.
+    """Key and value buffers of all layers, [B, g, S + 1, d] each.
 
-    Zeros: a masked slot has weight 0, and 0 × garbage must not be NaN.
+    They start as zeros: a masked slot has weight 0, and 0 × garbage must not be NaN.
 
     Args: shapes: (kv heads, head dim) of every layer; layers of one shape share one allocation.
+    Attributes:
+        bin: slot S. Padding is written there, and nothing reads it.
     """
 
     def __init__(
         self, shapes: list[tuple[int, int]], batch: int, capacity: int, dtype: torch.dtype, device: torch.device
     ):
-        self.capacity = capacity
-        self._wholes = [
-            torch.zeros((shapes.count(shape), 2, batch, shape[0], capacity + 1, shape[1]), dtype=dtype, device=device)
-            for shape in dict.fromkeys(shapes)
-        ]
-        rest = {shape: iter(whole) for shape, whole in zip(dict.fromkeys(shapes), self._wholes, strict=True)}
+        self.capacity = self.bin = capacity
+        self._wholes = {
+            (g, d): torch.zeros((count, 2, batch, g, capacity + 1, d), dtype=dtype, device=device)
+            for (g, d), count in Counter(shapes).items()
+        }
+        rest = {shape: iter(whole) for shape, whole in self._wholes.items()}
         pairs = [next(rest[shape]) for shape in shapes]
         self.keys, self.values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
-    @property
-    def bin(self) -> int:
-        return self.capacity
-
     def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
-        """Copy slots `source` onto `target` in every layer (send what is not wanted to the bin)."""
-        for whole in self._wholes:
+        """Copy slots `source` onto `target` in every layer. What is not wanted is copied to the bin."""
+        for whole in self._wholes.values():
             move_slots(whole, source_BJ, target_BJ)

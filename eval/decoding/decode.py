@@ -1,4 +1,4 @@
-"""The decode loop: propose, verify, commit, until every row has stopped. Plain decoding is the loop without drafts.
+"""Decode a batch to the end: cycles of propose, verify, commit. Plain decoding is the same without drafts.
 
 Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, V vocabulary.
 """
@@ -26,8 +26,8 @@ class Cycle:
 
     Attributes:
         drafted: levels drafted (0 = nothing).
-        accepted: accepted drafts that were kept (what lies beyond a stop token or the length limit is not).
-        committed: tokens kept: accepted + 1, less what was cut.
+        accepted: accepted drafts, without those cut off by a stop token or the length limit.
+        committed: tokens that joined the answer: accepted + 1, or fewer where the answer was cut.
     """
 
     drafted: int
@@ -49,9 +49,9 @@ class Decoded:
     """Answers of a batch and what they took in wall-clock seconds.
 
     Attributes:
-        prefill_s: until the first tokens were there (device synchronised).
-        decode_s: from then until the last token arrived.
-        cycle_s: seconds of each cycle of the batch, as the host sees its tokens arrive.
+        prefill_s: from the start until the first tokens are known (device synchronised).
+        decode_s: from then until the last token arrives.
+        cycle_s: seconds between the arrivals of two cycles' tokens on the host.
     """
 
     answers: list[Answer]
@@ -61,7 +61,7 @@ class Decoded:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens that the decode phase produced: all but each row's first, which prefill gives."""
+        """Tokens of the decode phase: all but the first of each row, which comes from prefill."""
         return sum(max(len(answer.tokens) - 1, 0) for answer in self.answers)
 
 
@@ -72,8 +72,9 @@ def slots_needed(longest_context: int, max_new_tokens: int, drafter: Drafter | N
 
 
 def roomy(slots: int) -> int:
-    """`slots` rounded up, by a fourth at most (and to 512 at least): the buffers, and the graphs that were captured on
-    them, then serve contexts that are a little longer as well.
+    """`slots` rounded up, by a fourth at most, to at least 512.
+
+    The buffers, and the graphs captured on them, then also serve contexts that are a little longer.
 
     >>> [roomy(n) for n in (1, 600, 1025, 5000)]
     [512, 1024, 1536, 5120]
@@ -103,8 +104,8 @@ def decode(
         max_new_tokens, stop_ids: for all rows, or one per row.
         generator: on the engine's device; used at temperature > 0 and by synthetic acceptance.
         graphs: where captured cycles are kept; None = every cycle runs operation by operation.
-        row_seeds: int64 [B], plain decoding only: every row draws by its own seed, whatever it is batched with.
-        scheduler: chooses what of the drafts is verified.
+        row_seeds: int64 [B], plain decoding only. A row draws by its own seed, so its batch does not change its tokens.
+        scheduler: chooses which drafts are verified.
     """
     book = _Answers(len(contexts), max_new_tokens, stop_ids)
     device = engine.device
@@ -131,14 +132,14 @@ def decode(
             book.cycle(loop.read(loop.verify()))
             arrivals.append(time.perf_counter())
             loop.commit()
-    # a captured cycle beyond the last one is under way; no token waits for it
+    # one captured cycle too many is still running: see CycleGraphs.run
     synchronize(device)
     cycle_s = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
     return Decoded(book.answers, prefilled - began, arrivals[-1] - prefilled, cycle_s)
 
 
 class _Answers:
-    """What the host knows of a batch: the answers so far, their limits and stop tokens, and who goes on."""
+    """The host's record of a batch: the answers so far, their limits and stop tokens, and which rows go on."""
 
     def __init__(self, batch: int, max_new_tokens: int | list[int], stop_ids: set[int] | list[set[int]]):
         self.limits = [max_new_tokens] * batch if isinstance(max_new_tokens, int) else list(max_new_tokens)
@@ -156,7 +157,7 @@ class _Answers:
         return any(self.active)
 
     def take(self, row: int, tokens: list[int]) -> int:
-        """Append until a stop token or the limit; returns how many tokens were kept."""
+        """Append tokens up to a stop token or the limit. Returns how many were appended."""
         answer = self.answers[row]
         for kept, token in enumerate(tokens, start=1):
             answer.tokens.append(token)
@@ -170,7 +171,7 @@ class _Answers:
         return len(tokens)
 
     def cycle(self, table: list[list[int]]) -> None:
-        """Book one cycle."""
+        """Record one cycle. Args: table: see Loop.verify."""
         for row, line in enumerate(table):
             if not self.active[row]:
                 continue

@@ -1,4 +1,4 @@
-"""What the decode loop asks of a drafter. Batched; knows contexts and features, never the target's KV."""
+"""What the decode loop asks of a drafter, which knows contexts and features, never the target's KV cache."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from headstart.heads.batch import FeatureSpec
 class Drafter(Protocol):
     """Proposes trees. One drafter serves one batch at a time: `start` resets it.
 
-    The rows a drafter holds always end one token before the root: the root's own feature does not exist yet. A draft
-    row p consumes emb(x_{p+1}) and f_p, so the last row is completed by the root given to `propose` (methods §0).
+    The rows that a drafter holds end one token before the root, as the root's own feature does not exist yet. Row p
+    reads emb(x_{p+1}) and f_p: the root, which `propose` gets, completes the last row (methods §0).
 
     Attributes:
         name: what reports call it.
         spec: target features it reads; None = none.
-        max_nodes: most nodes a tree of it can have (sizes the KV buffers).
-        captures: whether `propose` and `commit` ask nothing of the host, so that a CUDA graph can hold them.
-        prepare_s: seconds that making buffers and compiling has taken: no part of decoding.
-        state: (object, attribute) where the tensors stand that they change, KV apart. Shapes stay from `start` on. A
-            drafter that owns an engine, as a draft language model does, lists the engine's `state` among them.
+        max_nodes: most nodes of a tree that it drafts (sizes the KV buffers).
+        captures: whether a CUDA graph can hold `propose` and `commit`: they ask nothing of the host.
+        prepare_s: seconds spent on buffers and compilation so far, which do not count as decoding.
+        state: (object, attribute) of every tensor that `propose` and `commit` replace, KV apart. Their shapes do not
+            change after `start`. A drafter that owns an engine (a draft language model) adds the engine's `state`.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Drafter(Protocol):
     def state(self) -> list[tuple[object, str]]: ...
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
-        """(matrix products, rows of each) of a cycle, after a first `start`: it is measured how they run fastest."""
+        """Matrix products of a cycle with their rows, after a first `start`. The fastest kernel of each is measured."""
         ...
 
     def start(self, context: Rows, capacity: int) -> None:
-        """A new batch: all context tokens with their features. No context will grow beyond `capacity` tokens."""
+        """Begin a batch: all context tokens with their features. No context grows beyond `capacity` tokens."""
         ...
 
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
@@ -53,5 +53,5 @@ class Drafter(Protocol):
         ...
 
     def commit(self, accepted: Rows) -> None:
-        """The last root and the accepted drafts, with real target features; idle rows have count 0."""
+        """Take over the last root and the accepted drafts, with the target's features. Idle rows have count 0."""
         ...

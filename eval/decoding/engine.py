@@ -1,9 +1,9 @@
-"""The target as a decode engine: static KV, tree attention, features. Knows nothing about drafters.
+"""The target as a decode engine: static KV, tree attention, features. It knows nothing about drafters.
 
-`Engine.forward` is the one place that calls the model. Any transformers causal LM runs unchanged: the tree goes in as
-a ready 4-D attention mask and explicit rope positions, the KV as a Cache object. A FusedModel runs on explicit buffers
-and needs nothing from the host, so that whole cycles can be captured as CUDA graphs.
-Shape legend: B batch, M tokens of a forward (root + N nodes), S slots read (extent), J tokens handed on, V vocabulary.
+`Engine.forward` alone calls the model. Any transformers causal LM runs unchanged: it gets the tree as a 4-D attention
+mask with explicit rope positions, and the KV as a Cache object. A FusedModel runs on explicit buffers and needs nothing
+from the host, so that whole cycles can be captured as CUDA graphs.
+Shape legend: B batch, M tokens of a forward (root + N nodes), S slots read, J tokens committed, K levels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from headstart.eval.decoding.rows import Rows, Step
 from headstart.eval.kernels.attention import Visibility, visible_slots
 from headstart.eval.kernels.bookkeeping import Taken, lay_out, take_path
 from headstart.eval.kernels.choices import Choices
-from headstart.eval.kernels.rows import take_rows
 from headstart.eval.tree import Tree
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import TargetError
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """Attention kinds of a model → window (None = full), from its config. Raises TargetError for kinds we lack."""
+    """Attention kinds of a config → window (None = full). Raises: TargetError for other kinds than these two."""
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
@@ -47,7 +46,7 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 
 
 def check_decodable(model: Any) -> dict[str, int | None]:
-    """Attention kinds of a model → window, as attention_windows. Raises: TargetError where it takes no tree mask."""
+    """As attention_windows, for a model. Raises: TargetError where it takes no tree mask."""
     windows = attention_windows(model.config)
     implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if implementation not in ("sdpa", "eager"):
@@ -66,8 +65,8 @@ class Engine:
         batch: rows decoded together.
         capacity: slots per row: longest context + new tokens + tree nodes + 1.
         bucket: without `fused`, attention reads a multiple of this many slots.
-        prefill_chunk: prompt tokens per forward.
-        fused: the model's fused form, which then runs instead of it.
+        prefill_chunk: most prompt tokens per row of one forward.
+        fused: the fused form of the model, which runs instead of it; None = the model itself runs.
     Raises: TargetError for a model that takes no tree mask.
     """
 
@@ -89,7 +88,6 @@ class Engine:
         else:
             self._prepare_model()
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        #: how contexts run through this engine
         self.prompts = Prefill(batch, prefill_chunk, self.kv.bin, self.device, self.captures)
 
     @property
@@ -98,18 +96,13 @@ class Engine:
         return self.fused is not None and self.device.type == "cuda"
 
     @property
-    def capture_s(self) -> float:
-        """Seconds that capturing chunks of contexts has taken."""
-        return self.prompts.capture_s
-
-    @property
     def choices(self) -> Choices | None:
-        """How products run fastest on this card, where that is known."""
+        """The fastest kernels of matrix products on this card; None without a fused model, or where none are kept."""
         return None if self.fused is None else self.fused.choices
 
     @property
     def state(self) -> list[tuple[object, str]]:
-        """(object, attribute) where the tensors stand that a cycle changes, KV apart."""
+        """(object, attribute) of every tensor that a cycle replaces, KV apart."""
         return [(self, "length_B")]
 
     def _prepare_model(self) -> None:
@@ -120,8 +113,6 @@ class Engine:
         # transformers 5.24 renames the argument
         parameters = inspect.signature(self.model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
-
-    # forward -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def forward(
@@ -135,9 +126,9 @@ class Engine:
         """One pass over M tokens: writes their KV and attends as `visibility` says.
 
         Args:
-            reach: host int, an upper bound of the slots that are seen.
+            reach: host int, upper bound of the slots that any token sees.
             spec: features to return; None = none.
-            last_only: logits of the last column only.
+            last_only: make logits of the last column only.
         """
         layer_ids = spec.layer_ids if spec is not None else ()
         if isinstance(self.kv, Buffers):
@@ -161,8 +152,8 @@ class Engine:
         return Step(output.logits, states[-1], streams)
 
     def _masks(self, visibility: Visibility, extent: int) -> Tensor | dict[str, Tensor]:
-        """What the model takes as its mask: [B, 1, M, extent], or one such per attention kind."""
-        # padding sees slot 0, so that no row of the softmax is empty
+        """The attention mask in the model's form: [B, 1, M, extent], or one such mask per attention kind."""
+        # padding sees slot 0: a softmax over nothing would give NaN
         padding_BMS = (visibility.position_BM < 0)[:, :, None] & (torch.arange(extent, device=self.device) == 0)
         made = {}
         for kind, window in self.windows.items():
@@ -172,8 +163,6 @@ class Engine:
                 allowed = torch.where(allowed, zero, torch.finfo(self.dtype).min)
             made[kind] = allowed
         return made if len(made) > 1 else next(iter(made.values()))
-
-    # prefill -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def prefill(self, contexts: list[list[int]], spec: FeatureSpec | None = None) -> tuple[Tensor, Rows]:
@@ -193,15 +182,13 @@ class Engine:
         self.length_B = rows.count_B.clone()
         return logits_BV, rows
 
-    # verification ------------------------------------------------------------------------------------------------
-
     @torch.inference_mode()
     def verify(self, roots_B: Tensor, tree: Tree, spec: FeatureSpec | None = None, longest: int | None = None) -> Step:
         """One forward over root and nodes: the root at slot (and position) `length`, node n at slot length + 1 + n.
 
         Args:
             spec: features to return; None = none.
-            longest: host int, an upper bound of the contexts' lengths; None = unknown, all KV slots are read.
+            longest: host int, upper bound of the contexts' lengths; None = unknown: all KV slots are read.
         """
         reach = self.capacity if longest is None else longest + tree.nodes + 1
         layout = lay_out(tree, roots_B, self.length_B)
@@ -210,22 +197,17 @@ class Engine:
 
     @torch.inference_mode()
     def commit(self, roots_B: Tensor, tree: Tree, step: Step, path_BK: Tensor, active_B: Tensor) -> Rows:
-        """Make the accepted rows contiguous and advance the contexts.
+        """Append the root and the accepted path to the contexts: move their KV to its place and advance `length_B`.
 
-        Returns the committed tokens (root, then accepted drafts) with their features; idle rows count 0.
+        Returns: the committed tokens (root, then accepted drafts) with their features; idle rows have count 0.
         """
         taken = take_path(tree, roots_B, path_BK, active_B, self.length_B, self.kv.bin)
         return self.take(tree, step, taken)
 
     @torch.inference_mode()
     def take(self, tree: Tree, step: Step, taken: Taken) -> Rows:
-        """As `commit`, of a path that is laid out already."""
+        """As `commit`, for a path that take_path has laid out."""
         if taken.source_BK.shape[1] and not tree.linear:
             self.kv.move(taken.source_BK, taken.target_BK)
         self.length_B = taken.length_B
-        rows = Rows(taken.tokens_BJ, taken.count_B)
-        if step.hidden_BMD is not None:
-            rows.hidden_BJD = take_rows(step.hidden_BMD, taken.column_BJ)
-        if step.streams_BMkD is not None:
-            rows.streams_BJkD = take_rows(step.streams_BMkD, taken.column_BJ)
-        return rows
+        return step.rows(taken.tokens_BJ, taken.count_B, taken.column_BJ)

@@ -1,8 +1,8 @@
 """A transformers causal LM whose decoder layers run fused kernels on the engine's own KV buffers.
 
-Nothing of a model's code is copied: its layers are replaced (fused_layers.py); embeddings, rotary tables, output head,
-soft-caps and scales stay transformers' own. A model counts as fused only after its hidden states and logits have been
-compared with the original's on random tokens. The fused model shares every parameter with the original.
+Only the layers, the final norm, the output matrix and plain embeddings are replaced (fused_layers.py). transformers'
+own code runs the rest: rotary tables, soft-caps, scales. A FusedModel first compares its hidden states and logits with
+the original's on random tokens, and refuses a model where they differ. It shares every parameter with the original.
 Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, k streams, V vocabulary.
 """
 
@@ -32,14 +32,15 @@ W = TypeVar("W")
 #: largest relative distance (L2) between fused and original hidden states that passes as rounding
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-#: bytes of the output projection that attention may fetch ahead; `choose_ways` takes the fastest
+#: bytes of the attention's output projection (o_proj) that the attention kernel may prefetch; `choose_ways` takes the
+#: fastest
 HIDDEN_BYTES = (0, 8 << 20, 16 << 20, 32 << 20)
-#: layers that `choose_ways` times one behind the other, at least
+#: fewest layers that `choose_ways` times in a row
 STACKED = 4
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """New module objects down the tree over the same parameters and buffers, without hooks."""
+    """A copy of all module objects, without hooks, that shares the parameters and buffers."""
     twin = copy.copy(module)
     for name in [name for name in module.__dict__ if name.startswith("_forward") and "hooks" in name]:
         twin.__dict__[name] = type(module.__dict__[name])()
@@ -55,7 +56,8 @@ class FusedModel:
     Args:
         model: transformers causal LM in eval mode.
         windows: attention kind → window, as engine.attention_windows gives.
-        choices: how products run fastest on this card, read and added to by `choose_ways`; None: it always measures.
+        choices: the fastest kernels of products on this card. `choose_ways` reads them and adds to them; None = it
+            always measures.
     Raises: Unfusable when a layer's structure is not covered or the outputs differ.
     """
 
@@ -82,11 +84,11 @@ class FusedModel:
         self.head = FusedHead(self.view.get_output_embeddings())
         self.view.set_output_embeddings(self.head)
         embedding = self.view.get_input_embeddings()
-        # others scale what they look up, or renormalise their rows
+        # other embeddings scale the rows that they look up, or renormalise them
         if type(embedding) is nn.Embedding and embedding.max_norm is None:
             self.view.set_input_embeddings(FusedEmbedding(embedding))
         self.device, self.dtype = model.device, model.dtype
-        # any 4-D mask is passed through unread by the fused layers and spares building one
+        # fused layers ignore the mask; a 4-D one keeps transformers from building its own
         none = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         self._mask = {kind: none for kind in windows} if len(windows) > 1 else none
         self._check(model)
@@ -95,21 +97,21 @@ class FusedModel:
         return [self.head.linear, *(linear for layer in self.layers for linear in layer.linears())]
 
     def compile_ways(self, rows: int) -> None:
-        """Compile what `choose_ways` of so many rows would measure."""
+        """Compile the kernels that `choose_ways(rows)` would time."""
         kept = compile_ways(self.linears(), rows, self.choices, self._about)
         if kept is not None:
             self._fetch_ahead(rows, kept.hidden_bytes)
 
     @property
     def _about(self) -> str:
-        """What choices depend on besides the products: the heads that stand between them."""
+        """What choices depend on besides the products: the attention heads between them."""
         rope = self.layers[0].rope
         return f"{rope.heads} heads, {rope.kv_heads} of keys, of {rope.head_dim}"
 
     def choose_ways(self, rows: int) -> dict[str, float]:
-        """Choose how products of `rows` rows run, as `choices` say or by measurement (CUDA only).
+        """Choose the kernels for products of `rows` rows: as `choices` say, else by measurement (CUDA only).
 
-        Returns: "N×K[ activation] rows" → microseconds of the chosen way, measured by itself.
+        Returns: "N×K[ activation] rows" → microseconds of the chosen kernel when it runs alone.
         """
         chosen = decide_ways(self.linears(), rows, self.choices, self._about, self._settle)
         if chosen is None:
@@ -118,16 +120,15 @@ class FusedModel:
         return {f"{name} {rows}": microseconds for name, microseconds in chosen.microseconds.items()}
 
     def _fetch_ahead(self, rows: int, hidden: int) -> None:
-        """Have attention fetch so many bytes of the output projection ahead, while it leaves the memory idle."""
+        """Let attention prefetch `hidden` bytes of its output projection while it leaves the memory idle."""
         for layer in self.layers:
             layer.hidden_bytes[row_bucket(rows)] = hidden
 
     def _settle(self, products: list[Measured], rows: int, context: int = 512) -> int:
-        """Choose among the ways that are about as fast by themselves, and how much of its output projection attention
-        asks for. Both are timed in layers that run one behind the other: there a kernel is launched, and fetches, while
-        others still run.
+        """Choose among the kernels that are about equally fast alone, and the bytes that attention prefetches.
 
-        Returns: bytes that attention asks for.
+        Both are timed in layers that run one after the other, where a kernel is launched and prefetches while others
+        still run. Returns: the bytes.
         """
         layers = self._stacked()
         run = self._stack(layers, rows, context)
@@ -154,13 +155,13 @@ class FusedModel:
         return self.layers[0].hidden_bytes[row_bucket(rows)]
 
     def _stacked(self) -> list[FusedLayer]:
-        """As many layers as push each other's weights out of the cache: they come from memory in a whole model."""
+        """So many layers that their weights do not fit into the cache: in a whole model they come from memory."""
         weights = sum(linear.weight_NK.nbytes for linear in self.layers[0].linears())
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 0
         return self.layers[: max(STACKED, -(-2 * cache // weights))]
 
     def _stack(self, layers: list[FusedLayer], rows: int, context: int) -> Callable[[], Tensor]:
-        """A forward of `rows` tokens through the first layers, behind a context of so many slots."""
+        """Runs `rows` tokens through the given layers, after a context of `context` slots."""
         buffers = self.buffers(1, context + rows)
         position_BM = context + torch.arange(rows, device=self.device)[None]
         visibility = Visibility(position_BM, position_BM, position_BM[:, 0])
@@ -222,7 +223,7 @@ class FusedModel:
 
     @torch.no_grad()
     def _check(self, model: nn.Module, length: int = 12) -> None:
-        """Raises Unfusable unless hidden states and logits equal the original model's on random tokens."""
+        """Raises: Unfusable unless hidden states and logits equal the original model's on random tokens."""
         noise = torch.Generator().manual_seed(0)
         vocabulary = model.get_input_embeddings().weight.shape[0]
         tokens_BT = torch.randint(0, vocabulary, (2, length), generator=noise).to(self.device)

@@ -1,7 +1,7 @@
 """Modules of a transformers decoder that run fused kernels on the engine's own KV buffers.
 
-A layer is recognised by the modules it holds: q/k/v/o projections, RMSNorms, a gated MLP or any other. The fused layer
-shares their parameters: q, k, v and gate, up become views of one matrix each.
+A layer can be fused if it holds q/k/v/o projections and RMSNorms. A gated MLP is fused as well; any other MLP runs as
+it is. The fused layer shares the parameters: the weights of q, k, v become views of one matrix, as do gate and up.
 Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, h query heads, g kv heads, d head dim.
 """
 
@@ -28,31 +28,35 @@ class Unfusable(Exception):
 
 @dataclass
 class Pass:
-    """What the layers of one forward share: where its tokens stand, and the buffers."""
+    """What the layers of one forward share.
+
+    Attributes:
+        stream_BMD: output of the latest layer.
+        made: (norm, its result [R, D] on `stream_BMD`), where the latest layer computed the next layer's norm as well.
+    """
 
     visibility: Visibility
     buffers: Buffers
-    #: what the last layer returned [B, M, D], and the norm of it [R, D] that was made with it
     stream_BMD: Tensor | None = None
     made: tuple[NormWeights, Tensor] | None = None
 
     def norm(self, x_BMD: Tensor, norm: NormWeights) -> Tensor:
-        """[R, D]: the norm of what comes into a layer, or the final one. A layer's result must not change in place."""
+        """[R, D]: the input norm of a layer, or the final norm. Nothing may change a layer's output in place."""
         if self.made is not None and x_BMD is self.stream_BMD and self.made[0] is norm:
             return self.made[1]
         return rms_norm(x_BMD.flatten(0, -2), norm)
 
 
 class Slot:
-    """Where the layers find the Pass of the running forward: transformers' top-level code cannot hand it to them."""
+    """Holds the Pass of the running forward for the layers: transformers' top-level code cannot hand it to them."""
 
     current: Pass | None = None
-    #: rotary tables hold each angle once (gpt-oss) instead of twice; found at the first forward
+    #: whether rotary tables hold each angle once (gpt-oss) instead of twice; the first forward finds out
     half_tables: bool | None = None
 
 
 def norm_weights(norm: nn.Module) -> NormWeights:
-    """Factor and eps of an RMSNorm module, found by what it does to vectors of known RMS.
+    """Factor and eps of an RMSNorm module, found by running it on a vector of ones.
 
     Raises: Unfusable when the module is something else.
     """
@@ -60,7 +64,7 @@ def norm_weights(norm: nn.Module) -> NormWeights:
     if weight is None or eps is None or getattr(norm, "bias", None) is not None:
         raise Unfusable(f"{type(norm).__name__} is no RMSNorm")
     with torch.no_grad():
-        # the weight itself, or 1 + weight: whichever the module's output shows
+        # the factor is the weight or 1 + the weight
         shown = norm(torch.ones_like(weight)).float()
         plain, shifted = weight.float(), weight.float() + 1
         factor = min((plain, shifted), key=lambda guess: float((guess - shown).abs().max()))
@@ -70,7 +74,7 @@ def norm_weights(norm: nn.Module) -> NormWeights:
 
 
 def _merged(projections: list[nn.Module]) -> tuple[Tensor, Tensor | None]:
-    """One matrix (and bias) holding several projections' rows; the projections' weights become views of it."""
+    """The projections' rows in one matrix (and bias). The projections' own weights become views of it."""
     for projection in projections:
         if type(projection) is not nn.Linear:
             raise Unfusable(f"a projection is {type(projection).__name__}, expected nn.Linear")
@@ -90,7 +94,7 @@ def _merged(projections: list[nn.Module]) -> tuple[Tensor, Tensor | None]:
 
 
 def _as_one(parameters: list[nn.Parameter]) -> Tensor:
-    """The parameters end to end; without a copy when they are consecutive views already (an earlier fusion)."""
+    """The parameters end to end, without a copy where an earlier fusion has made them consecutive views."""
     first = parameters[0].data
     expected = first.data_ptr()
     for parameter in parameters:
@@ -107,7 +111,7 @@ def _as_one(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def _activation(module: nn.Module) -> str | None:
-    """Name of an MLP's activation if the kernels know it, by what it does."""
+    """Name of an MLP's activation, found by running it; None for one that the kernels do not know."""
     act = getattr(module, "act_fn", None)
     if act is None:
         return None
@@ -121,7 +125,7 @@ def _activation(module: nn.Module) -> str | None:
 
 
 class FusedMLP(nn.Module):
-    """down(act(gate(x)) · up(x)); the last product adds the residual where there is one (`adds`)."""
+    """down(act(gate(x)) · up(x)). With `adds`, the last product also adds the residual."""
 
     def __init__(self, mlp: nn.Module, activation: str, adds: bool):
         super().__init__()
@@ -133,7 +137,7 @@ class FusedMLP(nn.Module):
         return self.down(self.gate_up(x_RD), residual_RD)
 
     def with_norm(self, x_RD: Tensor, residual_RD: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """(result, its norm)."""
+        """(the result of `forward`, its norm)."""
         return self.down.with_norm(self.gate_up(x_RD), residual_RD, norm)
 
 
@@ -159,10 +163,10 @@ class FusedLayer(nn.Module):
             float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None),
             getattr(attention, "sinks", None),
         )  # fmt: skip
-        #: row bucket → bytes of the output projection that attention fetches ahead, while it leaves the memory idle
+        #: row bucket → bytes of the output projection that attention prefetches while it leaves the memory idle
         self.hidden_bytes: dict[int, int] = {}
         self.input_norm = norm_weights(layer.input_layernorm)
-        #: of the layer after this one, or the final one
+        #: the input norm of the next layer, or the final norm
         self.next_norm: NormWeights | None = None
         self.mlp_norm = norm_weights(layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm)
         self.after_attention = norm_weights(layer.post_attention_layernorm) if four else None
@@ -222,14 +226,14 @@ class FusedLayer(nn.Module):
     def _mlp(self, x_RD: Tensor, residual_RD: Tensor | None, batch: int) -> Tensor:
         if isinstance(self.mlp, FusedMLP):
             return self.mlp(x_RD, residual_RD)
-        # mixtures of experts return their router's scores as well
+        # a mixture of experts also returns its router's scores
         result = self.mlp(x_RD.view(batch, -1, x_RD.shape[-1]))
         y_RD = (result[0] if isinstance(result, tuple) else result).reshape(x_RD.shape)
         return y_RD if residual_RD is None else residual_RD + y_RD
 
 
 class FusedNorm(nn.Module):
-    """The final norm; keeps its last output, which features are made of."""
+    """The final norm. It keeps its latest output, the feature of every row."""
 
     def __init__(self, norm: nn.Module, slot: Slot):
         super().__init__()
@@ -253,7 +257,7 @@ class FusedHead(nn.Module):
 
 
 class FusedEmbedding(nn.Module):
-    """A table of token embeddings: the library's gather takes longer for a few rows than a layer's product does."""
+    """A table of token embeddings. For a few rows, torch's own gather takes longer than a layer's product."""
 
     def __init__(self, embedding: nn.Embedding):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Answers for distillation by the decode engine: plain decoding in captured cycles where the target can be fused."""
+"""Answers for distillation, made by the decode engine: plain decoding, in captured cycles where the target is fused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from headstart.heads.targets.target import Target
 
 
 class EngineGenerator:
-    """What data.distill.generate does, by the engine: one set of buffers and graphs serves all batches.
+    """Generates like data.distill.generate, on one set of buffers and graphs for all batches.
+
+    A short batch is filled up with one-token answers: another batch size would need other graphs.
 
     Args: engine: see `eval.engine`.
-    Rows are padded to the configured batch with one-token answers, as another batch size would need other graphs.
     """
 
     def __init__(self, target: Target, config: DistillConfig, engine: str = "auto"):

@@ -1,4 +1,4 @@
-"""Decoding cycles captured as CUDA graphs: one launch a cycle, whose table the host looks at one cycle later."""
+"""Decoding cycles captured as CUDA graphs: one launch per cycle. The host reads a cycle's table while the next runs."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from headstart.eval.kernels.launch import compile_ahead, compiling, warm_up
 
 
 class CycleGraphs:
-    """Cycles captured as CUDA graphs, by what they run on; each is captured at its first use."""
+    """Captured cycles by `graph_key`. Each is captured at its first use.
+
+    Attributes:
+        seconds: spent on choosing kernels and on capturing.
+    """
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[object, ...], _CycleGraph] = {}
+        self.captured: dict[tuple[object, ...], _CycleGraph] = {}
         self._latest: _CycleGraph | None = None
-        #: seconds spent on choosing kernels and on capturing
         self.seconds = 0.0
 
-    @property
-    def captured(self) -> int:
-        return len(self._graphs)
-
     def clear(self) -> None:
-        """Forget all graphs, as the buffers they run on are to go."""
-        self._graphs.clear()
+        """Forget all graphs, before their buffers are freed."""
+        self.captured.clear()
         self._latest = None
 
     def run(self, loop: Loop) -> Iterator[list[list[int]]]:
-        """Tables of the cycles, without end. The next cycle runs while the host looks at a table."""
+        """Tables of the cycles, without end. The next cycle already runs while the host reads a table."""
         key = graph_key(loop)
-        if key not in self._graphs:
+        if key not in self.captured:
             began = time.perf_counter()
-            self._graphs[key] = _CycleGraph(loop)
+            self.captured[key] = _CycleGraph(loop)
             self.seconds += time.perf_counter() - began
-        self._latest = self._graphs[key]
+        self._latest = self.captured[key]
         return self._latest.run(loop)
 
     def replay_latest(self) -> None:
-        """The cycle that ran last, once more and without looking at it: for measurements, after a run."""
+        """Run the latest cycle once more, for measurements. Its result is not read."""
         assert self._latest is not None
         self._latest.graph.replay()
 
     def device_ms(self, repeats: int = 20) -> float:
-        """Milliseconds of the cycle that ran last when the host keeps out of its way."""
+        """Milliseconds of the latest cycle when replays follow each other without the host."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self.replay_latest()
         marks[0].record()
@@ -58,9 +57,9 @@ class CycleGraphs:
 
 
 def graph_key(loop: Loop) -> tuple[object, ...]:
-    """What a captured cycle runs on, after `start`: loops with equal keys share one."""
+    """What a captured cycle depends on, after `start`: loops with equal keys share one graph."""
     shapes = tuple((name, tensor.shape) for (_, name), tensor in zip(loop.state, loop.tensors(), strict=True))
-    # the objects themselves are part of the key: an id would be taken again once they are gone
+    # the objects, not their ids: an id may be used again once its object is gone
     return (loop.engine, loop.drafter, loop.scheduler, loop.sampling, loop.generator, shapes)
 
 
@@ -74,7 +73,7 @@ class _CycleGraph:
             _copy(self.held, before)
             loop.attach(self.held)
             loop.choose_ways()
-        # KV that this cycle writes lies beyond the contexts, where the next one writes it again
+        # this cycle writes KV beyond the contexts only, where the first real cycle writes again
         warm_up(loop.cycle, loop.engine.device)
         loop.attach(self.held)
         self.graph = torch.cuda.CUDAGraph()
@@ -108,7 +107,7 @@ class _CycleGraph:
 
 
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
-    """Copy values into tensors of the same shapes, with one launch per dtype. A tensor is not copied onto itself."""
+    """Copy each value into its place, with one launch per dtype. A tensor is not copied onto itself."""
     pairs: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for place, value in zip(into, values, strict=True):
         if place is not value:

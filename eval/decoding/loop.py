@@ -1,4 +1,4 @@
-"""One batch in the decode loop: propose, verify, commit, on device tensors only.
+"""The cycle of the decode loop: propose, verify, commit, on device tensors only.
 
 Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, S stop tokens, V vocabulary.
 """
@@ -20,27 +20,28 @@ from headstart.eval.kernels.choices import compile_ways, decide_ways
 from headstart.eval.kernels.launch import compiling
 from headstart.eval.tree import Tree, empty
 
-#: columns of a cycle's table that follow the committed tokens: how many, the next root, levels drafted, context length
+#: last columns of a cycle's table, after its J committed tokens: their count, the next root, levels drafted, context
+#: length
 COUNT, NEXT, DRAFTED, LENGTH = -4, -3, -2, -1
 
 
 class Loop:
-    """Propose, verify, commit for one batch: device tensors only, so that a cycle can be captured.
+    """The state of one batch between cycles. A cycle touches device tensors only, so that it can be captured.
 
     Args:
         drafter: None = plain decoding.
-        scheduler: chooses what of the drafts is verified.
+        scheduler: chooses which drafts are verified.
 
     Attributes:
         roots_B: int64, tokens that the target has chosen and not yet read.
-        active_B: bool, rows that go on.
+        active_B: bool, rows that are not finished.
         left_B: int64, tokens that a row may still commit.
         stop_BS: int64, stop tokens of each row, -1 = none.
-        seen_BV: bool, tokens of each context, where the repetition penalty asks for it.
-        seeds_B: int64, a seed per row, where rows draw their tokens by seeds of their own; None = by `generator`.
+        seen_BV: bool, tokens of each context, for the repetition penalty; None without one.
+        seeds_B: int64, the seed that each row draws its tokens by; None = all rows draw by `generator`.
         rate_K: float32, synthetic acceptance by level, or None.
         logits_BV: the target's, at the last root.
-        longest: host int, length of the longest context as far as the host has seen.
+        longest: host int, length of the longest context that the host knows of.
     """
 
     def __init__(
@@ -68,33 +69,33 @@ class Loop:
 
     @property
     def prepare_s(self) -> float:
-        """Seconds that capturing prompts' chunks and making the drafter ready have taken so far."""
-        return self.engine.capture_s + (0.0 if self.drafter is None else self.drafter.prepare_s)
+        """Seconds spent so far on capturing chunks of prefill and on the drafter's preparation."""
+        return self.engine.prompts.capture_s + (0.0 if self.drafter is None else self.drafter.prepare_s)
 
     @property
     def state(self) -> list[tuple[object, str]]:
-        """(object, attribute) where the tensors stand that a cycle reads and changes, KV apart."""
+        """(object, attribute) of every tensor that a cycle reads and replaces, KV apart."""
         extra = [name for name in ("seen_BV", "seeds_B", "rate_K") if getattr(self, name) is not None]
         own: list[tuple[object, str]] = [(self, n) for n in ("roots_B", "active_B", "left_B", "stop_BS", *extra)]
         drafters = [] if self.drafter is None else self.drafter.state
         return [*own, *self.engine.state, *drafters, *self.scheduler.state]
 
     def tensors(self) -> list[Tensor]:
-        """What stands at `state` now."""
+        """The tensors that `state` names."""
         return [getattr(owner, name) for owner, name in self.state]
 
     def attach(self, tensors: list[Tensor]) -> None:
-        """Put these tensors at `state`."""
+        """Make these the tensors that `state` names."""
         for (owner, name), tensor in zip(self.state, tensors, strict=True):
             setattr(owner, name, tensor)
 
     def choose_ways(self) -> None:
-        """Choose how the matrix products of a cycle run (CUDA only), after `start`."""
+        """Choose the fastest kernels for the matrix products of a cycle (CUDA only), after `start`."""
         engine, drafter = self.engine, self.drafter
         rows = engine.batch * (1 if drafter is None else drafter.max_nodes + 1)
         drafts = [] if drafter is None else drafter.products(engine.batch)
         with compiling():
-            # all are compiled before the first is timed
+            # compile all of them before timing the first
             if engine.fused is not None:
                 engine.fused.compile_ways(rows)
             for linears, count in drafts:
@@ -109,8 +110,8 @@ class Loop:
         engine, device = self.engine, self.engine.device
         self.logits_BV, context = engine.prefill(contexts, self.spec)
         self.longest = max(map(len, contexts))
-        if self.sampling.penalises:
-            self.seen_BV = context_seen(context.tokens_BJ, context.count_B, self.logits_BV.shape[-1])
+        vocab = self.logits_BV.shape[-1]
+        self.seen_BV = context_seen(self.sampling, context.tokens_BJ, context.count_B, vocab)
         self.roots_B = self._choose(self.logits_BV)
         widest = max(1, *(len(stop) for stop in stops))
         padded = [[*sorted(stop), *[-1] * (widest - len(stop))] for stop in stops]
@@ -122,7 +123,7 @@ class Loop:
         self.scheduler.start(context)
 
     def _choose(self, logits_BV: Tensor, ahead: int = 0) -> Tensor:
-        """The target's own next token of every row, which will stand `ahead` places after the context's end."""
+        """The target's next token of every row. Args: ahead: tokens between the context's end and its position."""
         if self.sampling.greedy:
             return best(logits_BV, self.sampling, self.seen_BV)
         p_BV = probabilities(logits_BV, self.sampling, self.seen_BV)
@@ -137,10 +138,9 @@ class Loop:
     def verify(self) -> Tensor:
         """Propose and verify. Returns the cycle's table: int64 [B, J + 4], see COUNT; `commit` must follow."""
         engine, roots_B, active_B = self.engine, self.roots_B, self.active_B
-        if self.seen_BV is not None:
-            self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
+        self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         if self.drafter is not None:
-            tree = self.drafter.propose(roots_B, self.generator).limit(active_B)
+            tree = self.drafter.propose(roots_B, self.generator).keep(active_B[:, None])
             kept_BN = self.scheduler.choose(tree, roots_B, active_B)
             tree = tree if kept_BN is None else tree.keep(kept_BN)
         else:
@@ -153,20 +153,19 @@ class Loop:
             verified = verify(tree, step.logits_BMV, self.sampling, self.generator, self.seen_BV, self.rate_K)
         taken = take_path(tree, roots_B, verified.path_BK, active_B, engine.length_B, engine.kv.bin)
         self.accepted = accepted = engine.take(tree, step, taken)
-        if self.seen_BV is not None:
-            self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
+        self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
         after = advance(tree, taken, verified.next_B, roots_B, self.left_B, active_B, self.stop_BS)
         self.roots_B, self.left_B, self.active_B = after.roots_B, after.left_B, after.active_B
         return after.table
 
     def read(self, table: Tensor) -> list[list[int]]:
-        """The table of a cycle that was not captured, on the host; later forwards then know how much KV to read."""
+        """A cycle's table on the host. Sets `longest`, by which forwards that are not captured read less KV."""
         lines: list[list[int]] = table.tolist()
         self.longest = max(line[LENGTH] for line in lines)
         return lines
 
     def commit(self) -> None:
-        """Give the drafter the rows of the last `verify`."""
+        """Give the drafter what the last `verify` committed."""
         if self.drafter is not None:
             self.drafter.commit(self.accepted)
 

@@ -1,6 +1,8 @@
-"""Contexts through the target in chunks, of few widths: a chunk that is captured as a CUDA graph serves many prompts.
+"""Prefill: whole contexts go through the target in chunks.
 
-Shape legend: B batch, M tokens of a chunk, T context, J tokens handed on, D hidden, k streams, V vocabulary.
+Chunks have few different widths, so that a chunk captured as a CUDA graph serves many prompts.
+
+Shape legend: B batch, M tokens of a chunk, T context, J tokens for the drafter, D hidden, k streams, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,25 +17,24 @@ from torch import Tensor
 from headstart.eval.decoding.rows import Rows, Step
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.launch import compile_ahead, synchronize, warm_up
-from headstart.eval.kernels.rows import take_rows
 from headstart.heads.batch import FeatureSpec
 
-#: prompt tokens of one forward (rows × chunk) up to which it is captured: more keep a card busy for longer than the
-#: host takes to queue them
+#: most prompt tokens (rows × chunk) of a captured forward: larger ones keep a card busy for longer than the host needs
+#: to queue them
 CAPTURED_TOKENS = 4096
 #: narrowest captured chunk
 NARROWEST = 32
 
-#: (tokens_BM, visibility, an upper bound of the slots that are seen) → a forward with the logits of the last column
+#: (tokens_BM, visibility, upper bound of the slots that are seen) → result of a forward, logits of the last column only
 Forward = Callable[[Tensor, Visibility, int], Step]
 
 
 class Prefill:
-    """Runs whole contexts through one engine's forward.
+    """Fills the KV buffers of one engine with contexts.
 
     Args:
         batch: rows of the engine.
-        chunk: prompt tokens of one forward per row, at most.
+        chunk: most prompt tokens per row of one forward.
         bin: KV slot that padding is written to.
         captures: whether forwards may be captured as CUDA graphs.
 
@@ -50,12 +51,11 @@ class Prefill:
     def run(self, forward: Forward, contexts: list[list[int]], spec: FeatureSpec | None) -> tuple[Tensor, Rows]:
         """Fill the KV buffers from slot 0 on.
 
-        Contexts are right-aligned in the token dimension only, so that the last column is every row's last token;
-        in the buffers each starts at slot 0. Where chunks are captured, the first one is padded to a width that serves
-        again.
+        The tokens are right-aligned, so that the last column holds every row's last token. In the buffers every context
+        starts at slot 0. Where chunks are captured, the first one is padded to one of a few widths.
 
         Args:
-            forward: the engine's, always the same one.
+            forward: the engine's. Every call must give the same one, since captured chunks hold on to it.
             spec: features that `forward` returns.
         Returns: logits_BV after each context, and all tokens with their features.
         """
@@ -73,14 +73,16 @@ class Prefill:
             given = tokens_BT[:, start:stop], position_BT[:, start:stop]
             steps.append(self._chunk(forward, spec, *given, min(stop, longest)))
         tokens_BJ = torch.tensor([list(c) + [0] * (longest - len(c)) for c in contexts], device=self.device)
-        rows = Rows(tokens_BJ, length_B)
+        logits_BMV, rows = steps[-1].logits_BMV, Rows(tokens_BJ, length_B)
         if spec is not None:
+            hidden, streams = [step.hidden_BMD for step in steps], [step.streams_BMkD for step in steps]
             column_BJ = torch.arange(longest, device=self.device) + (columns - length_B)[:, None]
-            _add_features(rows, steps, column_BJ.clamp(max=columns - 1))
-        return steps[-1].logits_BMV[:, -1], rows
+            whole = Step(logits_BMV, _joined(hidden), _joined(streams))
+            rows = whole.rows(tokens_BJ, length_B, column_BJ.clamp(max=columns - 1))
+        return logits_BMV[:, -1], rows
 
     def widths(self, longest: int) -> list[int]:
-        """Columns of each forward: the first takes what whole chunks leave, a power of two where it is captured."""
+        """Columns of each forward. The first takes the rest after whole chunks: as a power of two if it is captured."""
         whole, rest = divmod(longest, self.chunk)
         widths = [self.chunk] * whole
         if rest:
@@ -100,7 +102,7 @@ class Prefill:
             return chunk_forward(forward, tokens_BM, position_BM, self.bin, reach)
         key = width, spec
         if key not in self.graphs:
-            synchronize(self.device)  # the time of the chunks before is no part of this
+            synchronize(self.device)  # do not count the earlier chunks, which may still run
             began = time.perf_counter()
             self._compile(forward)
             pool = next(iter(self.graphs.values())).pool if self.graphs else None
@@ -109,7 +111,7 @@ class Prefill:
         return self.graphs[key].run(tokens_BM, position_BM)
 
     def _compile(self, forward: Forward) -> None:
-        """Compile what a prompt of any length needs, before the first chunk of these buffers is captured."""
+        """Compile the kernels for prompts of any length, once, before the first chunk is captured."""
         if self.graphs:
             return
         widths = [NARROWEST << n for n in range(self.chunk.bit_length()) if NARROWEST << n < self.chunk]
@@ -129,25 +131,22 @@ def chunk_forward(forward: Forward, tokens_BM: Tensor, position_BM: Tensor, bin:
     return forward(tokens_BM, Visibility(position_BM, write_BM, position_BM[:, 0]), reach)
 
 
-def _add_features(rows: Rows, steps: list[Step], column_BJ: Tensor) -> None:
-    """Take the features of all chunks, left-aligned again: token j of row b stood in column `column_BJ[b, j]`."""
-    hidden = torch.cat([step.hidden_BMD for step in steps if step.hidden_BMD is not None], 1)
-    rows.hidden_BJD = take_rows(hidden, column_BJ)
-    streams = [step.streams_BMkD for step in steps if step.streams_BMkD is not None]
-    if streams:
-        rows.streams_BJkD = take_rows(torch.cat(streams, 1), column_BJ)
+def _joined(chunks: list[Tensor | None]) -> Tensor | None:
+    """The features of all chunks side by side, None where the forward gives none."""
+    given = [chunk for chunk in chunks if chunk is not None]
+    return torch.cat(given, 1) if given else None
 
 
 class ChunkGraph:
     """One forward of a prefill, `width` columns, as a CUDA graph on the engine's buffers.
 
     Args:
-        pool: memory of another one, to be shared: a result is copied out before the next one runs.
+        pool: memory pool of another ChunkGraph, to share: results are copied out before the next graph runs.
     """
 
     def __init__(self, forward: Forward, batch: int, width: int, bin: int, device: torch.device, pool: Any = None):
         self._tokens_BM = torch.zeros((batch, width), dtype=torch.int64, device=device)
-        # padding writes to the bin, so that a capture leaves no trace
+        # all columns are padding, which is written to the bin: the capture changes no context
         self._position_BM = torch.full_like(self._tokens_BM, -1)
 
         def run() -> Step:

@@ -1,10 +1,11 @@
-"""What the target hands on: the result of a forward, and tokens with their features.
+"""What the target's forwards give to drafters: the result of one forward, and tokens with their features.
 
-Shape legend: B batch, M tokens of a forward, J tokens handed on, D hidden, k streams, V vocabulary.
+Shape legend: B batch, M tokens of a forward, J tokens for the drafter, D hidden, k streams, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +23,19 @@ class Step:
     hidden_BMD: Tensor | None
     streams_BMkD: Tensor | None
 
+    def rows(self, tokens_BJ: Tensor, count_B: Tensor, column_BJ: Tensor) -> Rows:
+        """Tokens of this forward with their features: token j of row b stood in column `column_BJ[b, j]`."""
+        features = (None if x is None else take_rows(x, column_BJ) for x in (self.hidden_BMD, self.streams_BMkD))
+        return Rows(tokens_BJ, count_B, *features)
+
 
 @dataclass
 class Rows:
-    """Tokens whose target KV now exist, with their features: what a drafter is fed.
+    """Tokens that the target has read (their KV exist), with their features. Drafters read these.
 
     Attributes:
-        tokens_BJ: int64, left-aligned; row b has `count_B[b]` of them (0 = nothing new, the row is idle).
-        count_B: int64.
+        tokens_BJ: int64, left-aligned.
+        count_B: int64, tokens of each row; 0 = nothing new, the row is idle.
         hidden_BJD: f, last hidden state after the final norm, or None when the drafter reads no features.
         streams_BJkD: pre-norm residual streams at FeatureSpec.layer_ids, or None.
     """
@@ -39,34 +45,30 @@ class Rows:
     hidden_BJD: Tensor | None = None
     streams_BJkD: Tensor | None = None
 
+    def _with(self, tokens_BJ: Tensor, count_B: Tensor, change: Callable[[Tensor], Tensor]) -> Rows:
+        """Other tokens, with `change` applied to the features that there are."""
+        features = (None if x is None else change(x) for x in (self.hidden_BJD, self.streams_BJkD))
+        return Rows(tokens_BJ, count_B, *features)
+
     def padded(self, columns: int) -> Rows:
-        """The same tokens in so many columns; what is added holds zeros."""
+        """The same tokens, with columns of zeros added up to `columns`."""
         more = columns - self.tokens_BJ.shape[1]
-        hidden, streams = self.hidden_BJD, self.streams_BJkD
-        return Rows(
-            F.pad(self.tokens_BJ, (0, more)),
-            self.count_B,
-            None if hidden is None else F.pad(hidden, (0, 0, 0, more)),
-            None if streams is None else F.pad(streams, (0, 0, 0, 0, 0, more)),
-        )
+
+        def pad(x: Tensor) -> Tensor:
+            return F.pad(x, (0, 0) * (x.dim() - 2) + (0, more))
+
+        return self._with(pad(self.tokens_BJ), self.count_B, pad)
 
     def at(self, column_B1: Tensor) -> Rows:
         """One token of each row."""
-        hidden, streams = self.hidden_BJD, self.streams_BJkD
-        return Rows(
-            self.tokens_BJ.gather(1, column_B1),
-            torch.ones_like(column_B1[:, 0]),
-            None if hidden is None else take_rows(hidden, column_B1),
-            None if streams is None else take_rows(streams, column_B1),
+        return self._with(
+            self.tokens_BJ.gather(1, column_B1), torch.ones_like(column_B1[:, 0]), lambda x: take_rows(x, column_B1)
         )
 
     def zeros(self, columns: int) -> Rows:
-        """No tokens: so many columns of zeros, with the features that these have."""
-        tokens_BJ, hidden, streams = self.tokens_BJ, self.hidden_BJD, self.streams_BJkD
-        batch = tokens_BJ.shape[0]
-        return Rows(
-            tokens_BJ.new_zeros((batch, columns)),
-            torch.zeros_like(self.count_B),
-            None if hidden is None else hidden.new_zeros((batch, columns, *hidden.shape[2:])),
-            None if streams is None else streams.new_zeros((batch, columns, *streams.shape[2:])),
-        )
+        """No tokens: `columns` columns of zeros, with features of the same kinds."""
+
+        def none(x: Tensor) -> Tensor:
+            return x.new_zeros((x.shape[0], columns, *x.shape[2:]))
+
+        return self._with(none(self.tokens_BJ), torch.zeros_like(self.count_B), none)

@@ -22,9 +22,9 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    #: None = lossless; (ε, δ) = Medusa's typical acceptance, lossy at temperature > 0
+    #: (ε, δ) of Medusa's typical acceptance, which is lossy at temperature > 0; None = lossless acceptance
     typical: tuple[float, float] | None = None
-    #: probabilities by level that a draft is accepted, whatever the target says (lossy); None = the target decides
+    #: probability of acceptance at each level, whatever the target says (lossy); None = the target decides
     synthetic: tuple[float, ...] | None = None
 
     @classmethod
@@ -49,41 +49,52 @@ class Sampling:
 
 
 def penalise(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
-    """Repetition penalty in float32 (float64 stays): `logits` […, V], `seen` bool, broadcastable, or None."""
-    logits = wide(logits)
-    if seen is None or not sampling.penalises:
+    """Repetition penalty, in float32 (float64 stays).
+
+    Args: logits: […, V]; seen: bool, broadcastable, the tokens to penalise; None leaves the logits unchanged.
+    """
+    if seen is None:
         return logits
-    penalty = sampling.repetition_penalty
+    logits, penalty = wide(logits), sampling.repetition_penalty
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def best(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     """Most likely token after the repetition penalty, the lower id where two tie: […, V] → int64 […]."""
-    return argmax(logits if seen is None else penalise(logits, sampling, seen))
+    return argmax(penalise(logits, sampling, seen))
 
 
 def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
     """Distribution after all processors, […, V], float32 (float64 stays): see heads.sampling.distribution."""
-    logits = penalise(logits, sampling, seen)
-    return distribution(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    penalised = penalise(logits, sampling, seen)
+    return distribution(penalised, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Sample token ids from distributions […, V] → int64 […].
 
-    A race of exponential clocks: the first of Exp(1) / p to ring is token x with probability p(x).
+    A race of exponential clocks: of clocks that ring after Exp(1) / p(x), that of token x rings first with
+    probability p(x).
     """
     clock = torch.empty_like(p).exponential_(generator=generator)
     return (p / clock.clamp(min=torch.finfo(p.dtype).tiny)).argmax(-1)
 
 
-def add_seen(seen_BV: Tensor, tokens_BJ: Tensor, count_B: Tensor) -> Tensor:
-    """bool [B, V]: `seen_BV` and the first `count_B` tokens of each row."""
+def add_seen(seen_BV: Tensor | None, tokens_BJ: Tensor, count_B: Tensor | None = None) -> Tensor | None:
+    """`seen_BV` (bool [B, V]) with the first `count_B` tokens of each row added; count None = all tokens.
+
+    Without a repetition penalty nothing is kept: None stays None.
+    """
+    if seen_BV is None:
+        return None
+    if count_B is None:
+        return seen_BV.scatter(1, tokens_BJ, True)
     inside_BJ = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device) < count_B[:, None]
     return seen_BV.int().scatter_add_(1, tokens_BJ, inside_BJ.int()) > 0
 
 
-def context_seen(tokens_BJ: Tensor, count_B: Tensor, vocab: int) -> Tensor:
-    """bool [B, V]: the first `count_B` tokens of each row."""
-    none_BV = torch.zeros((tokens_BJ.shape[0], vocab), dtype=torch.bool, device=tokens_BJ.device)
-    return add_seen(none_BV, tokens_BJ, count_B)
+def context_seen(sampling: Sampling, tokens_BJ: Tensor, count_B: Tensor, vocab: int) -> Tensor | None:
+    """bool [B, V]: the first `count_B` tokens of each row, where `sampling` has a repetition penalty; else None."""
+    if not sampling.penalises:
+        return None
+    return add_seen(torch.zeros((len(tokens_BJ), vocab), dtype=torch.bool, device=tokens_BJ.device), tokens_BJ, count_B)

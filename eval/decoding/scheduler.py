@@ -1,4 +1,4 @@
-"""What of the drafts is verified: a scheduler stands between drafting and the target's forward.
+"""A scheduler stands between drafting and the target's forward: it chooses which drafts are verified.
 
 Shape legend: B batch, N nodes.
 """
@@ -16,17 +16,17 @@ from headstart.eval.tree import Tree
 class Scheduler(Protocol):
     """Chooses, in every cycle, which nodes of which rows the target verifies.
 
-    A node that is left out counts as not drafted, so what is committed stays the target's own choice. Trees that are a
-    function of the context allow any choice. Where a tree carries q, its tokens were drawn: whether a node is kept may
-    then depend on the nodes above it and on q, but not on what was drawn at its own level or below. Otherwise what
-    remains is no longer distributed as q says. What is left out is masked: the forward has a place for it still.
+    A node that is left out counts as not drafted, so verification stays lossless on one condition. Where a tree carries
+    q, its tokens were drawn: whether a node is kept may then depend on the nodes above it and on q, but not on what was
+    drawn at its own level or below. Otherwise the kept drafts are not distributed as q says. Trees without q allow any
+    choice. Nodes that are left out are masked: the forward still computes their rows.
 
     One scheduler serves one batch at a time: `start` resets it.
 
     Attributes:
-        captures: whether `choose` asks nothing of the host, so that a CUDA graph can hold it. It then reads only the
-            tensors at `state` and such as outlive the batch.
-        state: (object, attribute) where the tensors stand that `choose` changes; their shapes stay from `start` on.
+        captures: whether a CUDA graph can hold `choose`. It then asks nothing of the host, and reads only tensors of
+            `state` and tensors that outlive the batch.
+        state: (object, attribute) of every tensor that `choose` replaces. Their shapes do not change after `start`.
     """
 
     captures: bool
@@ -35,18 +35,17 @@ class Scheduler(Protocol):
     def state(self) -> list[tuple[object, str]]: ...
 
     def start(self, context: Rows) -> None:
-        """A new batch: all context tokens, as the drafter gets them."""
+        """Begin a batch: all context tokens, as the drafter gets them."""
         ...
 
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
         """Which nodes are verified.
 
         Args:
-            tree: what was drafted, nothing in idle rows; `tree.score_BN`, where it is not None, says how sure the draft
-                is of each node.
-            roots_B: int64, the tokens that the trees follow.
-            active_B: bool, rows that go on.
-        Returns: bool [B, N], True = verified, or None = all. A node may be kept only with its parent.
+            tree: the drafts, none in idle rows. `tree.score_BN`, where it is not None, says how sure the draft is.
+            roots_B: int64, the trees' roots.
+            active_B: bool, rows that are not finished.
+        Returns: bool [B, N], True = verified, or None = all. A kept node's parent must be kept.
         """
         ...
 
@@ -64,5 +63,5 @@ class KeepAll:
         return None
 
 
-#: one for all loops: captured cycles are known by their scheduler
+#: all loops share this one, because captured cycles are looked up by their scheduler
 KEEP_ALL = KeepAll()

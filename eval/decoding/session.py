@@ -1,4 +1,4 @@
-"""A target that decodes batch after batch: one engine, captured cycles and kernels for all of them."""
+"""A target that decodes batch after batch, with one engine, its captured cycles and kernel choices."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KV_BUCKET = 128
 
 
 class Decoder:
-    """A target's engine, resized as needed and shared by plain and speculative decoding.
+    """A target's engine, made anew when a batch does not fit, and shared by plain and speculative decoding.
 
     Attributes:
-        unfused: why the target runs by transformers' own forward although `eval.engine` is auto and there is a GPU, or
-            None.
-        graphs: captured cycles, with the seconds that took.
+        unfused: why the target runs by transformers' own forward although `eval.engine` is auto and there is a GPU;
+            else None.
+        graphs: captured cycles.
     """
 
     def __init__(self, target: Target, config: EvalConfig):
@@ -74,12 +74,12 @@ class Decoder:
         seed: int,
         row_seeds: Tensor | None = None,
     ) -> Decoded:
-        """`decode` on buffers that fit. Args: row_seeds: see `decode`."""
+        """`decode` on buffers that are large enough. Args: row_seeds: see `decode`."""
         longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
         needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
         engine = self.engine
         if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
-            # captured cycles are of use as long as the buffers are, and fused kernels read only the slots in use
+            # larger buffers live longer, and captured cycles with them; fused kernels read only the slots in use
             capacity = roomy(needed) if self.fused is not None else -(-needed // KV_BUCKET) * KV_BUCKET
             # free the old buffers before the new ones are made
             self.engine = engine = None
@@ -94,7 +94,7 @@ class Decoder:
             engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator,
             graphs=self.graphs, row_seeds=row_seeds,
         )  # fmt: skip
-        # the first batch on new buffers waits for the capture, which is no part of decoding
+        # the first batch on new buffers waits for a capture, which does not count as decoding
         preparing = self.graphs.seconds - before
         if preparing:
             decoded.decode_s -= preparing

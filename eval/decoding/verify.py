@@ -1,7 +1,7 @@
 """Which drafts the target accepts (methods §10). Pure functions of the tree, the target's logits and random draws.
 
-Every verifier splits in two: a deterministic part (distributions, acceptance probabilities, residuals) and a walk
-driven by random draws, so that tests can enumerate the draws and prove the output distribution exact.
+Every verifier has two parts: a deterministic one (distributions, acceptance probabilities, residuals) and a walk that
+random draws drive. So tests can enumerate the draws and prove that the output distribution is exact.
 Shape legend: B batch, N nodes, M = N + 1 rows of the target (row 0 is the root, row n + 1 is node n), K levels,
 V vocabulary.
 """
@@ -42,12 +42,15 @@ def verify(
     seen_BV: Tensor | None = None,
     rate_K: Tensor | None = None,
 ) -> Verified:
-    """Accept drafts by the rule that fits them: greedy, point mass, drawn from q, typical or synthetic (both lossy).
+    """Accept drafts by the rule that `sampling` and the tree ask for.
+
+    The rules: greedy; one draw from p (trees without q); min(1, p/q) with residuals (trees drawn from q); typical and
+    synthetic acceptance, which are lossy.
 
     Args:
         logits_BMV: the target's raw logits at the root and at every node.
-        seen_BV: bool, tokens of each context with its root; needed by the repetition penalty only.
-        rate_K: `sampling.synthetic` as a float32 tensor on the device, which a captured cycle cannot make.
+        seen_BV: bool, tokens of each context with its root; needed for a repetition penalty only.
+        rate_K: `sampling.synthetic` as a float32 tensor on the device: a captured cycle cannot copy it there.
     """
     seen_BMV = seen_tokens(tree, seen_BV) if seen_BV is not None and sampling.penalises else None
     if sampling.synthetic is not None:
@@ -73,7 +76,7 @@ def verify(
 
 
 def seen_tokens(tree: Tree, seen_BV: Tensor) -> Tensor:
-    """bool [B, M, V]: tokens in the context of each row of the target, its own path included."""
+    """bool [B, M, V]: for each row of the target, the tokens of the context and of the path to it, its own included."""
     batch, vocab = seen_BV.shape
     seen_BMV = seen_BV[:, None, :].expand(batch, tree.nodes + 1, vocab).clone()
     mask_BNN = tree.mask_BNN
@@ -84,11 +87,11 @@ def seen_tokens(tree: Tree, seen_BV: Tensor) -> Tensor:
 
 
 def walk_choices(tree: Tree, choice_BM: Tensor) -> Verified:
-    """Follow the target's own choice at each row while it is among the children.
+    """Follow the target's own choice at each row as long as a child holds it.
 
-    With choice = argmax this is greedy verification; with choice drawn from p it is exact sampling for
-    deterministic trees: accepting children in order with p(x), then the renormalised rest, is the same as drawing
-    once and looking whether the draw is a child.
+    With choice = argmax this is greedy verification. With choice drawn from p it is exact sampling for trees that are a
+    function of the context: to accept children in order with p(x), then draw from the renormalised rest, is the same as
+    to draw once and look whether a child holds the draw.
     """
     return Verified(*walk_kernel(tree, choice_BM)) if wants_kernel(choice_BM) else walk_choices_eager(tree, choice_BM)
 
@@ -114,18 +117,18 @@ def walk_accepted(tree: Tree, accept_BN: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _closed(tree: Tree, ok_BN: Tensor) -> Tensor:
-    """Nodes all of whose ancestors, themselves included, are ok."""
+    """Nodes that are ok, as are all their ancestors."""
     if tree.linear:
         return ok_BN.long().cumprod(1).bool()
     return ~(tree.mask_BNN & ~ok_BN[:, None, :]).any(-1)
 
 
 def _path(tree: Tree, on_path_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay the marked nodes (one per depth, closed under parents) out by depth."""
+    """As walk_accepted's results, from the marked nodes: one per depth at most, each with its parent."""
     batch, nodes = on_path_BN.shape
     depth_BN = torch.where(on_path_BN, tree.depth_BN, 0)
     index_BN = torch.arange(nodes, device=depth_BN.device).expand(batch, nodes)
-    # column 0 collects every node off the path
+    # column 0 receives every node off the path, and is dropped
     path_BK = torch.full((batch, tree.levels + 1), -1, dtype=torch.int64, device=depth_BN.device)
     path_BK = path_BK.scatter(1, depth_BN, index_BN)[:, 1:]
     accepted_B = on_path_BN.sum(1)
@@ -137,8 +140,8 @@ def _path(tree: Tree, on_path_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def acceptance(tree: Tree, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
     """Acceptance probabilities and residuals for drafts drawn from q (siblings without replacement).
 
-    For the children of a node in order: accept x with min(1, p(x)/q(x)), else p ← normalise(max(p - q, 0)) and q
-    loses x. Without q (point mass) this is "accept with p(x), else strike x out".
+    For the children of a node in order: accept x with min(1, p(x)/q(x)). If rejected, p ← normalise(max(p - q, 0))
+    and q loses x. Without q (point mass): accept x with p(x); if it is rejected, p loses x.
 
     Returns:
         ratio_BN: probability that the node is accepted, given its parent accepted and its earlier siblings rejected.
@@ -162,11 +165,11 @@ def acceptance(tree: Tree, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
             q_BV = q_BV.masked_fill(drawn_BMV[rows_B, parent_B], 0.0)
             q_BV = q_BV / q_BV.sum(1, keepdim=True).clamp(min=torch.finfo(q_BV.dtype).tiny)
         p_x, q_x = p_BV.gather(1, token_B1)[:, 0], q_BV.gather(1, token_B1)[:, 0]
-        # 0/0 (a token that neither would say) is a rejection
+        # 0/0, a token that neither p nor q holds, is a rejection
         ratio_BN[:, n] = torch.where(q_x > 0, (p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)).clamp(max=1.0), 0.0)
         left_BV = (p_BV - q_BV).clamp(min=0.0)
         total_B1 = left_BV.sum(1, keepdim=True)
-        # p equal to q leaves nothing: such a draft is never rejected, so what stands here is never drawn
+        # p = q leaves nothing. Such a draft is never rejected, so this residual is never drawn from
         left_BV = torch.where(total_B1 > 0, left_BV / total_B1.clamp(min=torch.finfo(p_BV.dtype).tiny), p_BV)
         residual_BMV[rows_B, parent_B] = torch.where(valid_B[:, None], left_BV, p_BV)
         drawn_BMV[rows_B, parent_B] |= torch.zeros_like(p_BV, dtype=torch.bool).scatter(1, token_B1, True)
@@ -174,7 +177,7 @@ def acceptance(tree: Tree, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chain_acceptance(tree: Tree, q_BNV: Tensor, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
-    """`acceptance` where every row of the target has one child at most: all levels at once."""
+    """`acceptance` for chains, where every row of the target has at most one child: all levels at once."""
     tiny = torch.finfo(p_BMV.dtype).tiny
     before_BNV, token_BN1 = p_BMV[:, :-1], tree.tokens_BN[:, :, None]
     q_BNV = torch.nn.functional.pad(q_BNV.to(p_BMV.dtype), (0, p_BMV.shape[2] - q_BNV.shape[2]))
@@ -214,10 +217,10 @@ def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta:
 
 
 def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Generator | None = None) -> Verified:
-    """Accept level d with probability `rate_K[d - 1]` if all earlier levels were. LOSSY: the target is not asked.
+    """Accept level d with probability `rate_K[d - 1]` if all earlier ones were. LOSSY: p decides nothing.
 
-    The path leads to the first of a row's deepest nodes; levels beyond the rates are refused. `choice_BM`: the target's
-    own token at every row; the one at the end of the path is committed after it.
+    The path leads to the first of a row's deepest nodes. Levels beyond the rates are rejected. `choice_BM`: the
+    target's own token at every row; the one at the end of the path is committed after it.
     """
     shape = (choice_BM.shape[0], tree.levels)
     uniform_BK = torch.rand(shape, device=choice_BM.device, generator=generator)

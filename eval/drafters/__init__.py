@@ -1,4 +1,4 @@
-"""Drafters: what proposes trees for the target to verify. `DRAFTERS` says what evaluation knows of each."""
+"""Drafters propose trees for the target to verify. `DRAFTERS` lists them by head family or training-free method."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["DRAFTERS", "Drafter", "Drafting", "build_drafter", "find_drafting"]
 
 @dataclass(frozen=True)
 class Drafting:
-    """What evaluation knows of a head family, or of a method that needs no head.
+    """How a head family drafts, or a method that needs no head.
 
     Attributes:
         kinds: kinds of trees that it drafts (`eval.tree.kind`).
         build: (head bound to its target, eval config) → drafter. A method without a head gets None.
         draft_everywhere: (head, tokens_BT, hidden_BTD, streams_BTkD or None, row_BA, depth) → int64 [B, A, ≤ depth],
-            the greedy drafts after every row of known texts, at once. None = only the decode loop tells them.
+            the greedy drafts after many rows of known texts at once. None = it can only draft in the decode loop.
     """
 
     kinds: tuple[str, ...]
@@ -59,7 +59,7 @@ DRAFTERS: dict[str, Drafting] = {
 
 
 def find_drafting(head: Head | None, config: EvalConfig) -> Drafting | None:
-    """How `eval.drafter` and the head ask to draft; None = plain decoding.
+    """The entry of DRAFTERS that `eval.drafter` and the head ask for; None = plain decoding.
 
     Raises: ConfigError for a head that no drafter is known for.
     """
@@ -84,7 +84,7 @@ def build_drafter(head: Head | None, config: EvalConfig) -> Drafter | None:
     drafting = find_drafting(head, config)
     if drafting is None:
         return None
-    # a method without a head drafts its chain whatever tree is asked for
+    # a method without a head drafts a chain, whatever eval.tree.kind says
     if config.drafter == "auto" and head is not None and config.tree.kind not in drafting.kinds:
         chain, *trees = drafting.kinds
         raise ConfigError(

@@ -1,9 +1,10 @@
-"""EAGLE-1 and EAGLE-3 as drafters: own draft KV, chains, and EAGLE-2 dynamic trees (methods §3, §4).
+"""EAGLE-1 and EAGLE-3 as drafters: a KV cache of the draft layer, chains, EAGLE-2's dynamic trees (methods §3, §4).
 
-Draft row p consumes emb(x_{p+1}) and a feature g_p at rope position p. Rows of committed tokens are always computed
-from real target features; rows of drafted tokens are scratch that the next commit overwrites.
-Shape legend: B batch, J new rows, N rows of a pass, k frontier nodes, S slots, H head hidden, U draft vocabulary,
-V target vocabulary.
+Draft row p reads emb(x_{p+1}) and a feature g_p at rope position p. Rows of committed tokens are always computed from
+the target's features. Rows of drafted tokens are scratch that the next cycle overwrites. A dynamic tree's frontier is
+the k nodes that are expanded next.
+Shape legend: B batch, J new rows, N rows of a pass, k frontier nodes, f rows of the pass before, H head hidden,
+U draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.autoregressive import AutoregressiveHead
 
-#: context rows per pass when a batch starts: whole chunks, and a power of two that holds the rest
+#: context rows per pass when a batch starts: whole chunks, and a power of two for the rest
 START_CHUNK, NARROWEST_START = 256, 32
 
 
 class AutoregressiveDrafter:
-    """Drafts token after token with an AutoregressiveHead bound to its target, as it stands at the first `start`."""
+    """Drafts token after token with an AutoregressiveHead bound to its target. The first `start` copies its weights."""
 
     captures = True
 
@@ -46,7 +47,7 @@ class AutoregressiveDrafter:
         self.spec: FeatureSpec | None = head.spec
         self.dynamic = tree.kind == "dynamic"
         self.max_nodes = tree.total_tokens - 1 if self.dynamic else tree.depth
-        #: rows that a commit can bring: the root and one node per level
+        #: most rows of a commit: the root and one node per level
         self.width = tree.depth + 1
         self.prepare_s = 0.0
         self.step: DraftStep | None = None
@@ -62,24 +63,20 @@ class AutoregressiveDrafter:
         rows = {batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}
         return [(self.step.linears(), count) for count in sorted(rows)]
 
-    # context -----------------------------------------------------------------------------------------------------
-
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:
         scratch = self.tree.depth * (self.tree.k if self.dynamic else 1)
         self._prepare(context, capacity + scratch)
         self.length_B = torch.zeros_like(context.count_B)
-        self.seen_BV: Tensor | None = None
-        if self.sampling.penalises:
-            self.seen_BV = context_seen(context.tokens_BJ, context.count_B, self.head.dims.vocab_size)
-        # every row but the last has its next token already; the last waits for the root
+        vocab = self.head.dims.vocab_size
+        self.seen_BV = context_seen(self.sampling, context.tokens_BJ, context.count_B, vocab)
+        # the next token of every row but the last is known; the last row waits for the root
         known_B = context.count_B - 1
         self._take_over(replace(context, tokens_BJ=F.pad(context.tokens_BJ[:, 1:], (0, 1))), known_B)
         self._pend(context.at(known_B[:, None]))
 
     def _take_over(self, rows: Rows, count_B: Tensor) -> None:
-        """Append the first `count_B` rows of each sequence to the draft KV, in passes of few different widths, since
-        kernels are compiled for a width."""
+        """Append the first `count_B` rows of each sequence to the draft KV, in passes of few different widths."""
         widths = start_widths(rows.tokens_BJ.shape[1])
         rows, begin = rows.padded(sum(widths)), 0
         for width in widths:
@@ -88,28 +85,28 @@ class AutoregressiveDrafter:
             begin += width
 
     def _take_over_zeros(self, like: Rows) -> None:
-        """A pass of every width that a start may take."""
+        """Run a pass of every width that `start` may need, to compile its kernels."""
         columns = NARROWEST_START
         while columns <= START_CHUNK:
             self._take_over(like.zeros(columns), torch.zeros_like(like.count_B))
             columns *= 2
 
     def _prepare(self, context: Rows, slots: int) -> None:
-        """Weights and buffers; those of an earlier batch serve again where they fit."""
+        """Make weights and buffers, unless those of an earlier batch fit."""
         batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
         ready = self.step is not None and self.step.tables[0].shape[0] >= slots
         placed = self.kv is not None and self.kv.keys[0].shape[0] == batch and self.kv.capacity == slots
         if ready and placed:
             return
-        synchronize(device)  # the prompts' forwards are under way, and their time is no part of this
+        synchronize(device)  # do not count the target's prefill, which may still run
         began = time.perf_counter()
         if not ready:
             self.step = DraftStep(self.head, slots)
         assert self.step is not None
         if not placed:
-            shape = (self.head.num_kv_heads, self.head.head_dim)
-            self.kv = Buffers([shape], batch, slots, self.step.dtype, device)
-            # captured cycles read its parents and depths where they stand, as they do the buffers
+            dims = self.head.dims
+            self.kv = Buffers([(dims.num_kv_heads, dims.head_dim)], batch, slots, self.step.dtype, device)
+            # captured cycles read its parents and depths, so they must stay where they are
             self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=device))
             self.length_B = torch.zeros_like(context.count_B)
             compile_ahead(lambda: self._take_over_zeros(context))
@@ -117,12 +114,11 @@ class AutoregressiveDrafter:
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
-        if self.seen_BV is not None:
-            self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
+        self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
         self._pend(accepted)
 
     def _pend(self, rows: Rows) -> None:
-        """Remember rows whose last one still lacks its next token."""
+        """Keep rows for the next `propose`: their last one lacks its next token, the root."""
         missing = self.width - rows.tokens_BJ.shape[1]
         self.pending_BJ, self.pending_g_BJH = rows.tokens_BJ, self._fuse(rows, slice(None))
         if missing:
@@ -133,18 +129,15 @@ class AutoregressiveDrafter:
     def _fuse(self, rows: Rows, columns: slice) -> Tensor:
         hidden, streams = rows.hidden_BJD, rows.streams_BJkD
         if hidden is None:
-            raise ValueError("the engine captured no features: build it with the drafter's spec")
+            raise ValueError("the rows carry no features: give the engine the drafter's spec")
         assert self.step is not None
         return self.step.fuse(hidden[:, columns], None if streams is None else streams[:, columns])
-
-    # drafting ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
         assert self.kv is not None
         lined = line_up(self.pending_BJ, self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth)
-        if self.seen_BV is not None:
-            self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
+        self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         visibility = Visibility(lined.position_BW, lined.write_BW, self.length_B)
         g_B1H, logits_B1U = self._pass(lined.tokens_BW, self.pending_g_BJH, visibility, lined.last_B1)
         self.length_B = lined.length_B
@@ -166,47 +159,44 @@ class AutoregressiveDrafter:
                 tokens.append(self.head.target_ids(draw(q_BU, generator)[:, None]))
                 qs.append(self._to_target_vocabulary(q_BU))
             else:
-                logits_BU = logits_B1U[:, 0] if seen_BU is None else penalise(logits_B1U[:, 0], self.sampling, seen_BU)
+                logits_BU = penalise(logits_B1U[:, 0], self.sampling, seen_BU)
                 tokens.append(argmax(logits_BU, self.head.draft_ids_U)[:, None])
             if depth == self.tree.depth:
                 break
-            if seen_BV is not None:
-                seen_BV = seen_BV.scatter(1, tokens[-1], True)
+            seen_BV = add_seen(seen_BV, tokens[-1])
             position_B1 = lined.ahead_DB[depth - 1][:, None]
             visibility = Visibility(position_B1, position_B1, self.length_B)
             g_B1H, logits_B1U = self._pass(tokens[-1], g_B1H, visibility)
         return replace(self._chain, tokens_BN=torch.cat(tokens, 1), q_BNV=torch.stack(qs, 1) if qs else None)
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
-        """EAGLE-2: expand the k best nodes of each level, keep the best of everything stored."""
+        """EAGLE-2: expand the k best nodes of each level, then keep the best of all candidates."""
         seen_BU = self._in_draft_vocabulary(self.seen_BV)
         seen_BfU = None if seen_BU is None else seen_BU[:, None]
-        logits_BfU, g_BfH = self._penalised(logits_B1U, seen_BfU), g_B1H
+        logits_BfU, g_BfH = penalise(logits_B1U, self.sampling, seen_BfU), g_B1H
         growth = Growth.start(self.length_B, self.tree.k, self.tree.depth, logits_BfU, self.head.draft_ids_U)
         growth = growth.grow(logits_BfU)
         for _ in range(self.tree.depth - 1):
             g_BfH, logits_BfU = self._frontier_pass(growth, g_BfH)
             seen_BfU = _seen_on_path(seen_BfU, growth)
-            growth = growth.grow(self._penalised(logits_BfU, seen_BfU))
+            growth = growth.grow(penalise(logits_BfU, self.sampling, seen_BfU))
         return growth.tree(self.max_nodes)
 
     def _frontier_pass(self, growth: Growth, g_BfH: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the frontier: nodes see the context, their ancestors and themselves. `g_BfH`: of the frontier before."""
+        """A pass over the frontier. A node sees the context, its ancestors, itself. `g_BfH`: of the last frontier."""
         nodes = growth.frontier
         assert nodes is not None
         visibility = Visibility(nodes.position_Bk, nodes.write_Bk, growth.length_B, nodes.seen_Bkn)
         return self._pass(nodes.tokens_Bk, g_BfH, visibility, under_BN=nodes.under_Bk)
 
-    # passes ------------------------------------------------------------------------------------------------------
-
     def _rows(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor) -> None:
-        """Append the first `count_B` rows of each to the draft KV, from target features."""
+        """Append the first `count_B` rows of each sequence to the draft KV. Args: g_BJH: from the target's features."""
         assert self.kv is not None
         column_J = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device)
         real_BJ = column_J < count_B[:, None]
         write_BJ = torch.where(real_BJ, self.length_B[:, None] + column_J, self.kv.bin)
         position_BJ = torch.where(real_BJ, write_BJ, -1)
-        # nobody reads this draft: a pass drafts after one row at least
+        # a pass drafts after at least one row; this draft is not read
         first_B1 = torch.zeros_like(count_B)[:, None]
         self._pass(tokens_BJ, g_BJH, Visibility(position_BJ, write_BJ, self.length_B), first_B1)
         self.length_B = self.length_B + count_B
@@ -222,11 +212,6 @@ class AutoregressiveDrafter:
         assert self.step is not None and self.kv is not None
         return self.step(tokens_BN, g_BfH, visibility, self.kv.keys[0], self.kv.values[0], only_B1, under_BN)
 
-    # vocabulary --------------------------------------------------------------------------------------------------
-
-    def _penalised(self, logits_BNU: Tensor, seen_BNU: Tensor | None) -> Tensor:
-        return logits_BNU if seen_BNU is None else penalise(logits_BNU, self.sampling, seen_BNU)
-
     def _in_draft_vocabulary(self, seen_BV: Tensor | None) -> Tensor | None:
         ids_U = self.head.draft_ids_U
         return seen_BV if seen_BV is None or ids_U is None else seen_BV[:, ids_U]
@@ -240,7 +225,7 @@ class AutoregressiveDrafter:
 
 
 def _seen_on_path(seen_BfU: Tensor | None, growth: Growth) -> Tensor | None:
-    """What the nodes of the frontier have seen: what their parents had (`seen_BfU`), and themselves."""
+    """Tokens that stand before each frontier node's children: those before the node (`seen_BfU`), and its own."""
     if seen_BfU is None:
         return None
     nodes = growth.frontier
@@ -250,7 +235,7 @@ def _seen_on_path(seen_BfU: Tensor | None, growth: Growth) -> Tensor | None:
 
 
 def start_widths(columns: int) -> list[int]:
-    """Widths of the passes that take over so many columns.
+    """Widths of the passes over `columns` columns. They are few, because kernels are compiled for each width.
 
     >>> start_widths(600), start_widths(3)
     ([256, 256, 128], [32])

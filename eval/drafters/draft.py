@@ -1,8 +1,9 @@
 """One decoding pass of an autoregressive head on explicit KV buffers, with the kernels that the target runs on.
 
-It computes what AutoregressiveHead.step does. Weights are copied, in the dtype that decoding runs in, so that a head
-which is still being trained keeps its parameters; a head has one layer, so the copy is small.
-Shape legend: B batch, N rows of a pass, R = B · N, H head hidden, U draft vocabulary, g kv heads, d head dim, S slots.
+It computes what AutoregressiveHead.step computes. It copies the weights in the dtype that decoding runs in, because the
+head may still be in training. A head has one layer, so the copy is small.
+Shape legend: B batch, N rows of a pass, R = B · N, f rows of `g`, H head hidden, I input of a product, U draft
+vocabulary, g kv heads, d head dim, S slots.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def norm_of(norm: RMSNorm) -> NormWeights:
 
 
 def computes_as(head: AutoregressiveHead, family: type[AutoregressiveHead], piece: str) -> bool:
-    """Whether the head's `fuse`, `mix` or `logits` is the family's own: another head may compute it in another way."""
+    """Whether the head's method `piece` (`fuse`, `mix` or `logits`) is the family's: a subclass may replace it."""
     return getattr(type(head), piece) is getattr(family, piece)
 
 
 class DraftStep:
-    """A head as it stands, bound to its target, ready to draft.
+    """A copy of a head that is bound to its target.
 
-    Args: positions: rotary tables reach to this many.
+    Args: positions: length of the rotary tables.
     """
 
     def __init__(self, head: AutoregressiveHead, positions: int):
@@ -49,7 +50,7 @@ class DraftStep:
         def copied(*weights: Tensor) -> Tensor:
             return torch.cat([weight.detach().to(self.dtype) for weight in weights])
 
-        # EAGLE-3 fuses the target's features in every cycle; EAGLE-1's fc is part of its input
+        # EAGLE-3's fc makes g from the target's features; EAGLE-1's fc stands in `mix` and needs no copy
         self.fc = Linear(copied(head.fc.weight)) if computes_as(head, Eagle3Head, "fuse") else None
         self.qkv = Linear(copied(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight))
         self.out = Linear(copied(attention.o_proj.weight), residual=True)
@@ -62,14 +63,15 @@ class DraftStep:
         self.mlp_norm = norm_of(norm)
         self.input = self._input()
         self.norm: NormWeights | None = None
-        self.shape = RopeStore(head.num_heads, head.num_kv_heads, head.head_dim)
-        self.attend_shape = AttendShape(head.head_dim**-0.5)
+        dims = head.dims
+        self.shape = RopeStore(dims.num_heads, dims.num_kv_heads, dims.head_dim)
+        self.attend_shape = AttendShape(dims.head_dim**-0.5)
         self.tables = head.rope(torch.arange(positions, device=device))
         self.output: Linear | None = None
         self._set_output()
 
     def _input(self) -> DraftInput | None:
-        """What the rows are made of (EAGLE-1's fc comes after it); None = the head's own `mix` makes them."""
+        """For the kernel that gathers the rows' inputs (EAGLE-1's fc follows it); None = the head's own `mix` runs."""
         head: Any = self.head
         if head.embed_VD is None:
             raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
@@ -79,7 +81,7 @@ class DraftStep:
         return DraftInput(head.embed_VD, None) if computes_as(head, EagleHead, "mix") else None
 
     def _inputs(self, tokens_BN: Tensor, g_BfH: Tensor, under_BN: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(input of the layer's attention, start of its residual stream), rows first."""
+        """(attention input of the layer [R, I], start of its residual stream [R, H])."""
         head = self.head
         if self.input is None:
             g_RH = (g_BfH if under_BN is None else take_rows(g_BfH, under_BN)).flatten(0, 1)
@@ -91,7 +93,7 @@ class DraftStep:
         return x_RI, head.residual(x_RI, g_RH)
 
     def _set_output(self) -> None:
-        """The product that makes logits, and the norm before it. Without a product the head's `logits` makes them."""
+        """Set the product that makes logits and the norm before it. Without a product, the head's `logits` runs."""
         head: Any = self.head
         if computes_as(head, Eagle3Head, "logits"):
             self.norm, self.output = norm_of(head.norm), Linear(head.lm_head.weight.detach().to(self.dtype))
@@ -106,7 +108,7 @@ class DraftStep:
         return [linear for linear in own if linear is not None]
 
     def fuse(self, hidden_BJD: Tensor, streams_BJkD: Tensor | None) -> Tensor:
-        """The same as AutoregressiveHead.fuse: [B, J, H]."""
+        """As AutoregressiveHead.fuse: [B, J, H]."""
         if self.fc is None or streams_BJkD is None:
             return self.head.fuse(hidden_BJD, streams_BJkD)
         batch, count = streams_BJkD.shape[:2]
@@ -125,11 +127,11 @@ class DraftStep:
         """Store the rows' keys and values and draft.
 
         Args:
-            tokens_BN, g_BfH: as AutoregressiveHead.step's `token_BN`, `g_BNH`.
+            tokens_BN, g_BfH: as `tokens_BN`, `g_BNH` of AutoregressiveHead.step.
             visibility: rope positions, slots written, slots seen.
             keys, values: [B, g, S, d].
-            only_B1: int64, the one row of each sequence whose result is wanted; None = all. Without tree masks only.
-            under_BN: int64, row of `g_BfH` that each token is drafted on from; None: the one at its place (f = N).
+            only_B1: int64, the one row of each sequence that is wanted; None = all. Not with a tree mask.
+            under_BN: int64, the row of `g_BfH` that each token reads; None = row n for token n (f = N).
         Returns: (g for the next step [B, N or 1, H], logits [B, N or 1, U]).
         """
         batch, count = tokens_BN.shape

@@ -1,7 +1,7 @@
-"""Greedy drafts after every row of known texts at once: for teacher-forced acceptance (measuring/teacher_forced.py).
+"""Greedy drafts after many rows of known texts at once, for teacher-forced acceptance (measuring/teacher_forced.py).
 
-Shape legend: B documents, T tokens, A rows of a document after which is drafted, K depth, D target hidden, k streams,
-H head hidden, h heads, g kv heads, d head dim, V target vocabulary, U draft vocabulary.
+Shape legend: B documents, T tokens, A rows of a document that drafts begin after, K depth, D target hidden, k streams,
+H head hidden, h heads, g kv heads, d head dim, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from headstart.heads.families.medusa.head import MedusaHead
 def medusa_everywhere(
     head: MedusaHead, tokens_BT: Tensor, hidden_BTD: Tensor, streams_BTkD: Tensor | None, row_BA: Tensor, depth: int
 ) -> Tensor:
-    """int64 [B, A, K]: all depths follow from the feature of the row. Args: see Drafting.draft_everywhere."""
+    """int64 [B, A, K], all depths from the feature of the row. Args: see Drafting.draft_everywhere."""
     batch_B1 = torch.arange(len(row_BA), device=row_BA.device)[:, None]
     hidden_AD = hidden_BTD[batch_B1, row_BA].flatten(0, 1)
-    # logits over the vocabulary for a few rows at a time
+    # a few rows at a time: logits are large
     parts = [head.draft_logits(part)[:, :depth].argmax(-1) for part in hidden_AD.split(256)]
     return torch.cat(parts).unflatten(0, row_BA.shape)
 
@@ -32,7 +32,7 @@ def autoregressive_everywhere(
     row_BA: Tensor,
     depth: int,
 ) -> Tensor:
-    """int64 [B, A, K]: each row rolls out on its own drafts; it sees context rows up to itself, and its own.
+    """int64 [B, A, K]. A row drafts on from its own drafts; these see the context up to the row, and each other.
 
     Args: see Drafting.draft_everywhere.
     """
@@ -40,7 +40,7 @@ def autoregressive_everywhere(
     device = tokens_BT.device
     batch_B1 = torch.arange(batch, device=device)[:, None]
     later_TT = torch.ones((rows, rows), dtype=torch.bool, device=device).triu(1)
-    scale = head.head_dim**-0.5
+    scale = head.dims.head_dim**-0.5
     stored: list[tuple[Tensor, Tensor]] = []
 
     def attend_context(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> Tensor:
@@ -64,13 +64,13 @@ def autoregressive_everywhere(
 
 
 def _widen(x_BgNd: Tensor, head: AutoregressiveHead) -> Tensor:
-    return x_BgNd.repeat_interleave(head.num_heads // head.num_kv_heads, dim=1)
+    return x_BgNd.repeat_interleave(head.dims.num_heads // head.dims.num_kv_heads, dim=1)
 
 
 def _weigh(
     q_BhNd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, hidden: Tensor, own: list[tuple[Tensor, Tensor]], scale: float
 ) -> Tensor:
-    """Attention over context keys (where not `hidden`) and each row's own keys, in float32."""
+    """Attention over the context's keys, except `hidden` ones, and over each row's own keys; in float32."""
     scores = (q_BhNd.float() @ k_BhTd.float().transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
     own_scores = [(q_BhNd.float() * k.float()).sum(-1, keepdim=True) * scale for k, _ in own]
     weights = torch.cat([scores, *own_scores], -1).softmax(-1)

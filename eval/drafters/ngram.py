@@ -12,7 +12,7 @@ from headstart.heads.batch import FeatureSpec
 
 
 class NgramIndex:
-    """One context with, for every n-gram that has a successor, the latest position after it."""
+    """One context, with the latest position after every n-gram that something follows."""
 
     def __init__(self, shortest: int, longest: int):
         self.sizes = range(longest, shortest - 1, -1)
@@ -21,7 +21,7 @@ class NgramIndex:
 
     def append(self, token: int) -> None:
         position = len(self.tokens)
-        # n-grams that end just before the new token now have a successor
+        # the n-grams that end just before the new token are now followed by it
         for size in self.sizes:
             if size <= position:
                 self.after[tuple(self.tokens[position - size :])] = position

@@ -68,18 +68,6 @@ class AutoregressiveHead(Head):
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
         return batch if self.keep_K is None else batch.subsampled(self.keep_K, seed)
 
-    @property
-    def num_heads(self) -> int:
-        return self.dims.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.dims.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.dims.head_dim
-
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [...] → embeddings [..., H] in the compute dtype."""
         if self.embed_VD is None:

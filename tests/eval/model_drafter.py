@@ -39,7 +39,7 @@ class ModelDrafter:
 
     @property
     def prepare_s(self) -> float:
-        return 0.0 if self.engine is None else self.engine.capture_s
+        return 0.0 if self.engine is None else self.engine.prompts.capture_s
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -57,17 +57,14 @@ class ModelDrafter:
         counts = context.count_B.tolist()
         tokens = [line[:count] for line, count in zip(context.tokens_BJ.tolist(), counts, strict=True)]
         logits_BV, _ = self.engine.prefill(tokens)
-        self.seen_BV = None
-        if self.sampling.penalises:
-            self.seen_BV = context_seen(context.tokens_BJ, context.count_B, logits_BV.shape[1])
+        self.seen_BV = context_seen(self.sampling, context.tokens_BJ, context.count_B, logits_BV.shape[1])
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
         assert self.engine is not None
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
-        if self.seen_BV is not None:
-            self.seen_BV = self.seen_BV.scatter(1, roots_B[:, None], True)
+        self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         seen_BV = self.seen_BV
         for _ in range(self.max_nodes):
             tree = chain(torch.stack(tokens, 1)) if tokens else empty(len(roots_B), roots_B.device)
@@ -77,7 +74,7 @@ class ModelDrafter:
                 tokens.append(draw(qs[-1], generator))
             else:
                 tokens.append(best(logits_BV, self.sampling, seen_BV))
-            seen_BV = None if seen_BV is None else seen_BV.scatter(1, tokens[-1][:, None], True)
+            seen_BV = add_seen(seen_BV, tokens[-1][:, None])
         self.roots_B, self.tree = roots_B, chain(torch.stack(tokens, 1), q_BKV=torch.stack(qs, 1) if qs else None)
         # once more, for the KV of the last level
         self.step = self.engine.verify(roots_B, self.tree)
@@ -89,5 +86,4 @@ class ModelDrafter:
         level_K = torch.arange(self.max_nodes, device=accepted.count_B.device)
         path_BK = torch.where(level_K < accepted.count_B[:, None] - 1, level_K, -1)
         self.engine.commit(self.roots_B, self.tree, self.step, path_BK, accepted.count_B > 0)
-        if self.seen_BV is not None:
-            self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
+        self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)

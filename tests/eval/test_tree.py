@@ -74,7 +74,7 @@ def test_chain_and_empty() -> None:
 
 
 def test_limit_silences_rows() -> None:
-    tree = chain(torch.tensor([[7, 8], [7, 8]])).limit(torch.tensor([True, False]))
+    tree = chain(torch.tensor([[7, 8], [7, 8]])).keep(torch.tensor([[True], [False]]))
     assert tree.valid_BN.tolist() == [[True, True], [False, False]]
 
 

@@ -218,7 +218,7 @@ def test_move_copies_before_it_overwrites() -> None:
     kv.aim(torch.arange(6).expand(2, 6), 6)
     kv.update(states, -states, 0)
     kv.move(torch.tensor([[2, 3, 5], [1, 6, 6]]), torch.tensor([[1, 2, 3], [0, 6, 6]]))
-    kv.aim(torch.full((2, 1), kv.slots.bin), 6)
+    kv.aim(torch.full((2, 1), kv.bin), 6)
     keys, values = kv.update(torch.full((2, 1, 1, 1), 99.0), torch.full((2, 1, 1, 1), 99.0), 0)
     assert keys[:, 0, :, 0].tolist() == [[0, 2, 3, 5, 4, 5], [7, 7, 8, 9, 10, 11]]
     assert torch.equal(values, -keys)

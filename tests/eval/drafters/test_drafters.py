@@ -41,10 +41,10 @@ def log_probs_after(
     values: list[Tensor] = []
 
     def attend(q_BhNd: Tensor, k_BgNd: Tensor, v_BgNd: Tensor) -> Tensor:
-        keys.append(k_BgNd.repeat_interleave(head.num_heads // head.num_kv_heads, 1))
-        values.append(v_BgNd.repeat_interleave(head.num_heads // head.num_kv_heads, 1))
+        keys.append(k_BgNd.repeat_interleave(head.dims.num_heads // head.dims.num_kv_heads, 1))
+        values.append(v_BgNd.repeat_interleave(head.dims.num_heads // head.dims.num_kv_heads, 1))
         k, v = torch.cat(keys, 2), torch.cat(values, 2)
-        scores = q_BhNd @ k.transpose(2, 3) / head.head_dim**0.5
+        scores = q_BhNd @ k.transpose(2, 3) / head.dims.head_dim**0.5
         rows = q_BhNd.shape[2]
         future = torch.ones(rows, k.shape[2], dtype=torch.bool).triu(k.shape[2] - rows + 1)
         return scores.masked_fill(future, -torch.inf).softmax(-1) @ v

@@ -102,9 +102,6 @@ class BlockSums:
     def denominators(self) -> list[int]:
         return [self.count[1]]
 
-    def normalised(self, weights: list[float]) -> Tensor:
-        return sum(w * s / n for w, s, n in zip(weights, self.loss, self.count, strict=True))
-
 
 def block_loss(head: BlockHead, weights: Weights, ends: Ends, documents: list[Document]) -> BlockSums:
     """One position after another."""

@@ -49,8 +49,8 @@ class Ends:
 class Sums:
     """What a head's loss says of all documents given, for a head with one term per depth d = 1 … K (index d - 1).
 
-    A family with other terms or metrics gives an object of its own with `loss`, `count`, `normalised`, `metrics`,
-    `numerators`, `denominators` and `prefix` (None where it walks no chains).
+    A family with other terms or metrics gives an object of its own with `loss`, `count`, `metrics`, `numerators`,
+    `denominators` and `prefix` (None where it walks no chains).
     """
 
     loss: list[Tensor]
@@ -73,11 +73,6 @@ class Sums:
     @property
     def denominators(self) -> list[float]:
         return [*self.total, self.total[0], *(denominator for _, denominator in self.more.values())]
-
-    def normalised(self, weights: list[float]) -> Tensor:
-        """L = Σ_d λ_d · S_d / N_d; a depth without positions adds nothing."""
-        terms = [w * s / n for w, s, n in zip(weights, self.loss, self.count, strict=True) if n > 0]
-        return torch.stack(terms).sum()
 
 
 def is_supervised(turns: list[int], t: int, d: int) -> bool:

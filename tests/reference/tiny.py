@@ -144,24 +144,25 @@ def check_against(
     assert head.loss_counts(batch).tolist() == expected.count
     check_sums(head, loss, expected)
     assert_near(loss.sum_T, torch.stack(expected.loss), "sum_T", tolerance)
-    for t, (term, wanted, count) in enumerate(zip(head.terms, expected.loss, expected.count, strict=True)):
+    gradients_T = [naive_gradients(total, weights) for total in expected.loss]
+    for t, (term, wanted, count) in enumerate(zip(head.terms, gradients_T, expected.count, strict=True)):
         if count > 0:
-            actual = head.loss(batch, teacher).sum_T[t]
-            check_gradients(head, actual, wanted, weights, f"term {term.name}", tolerance)
-    lambdas = [float(w) for w in head.term_weights()]
-    sum_T = head.loss(batch, teacher).sum_T
-    total = sum(w * s / n for w, s, n in zip(lambdas, sum_T, expected.count, strict=True) if n > 0)
-    wanted = expected.normalised(lambdas)
-    check_gradients(head, total, wanted, weights, "normalised loss", tolerance)
+            check_gradients(head, head.loss(batch, teacher).sum_T[t], wanted, f"term {term.name}", tolerance)
+    # L = Σ_t weight_t · S_t / N_t; a term without positions adds nothing
+    scales = [w / n if n > 0 else 0.0 for w, n in zip(head.term_weights().tolist(), expected.count, strict=True)]
+    total = sum(scale * s for scale, s in zip(scales, head.loss(batch, teacher).sum_T, strict=True))
+    normalised = {name: sum(k * g[name] for k, g in zip(scales, gradients_T, strict=True)) for name in weights}
+    check_gradients(head, total, normalised, "normalised loss", tolerance)
 
     # the training loop's promise: what is differentiated is a multiple of (sum_T * scale_T).sum(), here three times it
-    scale_T = torch.tensor([w / n if n > 0 else 0.0 for w, n in zip(lambdas, expected.count, strict=True)])
+    scale_T = torch.tensor(scales)
     scaled = head.loss(batch, teacher, scale_T)
     check_sums(head, scaled, expected)
     assert_near(scaled.sum_T, torch.stack(expected.loss), "sum_T, scaled", tolerance)
     # float32 scales round at 6e-8
     total = 3 * (scaled.sum_T * scale_T).sum()
-    check_gradients(head, total, 3 * wanted, weights, "normalised loss, scaled", max(tolerance, 1e-6))
+    tripled = {name: 3 * gradient for name, gradient in normalised.items()}
+    check_gradients(head, total, tripled, "normalised loss, scaled", max(tolerance, 1e-6))
 
 
 def check_sums(head: Head, loss: Loss, expected: Sums) -> None:
@@ -178,22 +179,19 @@ def check_metrics(loss: Loss, expected: Sums) -> None:
         assert sides.tolist() == pytest.approx(wanted, rel=1e-5)
 
 
-def check_gradients(
-    head: Head, actual: Tensor, expected: Tensor, weights: Weights, what: str, tolerance: float = 2e-5
-) -> None:
-    head.zero_grad(set_to_none=True)
-    actual.backward()
-    names = sorted(weights)
-    wanted = torch.autograd.grad(expected, [weights[n] for n in names], retain_graph=True, allow_unused=True)
-    parameters = dict(head.named_parameters())
-    assert sorted(n for n, p in parameters.items() if p.requires_grad) == names
-    for name, gradient in zip(names, wanted, strict=True):
-        found = parameters[name].grad
-        if gradient is None:
-            gradient = torch.zeros_like(weights[name])
-        if found is None:
-            found = torch.zeros_like(gradient)
-        assert_near(found, gradient, f"{what}: gradient of {name}", tolerance)
+def naive_gradients(total: Tensor, weights: Weights) -> Weights:
+    """Gradient of one of a naive twin's sums, zeros where it does not reach."""
+    if not total.requires_grad:
+        return {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    found = torch.autograd.grad(total, list(weights.values()), retain_graph=True, materialize_grads=True)
+    return dict(zip(weights, found, strict=True))
+
+
+def check_gradients(head: Head, actual: Tensor, expected: Weights, what: str, tolerance: float = 2e-5) -> None:
+    found = gradients(head, actual)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_near(found[name], gradient, f"{what}: gradient of {name}", tolerance)
 
 
 def gradients(head: Head, loss: Tensor) -> dict[str, Tensor]:

@@ -38,12 +38,11 @@ PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
 #: float64 modules whose float32 rope angles are the same in every layout: rounding of differently ordered sums
 TOLERANCE = 1e-10
 
-each_example = pytest.mark.parametrize(
-    "example", [e for _, e in examples(CONTRACT)], ids=[name for name, _ in examples(CONTRACT)]
-)
+EXAMPLES = dict(examples(CONTRACT))
 #: heads that differ in more than their loss
-STRUCTURES = [(name, example) for name, example in examples(CONTRACT) if not example.loss_only]
-each_structure = pytest.mark.parametrize("example", [e for _, e in STRUCTURES], ids=[name for name, _ in STRUCTURES])
+STRUCTURES = {name: example for name, example in EXAMPLES.items() if not example.loss_only}
+each_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+each_structure = pytest.mark.parametrize("example", STRUCTURES.values(), ids=STRUCTURES)
 each_family = pytest.mark.parametrize("family", CONTRACT)
 
 

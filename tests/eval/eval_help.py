@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference.contract import CONTRACT
+from reference.families import REFERENCES
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.decode import Answer, decode, slots_needed
@@ -128,7 +128,7 @@ class Trained:
 def train_briefly(target: Target, answers: list[Answer], family: str) -> Trained:
     """Fit a small head to the greedy answers, so that drafts are sometimes right and sometimes wrong."""
     torch.manual_seed(1)
-    reference = CONTRACT[family]
+    reference = REFERENCES[family]
     head = build_head(reference.small(VOCAB), target.dims)
     size, draft_ids = head.draft_vocab_size, None
     if size is not None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from eval_help import FAMILY_TREES, Trained, check_cycles, run, tree_of
-from reference.contract import CONTRACT, families_of_the_suites  # noqa: F401
 from test_teacher_forced import items_of, walked
 
 from headstart.eval.config import EvalConfig, TreeConfig
@@ -29,8 +28,8 @@ from headstart.heads.targets.target import Target
 from headstart.train.step import LossModule
 
 Heads = Callable[[str], Trained]
-each_tree = pytest.mark.parametrize(("family", "kind"), [*FAMILY_TREES, ("block", "chain")])
-each_family = pytest.mark.parametrize("family", CONTRACT)
+each_tree = pytest.mark.parametrize(("family", "kind"), FAMILY_TREES)
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def stops_of(plain: list[Answer]) -> list[set[int]]:

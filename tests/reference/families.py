@@ -5,7 +5,7 @@ The contract suites run over `FAMILIES` and name no family. A new family is list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
-from headstart.heads.families import Eagle3Config, EagleConfig, MedusaConfig, build_head
+from headstart.heads.families import FAMILIES, Eagle3Config, EagleConfig, MedusaConfig, build_head
 from reference.documents import Document, Ends, Sums
 from reference.eagle import eagle_loss
 from reference.eagle3 import eagle3_loss
@@ -184,10 +184,10 @@ REFERENCES: dict[str, Reference] = {
 }
 
 
-def examples(references: Mapping[str, Reference] = REFERENCES) -> Iterator[tuple[str, Example]]:
-    """(name, example) of every family."""
-    for family, reference in references.items():
-        for name, example in reference.examples.items():
+def examples() -> Iterator[tuple[str, Example]]:
+    """(name, example) of every family that there is."""
+    for family in FAMILIES:
+        for name, example in REFERENCES[family].examples.items():
             yield f"{family}, {name}", example
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference.contract import CONTRACT, families_of_the_suites  # noqa: F401
+from reference.families import REFERENCES
 from test_golden import make_samples, tiny_target
 
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import token_counts
 from headstart.heads.base import Head
-from headstart.heads.families import build_head
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.vocab import choose_draft_vocab
 from headstart.train.config import TrainConfig
 from headstart.train.loop import Observers, TrainResult, train
@@ -36,7 +36,7 @@ def run(family: str, run_dir: Path, source_of: type[OnlineFeatures] = OnlineFeat
     """Eight steps of two packs, a checkpoint at every third."""
     target, samples = tiny_target(), make_samples()
     torch.manual_seed(1)
-    head = build_head(CONTRACT[family].random, target.dims)
+    head = build_head(REFERENCES[family].random, target.dims)
     size, vocab = head.draft_vocab_size, target.dims.vocab_size
     ids = None if size is None else choose_draft_vocab(token_counts(samples, vocab), size, (1,))
     head.initialise(target.ends, ids)
@@ -51,7 +51,7 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["train/loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("family", CONTRACT)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_killed_and_resumed_is_bit_equal(family: str, tmp_path: Path) -> None:
     whole, _ = run(family, tmp_path / "whole")
     with pytest.raises(SystemExit):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from reference.contract import CONTRACT, families_of_the_suites  # noqa: F401
 from reference.documents import Document, is_supervised
 from reference.families import REFERENCES, VOCAB, WIDTH, Example, draft_ids, example_head, examples
 from reference.tiny import (
@@ -38,16 +37,16 @@ PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
 #: float64 modules whose float32 rope angles are the same in every layout: rounding of differently ordered sums
 TOLERANCE = 1e-10
 
-EXAMPLES = dict(examples(CONTRACT))
+EXAMPLES = dict(examples())
 #: heads that differ in more than their loss
 STRUCTURES = {name: example for name, example in EXAMPLES.items() if not example.loss_only}
 each_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 each_structure = pytest.mark.parametrize("example", STRUCTURES.values(), ids=STRUCTURES)
-each_family = pytest.mark.parametrize("family", CONTRACT)
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def first(family: str) -> Example:
-    return next(iter(CONTRACT[family].examples.values()))
+    return next(iter(REFERENCES[family].examples.values()))
 
 
 def documents(patterns: list[str], seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Document]:
@@ -56,8 +55,8 @@ def documents(patterns: list[str], seed: int = 0, dtype: torch.dtype = torch.flo
 
 
 def test_every_family_is_listed() -> None:
-    assert set(REFERENCES) | {"block"} == set(CONTRACT) == set(FAMILIES)
-    for family, reference in CONTRACT.items():
+    assert set(REFERENCES) == set(FAMILIES)
+    for family, reference in REFERENCES.items():
         assert FAMILIES[family].head.family == FAMILIES[family].config().type == family
         assert {example.config.type for example in reference.examples.values()} == {family}
 
@@ -70,7 +69,7 @@ def test_the_loss_is_the_naive_twins(example: Example) -> None:
     """Sums, counts, metrics and every gradient, of each term and of the normalised loss; padding is there."""
     head, ends = example_head(example, torch.float64)
     inputs, weights = documents(PATTERNS), double_weights(head)
-    reference = CONTRACT[head.family]
+    reference = REFERENCES[head.family]
     expected = reference.twin(head, weights, ends, inputs)
     batch = feature_batch(inputs, ends, head.depth, pad_to=50)
     assert batch.anchors.count_K == (15, 9, 5, 3)[: head.depth]
@@ -85,7 +84,7 @@ def test_the_loss_is_the_naive_twins(example: Example) -> None:
 def test_float32_agrees_with_float64(family: str) -> None:
     head, ends = example_head(first(family))
     inputs, weights = documents(PATTERNS, dtype=torch.float32), double_weights(head)
-    expected = CONTRACT[family].twin(head, weights, double_ends(ends), [double_document(d) for d in inputs])
+    expected = REFERENCES[family].twin(head, weights, double_ends(ends), [double_document(d) for d in inputs])
     # several steps deep in float32; gradients of early weights pass through all of them
     check_against(head, feature_batch(inputs, ends, head.depth, pad_to=50), teacher_of(ends), expected, weights, 5e-5)
 
@@ -96,7 +95,7 @@ def test_hits_are_the_targets_greedy_tokens(family: str) -> None:
     head, ends = example_head(first(family), torch.float64)
     inputs = documents(["..AAAAA", ".AAAAAA", ".AAA.BBBB"] * 20, seed=30)
     with torch.no_grad():
-        expected = CONTRACT[family].twin(head, double_weights(head), ends, inputs)
+        expected = REFERENCES[family].twin(head, double_weights(head), ends, inputs)
         loss = head.loss(feature_batch(inputs, ends, head.depth), teacher_of(ends))
     check_metrics(loss, expected)
     assert 0 < expected.numerators[0] < expected.denominators[0], "the documents prove nothing"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from format_layouts import same_state
-from reference.contract import CONTRACT, families_of_the_suites  # noqa: F401
 from reference.families import VOCAB, WIDTH, Example, example_head, examples
 from reference.tiny import ends_of, feature_batch, random_document, teacher_of
 
@@ -25,7 +24,7 @@ from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.export import PORTABLE
 from headstart.heads.formats.recognise import recognise
 
-HEADS = {name: example for name, example in examples(CONTRACT) if not example.loss_only}
+HEADS = {name: example for name, example in examples() if not example.loss_only}
 each_head = pytest.mark.parametrize("example", HEADS.values(), ids=HEADS)
 
 

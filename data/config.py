@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, check_settings
 from headstart.heads.files import short_path
 from headstart.heads.repository import check_repository
 
@@ -35,7 +36,7 @@ class SourceConfig:
     #: instruction.
     format: str = "auto"
 
-    def validate(self, where: str) -> None:
+    def check(self, where: str) -> None:
         """Raise ConfigError when the source cannot be read; `where` is the recipe key."""
         for name in ("path", "dataset", "subset", "split", "format"):
             value = getattr(self, name)  # eval.data may hold mappings whose types nobody has checked
@@ -82,25 +83,20 @@ class DistillConfig:
     #: on. Batches then come in random order, not by length.
     max_seconds: float | None = None
 
-    def validate(self, where: str = "data.distill") -> None:
+    def check(self) -> None:
         """Raise ConfigError naming the first field that cannot work."""
+        check = partial(check_settings, self, "data.distill")
         for index, source in enumerate(self.prompts):
-            source.validate(f"{where}.prompts[{index}]")
-        for name in ("max_new_tokens", "samples_per_prompt", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{where}.{name}: found {getattr(self, name)}, expected a number ≥ 1")
-        if self.max_seconds is not None and not 0 < self.max_seconds < math.inf:
-            raise ConfigError(f"{where}.max_seconds: found {self.max_seconds}, expected a number above 0, or null")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"{where}.temperature: found {self.temperature}, expected 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"{where}.top_p: found {self.top_p}, expected a number in (0, 1]")
-        if self.top_k < 0:
-            raise ConfigError(f"{where}.top_k: found {self.top_k}, expected 0 (all) or more")
+            source.check(f"data.distill.prompts[{index}]")
+        check(("max_new_tokens", "samples_per_prompt", "batch_size"), "a number ≥ 1", lambda value: value >= 1)
+        check(("max_seconds",), "a number above 0, or null", lambda value: value is None or 0 < value < math.inf)
+        check(("temperature",), "0 (greedy) or more", lambda value: 0 <= value < math.inf)
+        check(("top_p",), "a number in (0, 1]", lambda value: 0 < value <= 1)
+        check(("top_k",), "0 (all) or more", lambda value: value >= 0)
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ConfigError(
-                f"{where}.samples_per_prompt: found {self.samples_per_prompt} with temperature 0, which repeats one "
-                f"answer: set {where}.temperature above 0"
+                f"data.distill.samples_per_prompt: found {self.samples_per_prompt} with temperature 0, which repeats "
+                "one answer: set data.distill.temperature above 0"
             )
 
 
@@ -140,14 +136,15 @@ class DataConfig:
     #: Tokens per file of the feature store. A killed build repeats one file at most.
     shard_tokens: int = 8192
 
-    def validate(self, where: str = "data") -> None:
+    def check(self) -> None:
         """Raise ConfigError naming the first field that cannot work."""
+        check = partial(check_settings, self, "data")
         for name in ("sources", "held_out"):
             for index, source in enumerate(getattr(self, name)):
-                source.validate(f"{where}.{name}[{index}]")
-        self.distill.validate(f"{where}.distill")
+                source.check(f"data.{name}[{index}]")
+        self.distill.check()
         if not self.sources and not self.distill.prompts:
-            raise ConfigError(f"{where}: no sources and no distill.prompts: set {where}.sources=[{{path: FILE.jsonl}}]")
+            raise ConfigError("data: no sources and no distill.prompts: set data.sources=[{path: FILE.jsonl}]")
         choices = {
             "too_long": ("truncate", "drop"),
             "turns": ("all", "last"),
@@ -156,12 +153,7 @@ class DataConfig:
             "features_dtype": ("auto", "float32", "bfloat16", "float16"),
         }
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{where}.{name}: found {getattr(self, name)!r}, expected one of {', '.join(allowed)}"
-                )
-        for name, least in (("max_length", 3), ("min_supervised", 1), ("pack_tokens", 1), ("shard_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{where}.{name}: found {getattr(self, name)}, expected a number ≥ {least}")
-        if not 0 <= self.held_out_fraction < 1:
-            raise ConfigError(f"{where}.held_out_fraction: found {self.held_out_fraction}, expected a number in [0, 1)")
+            check((name,), "one of " + ", ".join(allowed), allowed.__contains__)
+        check(("max_length",), "a number ≥ 3", lambda value: value >= 3)
+        check(("min_supervised", "pack_tokens", "shard_tokens"), "a number ≥ 1", lambda value: value >= 1)
+        check(("held_out_fraction",), "a number in [0, 1)", lambda value: 0 <= value < 1)

@@ -87,7 +87,7 @@ def distill(
     Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered;
         StorageError on a full disk.
     """
-    config.validate()
+    config.check()
     out = Path(out)
     chats = Chats(target.tokenizer, target.stop_token_ids, template_kwargs)
     settings = _sampling(target, config, seed, template_kwargs)

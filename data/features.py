@@ -69,7 +69,7 @@ class OnlineFeatures(FeatureSource):
 
     @property
     def target_parameters(self) -> int:
-        return sum(p.numel() for p in text_decoder(self.target.model).parameters()) - self.target.embed_VD.numel()
+        return parameters_per_row(self.target)
 
     @property
     def lockstep(self) -> bool:
@@ -92,6 +92,11 @@ class OnlineFeatures(FeatureSource):
             answers=answers_of(chosen),
         )  # fmt: skip
         return self.target.extract(batch, self.spec)
+
+
+def parameters_per_row(target: Target) -> int:
+    """Parameters of the target that every row passes through: those of its text decoder without the embeddings."""
+    return sum(p.numel() for p in text_decoder(target.model).parameters()) - target.embed_VD.numel()
 
 
 def store_bytes(rows: int, hidden_size: int, layers: int, dtype: torch.dtype) -> int:

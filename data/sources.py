@@ -35,7 +35,7 @@ def load_conversations(sources: Sequence[SourceConfig]) -> Iterator[Conversation
     """
     seen: dict[str, int] = {}
     for index, source in enumerate(sources):
-        source.validate(f"data.sources[{index}]")
+        source.check(f"data.sources[{index}]")
         for where, fallback, record in islice(read_records(source), source.limit):
             yield _unique(parse_record(record, where, fallback, source.format), seen)
 

@@ -73,7 +73,7 @@ def _source(item: Any, where: str) -> EvalSource:
         if unknown := sorted(set(item) - known):
             raise ConfigError(f"{where}: unknown key {unknown[0]!r}, expected some of {', '.join(sorted(known))}")
         config = SourceConfig(**{"split": "test", **item})
-        config.validate(where)
+        config.check(where)
         if config.dataset is not None:
             name = "/".join(part for part in (config.dataset.split("/")[-1], config.subset) if part)
             return EvalSource(name, dataset=config)
@@ -95,7 +95,7 @@ def _source(item: Any, where: str) -> EvalSource:
             expected = "eval.data expects a JSONL file of prompts, or a dataset of the Hub as user/name"
             raise DataError(f"{error}; {expected}") from error
     config = SourceConfig(dataset=text, split="test")
-    config.validate(where)
+    config.check(where)
     return EvalSource(text.split("/")[-1], dataset=config)
 
 

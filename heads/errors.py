@@ -7,6 +7,7 @@ they name is missing, damaged, out of reach or refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 #: most characters of a message; one that quotes a damaged file could be as long as the file
@@ -35,6 +36,15 @@ class ConfigError(HeadstartError):
     """A recipe, override or config file says something that cannot work."""
 
     exit_code = 2
+
+
+def check_settings(
+    config: object, node: str, names: Iterable[str], expected: str, works: Callable[[Any], bool]
+) -> None:
+    """Raise ConfigError for the first of the settings `names` of a recipe's node whose value does not work."""
+    for name in names:
+        if not works(found := getattr(config, name)):
+            raise ConfigError(f"{node}.{name}: found {found!r}, expected {expected}")
 
 
 class DataError(HeadstartError):

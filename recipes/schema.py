@@ -148,7 +148,7 @@ def check_recipe(recipe: Recipe) -> None:
     check_place("run_dir", recipe.run_dir)
     check_place("start_from", recipe.start_from)
     check_target(recipe.target)
-    recipe.data.validate()
+    recipe.data.check()
     recipe.train.check()
     check_eval(recipe.eval)
     check_tune(recipe.tune)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, check_settings
 
 #: largest learning rate accepted; AdamW in float32 breaks far above it
 MOST_LR = 1000.0
@@ -104,29 +104,19 @@ class TrainConfig:
     #: Length of the drafted chain for real and walked τ; null takes eval.tree.depth.
     tau_depth: int | None = None
 
-    def check(self, where: str = "train") -> None:
-        """Raise ConfigError naming the first field that cannot work; `where` is the recipe key."""
-        budgets = {"steps": self.steps, "epochs": self.epochs, "max_seconds": self.max_seconds}
-        if all(value is None for value in budgets.values()):
-            raise ConfigError(f"{where}: no budget is set; set {where}.steps, {where}.epochs or {where}.max_seconds")
-        for name, value in vars(self).items():
-            if isinstance(value, float):
-                _require(math.isfinite(value), f"{where}.{name}", value, "a finite number")
-        positive = {
-            **budgets,
-            "lr": self.lr,
-            "eps": self.eps,
-            "clip_norm": self.clip_norm,
-            "clip_value": self.clip_value,
-        }
-        positive |= {"accumulation": self.accumulation, "log_every": self.log_every}
-        for name, value in positive.items():
-            _require(value is None or value > 0, f"{where}.{name}", value, "a number above 0")
-        _require(self.lr <= MOST_LR, f"{where}.lr", self.lr, f"{MOST_LR:g} at most (1e-4 is usual)")
-        for name in ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch"):
-            _require(getattr(self, name) >= 0, f"{where}.{name}", getattr(self, name), "0 or more")
-        for name in ("weight_decay", "seed", "disk_wait"):
-            _require(getattr(self, name) >= 0, f"{where}.{name}", getattr(self, name), "0 or more")
+    def check(self) -> None:
+        """Raise ConfigError naming the first field that cannot work."""
+        check = partial(check_settings, self, "train")
+        budgets = ("steps", "epochs", "max_seconds")
+        if all(getattr(self, name) is None for name in budgets):
+            raise ConfigError("train: no budget is set; set train.steps, train.epochs or train.max_seconds")
+        floats = [name for name, value in vars(self).items() if isinstance(value, float)]
+        check(floats, "a finite number", math.isfinite)
+        positive = (*budgets, "lr", "eps", "clip_norm", "clip_value", "accumulation", "log_every")
+        check(positive, "a number above 0", lambda value: value is None or value > 0)
+        check(("lr",), f"{MOST_LR:g} at most (1e-4 is usual)", lambda lr: lr <= MOST_LR)
+        counts = ("eval_every", "save_every", "keep", "tau_every", "tau_prompts", "tau_tokens", "prefetch")
+        check((*counts, "weight_decay", "seed", "disk_wait"), "0 or more", lambda value: value >= 0)
         choices = {
             "schedule": ("cosine", "constant"),
             "mixed_precision": ("auto", "bf16", "no"),
@@ -137,23 +127,9 @@ class TrainConfig:
             "tracker": ("none", "tensorboard", "wandb"),
         }
         for name, allowed in choices.items():
-            _require(
-                getattr(self, name) in allowed, f"{where}.{name}", getattr(self, name), "one of " + ", ".join(allowed)
-            )
-        _require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            f"{where}.betas",
-            self.betas,
-            "two numbers in [0, 1)",
-        )
-        _require(0 <= self.warmup_ratio < 1, f"{where}.warmup_ratio", self.warmup_ratio, "a fraction in [0, 1)")
-        _require(
-            self.warmup_steps is None or self.warmup_steps >= 0, f"{where}.warmup_steps", self.warmup_steps, "0 or more"
-        )
-        _require(0 <= self.min_lr_ratio <= 1, f"{where}.min_lr_ratio", self.min_lr_ratio, "a fraction in [0, 1]")
-        _require(self.tau_depth is None or self.tau_depth > 0, f"{where}.tau_depth", self.tau_depth, "1 or more")
-
-
-def _require(ok: bool, field_name: str, found: Any, expected: str) -> None:
-    if not ok:
-        raise ConfigError(f"{field_name}: found {found!r}, expected {expected}")
+            check((name,), "one of " + ", ".join(allowed), allowed.__contains__)
+        check(("betas",), "two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= b < 1 for b in betas))
+        check(("warmup_ratio",), "a fraction in [0, 1)", lambda ratio: 0 <= ratio < 1)
+        check(("warmup_steps",), "0 or more", lambda steps: steps is None or steps >= 0)
+        check(("min_lr_ratio",), "a fraction in [0, 1]", lambda ratio: 0 <= ratio <= 1)
+        check(("tau_depth",), "1 or more", lambda depth: depth is None or depth > 0)

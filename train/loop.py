@@ -41,7 +41,6 @@ from headstart.train.standing import Standing
 from headstart.train.step import LossModule, SumNames, WindowSums, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import Fetcher, PackStream, TrainData, Window, WindowFeed, idle_note
 from headstart.train.tracking.meters import Meters
-from headstart.train.tracking.track import Tracker
 
 #: (head, step, final) → values; see validate.Validator
 Validate = Callable[[Head, int, bool], dict[str, float]]
@@ -53,13 +52,11 @@ class Observers:
 
     Attributes:
         validate: measures the head on held-out data.
-        tracker: receives records besides metrics.jsonl; None = what config.tracker names. Closed at the end.
         watch: of the ranks, which then does not end this one while it writes a checkpoint.
         progress: whether a terminal shows how far the run is.
     """
 
     validate: Validate | None = None
-    tracker: Tracker | None = None
     watch: Watch | None = None
     progress: bool = True
 
@@ -124,9 +121,9 @@ def train(
     """
     config.check()
     accelerator = accelerator or make_accelerator(teacher.weight_VD.device)
-    loop = TrainingLoop(head, data, teacher, config, Path(run_dir), observers, accelerator, chain, provenance)
-    loop.final_checkpoint = final_checkpoint
-    return loop.run()
+    return TrainingLoop(
+        head, data, teacher, config, Path(run_dir), observers, accelerator, chain, provenance, final_checkpoint
+    ).run()
 
 
 class TrainingLoop:
@@ -134,10 +131,11 @@ class TrainingLoop:
 
     def __init__(
         self, head: Head, data: TrainData, teacher: Teacher, config: TrainConfig, run_dir: Path, observers: Observers,
-        accelerator: Accelerator, chain: int | None, provenance: dict[str, Any] | None,
+        accelerator: Accelerator, chain: int | None, provenance: dict[str, Any] | None, final_checkpoint: bool,
     ):  # fmt: skip
-        self.config, self.observers, self.device = config, observers, accelerator.device
-        rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+        self.config, self.observers, self.final_checkpoint = config, observers, final_checkpoint
+        rank, size = accelerator.process_index, accelerator.num_processes
+        device = self.device = accelerator.device
         stream = PackStream(data.lengths, data.pack_tokens, config.seed, data.make_packs, data.supervised)
         budget = Budget.of(config, None if config.epochs is None else stream.count(config.epochs))
         fetcher = Fetcher(data.source, config.prefetch)
@@ -162,7 +160,6 @@ class TrainingLoop:
         self.health = Health(self.standing, head, writer, fetcher.again, device)
         provenance = make_provenance(device) if provenance is None else provenance
         self.saving = Saving(self.standing, self.health, self.parallel, writer, provenance)
-        self.final_checkpoint = True
 
     # -- the run ---------------------------------------------------------------------------------------------------
 
@@ -195,7 +192,7 @@ class TrainingLoop:
         if note := idle_note(self.config.accumulation, standing.size):
             standing.reporter.say(f"NOTE: {note}")
         if standing.rank == 0:
-            standing.open_tracker(self.observers.tracker)
+            standing.open_tracker()
             checkpoints = bool(self.config.save_every) or self.final_checkpoint
             saving.prepare(checkpoints, best=self.observers.validate is not None)
         standing.start_clock()
@@ -255,7 +252,7 @@ class TrainingLoop:
         set_rate(parallel.optimizer, self.meters.rate)
         sums = accumulate_window(
             parallel.module, window, counts_T, self.weights_T, standing.size, config.accumulation, config.seed,
-            parallel.backward, parallel.no_sync, self.captured, parallel.rounds(len(window.packs), standing.size),
+            parallel.backward, parallel.no_sync, self.captured,
         )  # fmt: skip
         finish = parallel.sum_gradients()
         if finish is not None:

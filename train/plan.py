@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from headstart.data.features import store_bytes
+from headstart.data.features import parameters_per_row, store_bytes
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
-from headstart.heads.targets.locate import decoder_layers, text_decoder
+from headstart.heads.targets.locate import decoder_layers
 from headstart.heads.targets.target import Target
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
@@ -217,9 +217,7 @@ def expected_rate(target: Target, head: Head, layout: Layout, card_flops: float)
     rows, anchors = layout.pack_tokens, round(layout.pack_tokens * layout.supervised)
     # as if the pack were one document: a row fewer at each depth
     counts = [max(min(anchors, rows - 1) - depth, 0) for depth in range(1, head.depth + 1)]
-    target_parameters = 0
-    if layout.features == "online":
-        target_parameters = sum(p.numel() for p in text_decoder(target.model).parameters()) - target.embed_VD.numel()
+    target_parameters = parameters_per_row(target) if layout.features == "online" else 0
     busy = layout.ranks * busy_share(layout.accumulation, layout.ranks)
     return busy * rows * UTILISATION * card_flops / step_flops(head, rows, counts, target_parameters)
 

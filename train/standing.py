@@ -11,7 +11,7 @@ of them got, a failed write) therefore travels in the one all-reduce that a step
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from headstart.train.optim import Budget
 from headstart.train.sharing.distributed import Agreement
 from headstart.train.stream import PackStream
 from headstart.train.tracking.meters import Meters
-from headstart.train.tracking.track import Reporter, Tracker, open_tracker
+from headstart.train.tracking.track import Reporter, RunTracker, open_tracker
 
 #: numbers of `Agreed`, which travel between the counts and the flags of an exchange
 AGREED = 4
@@ -94,7 +94,7 @@ class Standing:
         self.rank, self.size = rank, size
         total, unit = (budget.seconds, "s") if budget.seconds else (float(budget.steps or 1), "steps")
         self.reporter = Reporter(show and rank == 0, total, unit)
-        self.tracker: Tracker | None = None
+        self.tracker: RunTracker | None = None
         self.signal = StopSignal()
         self.state = RunState()
         self.agreed = Agreed()
@@ -104,10 +104,9 @@ class Standing:
 
     # -- records ---------------------------------------------------------------------------------------------------
 
-    def open_tracker(self, given: Tracker | None) -> None:
+    def open_tracker(self) -> None:
         """Rank 0: begin to write records, after those of the checkpoint that the run resumes from."""
-        step, again = self.state.step, self.state.unvalidated
-        self.tracker = open_tracker(self.config, self.run_dir, step, asdict(self.config), given, again)
+        self.tracker = open_tracker(self.config, self.run_dir, self.state.step, self.state.unvalidated)
 
     def read_meters(self) -> dict[str, float]:
         """The averages since the last record. The host waits for the device here, and nowhere else between saves."""

@@ -143,7 +143,6 @@ def accumulate_window(
     backward: Callable[[Tensor], None],
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
     captured: CapturedPacks | None = None,
-    rounds: int | None = None,
 ) -> WindowSums:
     """Add the window's gradient to `.grad`; after it, every rank holds the gradient of L.
 
@@ -159,7 +158,6 @@ def accumulate_window(
         seed: see stream.seed_pack.
         no_sync: open around every pass but the last, whose backward shares the gradients.
         captured: replays the packs as CUDA graphs instead of running `module`.
-        rounds: passes every rank makes at least (None: 1 with several ranks); a rank with fewer packs adds zero losses.
     """
     batches = window.batches
     scale_T = weights_T / counts_T.clamp(min=1.0)
@@ -168,9 +166,8 @@ def accumulate_window(
     zero, bad_P = counts_T.new_zeros(()), counts_T.new_zeros(accumulation)
     sums = WindowSums(zero, zero, supervised, trained, bad_P)
     passes = len(batches)
-    if captured is None:
-        passes = max(passes, (1 if size > 1 else 0) if rounds is None else rounds)
-    every = (rounds or 0) > 1  # ranks must then agree at every pass on which gradients exist
+    if captured is None and size > 1:
+        passes = max(passes, 1)  # a rank without a pack adds a zero loss, because the others wait for its gradients
     for number, (pack, batch, place) in enumerate(zip(window.own, batches, window.places, strict=True)):
         last = number == passes - 1
         seed_pack(seed, pack)
@@ -179,15 +176,14 @@ def accumulate_window(
             loss = (sum_T * scale_T).sum()
         else:
             with nullcontext() if last else no_sync():
-                sum_T, sums_S = module(batch, scale_T, touch=size > 1 and (last or every))
+                sum_T, sums_S = module(batch, scale_T, touch=size > 1 and last)
                 loss = (sum_T * scale_T).sum()
                 backward(loss * size)
         sums.loss = sums.loss + loss.detach()
         sums.sums_S = sums.sums_S + sums_S
         sums.bad_P[place] = (~torch.isfinite(loss.detach())).float()
-    for number in range(len(batches), passes):
-        with nullcontext() if number == passes - 1 else no_sync():
-            backward((module(None, touch=True)[0] * scale_T).sum())
+    if passes > len(batches):
+        backward((module(None, touch=True)[0] * scale_T).sum())
     return sums
 
 

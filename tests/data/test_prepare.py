@@ -168,9 +168,9 @@ def test_prepare_from_files(tokenizer, write_jsonl):
 )
 def test_config_is_checked(change, message):
     node = config()
-    node.validate()
+    node.check()
     with pytest.raises(ConfigError, match=message):
-        DataConfig(**{**vars(node), **change}).validate()
+        DataConfig(**{**vars(node), **change}).check()
 
 
 def test_config_node_is_omegaconf_structured():

@@ -38,7 +38,7 @@ def test_bad_names_are_refused_before_the_hub_is_asked(name: str) -> None:
     with pytest.raises(TargetError, match="target.name: found .*Hub id"):
         locate_target(name)
     with pytest.raises(ConfigError, match=r"data.sources\[0\].dataset: found .*expected user/name"):
-        SourceConfig(dataset=name).validate("data.sources[0]")
+        SourceConfig(dataset=name).check("data.sources[0]")
     with pytest.raises(ConfigError, match="eval.data.*found"):
         eval_sources(name)
     for key in ("export.push_to_hub", "start_from"):
@@ -59,8 +59,8 @@ def test_good_names_and_directories_pass(tmp_path: Path) -> None:
     (tmp_path / "my heads").mkdir()
     for head in ("me/head", "me/head@v1", "me/head@refs/pr/1", "my heads", "/no/where", "../x y", "runs/a/head"):
         check_head_name(head, "--head")
-    SourceConfig(dataset="squad").validate("x")
-    SourceConfig(dataset="my heads").validate("x")
+    SourceConfig(dataset="squad").check("x")
+    SourceConfig(dataset="my heads").check("x")
     assert is_repository("meta-llama/Llama-3.1-8B") and not is_repository("gpt2") and not is_repository("./x")
     with pytest.raises(ConfigError, match="found 'head', expected user/name"):
         load_recipe("quickstart", ["export.push_to_hub=head"])

@@ -194,18 +194,21 @@ class CheckpointStore:
         A checkpoint that was taken between skipped steps deletes none: its weights may have diverged.
         """
         path = self._path(checkpoint.state["step"])
-
-        def write(directory: Path) -> None:
-            write_safetensors(directory / "head.safetensors", checkpoint.head)
-            write_safetensors(directory / "optimizer.safetensors", checkpoint.optimizer)
-            write_safetensors(directory / "rng.safetensors", checkpoint.rng)
-            write_json(directory / "state.json", {"version": VERSION, **checkpoint.state})
-
-        write_directory(path, write)
+        tensors = {"head": checkpoint.head, "optimizer": checkpoint.optimizer, "rng": checkpoint.rng}
+        self._write(path, tensors, checkpoint.state)
         write_text(self.directory / "latest", path.name + "\n")
         for old in self.paths()[self.keep :] if self.keep and not checkpoint.state.get("skipped") else []:
             self._remove(old)
         return path
+
+    @staticmethod
+    def _write(path: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+        def write(directory: Path) -> None:
+            for name, named in tensors.items():
+                write_safetensors(directory / f"{name}.safetensors", named)
+            write_json(directory / "state.json", {"version": VERSION, **state})
+
+        write_directory(path, write)
 
     def before_skips(self) -> Path | None:
         """The newest checkpoint that has finite weights and was not taken between skipped steps.
@@ -305,19 +308,11 @@ class CheckpointStore:
 
     @staticmethod
     def load(path: Path) -> Checkpoint:
-        return Checkpoint(
-            load_file(path / "head.safetensors"),
-            load_file(path / "optimizer.safetensors"),
-            load_file(path / "rng.safetensors"),
-            read_json(path / "state.json"),
-        )
+        head, optimizer, rng = (load_file(path / f"{name}.safetensors") for name in ("head", "optimizer", "rng"))
+        return Checkpoint(head, optimizer, rng, read_json(path / "state.json"))
 
     def save_best(self, head: dict[str, Tensor], state: dict[str, Any]) -> None:
-        def write(directory: Path) -> None:
-            write_safetensors(directory / "head.safetensors", head)
-            write_json(directory / "state.json", {"version": VERSION, **state})
-
-        write_directory(self.directory / "best", write)
+        self._write(self.directory / "best", {"head": head}, state)
 
     def best_damage(self) -> str | None:
         """What is wrong with the best head; None when it can be used."""

@@ -62,21 +62,19 @@ def on_main(work: Callable[[], T]) -> T:
     """
     if not is_distributed():
         return work()
-    main = dist.get_rank() == 0
     result: Any = None
     error: Exception | None = None
-    if main:
+    if dist.get_rank() == 0:
         try:
             result = work()
         except Exception as caught:
             error = caught
-    known = error if isinstance(error, HeadstartError) else None
-    other = f"{type(error).__name__}: {error}" if error is not None and known is None else None
-    result, known, other = from_main((result, known, other))
-    if known is not None:
-        raise known
-    if other is not None:
-        raise error or TrainingError(f"rank 0 failed: {other}")
+    told = error
+    if error is not None and not isinstance(error, HeadstartError):  # other ranks might not be able to unpickle it
+        told = TrainingError(f"rank 0 failed: {type(error).__name__}: {error}")
+    result, told = from_main((result, told))
+    if told is not None:
+        raise error or told
     return result
 
 

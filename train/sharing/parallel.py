@@ -94,13 +94,6 @@ class Parallel:
     def __init__(self, head: nn.Module, config: TrainConfig):
         self.head, self.config = head, config
 
-    def rounds(self, packs: int, size: int) -> int:
-        """The least number of forward and backward passes that every rank makes in a window of `packs` packs.
-
-        A rank that has fewer packs than that makes passes with a zero loss, because the others wait for it.
-        """
-        return 1 if size > 1 else 0
-
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 

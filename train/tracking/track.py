@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -165,7 +166,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    def __init__(self, directory: Path, project: str, name: str, settings: dict[str, Any]):
+    def __init__(self, directory: Path, config: TrainConfig, name: str):
         wandb = require_tracker("wandb")
         # a run that continues keeps its id; one that starts anew finds this directory moved away
         written = directory / "headstart-id"
@@ -174,8 +175,9 @@ class WandbTracker:
         run_id = written.read_text().strip()
         try:
             self._run = wandb.init(
-                project=project, name=name, id=run_id, resume="allow", dir=str(directory), config=published(settings)
-            )
+                project=config.project, name=name, id=run_id, resume="allow", dir=str(directory),
+                config=published(asdict(config)),
+            )  # fmt: skip
         except wandb.errors.Error as error:
             raise ConfigError(
                 f"train.tracker: wandb does not start ({error}); `wandb login` or WANDB_API_KEY gives it an account, "
@@ -189,70 +191,52 @@ class WandbTracker:
         self._run.finish()
 
 
-class BestEffortTracker:
-    """A tracker whose failure (a full disk, a lost server) does not end the run: metrics.jsonl has every record."""
+class RunTracker:
+    """The log of a run, and the tracker beside it where one was asked for.
 
-    def __init__(self, name: str, tracker: Tracker):
-        self.name = name
-        self._tracker: Tracker | None = tracker
+    A failure of that tracker (a full disk, a lost server) does not end the run: metrics.jsonl has every record.
+
+    Args: name: of `beside`, for messages.
+    """
+
+    def __init__(self, log: MetricLog, name: str, beside: Tracker | None):
+        self._log, self._name, self._beside = log, name, beside
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        self._log.log(step, values)
         self._try(lambda tracker: tracker.log(step, values))
 
     def close(self) -> None:
+        self._log.close()
         self._try(lambda tracker: tracker.close())
 
     def _try(self, act: Callable[[Tracker], None]) -> None:
-        if self._tracker is None:
+        if self._beside is None:
             return
         try:
-            act(self._tracker)
+            act(self._beside)
         except Exception as error:
-            self._tracker = None
+            self._beside = None
             warn(
-                f"train.tracker: {self.name} failed ({type(error).__name__}: {error}) and gets no more records; "
+                f"train.tracker: {self._name} failed ({type(error).__name__}: {error}) and gets no more records; "
                 "metrics.jsonl has them all, and training goes on"
             )
 
 
-class Trackers:
-    """Several trackers as one."""
-
-    def __init__(self, trackers: list[Tracker]):
-        self._trackers = trackers
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, values)
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
-
-
 def open_tracker(
-    config: TrainConfig,
-    run_dir: Path,
-    resume_step: int,
-    settings: dict[str, Any],
-    given: Tracker | None = None,
-    validates_again: bool = False,
-) -> Tracker:
-    """metrics.jsonl and `given`, or metrics.jsonl and what `config.tracker` names.
+    config: TrainConfig, run_dir: Path, resume_step: int = 0, validates_again: bool = False
+) -> RunTracker:
+    """metrics.jsonl, and what `config.tracker` names.
 
-    Args:
-        settings: told to wandb.
-        resume_step, validates_again: see MetricLog.
+    Args: resume_step, validates_again: see MetricLog.
     Raises: ConfigError when the tracker cannot start.
     """
-    more: list[Tracker] = []
-    if given is not None:
-        more.append(given)
-    elif config.tracker == "tensorboard":
-        more.append(BestEffortTracker("tensorboard", TensorBoardTracker(run_dir / "tensorboard", resume_step)))
+    beside: Tracker | None = None
+    if config.tracker == "tensorboard":
+        beside = TensorBoardTracker(run_dir / "tensorboard", resume_step)
     elif config.tracker == "wandb":
-        more.append(BestEffortTracker("wandb", WandbTracker(run_dir / "wandb", config.project, run_dir.name, settings)))
-    return Trackers([MetricLog(run_dir / "metrics.jsonl", resume_step, validates_again), *more])
+        beside = WandbTracker(run_dir / "wandb", config, run_dir.name)
+    return RunTracker(MetricLog(run_dir / "metrics.jsonl", resume_step, validates_again), config.tracker, beside)
 
 
 class Reporter:

@@ -93,7 +93,7 @@ def test_float32_agrees_with_float64(family: str) -> None:
 def test_hits_are_the_targets_greedy_tokens(family: str) -> None:
     """Hits, misses, and runs of hits where the head walks chains, on more documents than gradients are compared on."""
     head, ends = example_head(first(family), torch.float64)
-    inputs = documents(["..AAAAA", ".AAAAAA", ".AAA.BBBB"] * 20, seed=30)
+    inputs = documents(["..AAAAA", ".AAAAAA", ".AAA.BBBB"] * 14, seed=30)
     with torch.no_grad():
         expected = REFERENCES[family].twin(head, double_weights(head), ends, inputs)
         loss = head.loss(feature_batch(inputs, ends, head.depth), teacher_of(ends))

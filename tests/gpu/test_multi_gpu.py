@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_run import losses, make_place
+from train_fakes import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,11 +39,8 @@ def test_every_way_of_sharing_has_the_losses_of_one_gpu(tmp_path):
 
 
 def start(place: Path, name: str) -> subprocess.Popen[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     environment = os.environ | {"RANKS": "2", "PYTHON": sys.executable, "CONFIG": "recipes/accelerate/ddp-2.yaml"}
-    environment["PORT"] = port
+    environment["PORT"] = str(free_port())
     arguments = [str(place / "recipe.yaml"), f"run_dir={place / name}", "train.steps=40", "train.save_every=4"]
     return subprocess.Popen(
         ["bash", str(ROOT / "scripts" / "launch" / "node.sh"), *arguments], env=environment, stderr=subprocess.PIPE,

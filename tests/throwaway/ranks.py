@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 from reference.families import REFERENCES
 from test_golden import curve, make_samples, tiny_target
-from train_fakes import forked
+from train_fakes import forked, free_port
 
 from headstart.data.features import OnlineFeatures
 from headstart.heads.base import Head
@@ -45,9 +44,7 @@ def work(rank: int, port: int, out: Path) -> None:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     processes = [forked(lambda r=rank: work(r, port, out), out / f"err{rank}") for rank in range(2)]
     for rank, process in enumerate(processes):
         process.join(timeout=200)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from train_fakes import forked
+from train_fakes import forked, free_port
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from headstart.data.features import OnlineFeatures
@@ -129,9 +128,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(place):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     processes = [forked(lambda r=r: rank_work(r, port, place), place / f"err{r}") for r in range(2)]
     for number, process in enumerate(processes):
         process.join(timeout=200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -144,6 +145,13 @@ def window_gradient(
         *([no_sync] if no_sync else []),
     )  # fmt: skip
     return {name: p.grad for name, p in head.named_parameters()}, sums
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def forked(work: Callable[[], None], stderr: Path) -> ForkProcess:

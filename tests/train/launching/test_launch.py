@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 from tiny_run import losses, make_place
-from train_fakes import forked
+from train_fakes import forked, free_port
 
 from headstart import train_on_ranks
 from headstart.startup import StartupStop
@@ -93,9 +92,7 @@ def test_two_and_four_ranks_train_what_one_process_trains(place):
 
 def fork_ranks(ranks: int, place: Path, name: str, *overrides: str, own_process: bool = False) -> list[str]:
     """What each of `ranks` forked processes said on stderr; they end well."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
 
     def work(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -144,9 +141,7 @@ def test_a_signal_after_the_last_word_changes_nothing(place):
 
 def scripted(place: Path, script: str, name: str, *overrides: str, **settings: str) -> subprocess.Popen[str]:
     """A script of scripts/launch at work on CPU ranks of this machine."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment |= {
         "OMP_NUM_THREADS": "1",

@@ -1,11 +1,10 @@
 import os
-import socket
 import time
 
 import pytest
 import torch
 import typer
-from train_fakes import forked
+from train_fakes import forked, free_port
 
 from headstart.cli import main
 from headstart.commands import run, train
@@ -89,14 +88,8 @@ def test_variables_of_a_launch_and_of_none():
     assert check_variables({}) == check_variables({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}) == 1
 
 
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
 def test_an_address_where_nobody_is_is_told_in_time(monkeypatch):
-    for name, value in (RANKS | {"MASTER_PORT": free_port()}).items():
+    for name, value in (RANKS | {"MASTER_PORT": str(free_port())}).items():
         monkeypatch.setenv(name, value)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"rank 1 of 2 did not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT="):
@@ -106,7 +99,7 @@ def test_an_address_where_nobody_is_is_told_in_time(monkeypatch):
 
 def test_ranks_that_did_not_come_are_named(tmp_path):
     """Two of three ranks: both end, and rank 1 knows who is missing."""
-    port = free_port()
+    port = str(free_port())
 
     def rank(number):
         os.environ.update(RANKS | {"WORLD_SIZE": "3", "RANK": str(number), "LOCAL_RANK": "0", "MASTER_PORT": port})
@@ -135,7 +128,7 @@ class Stopped:
 @pytest.mark.parametrize("agent", [True, False], ids=["torchrun's store", "rank 0's store"])
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stop_while_ranks_meet_ends_all_that_came(tmp_path, stopped, agent):
-    port = free_port()
+    port = str(free_port())
 
     def rank(number):
         os.environ.update(RANKS | {"WORLD_SIZE": "3", "RANK": str(number), "LOCAL_RANK": "0", "MASTER_PORT": port})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from train_fakes import forked
+from train_fakes import forked, free_port
 
 from headstart.heads.errors import DataError
 from headstart.train.launching import watch
@@ -43,9 +42,7 @@ def rank_of(case: str, rank: int, port: int, ready: Path) -> None:
 
 
 def start(case: str, place: Path) -> list:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     ready = [place / f"ready{r}" for r in range(2)]
     ranks = [forked(lambda r=r: rank_of(case, r, port, ready[r]), place / f"err{r}") for r in range(2)]
     while not all(path.exists() for path in ready):

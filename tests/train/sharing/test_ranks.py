@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import threading
 import time
 from contextlib import nullcontext
@@ -17,7 +16,17 @@ import pytest
 import torch
 from tiny_run import losses
 from torch import nn
-from train_fakes import FakeHead, FakeSource, forked, make_documents, pairs_of, quiet, teacher, window_gradient
+from train_fakes import (
+    FakeHead,
+    FakeSource,
+    forked,
+    free_port,
+    make_documents,
+    pairs_of,
+    quiet,
+    teacher,
+    window_gradient,
+)
 
 from headstart.heads.errors import DiskFullError, StorageError, TrainingError
 from headstart.train.checkpoints.checkpoint import CheckpointStore
@@ -307,9 +316,7 @@ def ranks(tmp_path_factory):
         source = Signalled(make_documents())
         source.after = 9  # in the fourth step
         assert run(out / name, source)[1].step == 4
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     processes = [forked(lambda r=r: _rank(r, 2, port, out), out / f"err{r}") for r in range(2)]
     for number, process in enumerate(processes):
         process.join(timeout=200)
@@ -318,9 +325,7 @@ def ranks(tmp_path_factory):
 
 
 def test_a_checkpoint_under_way_outlasts_a_rank_that_dies(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     errors = [tmp_path / f"err{rank}" for rank in range(2)]
     processes = [forked(lambda r=r: losing_a_rank_while_saving(r, port, tmp_path), errors[r]) for r in range(2)]
     for process in processes:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_run import losses
-from train_fakes import FakeHead, FakeSource, forked, make_documents, pairs_of, quiet, teacher
+from train_fakes import FakeHead, FakeSource, forked, free_port, make_documents, pairs_of, quiet, teacher
 
 from headstart.train.config import TrainConfig
 from headstart.train.launching.setup import make_accelerator
@@ -70,9 +69,7 @@ def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("zero")
     for kind in KINDS:
         assert run(out / f"{kind} resumed", Stopping(make_documents()))[1].step == 4
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     processes = [forked(lambda r=r: rank_work(r, port, out), out / f"err{r}") for r in range(2)]
     for number, process in enumerate(processes):
         process.join(timeout=200)

@@ -30,6 +30,12 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.targets.target import Target
 
 
+@pytest.fixture(autouse=True)
+def few_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle's time is measured on short answers: what it is does not matter here."""
+    monkeypatch.setattr("headstart.eval.tuning.costs.CYCLE_TOKENS", 12)
+
+
 def costs() -> Costs:
     """Milliseconds: plain 10; chains 11 + drafts of 1 and 3 levels; trees interpolated between 8 and 16 tokens."""
     return Costs(

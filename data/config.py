@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from headstart.data.records import LAYOUTS
 from headstart.heads.errors import ConfigError, check_settings
 from headstart.heads.files import short_path
 from headstart.heads.repository import check_repository
 
-FORMATS = (
-    "auto", "messages", "sharegpt", "prompt_response", "turns", "prompt", "question", "problem", "instruction",
-)  # fmt: skip
+FORMATS = ("auto", *LAYOUTS)
 
 
 @dataclass

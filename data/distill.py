@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headstart.data.chat import RefusedError
 from headstart.data.config import DistillConfig
+from headstart.data.features import Progress, silent
 from headstart.data.prompts import Chats, Prompt
 from headstart.data.records import Conversation, Message, TokenTurn, parse_record, unread_note
 from headstart.data.row_random import draw_at, uniforms
@@ -32,14 +33,8 @@ from headstart.heads.files import explain_disk, read_json, write_json
 from headstart.heads.sampling import distribution
 from headstart.heads.targets.target import Target
 
-#: progress(done, total, message): answers finished, answers planned, a line to show or ""
-Progress = Callable[[int, int, str], None]
 #: generator(target, prompts, config, seeds) → answers: see `generate`
 Generator = Callable[[Target, Sequence[Sequence[int]], DistillConfig, Sequence[int]], list[list[int]]]
-
-
-def _silent(done: int, total: int, message: str) -> None:
-    pass
 
 
 @dataclass
@@ -66,7 +61,7 @@ def distill(
     config: DistillConfig,
     out: Path,
     seed: int = 0,
-    progress: Progress = _silent,
+    progress: Progress = silent,
     template_kwargs: dict[str, Any] | None = None,
     generator: Generator | None = None,
 ) -> Path:
@@ -81,7 +76,6 @@ def distill(
     reason in `OUT.skipped.json`; the others go on.
 
     Args:
-        progress: see Progress.
         generator: decodes a batch; None takes `generate`, which calls the model's own forward.
         config: after `config.max_seconds` no further batch begins; the first one always does.
     Raises: DataError when `out` was made with other settings or prompts, or nothing can be answered;
@@ -92,7 +86,7 @@ def distill(
     chats = Chats(target.tokenizer, target.stop_token_ids, template_kwargs)
     settings = _sampling(target, config, seed, template_kwargs)
     finished = resume(out, prompts, settings, progress)
-    jobs, skipped = _plan(chats, target, prompts, config, seed)
+    jobs, skipped = _make_jobs(chats, target, prompts, config, seed)
     unread = unread_note(Counter(name for prompt in prompts for name in prompt.unread))
     for note in [*chats.notes, *([unread] if unread else [])]:
         progress(0, len(jobs), note)
@@ -133,7 +127,7 @@ def distill(
     return out
 
 
-def _plan(
+def _make_jobs(
     chats: Chats, target: Target, prompts: Sequence[Prompt], config: DistillConfig, seed: int
 ) -> tuple[list[_Job], dict[str, str]]:
     """Jobs by length of their first prompt, so that batches hold similar lengths; and why other prompts are skipped."""
@@ -355,13 +349,13 @@ def resume(out: Path, prompts: Sequence[Prompt], settings: dict[str, Any], progr
                 )
         name = conversation.id
         prompt = planned.get(name.rsplit("/sample", 1)[0], planned.get(name))
-        if prompt is not None and not _answers(conversation, prompt):
+        if prompt is not None and not _belongs_to(conversation, prompt):
             raise DataError(f"{out}:{number}: found another prompt under the id {name!r}: {remedy}")
         finished.add(name)
     return finished
 
 
-def _answers(made: Conversation, prompt: Prompt) -> bool:
+def _belongs_to(made: Conversation, prompt: Prompt) -> bool:
     """Whether a finished record answers this prompt, or at least its first questions."""
     first = prompt.prompt_token_ids
     if len(made.turns) > prompt.answers or (first is not None and made.turns[0].prompt_ids != first):

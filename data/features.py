@@ -6,19 +6,23 @@ All sources answer `get(pack)` with the same FeatureBatch: live (here), from mem
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from headstart.data.samples import Sample, answers_of, check_vocabulary
+from headstart.data.samples import Sample, answer_turns, check_vocabulary
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.targets.locate import text_decoder
 from headstart.heads.targets.sharded import ShardedTarget
 from headstart.heads.targets.target import Target
 
-#: progress(done, total, message): rows finished, rows planned, a line to show or ""
+#: progress(done, total, message): rows or answers finished, those in all, a line to show or ""
 Progress = Callable[[int, int, str], None]
+
+
+def silent(done: int, total: int, message: str) -> None:
+    """The Progress of a caller who wants none."""
 
 
 class FeatureSource(ABC):
@@ -86,12 +90,26 @@ class OnlineFeatures(FeatureSource):
             return self.get(packs[rank])
 
     def get(self, pack: Sequence[int]) -> FeatureBatch:
-        chosen = [self.samples[i] for i in pack]
-        batch = FeatureBatch.pack(
-            [s.tensors() for s in chosen], self.max_depth, sample_ids=tuple(s.id for s in chosen),
-            answers=answers_of(chosen),
-        )  # fmt: skip
-        return self.target.extract(batch, self.spec)
+        return extract(self.target, [self.samples[i] for i in pack], self.spec, self.max_depth)
+
+
+def extract(target: Target, samples: Sequence[Sample], spec: FeatureSpec, max_depth: int = 1) -> FeatureBatch:
+    """Run the target over one pack of samples. The anchors of depth 1 already hold the teacher's rows of any depth."""
+    ids, documents = tuple(s.id for s in samples), [s.tensors() for s in samples]
+    batch = FeatureBatch.pack(documents, max_depth, sample_ids=ids, answers=answer_turns(samples))
+    return target.extract(batch, spec)
+
+
+def groups_within(lengths: Sequence[int], budget: int) -> Iterator[range]:
+    """Consecutive documents in groups of at most `budget` tokens; a longer document is a group of its own."""
+    first = tokens = 0
+    for index, length in enumerate(lengths):
+        if index > first and tokens + length > budget:
+            yield range(first, index)
+            first, tokens = index, 0
+        tokens += length
+    if first < len(lengths):
+        yield range(first, len(lengths))
 
 
 def parameters_per_row(target: Target) -> int:

@@ -27,12 +27,12 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any]:
         "turns": len(answers),
         "tasks": dict(sorted(Counter(str(s.meta.get("task") or "-") for s in samples).items())),
         "open_ended": sum(s.finish_reason == "length" for s in samples),
-        "length": _spread([len(s) for s in samples]),
-        "answer": _spread(answers),
+        "length": _quantiles([len(s) for s in samples]),
+        "answer": _quantiles(answers),
     }
 
 
-def _spread(values: Sequence[int]) -> dict[str, int]:
+def _quantiles(values: Sequence[int]) -> dict[str, int]:
     if not values:
         return {"min": 0, "median": 0, "p95": 0, "max": 0}
     at = np.percentile(np.asarray(values), [0, 50, 95, 100], method="inverted_cdf")

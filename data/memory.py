@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from headstart.data.features import FeatureSource, Progress, argmax_rows, store_bytes
-from headstart.data.samples import Sample, answers_of
+from headstart.data.features import FeatureSource, Progress, argmax_rows, extract, groups_within, silent, store_bytes
+from headstart.data.samples import Sample, answer_turns
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import StorageError
 from headstart.heads.targets.target import Target
@@ -26,7 +26,6 @@ class MemoryFeatures(FeatureSource):
     Args:
         target, samples, spec, max_depth: as OnlineFeatures.
         forward_tokens: rows per pass of the target.
-        progress: called with (rows done, rows in all, message).
     Raises: StorageError before any work when the features cannot fit, with the size they need.
     """
 
@@ -37,7 +36,7 @@ class MemoryFeatures(FeatureSource):
         spec: FeatureSpec,
         max_depth: int,
         forward_tokens: int = 32768,
-        progress: Progress = lambda done, total, message: None,
+        progress: Progress = silent,
     ):
         self.spec, self.max_depth, self.device = spec, max_depth, target.device
         self.lengths = [len(sample) for sample in samples]
@@ -52,27 +51,18 @@ class MemoryFeatures(FeatureSource):
         self._samples = samples
         self._documents = [sample.tensors() for sample in samples]
         self._argmax_R = torch.empty(rows, dtype=torch.int32, device=self.device)
-        first = 0
-        while first < len(samples):
-            last = first + 1
-            while last < len(samples) and self._starts[last + 1] - self._starts[first] <= forward_tokens:
-                last += 1
-            self._extract(target, first, last)
-            first = last
-            progress(self._starts[first], rows, "")
-
-    def _extract(self, target: Target, first: int, last: int) -> None:
-        batch = target.extract(FeatureBatch.pack(self._documents[first:last], 1), self.spec)
-        start, stop = self._starts[first], self._starts[last]
-        assert batch.hidden_RD is not None
-        self._hidden_RD[start:stop] = batch.hidden_RD
-        if self._streams_RkD is not None:
-            self._streams_RkD[start:stop] = batch.streams_RkD
-        self._argmax_R[start:stop] = argmax_rows(batch)
+        for group in groups_within(self.lengths, forward_tokens):
+            batch = extract(target, [samples[i] for i in group], spec)
+            start, stop = self._starts[group.start], self._starts[group.stop]
+            self._hidden_RD[start:stop] = batch.hidden_RD
+            if self._streams_RkD is not None:
+                self._streams_RkD[start:stop] = batch.streams_RkD
+            self._argmax_R[start:stop] = argmax_rows(batch)
+            progress(stop, rows, "")
 
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         ids = tuple(self.sample_ids[i] for i in pack)
-        answers = answers_of([self._samples[i] for i in pack])
+        answers = answer_turns([self._samples[i] for i in pack])
         batch = FeatureBatch.pack([self._documents[i] for i in pack], self.max_depth, sample_ids=ids, answers=answers)
         first_R = torch.tensor([self._starts[i] for i in pack])[batch.doc_R]
         row_R = first_R + batch.position_R

@@ -14,7 +14,7 @@ import numpy as np
 from headstart.heads.errors import ConfigError
 
 #: documents among which packs are made
-WINDOW = 1024
+POOL = 1024
 
 
 def make_packs(
@@ -22,14 +22,14 @@ def make_packs(
     budget: int,
     seed: int = 0,
     epoch: int = 0,
-    window: int = WINDOW,
+    pool: int = POOL,
     supervised: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Lists of document indices: every document exactly once, at most `budget` tokens per list.
 
-    Documents are shuffled and cut into windows. Best-fit-decreasing tells how many packs a window needs. The window's
-    documents are then spread evenly over that many packs, or a few more, if they fit. The packs are shuffled at the
-    end. The result depends on the arguments alone.
+    Documents are shuffled and cut into pools. Best-fit-decreasing tells how many packs a pool needs. Its documents are
+    then spread evenly over that many packs, or over a few more where they do not fit. At the end the packs are
+    shuffled. The result depends on the arguments alone.
 
     Args:
         lengths: tokens per document, each ≥ 1.
@@ -37,8 +37,8 @@ def make_packs(
         budget: tokens per pack. A longer document gets a pack of its own.
     Raises: ConfigError naming the document.
     """
-    if budget < 1 or window < 1:
-        raise ConfigError(f"data.pack_tokens: found budget {budget}, window {window}, expected numbers ≥ 1")
+    if budget < 1 or pool < 1:
+        raise ConfigError(f"data.pack_tokens: found budget {budget}, pool {pool}, expected numbers ≥ 1")
     for index, length in enumerate(lengths):
         if length < 1:
             raise ConfigError(
@@ -49,8 +49,8 @@ def make_packs(
     generator = np.random.default_rng([seed, epoch])
     order = generator.permutation(len(lengths))
     packs: list[list[int]] = []
-    for start in range(0, len(order), window):
-        documents = order[start : start + window].tolist()
+    for start in range(0, len(order), pool):
+        documents = order[start : start + pool].tolist()
         tight = _best_fit_decreasing(documents, lengths, budget)
         # where packs are nearly full, spreading evenly may need a few more of them: 2 % at most
         counts = range(len(tight), len(tight) + len(tight) // 50 + 1)

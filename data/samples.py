@@ -63,7 +63,7 @@ def supervise_everything(sample: Sample) -> Sample:
     return replace(sample, turn_ids=turn_ids, answer_ids=sample.turn_ids)
 
 
-def answers_of(samples: Sequence[Sample]) -> list[Tensor] | None:
+def answer_turns(samples: Sequence[Sample]) -> list[Tensor] | None:
     """`answers` of FeatureBatch.pack, None where each sample's supervised turns are its answers."""
     if all(sample.answer_ids is None for sample in samples):
         return None

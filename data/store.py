@@ -10,7 +10,7 @@ what the states are and of which target:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.data.features import FeatureSource, Progress, argmax_rows, store_bytes
-from headstart.data.samples import Sample, answers_of, check_vocabulary
+from headstart.data.features import FeatureSource, Progress, argmax_rows, extract, groups_within, silent, store_bytes
+from headstart.data.samples import Sample, answer_turns, check_vocabulary
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import DataError, StorageError, TargetError
 from headstart.heads.files import read_json, require_disk, sha256_file, write_json, write_safetensors
@@ -100,7 +100,7 @@ def build_store(
     dtype: str = "auto",
     shard_tokens: int = 8192,
     pack_tokens: int = 4096,
-    progress: Progress = lambda done, total, message: None,
+    progress: Progress = silent,
 ) -> Path:
     """Run the target over every sample and write the store; a killed build continues after its last complete shard.
 
@@ -116,12 +116,18 @@ def build_store(
     target.check_layer_ids(spec.layer_ids)
     check_vocabulary(samples, target.dims.vocab_size)
     stored = target.dtype if dtype == "auto" else DTYPES[dtype]
-    index = [[s.id, len(s), s.digest()] for s in samples]
-    plan = Manifest(
-        list(spec.layer_ids), str(stored).removeprefix("torch."), target.fingerprint(), index,
-        _plan_shards([len(s) for s in samples], shard_tokens), provenance=provenance(target.device),
-    )  # fmt: skip
-    manifest = _continue(directory, plan)
+    lengths = [len(sample) for sample in samples]
+    shards = [
+        Shard(f"shard-{number:05d}.safetensors", group.start, group.stop - 1, sum(lengths[i] for i in group))
+        for number, group in enumerate(groups_within(lengths, shard_tokens))
+    ]
+    manifest = _continue(
+        directory,
+        Manifest(
+            list(spec.layer_ids), str(stored).removeprefix("torch."), target.fingerprint(), index_of(samples), shards,
+            provenance=provenance(target.device),
+        ),  # fmt: skip
+    )
     total = sum(shard.rows for shard in manifest.shards)
     todo = sum(shard.rows for shard in manifest.shards if not shard.complete)
     require_disk(
@@ -135,42 +141,38 @@ def build_store(
             continue
         path = directory / shard.file
         parts = []
-        for batch in _extract(target, samples[shard.first : shard.last + 1], spec, stored, pack_tokens):
-            parts.append(batch)
-            done += batch.tokens_R.shape[0]
+        for group in groups_within(lengths[shard.first : shard.last + 1], pack_tokens):
+            batch = extract(target, [samples[shard.first + i] for i in group], spec)
+            parts.append(_rows_to_store(batch, stored))
+            done += len(batch.tokens_R)
             progress(done, total, "")
-        write_safetensors(path, _shard_tensors(parts))
+        write_safetensors(path, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
         shard.bytes, shard.sha256 = path.stat().st_size, sha256_file(path)
         manifest.write(directory)
     return directory
 
 
-def _plan_shards(lengths: Sequence[int], shard_tokens: int) -> list[Shard]:
-    shards: list[Shard] = []
-    for index, length in enumerate(lengths):
-        if shards and shards[-1].rows + length <= shard_tokens:
-            shards[-1].last, shards[-1].rows = index, shards[-1].rows + length
-        else:
-            shards.append(Shard(f"shard-{len(shards):05d}.safetensors", index, index, length))
-    return shards
+def index_of(samples: Sequence[Sample]) -> list[list[Any]]:
+    """`Manifest.samples` of these samples."""
+    return [[sample.id, len(sample), sample.digest()] for sample in samples]
 
 
-def _continue(directory: Path, plan: Manifest) -> Manifest:
-    """The manifest on disk, to continue its build; the plan if there is none, or its shards have another size."""
+def _continue(directory: Path, new: Manifest) -> Manifest:
+    """The manifest on disk, to continue its build; `new` if there is none, or its shards have another size."""
     if not (directory / "manifest.json").is_file():
-        return plan
+        return new
     found = Manifest.read(directory)
-    check_fingerprint(found.fingerprint, plan.fingerprint, directory)
+    check_fingerprint(found.fingerprint, new.fingerprint, directory)
     remedy = "remove the directory, or build elsewhere with run_dir=…"
     for name in ("layer_ids", "dtype", "norms"):
-        if getattr(found, name) != getattr(plan, name):
+        if getattr(found, name) != getattr(new, name):
             raise TargetError(
-                f"{directory}: {name}: found {getattr(found, name)}, expected {getattr(plan, name)}: {remedy}"
+                f"{directory}: {name}: found {getattr(found, name)}, expected {getattr(new, name)}: {remedy}"
             )
-    check_samples(found.samples, plan.samples, directory)
+    check_samples(found.samples, new.samples, directory)
     layout = [(s.file, s.first, s.last) for s in found.shards]
-    if layout != [(s.file, s.first, s.last) for s in plan.shards]:
-        return plan  # another shard size: start again
+    if layout != [(s.file, s.first, s.last) for s in new.shards]:
+        return new  # another shard size: start again
     for shard in found.shards:
         path = directory / shard.file
         if shard.complete and (not path.is_file() or path.stat().st_size != shard.bytes):
@@ -199,48 +201,20 @@ def check_samples(found: list[list[Any]], expected: list[list[Any]], where: Path
             raise DataError(f"{where}: sample {position}: found {old}, expected {new} (id, tokens, digest): {remedy}")
 
 
-def _extract(
-    target: Target, samples: Sequence[Sample], spec: FeatureSpec, dtype: torch.dtype, pack_tokens: int
-) -> Iterator[FeatureBatch]:
-    """Packs of consecutive samples with features (CPU). Anchors of K = 1 have the teacher rows of every K."""
-    group: list[Sample] = []
-    for number, sample in enumerate(samples):
-        group.append(sample)
-        following = len(samples[number + 1]) if number + 1 < len(samples) else pack_tokens
-        if sum(map(len, group)) + following > pack_tokens:
-            batch = FeatureBatch.pack([s.tensors() for s in group], 1, sample_ids=tuple(s.id for s in group))
-            yield _to_store(target.extract(batch, spec), dtype)
-            group = []
-
-
-def _shard_tensors(parts: Sequence[FeatureBatch]) -> dict[str, Tensor]:
-    tensors = {
-        "tokens_R": torch.cat([b.tokens_R for b in parts]).int(),
-        "turn_R": torch.cat([b.turn_R for b in parts]).int(),
-        "argmax_R": torch.cat([argmax_rows(b) for b in parts]).int(),
-        "hidden_RD": torch.cat([b.hidden_RD for b in parts if b.hidden_RD is not None]),
-    }
-    streams = [b.streams_RkD for b in parts if b.streams_RkD is not None]
-    if streams:
-        tensors["streams_RkD"] = torch.cat(streams)
-    return tensors
-
-
-def _to_store(batch: FeatureBatch, dtype: torch.dtype) -> FeatureBatch:
-    batch = replace(
-        batch,
-        hidden_RD=None if batch.hidden_RD is None else batch.hidden_RD.to(dtype),
-        streams_RkD=None if batch.streams_RkD is None else batch.streams_RkD.to(dtype),
-    ).to("cpu")
-    for name in ("hidden_RD", "streams_RkD"):
-        values = getattr(batch, name)
-        if values is not None and not bool(torch.isfinite(values).all()):
-            row = int(torch.nonzero(~torch.isfinite(values).flatten(1).all(1))[0])
+def _rows_to_store(batch: FeatureBatch, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a shard holds of one pack, on the CPU. Raises: DataError for hidden states that overflow `dtype`."""
+    integers = {"tokens_R": batch.tokens_R, "turn_R": batch.turn_R, "argmax_R": argmax_rows(batch)}
+    states = {"hidden_RD": batch.hidden_RD, "streams_RkD": batch.streams_RkD}
+    stored = {name: values.to(dtype).cpu() for name, values in states.items() if values is not None}
+    for name, values in stored.items():
+        finite_R = torch.isfinite(values).flatten(1).all(1)
+        if not finite_R.all():
+            row = int(torch.nonzero(~finite_R)[0])
             raise DataError(
                 f"sample {batch.sample_ids[int(batch.doc_R[row])]}: {name} is not finite in "
                 f"{str(dtype).removeprefix('torch.')}: use data.features_dtype=bfloat16 or float32"
             )
-    return batch
+    return {name: values.int().cpu() for name, values in integers.items()} | stored
 
 
 class StoredFeatures(FeatureSource):
@@ -273,7 +247,7 @@ class StoredFeatures(FeatureSource):
         if fingerprint is not None:
             check_fingerprint(manifest.fingerprint, fingerprint, self.directory)
         if samples is not None:
-            check_samples(manifest.samples, [[s.id, len(s), s.digest()] for s in samples], self.directory)
+            check_samples(manifest.samples, index_of(samples), self.directory)
         self._samples = samples
         self.spec = spec or FeatureSpec(tuple(manifest.layer_ids))
         missing = [k for k in self.spec.layer_ids if k not in manifest.layer_ids]
@@ -297,7 +271,7 @@ class StoredFeatures(FeatureSource):
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         rows = [self._read(i) for i in pack]
         documents = [(part["tokens_R"].long(), part["turn_R"].long()) for part in rows]
-        answers = None if self._samples is None else answers_of([self._samples[i] for i in pack])
+        answers = None if self._samples is None else answer_turns([self._samples[i] for i in pack])
         ids = tuple(self.sample_ids[i] for i in pack)
         batch = FeatureBatch.pack(documents, self.max_depth, sample_ids=ids, answers=answers)
         argmax_R = torch.cat([part["argmax_R"] for part in rows]).long()

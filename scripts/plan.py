@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headstart.console import Console
-from headstart.data.packing import WINDOW, make_packs
+from headstart.data.packing import POOL, make_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.families import build_head
@@ -101,8 +101,8 @@ class DataShape:
     def equal(cls, samples: int, length: float, pack_tokens: int, note: str) -> DataShape:
         """The shape of `samples` samples of the same length, all supervised, packed as make_packs does."""
         each = max(int(pack_tokens // length), 1)
-        full, rest = divmod(samples, WINDOW)
-        return cls(full * -(-WINDOW // each) - (-rest // each), round(samples * length), notes=[note])
+        full, rest = divmod(samples, POOL)
+        return cls(full * -(-POOL // each) - (-rest // each), round(samples * length), notes=[note])
 
     def beside(self, other: DataShape) -> DataShape:
         """The shape of both together."""

@@ -16,14 +16,14 @@ from headstart.heads.errors import ConfigError
     budget=st.integers(1, 60),
     seed=st.integers(0, 5),
     epoch=st.integers(0, 3),
-    window=st.integers(1, 50),
+    pool=st.integers(1, 50),
 )
-def test_every_document_once_within_budget(lengths, budget, seed, epoch, window):
-    packs = make_packs(lengths, budget, seed, epoch, window)
+def test_every_document_once_within_budget(lengths, budget, seed, epoch, pool):
+    packs = make_packs(lengths, budget, seed, epoch, pool)
     assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
     for pack in packs:
         assert sum(lengths[i] for i in pack) <= budget or len(pack) == 1
-    assert packs == make_packs(lengths, budget, seed, epoch, window)
+    assert packs == make_packs(lengths, budget, seed, epoch, pool)
 
 
 def test_best_fit_decreasing_fills_exactly():

@@ -133,15 +133,15 @@ class Killed(BaseException):
 
 
 def test_killed_build_continues_after_its_last_complete_shard(target, samples, store, tmp_path, monkeypatch):
-    other, calls, real = tmp_path / "killed", [], module._extract
+    other, calls, real = tmp_path / "killed", [], module.write_safetensors
 
-    def extract_then_die(*arguments):
+    def write_or_die(*arguments):
         calls.append(1)
         if len(calls) == 3:
             raise Killed
         return real(*arguments)
 
-    monkeypatch.setattr(module, "_extract", extract_then_die)
+    monkeypatch.setattr(module, "write_safetensors", write_or_die)
     with pytest.raises(Killed):
         build_store(target, samples, SPEC, other, shard_tokens=50, pack_tokens=40)
     with pytest.raises(StorageError, match="incomplete: run the same command again"):
@@ -200,7 +200,7 @@ def test_mismatch_names_the_field_and_both_values(target, other_target, samples,
 def test_disk_is_checked_before_work(target, samples, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage(10, 9, 1))
-    monkeypatch.setattr(module, "_extract", lambda *_: pytest.fail("the target ran before the disk was checked"))
+    monkeypatch.setattr(module, "extract", lambda *_: pytest.fail("the target ran before the disk was checked"))
     with pytest.raises(StorageError, match="the feature store needs about"):
         build_store(target, samples, SPEC, tmp_path / "f")
     assert not (tmp_path / "f" / "manifest.json").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headstart.data.samples import Sample, answers_of, supervise_everything
+from headstart.data.samples import Sample, answer_turns, supervise_everything
 from headstart.heads.batch import FeatureBatch
 
 
@@ -38,8 +38,8 @@ def test_the_answers_alone_train_less_of_the_same_tokens():
 
 def test_the_answers_are_still_known():
     answers = [sample([-1, -1, 0, -1, 1]), sample([-1, 0, 0])]
-    assert answers_of(answers) is None
+    assert answer_turns(answers) is None
     documents = [supervise_everything(each) for each in answers]
-    batch = FeatureBatch.pack([each.tensors() for each in documents], 2, pad_to=10, answers=answers_of(documents))
+    batch = FeatureBatch.pack([each.tensors() for each in documents], 2, pad_to=10, answers=answer_turns(documents))
     assert batch.answer_R.tolist() == [-1, -1, 0, -1, 1, -1, 0, 0, -1, -1]
     assert batch.turn_R.tolist() == [0] * 8 + [-1, -1]

@@ -1,6 +1,6 @@
-"""What a cycle costs on this device: verification by tokens, drafting by depth, and what is left of a whole cycle.
+"""What a cycle costs on this device: verification by tokens, drafting by depth, and the rest of a whole cycle.
 
-Times are device events around replays of captured graphs on CUDA where the engine can be captured, else wall time.
+Times are taken by CUDA events around replays of captured graphs, or by the clock where the engine cannot be captured.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from headstart.eval.measuring.breakdown import loop_seconds, started_loop
 from headstart.eval.measuring.sweep import spread
 from headstart.eval.tree import Tree, chain, static_paths
 
-#: new tokens behind the time of whole cycles
+#: new tokens per row that whole cycles are timed on
 CYCLE_TOKENS = 48
-#: sizes at which the target's forward is timed, at most, for chains and for trees
+#: most sizes at which the target's forward is timed, for chains and for trees each
 FORWARDS = 7
 
 
 def node_count(tree: TreeConfig) -> int:
-    """Nodes that a tree verifies, the root apart.
+    """Nodes of a tree without the root.
 
-    A dynamic tree of few levels has fewer candidates than `total_tokens - 1`: k, and k · k for every further level.
+    A dynamic tree has k candidates at its first level and k · k at every further one, which may be fewer than
+    `total_tokens - 1`.
     """
     if tree.kind == "chain":
         return tree.depth
@@ -40,22 +41,21 @@ def node_count(tree: TreeConfig) -> int:
     return min(tree.total_tokens - 1, tree.k + (tree.depth - 1) * tree.k**2)
 
 
-def way_of(tree: TreeConfig) -> str:
-    """The name under which drafting is timed: trees of one `k` differ in depth only."""
+def drafting_of(tree: TreeConfig) -> str:
+    """What a tree is drafted by: "chain", "static" or "dynamic<k>". Trees of equal name draft the same, up to depth."""
     return f"dynamic{tree.k}" if tree.kind == "dynamic" else tree.kind
 
 
 @dataclass
 class Costs:
-    """Seconds at one batch size.
+    """Seconds at one batch size. Between measured sizes they are interpolated, beyond them the nearest one holds.
 
     Attributes:
-        context: tokens in front of a row's next one, on average.
+        context: mean length of the contexts.
         plain_s: a whole cycle of plain decoding.
         verify_s: "chain" or "tree" → tokens in the forward (nodes + 1) → seconds of the target's forward.
-        draft_s: `way_of` → levels → seconds of drafting.
-        rest_s: tree kind → nodes → what a whole cycle takes beyond the two (acceptance, KV moves, features, host).
-    Between measured points times are interpolated linearly; beyond them the nearest holds.
+        draft_s: `drafting_of` → levels → seconds of drafting.
+        rest_s: tree kind → nodes → seconds of a whole cycle less the two (acceptance, KV moves, features, host).
     """
 
     batch: int
@@ -66,13 +66,12 @@ class Costs:
     rest_s: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def cycle_s(self, tree: TreeConfig) -> float:
-        nodes = node_count(tree)
-        shape = "chain" if tree.kind == "chain" else "tree"
-        return (
-            _at(self.verify_s[shape], nodes + 1)
-            + _at(self.draft_s[way_of(tree)], tree.depth)
-            + _at(self.rest_s[tree.kind], nodes)
-        )
+        return self.parts_s(tree) + _at(self.rest_s[tree.kind], node_count(tree))
+
+    def parts_s(self, tree: TreeConfig) -> float:
+        """Verification and drafting."""
+        shape, tokens = forward_of(tree)
+        return _at(self.verify_s[shape], tokens) + _at(self.draft_s[drafting_of(tree)], tree.depth)
 
     def to_json(self) -> dict[str, Any]:
         tables = {
@@ -87,8 +86,13 @@ def _at(points: dict[int, float], where: int) -> float:
     return float(np.interp(where, known, [points[n] for n in known]))
 
 
-def anchors(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
-    """Trees whose whole cycles are timed: of every kind the ones with fewest and with most nodes."""
+def forward_of(tree: TreeConfig) -> tuple[str, int]:
+    """("chain" or "tree", tokens) of the target's forward over a tree."""
+    return "chain" if tree.kind == "chain" else "tree", node_count(tree) + 1
+
+
+def extremes(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
+    """Trees whose whole cycles are timed: of every kind those with fewest and with most nodes."""
     kinds: dict[str, list[TreeConfig]] = {}
     for tree in trees:
         kinds.setdefault(tree.kind, []).append(tree)
@@ -100,12 +104,12 @@ def anchors(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
 
 
 def draft_points(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
-    """Trees whose drafting is timed: of every way the shallowest, a middle and the deepest."""
-    ways: dict[str, dict[int, TreeConfig]] = {}
+    """Trees whose drafting is timed: of every `drafting_of` the shallowest, a middle one and the deepest."""
+    draftings: dict[str, dict[int, TreeConfig]] = {}
     for tree in trees:
-        ways.setdefault(way_of(tree), {})[tree.depth] = tree
+        draftings.setdefault(drafting_of(tree), {})[tree.depth] = tree
     chosen = []
-    for members in ways.values():
+    for members in draftings.values():
         depths = sorted(members)
         chosen += [members[depth] for depth in sorted({depths[0], depths[len(depths) // 2], depths[-1]})]
     return chosen
@@ -123,62 +127,54 @@ def measure_costs(
 
     Args:
         build: makes the drafter of a tree.
-        contexts: token ids of one batch, as long as they are to be when the costs are paid.
-        repeats: replays (calls on a CPU) behind each median.
-        advance: called after every measurement; `measurements` tells how many there are.
+        contexts: token ids of one batch, as long as contexts are on average while answers are decoded.
+        repeats: replays (calls on a CPU) that a median is taken of.
+        advance: called after every measurement, of which `measurements` gives the number.
     """
     done = advance or (lambda: None)
     context = round(statistics.mean(map(len, contexts)))
     costs = Costs(len(contexts), context, _cycle_seconds(decoder, None, contexts))
     done()
-    largest = max(trees, key=node_count)
     for tree in draft_points(trees):
-        drafter = build(tree)
-        costs.draft_s.setdefault(way_of(tree), {})[tree.depth] = _draft_seconds(decoder, drafter, contexts, repeats)
+        seconds = _draft_seconds(decoder, build(tree), contexts, repeats)
+        costs.draft_s.setdefault(drafting_of(tree), {})[tree.depth] = seconds
         done()
-    drafter = build(largest)
-    loop = started_loop(decoder, drafter, contexts)
+    loop = started_loop(decoder, build(max(trees, key=node_count)), contexts)
     for shape, tokens in forwards(trees):
         costs.verify_s.setdefault(shape, {})[tokens] = _verify_seconds(loop, shape, tokens, repeats)
         done()
-    for tree in anchors(trees):
-        whole = _cycle_seconds(decoder, build(tree), contexts)
-        costs.rest_s.setdefault(tree.kind, {})[node_count(tree)] = 0.0
-        costs.rest_s[tree.kind][node_count(tree)] = max(whole - _parts(costs, tree), 0.0)
+    for tree in extremes(trees):
+        rest = max(_cycle_seconds(decoder, build(tree), contexts) - costs.parts_s(tree), 0.0)
+        costs.rest_s.setdefault(tree.kind, {})[node_count(tree)] = rest
         done()
     return costs
 
 
 def measurements(trees: list[TreeConfig]) -> int:
-    return 1 + len(draft_points(trees)) + len(forwards(trees)) + len(anchors(trees))
+    return 1 + len(draft_points(trees)) + len(forwards(trees)) + len(extremes(trees))
 
 
 def forwards(trees: Iterable[TreeConfig]) -> list[tuple[str, int]]:
-    """("chain" or "tree", tokens) of the forwards that are timed: of either shape the extremes and some between."""
+    """`forward_of` of the forwards that are timed: for chains and for trees the extreme sizes and some between."""
     sizes: dict[str, set[int]] = {}
-    for tree in trees:
-        sizes.setdefault("chain" if tree.kind == "chain" else "tree", set()).add(node_count(tree) + 1)
+    for shape, tokens in map(forward_of, trees):
+        sizes.setdefault(shape, set()).add(tokens)
     return [(shape, tokens) for shape in sorted(sizes) for tokens in spread(sorted(sizes[shape]), FORWARDS)]
 
 
-def _parts(costs: Costs, tree: TreeConfig) -> float:
-    shape = "chain" if tree.kind == "chain" else "tree"
-    return _at(costs.verify_s[shape], node_count(tree) + 1) + _at(costs.draft_s[way_of(tree)], tree.depth)
-
-
 def _cycle_seconds(decoder: Decoder, drafter: Drafter | None, contexts: list[list[int]]) -> float:
-    """Median seconds of a whole cycle in the decode loop itself."""
+    """Median seconds of a whole cycle of the decode loop."""
     decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0)
     seconds = decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0).cycle_s
-    # captured cycles hold on to their drafters
+    # captured cycles keep their drafters in memory
     decoder.graphs.clear()
-    # the first waits for what was queued before
+    # the first cycle also waits for work that was queued before it
     return statistics.median(seconds[1:] or seconds)
 
 
 def _draft_seconds(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], repeats: int) -> float:
     if not drafter.captures:
-        # a drafter that works on the host is part of the rest of its cycles
+        # a drafter on the host is timed as part of the rest
         return 0.0
     loop = started_loop(decoder, drafter, contexts)
     if loop.captures:
@@ -189,17 +185,16 @@ def _draft_seconds(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]
 
 def _verify_seconds(loop: Loop, shape: str, tokens: int, repeats: int) -> float:
     engine = loop.engine
-    if loop.engine.captures and engine.fused is not None:
+    if engine.captures and engine.fused is not None:
         engine.fused.choose_ways(engine.batch * tokens)
     tree = chain(loop.roots_B[:, None].expand(-1, tokens - 1)) if shape == "chain" else _bush(loop, tokens - 1)
     return loop_seconds(loop, lambda: loop.forward(tree), repeats)
 
 
 def _bush(loop: Loop, nodes: int) -> Tree:
-    """A tree of some width to verify; which one does not matter to its cost."""
+    """A tree that branches. Its exact shape does not change the cost."""
     batch, device = len(loop.roots_B), loop.roots_B.device
-    parent_N = (torch.arange(nodes, device=device) - 3) // 2
-    parent_N = parent_N.clamp(min=-1)
+    parent_N = ((torch.arange(nodes, device=device) - 3) // 2).clamp(min=-1)
     depth = [0] * nodes
     for node, parent in enumerate(parent_N.tolist()):
         depth[node] = 1 if parent < 0 else depth[parent] + 1

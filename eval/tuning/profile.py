@@ -1,8 +1,8 @@
-"""Acceptance profiles: what a head's drafts would have been worth in any smaller tree, from decoding prompts once.
+"""Acceptance profiles: from one run with a large tree, the acceptance length of every smaller tree of its kind.
 
-One run with the largest tree tells the accepted length in every smaller one, cycle by cycle: a shorter chain is a
-prefix, a smaller dynamic tree keeps the best-scored candidates, of which parents always rank before children, and a
-static tree takes any set of ranks once all heads' candidates are known.
+A run tells, for each of its cycles, what a smaller tree would have accepted. A shorter chain is a prefix of the longest
+one. A smaller dynamic tree keeps the candidates with the best scores, and a parent's score is never below its
+children's. For static trees, all candidates of all heads are recorded: each static tree is a subset of them.
 Shape legend: B batch, N nodes, K levels, R ranks, C cycles.
 """
 
@@ -24,18 +24,18 @@ from headstart.eval.drafters import Drafter
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.tree import StaticShape, Tree, static_paths
 
-#: rank of what was not accepted: in no tree
+#: the rank of a node that was not accepted: no tree holds it
 NEVER = np.iinfo(np.int64).max
 
 
 class Profile(Protocol):
-    """Acceptance of one kind of tree on given prompts."""
+    """Acceptance of one kind of tree on the prompts of a run."""
 
     @property
     def cycles(self) -> int: ...
 
     def tau(self, tree: TreeConfig) -> float:
-        """Tokens per target forward with this tree. A last cycle's cut is not taken off."""
+        """τ with this tree. Tokens of a last cycle that a stop token or the limit cuts off are counted as well."""
         ...
 
 
@@ -58,10 +58,11 @@ class DynamicProfile:
     """Cycles of the largest dynamic tree with one `k`.
 
     Attributes:
-        rank_CKK: int [C, K, K]: entry (c, j - 1, d - 1) is the rank of the accepted node of level j among the verified
-            nodes of levels up to d, best score first; NEVER where level j was not accepted or lies beyond d.
-    With `total_tokens` = n + 1 and `depth` = d a tree holds the n best candidates of levels up to d, hence exactly the
-    accepted nodes of rank below n: exact while the largest tree verified n nodes of those levels, else a lower bound.
+        rank_CKK: int [C, K, K]: entry (c, j - 1, d - 1) is the rank (from 0) of the accepted node of level j among the
+            verified nodes of levels 1 … d, best score first; NEVER where level j was not accepted or j > d.
+    A tree with `total_tokens` = n + 1 and `depth` = d holds the n best candidates of levels 1 … d, so of the accepted
+    nodes exactly those of rank below n. This holds while the large tree verified n nodes of those levels; where it
+    verified fewer, the result is a lower bound.
     """
 
     rank_CKK: NDArray[np.int64]
@@ -78,9 +79,9 @@ class DynamicProfile:
 
 @dataclass(frozen=True)
 class StaticProfile:
-    """rank_CK: int [C, K], rank of the true token among the candidates of each head; NEVER where it is none of them.
+    """rank_CK: int [C, K], rank of the target's token among the candidates of each head; NEVER where it is none.
 
-    The accepted length of a static tree is the longest prefix of the row that is a path of the tree.
+    A static tree accepts the longest prefix of a row that is a path of the tree.
     """
 
     rank_CK: NDArray[np.int64]
@@ -104,19 +105,17 @@ class StaticProfile:
         return 1.0 + sum(counts[path] for path in paths) / self.cycles
 
     def best_paths(self, nodes: int) -> list[list[int]]:
-        """The `nodes` paths that were right most often: no static tree of that size accepts more on these cycles.
+        """The `nodes` paths that were right most often. No static tree of that size accepts more on these cycles.
 
-        A path is right at most as often as its parent, so the set is closed; ties prefer the shallower path.
+        A path is right at most as often as its parent and ties prefer the shallower path, so every path's parent is
+        among them.
         """
         ordered = sorted(self._prefixes().items(), key=lambda item: (-item[1], len(item[0]), item[0]))
         return [list(path) for path, _ in ordered[:nodes]]
 
 
 class Recorder:
-    """A drafter that passes everything on to another and notes what was accepted of its trees.
-
-    Cycles run operation by operation, because the notes are taken on the host.
-    """
+    """Wraps a drafter and records what is accepted of its trees. It records on the host, so cycles are not captured."""
 
     captures = False
     state: list[tuple[object, str]] = []  # noqa: RUF012
@@ -126,7 +125,7 @@ class Recorder:
         self.name, self.spec, self.max_nodes = drafter.name, drafter.spec, drafter.max_nodes
         self.accepted: list[int] = []
         self.ranks: list[NDArray[np.int64]] = []
-        #: per row of the batch: (drafts committed before, candidates) of every cycle; see `static_profile`
+        #: per row of the batch: (tokens committed before, drafted tokens) of every cycle; see `static_ranks`
         self.proposals: list[list[tuple[int, NDArray[np.int64]]]] = []
 
     @property
@@ -169,7 +168,7 @@ class Recorder:
     def static_ranks(self, shape: StaticShape, answers: list[Answer]) -> NDArray[np.int64]:
         """`StaticProfile.rank_CK` of the last batch, which drafted `spine` trees.
 
-        Cycles whose continuation the answer does not hold in full are left out.
+        Cycles too close to their answer's end to know the target's token at every level are left out.
         """
         depth_N, rank_N = shape.depth_N.cpu().numpy(), shape.rank_N.cpu().numpy()
         ranks = []
@@ -186,15 +185,15 @@ class Recorder:
 
 
 def spine(levels: int, ranks: int) -> TreeConfig:
-    """A static tree in which every candidate of every head is a node: the best path with all its siblings."""
+    """A static tree that holds every candidate of every head: at each level, the children of the best path."""
     paths = [[*[0] * level, rank] for level in range(levels) for rank in range(ranks)]
     return TreeConfig("static", levels, total_tokens=len(paths) + 1, paths=paths)
 
 
 def ranks_by_depth(tree: Tree) -> Tensor:
-    """int64 [B, K, N]: entry (b, d - 1, n) is node n's rank among the valid nodes of levels up to d, best score first.
+    """int64 [B, K, N]: entry (b, d - 1, n) is node n's rank among the valid nodes of levels 1 … d, best score first.
 
-    Nodes deeper than d rank last. Ties keep the nodes' order: the shallower first, as `select` chose.
+    Deeper nodes rank last. Of equal scores the node that stands first, the shallower one, ranks first, as in `select`.
     """
     if tree.score_BN is None:
         raise ValueError("the tree carries no scores: only dynamic trees rank their nodes")
@@ -209,7 +208,7 @@ def ranks_by_depth(tree: Tree) -> Tensor:
 
 
 def follow(parent_N: list[int], token_N: list[int], accepted: list[int]) -> list[int]:
-    """Nodes of an accepted path, from its tokens: siblings of a tree never share a token.
+    """The nodes of an accepted path, found by their tokens: no two siblings share a token.
 
     >>> follow([-1, -1, 1], [7, 8, 9], [8, 9])
     [1, 2]

@@ -2,10 +2,10 @@
 
     speed-up = τ(tree) · t_plain(batch) / (t_draft(tree) + t_verify(nodes + 1) + rest)          (methods §11)
 
-τ of every tree is estimated from a few runs with large trees (`profile.py`). The estimate is off by a little: a smaller
-tree accepts less per cycle, so its cycles begin at other tokens than the large tree's did. The best few trees by the
-estimate are therefore run themselves. The best of each batch size is then decoded for real, and the measured speed-up
-stands beside the predicted one.
+τ of every tree is estimated from a few runs with large trees (`profile.py`). The estimate is not exact: a smaller tree
+accepts less per cycle, so its cycles begin at other tokens than the large tree's. So the few trees with the best
+estimate are run themselves. Then the best tree of each batch size is decoded in full, and its measured speed-up stands
+beside the predicted one.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from headstart.eval.measuring.metrics import acceptance
 from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, row_batches, spread
 from headstart.eval.prompts import describe_data, eval_prompts
 from headstart.eval.tree import MEDUSA_RANKS, static_paths, static_shape
-from headstart.eval.tuning.costs import Costs, measure_costs, measurements, node_count
+from headstart.eval.tuning.costs import Costs, drafting_of, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import Profile, Recorder, StaticProfile, spine
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.provenance import command_line, device_name, git_revision, versions
 from headstart.heads.targets.target import Target
 
-#: how far predicted and measured speed-up may lie apart
+#: largest relative difference between predicted and measured speed-up that counts as agreement
 AGREEMENT = 0.1
 #: contexts decoded together while acceptance is recorded
 PROFILE_BATCH = 16
-#: best trees by their profile whose τ is taken from runs of their own
+#: best trees by estimate whose τ is measured in runs of their own
 FINALISTS = 3
 
 
 def expected_speedup(tau: float, costs: Costs, tree: TreeConfig) -> float:
-    """τ · t_plain / t_cycle of a tree, every row of the batch decoding (methods §11)."""
+    """τ · t_plain / t_cycle of a tree, while all rows of the batch decode (methods §11)."""
     return tau * costs.plain_s / costs.cycle_s(tree)
 
 
@@ -66,8 +66,8 @@ class Choice:
     """What to do at one batch size.
 
     Attributes:
-        best: the fastest tree by prediction, whether or not it gains; its τ and the chain's are of their own runs.
-        best_chain: the same among chains, which is what serving engines mostly draft; None where none was searched.
+        best: the fastest tree by prediction, even if it is slower than plain decoding; its τ comes from its own run.
+        best_chain: the fastest chain likewise, since serving engines mostly draft chains; None where none was searched.
         measured: `measure_point` of `best`; `measured_speedup` is per row, so that rows which end early do not count.
     """
 
@@ -99,7 +99,7 @@ class Choice:
 
 @dataclass
 class Tuning:
-    """The result of `tune`: what reports and the head's sidecar are written from."""
+    """The result of `tune`, for the report and the head's sidecar."""
 
     drafter: str
     target: dict[str, Any]
@@ -110,7 +110,7 @@ class Tuning:
     context: int
     prompts: int
     cycles: dict[str, int]
-    #: τ by the profiles of every tree that was compared
+    #: `tree_name` → estimated τ, of every tree that was compared
     taus: dict[str, float]
     choices: list[Choice]
 
@@ -122,7 +122,7 @@ class Tuning:
         }  # fmt: skip
 
     def entry(self) -> dict[str, Any]:
-        """What the head's sidecar keeps: the choice per batch size and what it holds for."""
+        """For the head's sidecar: the choice at each batch size and the conditions it was measured under."""
         kept = ("label", "tree", "speculate", "tau", "predicted_speedup", "measured_speedup", "agrees", "best_chain")
         batches = {str(c.costs.batch): {name: c.to_json()[name] for name in kept} for c in self.choices}
         return {
@@ -143,7 +143,7 @@ def tune(
     Args:
         head: on the target's device; None with `eval.drafter=ngram`.
         config: prompts, sampling, limits; its `tree` is not used.
-        progress: called with (steps done, steps in all, what is done next).
+        progress: called with (measurements done, measurements in all, the next one in words).
     Raises: ConfigError, DataError naming field or file.
     """
     _check(target, config, search)
@@ -183,7 +183,7 @@ def tune(
         context=mean_length(halfway),
         prompts=len(contexts),
         cycles={name: profile.cycles for name, profile in profiles.items()},
-        taus={tree_name(tree): _of(profiles, tree).tau(tree) for tree in trees},
+        taus={tree_name(tree): profiles[drafting_of(tree)].tau(tree) for tree in trees},
         choices=choices,
     )
 
@@ -203,9 +203,9 @@ def mean_length(contexts: list[list[int]]) -> int:
 
 
 def usual_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
-    """A batch that stands for those that `measure_point` decodes: its longest context is the median of theirs.
+    """A typical batch of those that `measure_point` decodes: the one whose longest context is the median.
 
-    At batch 1 it is one context of mean length, since the times of single rows add up.
+    At batch 1 it is one context of mean length, since the times of all single rows are added.
     """
     if batch == 1:
         return [fit(contexts[0], mean_length(contexts))]
@@ -226,7 +226,7 @@ def deepest(head: Head | None, search: TuneConfig) -> int:
 
 
 def tree_name(tree: TreeConfig) -> str:
-    """Names every candidate: `chain3`, `dynamic k10 d6 n47`, `static n15`."""
+    """A candidate's name, such as `chain3`, `dynamic k10 d6 n47`, `static n15`."""
     nodes = node_count(tree)
     if tree.kind == "dynamic":
         return f"dynamic k{tree.k} d{tree.depth} n{nodes}"
@@ -234,7 +234,7 @@ def tree_name(tree: TreeConfig) -> str:
 
 
 def candidates(profiles: dict[str, Profile], search: TuneConfig) -> list[TreeConfig]:
-    """Every tree that is compared; none twice."""
+    """All trees that are compared, each once."""
     trees = [TreeConfig("chain", depth) for depth in range(1, search.depth + 1)]
     for k in search.k if f"dynamic{search.k[0]}" in profiles else []:
         for depth in range(1, search.depth + 1):
@@ -250,17 +250,10 @@ def candidates(profiles: dict[str, Profile], search: TuneConfig) -> list[TreeCon
     return trees
 
 
-def _of(profiles: dict[str, Profile], tree: TreeConfig) -> Profile:
-    return profiles[f"dynamic{tree.k}" if tree.kind == "dynamic" else tree.kind]
-
-
 def rank(profiles: dict[str, Profile], costs: Costs, trees: list[TreeConfig]) -> list[Candidate]:
-    """Candidates by predicted speed-up, the best first; equals prefer fewer nodes."""
-    made = []
-    for tree in trees:
-        tau = _of(profiles, tree).tau(tree)
-        made.append(Candidate(tree, tau, expected_speedup(tau, costs, tree)))
-    return by_speedup(made)
+    """Candidates by predicted speed-up, the best first; of equals, that with fewer nodes first."""
+    estimated = [(tree, profiles[drafting_of(tree)].tau(tree)) for tree in trees]
+    return by_speedup([Candidate(tree, tau, expected_speedup(tau, costs, tree)) for tree, tau in estimated])
 
 
 def by_speedup(made: list[Candidate]) -> list[Candidate]:
@@ -268,13 +261,13 @@ def by_speedup(made: list[Candidate]) -> list[Candidate]:
 
 
 def finalists(ranked: list[Candidate]) -> list[Candidate]:
-    """The best few, with the best chain among them: it competes, as its own run may show it to be the fastest."""
+    """The best few, and the best chain: it too gets a run of its own, which may show that it is the fastest."""
     chains = [candidate for candidate in ranked if candidate.tree.kind == "chain"]
     return ranked[:FINALISTS] + [chain for chain in chains[:1] if chain not in ranked[:FINALISTS]]
 
 
 class _Session:
-    """Runs of one tuning, with a count of what is done."""
+    """The runs of one tuning, and a count of those that are done."""
 
     def __init__(
         self,
@@ -305,36 +298,35 @@ class _Session:
         return drafter
 
     def profiles(self, kinds: tuple[str, ...]) -> tuple[dict[str, Profile], list[list[int]]]:
-        """Acceptance of every kind of tree, and the contexts that costs are to be measured for."""
+        """`drafting_of` → acceptance, and the contexts that costs are measured with."""
         depth, most = self.search.depth, max(self.search.total_tokens)
-        runs = [("chain", TreeConfig("chain", depth))]
+        trees = [TreeConfig("chain", depth)]
         if "dynamic" in kinds:
-            runs += [(f"dynamic{k}", TreeConfig("dynamic", depth, k, most)) for k in self.search.k]
+            trees += [TreeConfig("dynamic", depth, k, most) for k in self.search.k]
         if "static" in kinds:
-            runs.append(("static", spine(depth, MEDUSA_RANKS)))
-        batches = -(-len(self.contexts) // PROFILE_BATCH)
-        self.total = len(runs) * batches
+            trees.append(spine(depth, MEDUSA_RANKS))
+        self.total = len(trees) * -(-len(self.contexts) // PROFILE_BATCH)
         profiles: dict[str, Profile] = {}
         lengths: list[int] = []
-        for name, tree in runs:
-            profiles[name], answers = self._profile(name, tree)
+        for tree in trees:
+            profiles[drafting_of(tree)], answers = self._profile(tree)
             lengths = lengths or answers
         if self.search.context is not None:
             return profiles, self.contexts
-        # halfway through an answer; a batch waits for its longest context, so they keep their own lengths
+        # contexts halfway through their answers; each keeps its own length, as a batch waits for its longest context
         half, limits = round(statistics.mean(lengths) / 2), self.decoder.limits(self.contexts)
         return profiles, [
             fit(context, len(context) + min(half, limit // 2))
             for context, limit in zip(self.contexts, limits, strict=True)
         ]
 
-    def _profile(self, name: str, tree: TreeConfig) -> tuple[Profile, list[int]]:
-        """Decode the prompts with the largest tree of a kind; also the lengths of the answers."""
+    def _profile(self, tree: TreeConfig) -> tuple[Profile, list[int]]:
+        """Decode the prompts with the largest tree of a kind: its profile, and the lengths of the answers."""
         shape = static_shape(static_paths(tree, tree.depth)) if tree.kind == "static" else None
         recorder = Recorder(self.build(tree))
         lengths: list[int] = []
         ranks = []
-        self.say(f"acceptance of {name}")
+        self.say(f"acceptance of {drafting_of(tree)}")
         for decoded in self._decoded(recorder):
             lengths += [len(answer.tokens) for answer in decoded.answers]
             if shape is not None:
@@ -344,7 +336,7 @@ class _Session:
         if shape is not None:
             profile = StaticProfile(np.concatenate(ranks))
         else:
-            profile = recorder.dynamic_profile() if name.startswith("dynamic") else recorder.chain_profile()
+            profile = recorder.dynamic_profile() if tree.kind == "dynamic" else recorder.chain_profile()
         if not profile.cycles:
             raise DataError("tune: the answers are too short to tell what is accepted: give longer ones")
         return profile, lengths
@@ -352,7 +344,7 @@ class _Session:
     def choose(
         self, batch: int, halfway: list[list[int]], trees: list[TreeConfig], profiles: dict[str, Profile]
     ) -> Choice:
-        """Args: halfway: the contexts that costs are measured for."""
+        """Find the best tree at one batch size. Args: halfway: the contexts that costs are measured with."""
         rows = usual_batch(halfway, batch)
         self.say(f"costs at batch {batch}")
         costs = measure_costs(self.decoder, self.build, trees, rows, self.search.repeats, lambda: self.say(step=1))
@@ -367,20 +359,20 @@ class _Session:
         return Choice(costs, best, best_chain, measured)
 
     def refine(self, candidate: Candidate, costs: Costs) -> Candidate:
-        """The candidate with τ of its own run over all prompts."""
+        """The candidate with τ from its own run over all prompts."""
         name = tree_name(candidate.tree)
         if name not in self.own_taus:
             self.say(f"acceptance of {name}")
             runs = self._decoded(self.build(candidate.tree))
             cycles = [cycle for decoded in runs for answer in decoded.answers for cycle in answer.cycles]
-            # captured cycles hold on to their drafters
+            # captured cycles keep their drafters in memory
             self.decoder.graphs.clear()
             self.own_taus[name] = acceptance(cycles).tau
         tau = self.own_taus[name]
         return Candidate(candidate.tree, tau, expected_speedup(tau, costs, candidate.tree))
 
     def _decoded(self, drafter: Drafter) -> Iterator[Decoded]:
-        """All prompts, a batch after the other."""
+        """Decode all prompts, batch after batch."""
         for number, start in enumerate(range(0, len(self.contexts), PROFILE_BATCH)):
             batch = self.contexts[start : start + PROFILE_BATCH]
             yield self.decoder.run(batch, drafter, self.decoder.limits(batch), self.config.seed + number)

@@ -1,4 +1,4 @@
-"""The result of a tuning, for people: terminal table, Markdown, and the overrides that use it."""
+"""The result of a tuning, for people: a table for the terminal, Markdown, and the overrides that apply it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS = (
 
 
 def overrides(tree: TreeConfig) -> str:
-    """`eval.tree.*` words that give this tree on the command line."""
+    """The `eval.tree.*` overrides of the command line that give this tree."""
     default = TreeConfig()
     changed = [f.name for f in fields(TreeConfig) if getattr(tree, f.name) != getattr(default, f.name)]
     words = []
@@ -59,7 +59,7 @@ def _title(tuning: Tuning) -> str:
 
 
 def _remarks(tuning: Tuning, text: Callable[[str], str] = str, command: Callable[[str], str] = str) -> list[str]:
-    """Sentences; `text` and `command` write a sentence and a command in the language of the document."""
+    """The sentences under the table. `text` and `command` escape a sentence and a command for the document."""
     lines = [
         "predicted = τ · plain ÷ (draft + verify + rest); measured in the decode loop on the same prompts, per row "
         "while it decodes"
@@ -87,7 +87,7 @@ def tuning_table(tuning: Tuning) -> Table:
 
 
 def tuning_text(tuning: Tuning) -> str:
-    """What is said under the table."""
+    """The sentences under the table, for the terminal."""
     return "\n".join(_remarks(tuning))
 
 
@@ -120,11 +120,12 @@ def write_tuning(
     say: Callable[[str], None] = print,
     environment: Iterable[str] = (),
 ) -> Path:
-    """Write tune.json, then tune.md and its plot, whose failure is told to `say`; returns the path of tune.json.
+    """Write tune.json, then tune.md with its plot. A failure of the latter is a warning through `say`.
 
-    They are shown to others: of paths and files they hold what `heads/published.py` lets out.
+    The files are made to be published: heads/published.py takes private facts out of them.
 
-    Args: environment: names of the variables that the settings read.
+    Args: environment: names of the environment variables that the settings read.
+    Returns: the path of tune.json.
     """
     names = list(environment)
     place = directory / "tune.json"

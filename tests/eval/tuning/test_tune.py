@@ -11,7 +11,7 @@ import pytest
 from eval_help import Trained, memory_for_two_rows, word_tokenizer
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
-from headstart.eval.tuning.costs import Costs, anchors, draft_points, forwards, measure_costs, measurements, node_count
+from headstart.eval.tuning.costs import Costs, draft_points, extremes, forwards, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import ChainProfile, StaticProfile
 from headstart.eval.tuning.tune import (
     Candidate,
@@ -85,7 +85,7 @@ def test_what_is_measured() -> None:
     trees = [TreeConfig("chain", depth) for depth in (1, 2, 3)]
     trees += [TreeConfig("dynamic", depth, 4, total) for depth in (2, 3, 4, 5) for total in (8, 16)]
     assert forwards(trees) == [("chain", 2), ("chain", 3), ("chain", 4), ("tree", 8), ("tree", 16)]
-    assert [(t.kind, node_count(t)) for t in anchors(trees)] == [
+    assert [(t.kind, node_count(t)) for t in extremes(trees)] == [
         ("chain", 1), ("chain", 3), ("dynamic", 7), ("dynamic", 15),
     ]  # fmt: skip
     assert [(t.kind, t.depth) for t in draft_points(trees)] == [

@@ -1,7 +1,7 @@
-"""Acceptance walked over known answers: the cycles of a greedy chain, without decoding.
+"""Walked acceptance: the cycles of a greedy chain over known answers, without decoding.
 
-A cycle begins at a row, keeps the run of right drafts and the target's own token, and the next one begins there. A mean
-over all rows is another number: it counts rows in the middle of accepted runs, where no cycle begins.
+A cycle begins at a row. It commits the right drafts up to the first wrong one, then the target's own token, where the
+next cycle begins. A mean over all rows would be another number, as it also counts rows where no cycle begins.
 
 Worked example: one answer of 6 tokens a … f after the prompt's last token, chains of 2
 
@@ -22,20 +22,20 @@ from headstart.heads.batch import FeatureBatch
 
 
 def find_cycles(hits_R: Tensor, left_R: Tensor, first_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The cycles of the decode loop: tokens that one starting at a row commits, int64 [R]; where one starts, bool [R].
+    """The cycles of the decode loop: (tokens that a cycle at each row would commit, int64 [R]; rows where one begins).
 
-    No operation waits for the device, and their number depends on R alone: captured steps run this.
+    Captured steps run this, so nothing waits for the device and the number of operations depends on R alone.
 
     Args:
         hits_R: int64 [R], right drafts in a row of the chain that starts at each row.
-        left_R: int64 [R], answer tokens after each row's root, 0 where no chain starts.
-        first_R: bool [R], rows whose root is an answer's first token. Row t + left_R[t] exists for each.
+        left_R: int64 [R], answer tokens after each row's root; 0 where no cycle can begin.
+        first_R: bool [R], rows whose root is an answer's first token. Row t + left_R[t] exists for each row t.
     """
     rows = hits_R.shape[0]
     kept_R = torch.minimum(hits_R + 1, left_R)
     next_R = torch.arange(rows, device=hits_R.device) + kept_R
     seen_R = first_R.to(torch.int32)
-    # rows reached in fewer than 2^n jumps, and where 2^n jumps lead
+    # pointer doubling. After n rounds: the rows reached in fewer than 2^n cycles, and where 2^n cycles lead from a row
     for _ in range(rows.bit_length()):
         seen_R = (torch.zeros_like(seen_R).index_add_(0, next_R, seen_R) + seen_R > 0).to(torch.int32)
         next_R = next_R[next_R]
@@ -46,34 +46,34 @@ def answer_rows(answer_R: Tensor, doc_R: Tensor) -> tuple[Tensor, Tensor]:
     """(left_R, first_R) of `find_cycles` for a pack.
 
     Args:
-        answer_R: int64 [R], assistant turn of token x_t (unique within its document), -1 = no answer's.
+        answer_R: int64 [R], assistant turn of token x_t (unique within its document), -1 = not part of an answer.
         doc_R: int64 [R], document of the row, -1 = padding.
     """
     rows, device = answer_R.shape[0], answer_R.device
     row_R = torch.arange(rows, device=device)
     ahead_R = (row_R + 1).clamp(max=rows - 1)
-    # whether the next row is of the same document, and its token of the same answer
+    # whether the next row is in the same document, and whether its token is in the same answer
     inside_R = (doc_R[ahead_R] == doc_R) & (doc_R >= 0) & (row_R < rows - 1)
     same_R = inside_R & (answer_R >= 0) & (answer_R[ahead_R] == answer_R)
-    # the last row of the answer that each row's token is in
+    # the last row of the answer that holds each row's token
     end_R = row_R.masked_fill(same_R, rows).flip(0).cummin(0).values.flip(0)
     rooted_R = inside_R & (answer_R[ahead_R] >= 0)
     left_R = (end_R[ahead_R] - ahead_R).masked_fill(~rooted_R, 0)
     begins_R = torch.ones_like(inside_R)
     begins_R[1:] = ~inside_R[:-1]
-    # an answer without a prompt has no row before its first token: it is walked from its second one on
+    # an answer at a document's start has no row before its first token: its walk begins at its second token
     return left_R, rooted_R & (~same_R | begins_R)
 
 
 def walk(run_A: Tensor, batch: FeatureBatch, depth: int) -> Tensor:
-    """(tokens, cycles) of a greedy chain of `depth` over the answers of a pack, float32 [2].
+    """(tokens, cycles) of greedy chains of length `depth` over the answers of a pack, float32 [2].
 
-    They are the decode loop's where the answers are the target's own greedy ones. Both are 0 where rows are subsampled:
-    a cycle may begin at any row, so every row must have run at every depth.
+    The decode loop has the same cycles if the answers are the target's own greedy ones. Both are 0 where rows are
+    subsampled: a cycle may begin at any row, so every row must have run at every depth.
 
     Args:
         run_A: see Loss.
-        depth: drafts of the chain; those beyond the anchors' depths are not counted.
+        depth: drafts of the chain. Drafts beyond the anchors' depths do not count.
     """
     anchors = batch.anchors
     if anchors.weight_AK is not None:

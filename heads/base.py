@@ -1,7 +1,7 @@
-"""What a draft head is to the rest of the house: what it reads, its loss, what it costs.
+"""The interface of a draft head: what it reads, its loss, what it costs.
 
-A family (heads/families/<name>/head.py) subclasses `Head`. Everything outside its folder, its drafter and the engines'
-files asks the head through this interface, and never asks which family it is.
+A family (heads/families/<name>/head.py) subclasses `Head`. Code outside its folder, its drafter and the engines' files
+uses this interface alone, and never asks which family a head is of.
 
 Shape legend (methods §0): R rows of a pack, A anchors (supervised rows), D target hidden, V target vocabulary,
 U draft vocabulary, K draft depths, T loss terms, M metrics.
@@ -24,7 +24,7 @@ from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer
 
-#: most depths or layers, and the largest width, that a head may have: a recipe or a file cannot ask for all memory
+#: most depths or layers, and the largest width: a recipe or a file cannot make a head that fills all memory
 MAX_LAYERS, MAX_SIZE = 64, 1 << 24
 
 
@@ -32,9 +32,9 @@ MAX_LAYERS, MAX_SIZE = 64, 1 << 24
 class HeadConfig:
     """Fields that every family shares; each family's file subclasses this."""
 
-    #: fields that decide which tensors a head has: another value makes another head (`start_from` compares them)
+    #: fields that decide which tensors a head has; a head that training starts from must agree in them (`start_from`)
     structure: ClassVar[tuple[str, ...]] = ()
-    #: field → its largest value; the smallest is 1, and null may stand for a default
+    #: field → its largest value; the smallest is 1, and null means the default
     limits: ClassVar[dict[str, int]] = {"depth": MAX_LAYERS}
 
     #: Family of the head; see below.
@@ -45,7 +45,7 @@ class HeadConfig:
     depth_decay: float = 1.0
 
     def check(self) -> None:
-        """Raises: ConfigError for sizes that no head can have, or with which a saved one is not read back."""
+        """Raises: ConfigError for values out of their limits, which a saved head could not be read back with."""
         for name, found, most in self.beyond_limits():
             raise ConfigError(f"head.{name}: found {found}, expected 1 to {most}")
         if not 0 <= self.depth_decay < math.inf:
@@ -79,14 +79,14 @@ def depth_terms(depth: int, decay: float, first: int = 0) -> tuple[LossTerm, ...
 
 @dataclass
 class Loss:
-    """Sums over one pack. The training loop adds them over packs and ranks, and divides last.
+    """Sums over one pack. The training loop adds them over packs and ranks before it divides.
 
     Attributes:
-        sum_T: float32 [T], S_t of every `Head.terms`, differentiable.
-        count_T: float32 [T], this pack's share of N_t: what `Head.loss_counts` says of it.
-        numerator_M, denominator_M: float32 [M], of every `Head.metrics`: a metric is the ratio of the two summed over
-            all packs, and is not logged where the denominator is 0.
-        run_A: int64 [A], how many drafts of a greedy chain from that row are right before the first wrong one
+        sum_T: float32 [T], S_t of every term in `Head.terms`, differentiable.
+        count_T: float32 [T], this pack's share of N_t, as `Head.loss_counts` gives it.
+        numerator_M, denominator_M: float32 [M], for every name in `Head.metrics`. A metric is the ratio of the two
+            after summation over all packs; with denominator 0 it is not logged.
+        run_A: int64 [A], right drafts before the first wrong one of the greedy chain from each anchor
             (acceptance.walk); None where the head drafts no chains from its anchors.
     """
 
@@ -109,11 +109,11 @@ class Loss:
         """The loss of a head with one term per depth and the default metrics of `Head.metrics`.
 
         Args:
-            loss_K: float32 [K], summed losses. K may exceed `terms`: validation asks for deeper metrics than are
+            loss_K: float32 [K], summed losses. K may exceed `terms`: validation may measure more depths than are
                 trained.
-            weight: per depth, float: what a row counts for in the loss.
+            weight: per depth, float, the weight of each row in the loss.
             hit: per depth, bool: the draft is the target's choice; False where a row is not active.
-            rows: per depth, float: what a row counts for in the accuracy (Anchors.weights).
+            rows: per depth, float, the weight of each row in the accuracy (Anchors.weights).
             terms: T, depths that the head trains.
             count_K: positions that carry a loss at each depth; None = the sums of `weight`.
         """
@@ -130,12 +130,12 @@ class Loss:
         if count_K is None:
             count_K = torch.stack(totals(weight))
         numerator_M, denominator_M = torch.stack([*right, count_K[0]]), torch.stack([*total, total[0]])
-        if len(loss_K) != terms:  # a slice of all would cost a kernel in every backward pass
+        if len(loss_K) != terms:  # even a slice of everything costs a kernel in the backward pass
             loss_K, count_K = loss_K[:terms], count_K[:terms]
         return cls(loss_K, count_K, numerator_M, denominator_M, run_A)
 
     def with_metrics(self, numerators: Sequence[Tensor], denominators: Sequence[Tensor]) -> Loss:
-        """The same loss with more metrics behind those it has; scalars that may still be part of a graph."""
+        """The same loss with more metrics after those it has. The scalars may require gradients; they are detached."""
         return replace(
             self,
             numerator_M=torch.cat((self.numerator_M, torch.stack(list(numerators)).detach())),
@@ -146,17 +146,17 @@ class Loss:
 class Head(nn.Module, ABC):
     """A draft head.
 
-    A family must define `loss_counts` and `loss`. The defaults below are those of a head that trains every supervised
-    row, with one loss term per depth, without decoder layers and without a draft vocabulary.
+    A family must define `loss`. The defaults below fit a head that trains every supervised row, with one loss term per
+    depth, without decoder layers and without a draft vocabulary.
 
     Attributes:
         config, dims: what the head was built from.
         terms: the terms of the loss, in the order of `Loss.sum_T`. A family with other terms than one per depth assigns
             its own in `__init__`.
         draft_ids_U: int64 [U] buffer, ascending target ids that the head can draft; None = all V. A family with a draft
-            vocabulary registers it in `__init__`, with U entries of any value: the data chooses the tokens, and
+            vocabulary registers it in `__init__` with U entries of any value. The data chooses the tokens, and
             `initialise` receives them.
-        embed_VD, teacher: the target's frozen ends, attached by `bind`; neither parameters nor in the state dict.
+        embed_VD, teacher: the target's frozen ends, which `bind` attaches. They are not in the state dict.
     """
 
     family: ClassVar[str]
@@ -170,26 +170,24 @@ class Head(nn.Module, ABC):
         self.teacher: Teacher | None = None
         self.register_buffer("draft_ids_U", None)
 
-    # -- what it is ------------------------------------------------------------------------------------------------
-
     @property
     def depth(self) -> int:
-        """K, the depths that are trained: anchors are found for so many."""
+        """K, the depths that are trained. Anchors are found for K depths."""
         return self.config.depth
 
     @property
     def longest_chain(self) -> int | None:
-        """Most tokens that a chain of its drafts can have; None = any number."""
+        """Length of the longest chain that it can draft; None = any length."""
         return self.depth
 
     @property
     def spec(self) -> FeatureSpec:
-        """Which features of the target the head reads."""
+        """The target's features that the head reads."""
         return FeatureSpec()
 
     @property
     def draft_vocab_size(self) -> int | None:
-        """U, the tokens of the draft vocabulary; None for a head without one, which drafts any of the V tokens."""
+        """U, the size of the draft vocabulary; None for a head without one, which can draft all V tokens."""
         return None if self.draft_ids_U is None else self.draft_ids_U.shape[0]
 
     @property
@@ -199,7 +197,7 @@ class Head(nn.Module, ABC):
 
     @property
     def draft_layers(self) -> Sequence[DraftLayer]:
-        """The head's decoder layers; `train.activation_checkpointing` makes their activations again."""
+        """The head's decoder layers. `train.activation_checkpointing` recomputes their activations."""
         return ()
 
     @property
@@ -212,19 +210,17 @@ class Head(nn.Module, ABC):
         return torch.tensor([term.weight for term in self.terms])
 
     def trained_parameters(self) -> int:
-        """Numbers that training changes."""
+        """Number of parameters that training changes."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def describe(self) -> str:
-        """The head in one line, for people."""
+        """The head in one line for the terminal."""
         layers = f", reads layers {list(self.spec.layer_ids)}" if self.spec.layer_ids else ""
         act = f", {self.hidden_act}" if self.hidden_act else ""
         return f"{self.family}: {self.trained_parameters() / 1e6:.1f} M trained parameters{layers}{act}"
 
-    # -- the target's ends -----------------------------------------------------------------------------------------
-
     def bind(self, ends: TargetEnds) -> None:
-        """Attach the target's frozen ends; weights stay as they are.
+        """Attach the target's frozen ends. Weights do not change.
 
         A head that uses a module of the target (`ends.model`) keeps it in a tuple. As an attribute of its own, the
         module would be saved with the head and trained.
@@ -234,10 +230,10 @@ class Head(nn.Module, ABC):
         self.embed_VD, self.teacher = ends.embed_VD.detach(), ends.teacher
 
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
-        """Bind the ends, take over the draft vocabulary, and start from the target's weights what can start from them.
+        """Bind the ends, store the draft vocabulary, and copy the target's weights where the head starts from them.
 
         Args: draft_ids_U: int64 [U], ascending target ids, for a head that has a draft vocabulary.
-        Raises: ConfigError as `bind`, and where the draft vocabulary has not the head's size.
+        Raises: ConfigError as `bind`, and for a draft vocabulary of another size than the head's.
         """
         self.bind(ends)
         if self.draft_ids_U is not None:
@@ -249,38 +245,38 @@ class Head(nn.Module, ABC):
             self.draft_ids_U.copy_(draft_ids_U)
 
     def sharpen(self) -> None:
-        """Make a head of random weights about as sure of its drafts as a trained one.
+        """Make a head with random weights about as sure of its drafts as a trained one.
 
-        Measurements with synthetic acceptance need it: a dynamic tree of a flat distribution is broad and shallow. A
-        family whose trees do not depend on it leaves this out.
+        Speed is measured with such heads. A dynamic tree takes its shape from the draft's probabilities, and random
+        weights give flat ones, hence broad and shallow trees. Other families need not define this.
         """
 
-    # -- training --------------------------------------------------------------------------------------------------
-
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
-        """The pack with the anchors that this step trains: a random part of them, or of the blocks they begin.
+        """The pack with the anchors that this step trains: by default all, else a random part of them.
 
-        Called once per pack and step, before `loss_counts` and `loss`. The choice must depend on the pack and the seed
-        alone (never on the rank), and must not wait for the device. Validation sees all rows.
+        Called once per pack and training step, before `loss_counts` and `loss`. The choice must depend on the pack and
+        the seed alone (never on the rank), and must not wait for the device. Validation uses all anchors.
         """
         return batch
 
     def metrics(self, depths: int) -> tuple[str, ...]:
-        """Names of `Loss.numerator_M`, as they are logged behind `train/` and `valid/`.
+        """Names of the metrics in `Loss`, which are logged as `train/<name>` and `valid/<name>`.
 
-        acc_d: share of the rows supervised at depth d whose draft was the target's choice, fed with the true tokens.
-        coverage: share of the supervised rows that carry a loss: where the target's choice is in the draft vocabulary.
+        acc_d: share of the rows supervised at depth d whose draft is the target's choice, when the head reads the true
+        tokens before it.
+        coverage: share of the supervised rows that carry a loss: those whose target choice is in the draft vocabulary.
 
-        Args: depths: of the pack's anchors. Training gives `depth` of them, validation those of the evaluation's chain.
+        Args: depths: of the pack's anchors: `depth` in training, in validation at least the evaluation's chain.
         """
         return (*(f"acc_{d}" for d in range(1, depths + 1)), "coverage")
 
-    @abstractmethod
     def loss_counts(self, batch: FeatureBatch) -> Tensor:
-        """`Loss.count_T` without running the head: float32 [T], on the pack's device, which is not waited for.
+        """`Loss.count_T`, without running the head: float32 [T], on the pack's device, without waiting for it.
 
-        Summed over the window and all ranks, it is N_t, what each term is divided by.
+        Their sum over the window and all ranks is N_t, the divisor of each term. By default, term d counts the anchors
+        that are supervised at depth d.
         """
+        return batch.anchors.active_counts()[: len(self.terms)]
 
     @abstractmethod
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
@@ -289,16 +285,15 @@ class Head(nn.Module, ABC):
         It runs inside captured CUDA graphs: shapes depend on the pack's shape alone, and nothing waits for the device.
 
         Args:
-            scale_T: float32 [T]. The caller's promise that what it differentiates is a multiple of
-                `(sum_T * scale_T).sum()`: a head may form gradients with it. None = any combination of terms.
+            scale_T: float32 [T]. If given, the caller differentiates only multiples of `(sum_T * scale_T).sum()`, so
+                the head may form gradients in the forward pass. None = any combination of the terms.
         """
 
-    # -- what training costs: a plan asks heads that are not bound, and whose weights may be on the meta device ------
-
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
-        """Multiply-adds of one pack's forward: matrices on the rows that need them, attention scores aside (< 3 %).
+        """Multiply-adds of one pack's forward, without attention scores (less than 3 % of the sum).
 
-        By default all of the head's own weights on every row supervised at depth 1.
+        By default every row supervised at depth 1 passes through all of the head's own weights. As kept_numbers, it is
+        also called on heads that are not bound and whose weights are on the meta device.
 
         Args:
             rows: of the pack, R. counts: rows supervised at depth 1 … K.
@@ -306,11 +301,11 @@ class Head(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters()) * counts[0]
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
-        """Numbers, in the compute dtype, that one pack's loss keeps for its backward pass. An estimate:
+        """Numbers, in the compute dtype, that one pack's loss keeps for its backward pass. The estimate
 
-            anchors · depths · (numbers per row of a draft layer) + anchors · draft vocabulary + rows · 2 · hidden,
+            anchors · depths · (numbers per row of a draft layer) + anchors · draft vocabulary + rows · 2 · hidden
 
-        fitted to measured peaks of memory; see train/plan.py for how well it meets them.
+        is fitted to measured peaks of memory; train/plan.py says how close it comes.
 
         Args:
             rows: of the pack, R. anchors: A. recompute: `train.activation_checkpointing`.

@@ -1,4 +1,4 @@
-"""A pack of documents with the target's features: what a head trains on.
+"""A pack of documents with the target's features, which a head trains on.
 
 Shape legend (methods §0): R rows of a pack, T tokens of a document, A anchors (supervised rows), E edges between
 documents, D target hidden, K draft depths, k feature streams, V target vocabulary.
@@ -6,10 +6,9 @@ documents, D target hidden, K draft depths, k feature streams, V target vocabula
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +20,11 @@ from headstart.heads.transfer import to_device
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """What a head reads from the target at every row.
+    """The features that a head reads at every row besides the last hidden state, which teachers always need.
 
     Attributes:
-        layer_ids: indices k of HF `hidden_states[k]` (0 < k < L), i.e. the *input* of decoder layer k: pre-norm
-            residual streams, ascending; empty when only the last hidden state is read.
-            The last hidden state (post-final-norm) is always captured: teachers need it.
+        layer_ids: ascending indices k of HF `hidden_states[k]` (0 < k < L). That is the *input* of decoder layer k: the
+            pre-norm residual stream.
     """
 
     layer_ids: tuple[int, ...] = ()
@@ -39,12 +37,12 @@ class FeatureBatch:
     Attributes:
         tokens_R: int64 [R].
         turn_R: int64 [R], assistant turn of the token within its document, -1 = unsupervised.
-        answer_R: int64 [R], the same for the answers alone, where more than them is supervised; None = turn_R.
+        answer_R: int64 [R], as turn_R but for answers alone, where other tokens are supervised as well; None = turn_R.
         doc_R: int64 [R], document index within the pack, -1 = padding.
         position_R: int64 [R], rope position, restarting at 0 in every document.
         doc_lengths: rows of each document, in order.
-        edges_E: int32, row offsets of the documents; rows of padding at the end form a document of their own.
-        longest: rows of the longest stretch between two edges (or an upper bound of it).
+        edges_E: int32, row offsets of the documents and the end; padding at the end counts as one more document.
+        longest: most rows between two edges, or an upper bound of it.
         anchors: supervised rows (positions.find_anchors) for the head's K.
         sample_ids: one id per document, for error messages.
         hidden_RD: last hidden state **after the final norm**, or None before the target ran.
@@ -78,14 +76,14 @@ class FeatureBatch:
         """Lay `(tokens_T, turn_T)` documents end to end and find the anchors (CPU).
 
         Args:
-            answers: assistant turn of every token of each document [T], where `turn_T` tells otherwise (`answer_R`).
+            answers: assistant turns [T] for `answer_R`, one tensor per document.
         """
         lengths = tuple(int(tokens.shape[0]) for tokens, _ in documents)
         rows = max(sum(lengths), pad_to)
         padding = rows - sum(lengths)
         length_E = torch.tensor(lengths, dtype=torch.int64)
         start_E = length_E.cumsum(0) - length_E
-        # few operations whatever the number of documents: this runs on the host at every step
+        # this runs on the host at every step: few operations, whatever the number of documents
         tokens_R = torch.cat([*(tokens for tokens, _ in documents), torch.zeros(padding, dtype=torch.int64)])
         turn_R = torch.cat([*(turn for _, turn in documents), torch.full((padding,), -1)])
         inside_R = torch.repeat_interleave(torch.arange(len(lengths)), length_E)
@@ -104,9 +102,9 @@ class FeatureBatch:
     def padded(self, rows: int, anchors: int, documents: int) -> FeatureBatch:
         """The same batch in fixed shapes (for captured graphs): R = `rows`, A = `anchors`, E = `documents` + 2.
 
-        Padding anchors point at the last row, be it padding or the last of a document, which is never an anchor
-        itself; they have no supervised depth. Every depth's count becomes A and `depths_A` says which rows are active.
-        `longest` becomes R, the one bound that no later batch of these shapes can pass.
+        Padding anchors have no supervised depth and point at the last row, which is never a real anchor. Every depth's
+        count becomes A, and `depths_A` says which rows are active. `longest` becomes R, which bounds every later batch
+        of these shapes.
         Raises: ValueError when the batch does not fit.
         """
         used = sum(self.doc_lengths)
@@ -142,7 +140,7 @@ class FeatureBatch:
     def subsampled(self, keep_K: Sequence[float], seed: int) -> FeatureBatch:
         """The same batch with a random part of the rows of every depth, and their weights (subsample.py).
 
-        The draw depends on the seed and the number of rows alone, and the device is not waited for.
+        The draw depends on the seed and the numbers of rows alone. The host does not wait for the device.
         """
         draw = draw_rows(self.anchors.count_K, keep_K, torch.Generator().manual_seed(seed))
         draw = draw.to(self.tokens_R.device, non_blocking=True)
@@ -158,8 +156,10 @@ class FeatureBatch:
         return self.hidden_RD[(self.anchors.row_A + 1).clamp(max=self.tokens_R.shape[0] - 1)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> FeatureBatch:
-        moved: dict[str, Any] = {"anchors": self.anchors.to(device, non_blocking)}
-        for f in fields(self):
-            if isinstance(value := getattr(self, f.name), Tensor):
-                moved[f.name] = to_device(value, device, non_blocking)
-        return replace(self, **moved)
+        return self.map(lambda x: to_device(x, device, non_blocking))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> FeatureBatch:
+        """The same batch with every tensor changed, those of the anchors included."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {name: change(x) for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, anchors=self.anchors.map(change), **changed)

@@ -15,9 +15,9 @@ class HeadDims:
     """The target's dimensions that a head is built from (no weights).
 
     Attributes:
-        hidden_act: activation of a draft layer's MLP where the head's config names none. It is not the target's:
-            engines compute silu in a draft layer whatever the target computes.
-        rope_parameters: what a draft layer takes over of the target's rope (rope.drafted_rope), in the form of
+        hidden_act: activation of a draft layer's MLP if the head's config names none. It is not taken from the target:
+            engines compute silu in every draft layer.
+        rope_parameters: the part of the target's rope that a draft layer uses (rope.drafted_rope), in the form of
             transformers v5: rope_type, rope_theta, factor, partial_rotary_factor, …
     """
 
@@ -41,15 +41,15 @@ class HeadDims:
     def from_hf_config(cls, config: Any) -> HeadDims:
         """Read the dimensions from a transformers config (the text part of a multimodal one).
 
-        Raises: TargetError for an architecture that is no decoder with a gated MLP and rotary positions.
+        Raises: TargetError for a config that lacks the sizes of a decoder.
         """
         config = config.get_text_config()
 
         def given(name: str) -> Any:
-            """A field; where every layer has its own (Gemma 4), the first layer's."""
+            """A field of the config. Where each layer has its own (Gemma 4): the first layer's."""
             try:
                 value = getattr(config, name, None)
-            except Exception:  # transformers 5.24 has an error of its own for this, which older ones lack
+            except Exception:  # transformers 5.24 raises an error class that older versions lack
                 value = getattr(config.per_layer_config[0], name, None)
             return value[0] if name in needed and isinstance(value, list) and len(set(value)) == 1 else value
 
@@ -92,5 +92,5 @@ class HeadDims:
 
     @property
     def positions(self) -> int:
-        """Tokens that a context may hold, its answer included: all of them turned by the same frequencies."""
+        """Most tokens of a context with its answer, such that one set of rope frequencies applies to all of them."""
         return min(self.max_position_embeddings, positions_with_one_rope(self.rope_parameters) or sys.maxsize)

@@ -1,4 +1,4 @@
-"""The target's two frozen ends: what turns tokens into its input, and its last hidden state into logits.
+"""The target's two frozen ends: its input embedding and its output head.
 
 Shape legend: A rows, D target hidden, V target vocabulary, U draft vocabulary.
 """
@@ -22,7 +22,7 @@ class Teacher:
         bias_V: lm_head bias, or None.
         softcap: Gemma-style final logit soft-cap, or None.
         scale: multiplier applied to the logits (Cohere/Granite style), 1 elsewhere.
-        norm_D: what the target's final RMSNorm multiplies by, or None; heads with a norm of their own start from it.
+        norm_D: the factor of the target's final RMSNorm, or None; heads with a norm of their own start from it.
     """
 
     weight_VD: Tensor
@@ -50,7 +50,7 @@ class TargetEnds:
     Attributes:
         embed_VD: input embedding weight, unscaled.
         teacher: the output head.
-        model: the whole model, for heads that hold a module of it or change it; None where only the ends are at hand.
+        model: the whole model, for heads that hold a module of it or change it; None where only the ends are loaded.
     """
 
     embed_VD: Tensor

@@ -1,7 +1,8 @@
-"""The blocks draft heads are made of: RMSNorm, rope as the target's, MLP, attention projections, one draft layer.
+"""The blocks of draft heads: RMSNorm, the target's rope, MLP, attention projections, one decoder layer.
 
-Attention itself is handed in as `attend`, so that training (kernels/attention.py) and decoding (the drafter's cache)
+The caller passes the attention as `attend`, so that training (kernels/attention.py) and decoding (the drafter's cache)
 run the same layer.
+Shape legend: B batch, N rows, H head hidden, I input of the layer's attention, h query heads, g kv heads, d head dim.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, computed in float32, in the input's dtype (Llama's norm)."""
+    """Root-mean-square norm over the last axis, float32 inside, the input's dtype outside (Llama's norm)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -40,14 +41,15 @@ class RMSNorm(nn.Module):
 def rope_frequencies(dims: HeadDims) -> tuple[Tensor, float]:
     """Inverse frequencies (float32 [rotary/2], CPU) and the factor on cos/sin, exactly as the target computes them.
 
-    LongRoPE: its short ones (rope.positions_with_one_rope).
+    Of LongRoPE's two sets, the short one (rope.positions_with_one_rope).
     Raises: ConfigError for a rope that a draft layer does not know.
     """
     try:
         rope = checked_rope(dims.rope_parameters, f"the target ({dims.model_type})")
     except FormatError as error:
         raise ConfigError(
-            f"{error}. A draft layer cannot turn by it, nor can engines: take a head without one (head.type=medusa)"
+            f"{error}. Neither Headstart's draft layers nor engines know this rope: use a head without a draft layer "
+            "(head.type=medusa)"
         ) from error
     kind = rope["rope_type"]
     if kind == "default":
@@ -84,7 +86,7 @@ class Rope(nn.Module):
 
 
 class Projections(nn.Module):
-    """q/k/v/o projections without bias. `in_size` is H, or 2H where embedding and feature stand side by side."""
+    """q/k/v/o projections without bias. `in_size` is H, or 2H for the concatenation of embedding and feature."""
 
     def __init__(self, in_size: int, hidden_size: int, dims: HeadDims):
         super().__init__()
@@ -127,7 +129,7 @@ class DraftLayer(nn.Module):
     """One Llama decoder layer whose attention input the head prepares, H or 2H wide.
 
     Attributes:
-        recompute: make the MLP's activations again in the backward pass of training instead of keeping them.
+        recompute: recompute the MLP's activations in the backward pass of training instead of keeping them.
     """
 
     recompute = False
@@ -146,7 +148,7 @@ class DraftLayer(nn.Module):
     def kept_numbers(self, recompute: bool) -> float:
         """Numbers per row and depth that training keeps for the backward pass (Head.kept_numbers).
 
-        4 · intermediate + 6 · hidden + queries, keys, values; with `recompute` the MLP's are made again.
+        4 · intermediate + 6 · hidden + queries, keys, values; with `recompute` without those of the MLP.
         """
         attention = self.self_attn
         packed = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
@@ -156,7 +158,7 @@ class DraftLayer(nn.Module):
         """Attention context [..., h, d] and residual [..., H] → layer output [..., H]."""
         x = residual + self.self_attn.o_proj(context.flatten(-2))
         if self.recompute and torch.is_grad_enabled():
-            # nothing in there is random: no generator state to keep (which a graph capture could not do)
+            # the MLP draws no random numbers, so no generator state is saved: a graph capture could not save one
             return x + checkpoint(self._mlp, x, use_reentrant=False, preserve_rng_state=False)
         return x + self._mlp(x)
 
@@ -164,7 +166,7 @@ class DraftLayer(nn.Module):
         return self.mlp(self.post_attention_layernorm(x))
 
     def decode(self, x_BNI: Tensor, residual_BNH: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Run N rows against the caller's cache: x [B, N, in] → output [B, N, H]."""
+        """Run N rows with the caller's attention over its cache: x [B, N, I] → output [B, N, H]."""
         q = self.self_attn.queries(x_BNI, cos, sin)
         k, v = self.self_attn.keys_values(x_BNI, cos, sin)
         context = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))

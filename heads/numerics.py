@@ -12,7 +12,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def weight_grad(grad_nO: Tensor, x_nI: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradᵀ x in the dtype of the parameter: on CUDA the float32 sums of the matrix unit, not rounded in between."""
+    """gradᵀ x in the parameter's dtype. For float32 on CUDA, the matrix unit's float32 sums are returned unrounded."""
     if grad_nO.is_cuda and grad_nO.dtype != dtype == torch.float32:
         return torch.mm(grad_nO.t(), x_nI, out_dtype=torch.float32)
     return (grad_nO.t() @ x_nI).to(dtype)

@@ -106,16 +106,17 @@ class Anchors:
         return found
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Anchors:
-        return self._map(lambda x: to_device(x, device, non_blocking))
+        return self.map(lambda x: to_device(x, device, non_blocking))
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Anchors:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Anchors:
+        """The same anchors with every tensor changed."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: change(x) for name, x in values.items() if isinstance(x, Tensor)})
 
     def padded(self, size: int, row: int) -> Anchors:
         """Fixed size: padding anchors sit at `row` with no supervised depth; every depth keeps the rows it may need."""
         extra = size - len(self)
-        grown = self._map(lambda x: torch.cat((x, x.new_zeros(extra, *x.shape[1:]))))
+        grown = self.map(lambda x: torch.cat((x, x.new_zeros(extra, *x.shape[1:]))))
         grown.row_A[len(self) :] = row
         # a draw keeps at most one row more than its share of every group, of which there are at most K
         share = [1.0] * len(self.count_K) if self.keep_K is None else self.keep_K

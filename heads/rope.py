@@ -1,8 +1,8 @@
-"""Rotary positions (rope) of a draft layer: which settings of its target it takes over, and which it can compute.
+"""Rotary positions (rope) of a draft layer: the settings it takes from its target, and those it can compute.
 
-A draft layer is a plain Llama layer. It takes the target's base and scaling, which every engine reads from the head's
-config.json. It leaves out what only the target's own layers do (NOT_DRAFTED). Fields that are in none of these tables
-are refused when a head is built, before anything is trained: engines might apply them where the head does not.
+A draft layer is a plain Llama layer. It uses the target's base and scaling, which every engine reads from the head's
+config.json. It leaves out settings of the target's own layers (NOT_DRAFTED). A field that no table below lists is an
+error when a head is built, before training: engines might apply it where the head does not.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ def number(config: dict[str, Any], name: str, where: str, default: float | None 
 
 
 def drafted_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """The part of a target's `rope_parameters` that a draft layer takes over (transformers v5, one kind of attention).
+    """The part of a target's `rope_parameters` that a draft layer uses (transformers v5, one kind of attention).
 
-    Unknown fields stay: `checked_rope` refuses them when a layer is built.
+    Unknown fields are kept: `checked_rope` raises for them when a layer is built.
     """
     left_out = {*NOT_DRAFTED, *(key for key, value in NEUTRAL.items() if rope.get(key) == value)}
     kept = {key: value for key, value in rope.items() if value is not None and key not in left_out}
     kept.setdefault("rope_type", rope.get("type") or "default")
     kept.setdefault("rope_theta", 10000.0)
     if kept["rope_type"] == "proportional" and kept.get("factor", 1.0) == 1.0:
-        # Gemma 4 rotates a part of the pairs, with the frequencies of a full rotation: a draft layer rotates all pairs
+        # Gemma 4 rotates some pairs, with the frequencies of a full rotation; a draft layer rotates all pairs
         return {"rope_type": "default", "rope_theta": kept["rope_theta"]}
     return kept
 
 
 def checked_rope(found: dict[str, Any], where: str) -> dict[str, Any]:
-    """The rope settings after a check: known fields only, numbers as float, always with `rope_type` and `rope_theta`.
+    """The rope settings, checked: known fields only, numbers as float, `rope_type` and `rope_theta` always present.
 
     Raises: FormatError naming the unknown type or field, or the wrong value.
     """
@@ -108,7 +108,7 @@ def checked_rope(found: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def same_rope(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether two v5 rope dictionaries mean the same rotation. A neutral value and an absent field are equal."""
+    """Whether two v5 rope dictionaries give the same rotation. A field at its neutral value counts as absent."""
 
     def clean(rope: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in rope.items() if value is not None and NEUTRAL.get(key) != value}
@@ -117,12 +117,12 @@ def same_rope(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 def positions_with_one_rope(rope: dict[str, Any]) -> int | None:
-    """Length up to which all positions rotate by the same frequencies; None if that holds at any length.
+    """Longest context whose positions all rotate by the same frequencies; None if any length does.
 
-    LongRoPE has two sets of frequencies. Beyond the original length transformers uses the long set, for all positions
-    of a forward; vLLM uses it if it is launched with a longer context. Keys in the cache keep the rotation that they
-    had. So a head is trained, measured and served within the original length, where everybody uses the short set, and
-    the target keeps to that set (locate.keep_first_frequencies).
+    LongRoPE has two sets of frequencies. Beyond the original length, transformers uses the long set for all positions
+    of a forward; vLLM uses it if it is launched with a longer context. Keys in the cache keep the rotation they had.
+    So a head is trained, measured and served within the original length, where everybody uses the short set. The target
+    is held to that set as well (locate.keep_first_frequencies).
     """
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else None
 

@@ -1,9 +1,9 @@
-"""Row subsampling: depths train on a random part of their rows, and losses are weighted so that sums stay unbiased.
+"""Row subsampling: depths train on a random part of their rows, and weights keep the sums of losses unbiased.
 
-Rows that are supervised at equally many depths are a group. Of a group of s rows, ceil(keep_d · s) run at depth d,
-chosen at random, and each of them stands for s / ceil(keep_d · s) rows. So a sum over a depth keeps its expectation,
-its weights always add up to the number of rows, and how many rows run is known without looking at the draw: shapes
-depend on nothing random. A row that is dropped at one depth is dropped at all later ones: they need its output.
+Rows that are supervised at equally many depths form a group. Of a group of s rows, ceil(keep_d · s) rows, chosen at
+random, run at depth d, each with the weight s / ceil(keep_d · s). So the expectation of a sum over a depth is the sum
+over all its rows, the weights add up to the number of rows, and no shape depends on the draw. A row that is dropped at
+one depth is dropped at all later ones, as they would need its output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Draw:
     Attributes:
         order_A: int64 [A], the anchors' new order, as indices into the old one; depths descending.
         depths_A: int64 [A], depths that run, in the new order.
-        weight_AK: float32 [A, K], what a row that runs at depth d stands for, in the new order.
+        weight_AK: float32 [A, K], weight of each row at each depth, if it runs there; in the new order.
         count_K: rows that run at depth 1 … K.
         keep_K: the fractions asked for.
     """
@@ -43,7 +43,7 @@ class Draw:
 
 
 def keep_fractions(depth: int, fraction: float, least: float) -> tuple[float, ...] | None:
-    """Fraction of rows that run at depth 1 … K: max(fraction^(d-1), least); None when all do.
+    """Fraction of rows that run at depths 1 … K: max(fraction^(d-1), least) at depth d; None where all rows run.
 
     Raises: ConfigError naming the recipe's field.
     """
@@ -56,7 +56,7 @@ def keep_fractions(depth: int, fraction: float, least: float) -> tuple[float, ..
 
 
 def group_sizes(count_K: Sequence[int]) -> list[int]:
-    """Rows supervised at exactly K, K - 1, … 1 depths, from the rows supervised at 1 … K or more."""
+    """Numbers of rows supervised at exactly K, K - 1, …, 1 depths, from those supervised at 1, …, K depths or more."""
     at_least = list(reversed(count_K))
     return [count - deeper for count, deeper in zip(at_least, [0, *at_least], strict=False)]
 
@@ -65,15 +65,15 @@ def draw_rows(count_K: Sequence[int], keep_K: Sequence[float], generator: torch.
     """A random draw for anchors ordered by supervised depths, deepest first (find_anchors).
 
     Args:
-        count_K: rows supervised at depth 1 … K.
-        keep_K: fraction of the rows kept at depth 1 … K, not increasing. Below 1 at depth 1, whole anchors are dropped.
-        generator: of the host; it alone decides.
+        count_K: rows supervised at depths 1 … K.
+        keep_K: fraction of the rows kept at depths 1 … K, not increasing. Below 1 at depth 1, whole anchors go.
+        generator: on the host.
     """
     return draw_ranked(keep_K, [torch.randperm(size, generator=generator) for size in group_sizes(count_K)])
 
 
 def draw_ranked(keep_K: Sequence[float], ranks: list[Tensor]) -> Draw:
-    """The draw that keeps each group's rows of lowest rank; `ranks[i]` are 0 … s-1 in any order for K - i depths."""
+    """The draw that keeps the rows of lowest rank. `ranks[i]`: 0 … s-1 in any order, for the group of K - i depths."""
     depth = len(keep_K)
     depths, weights = [], []
     for deepest, rank in zip(range(depth, 0, -1), ranks, strict=True):

@@ -14,7 +14,7 @@ def choose_draft_vocab(count_V: Tensor, size: int, always: tuple[int, ...] = ())
     Args:
         count_V: occurrences of each target token among supervised tokens.
         size: U ≤ V.
-        always: ids that are kept whatever their count (stop tokens: without them a draft can never end a turn).
+        always: ids that are kept whatever their count: stop tokens, without which no draft could end a turn.
     Raises: ConfigError when U is not in 1 … V.
     """
     if not 0 < size <= count_V.shape[0]:
@@ -45,7 +45,7 @@ def from_offsets(d2t_U: Tensor) -> Tensor:
 
 
 def is_draft_vocab(ids_U: Tensor, vocab_size: int) -> bool:
-    """Whether ids are those of a draft vocabulary: integers from 0 to V - 1, ascending, none twice."""
+    """Whether ids form a draft vocabulary: integers from 0 to V - 1, ascending, each once."""
     if ids_U.dtype not in (torch.int64, torch.int32) or ids_U.dim() != 1 or not len(ids_U):
         return False
     ascending = bool((ids_U[1:] > ids_U[:-1]).all())

@@ -1,6 +1,6 @@
-"""One pack's loss and backward in fixed shapes, captured once as a CUDA graph and replayed: no host work per operation.
+"""One pack's loss and backward in fixed shapes, captured once as CUDA graphs and replayed.
 
-A head's step launches some thousand small kernels; issued from Python one by one they cost more than they compute.
+A step launches some thousand small kernels: to launch them from Python one by one takes longer than they run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +18,23 @@ from headstart.heads.kernels.attention import same_length
 
 @dataclass(frozen=True)
 class PackShape:
-    """Fixed sizes every pack is padded to (FeatureBatch.padded)."""
+    """The sizes that packs are padded to (FeatureBatch.padded)."""
 
     rows: int
     anchors: int
     documents: int
 
     @classmethod
-    def covering(cls, batches: list[FeatureBatch], multiple: int = 128) -> PackShape:
-        """Smallest shape (in multiples; documents to a power of two) that holds every batch."""
-
-        def up(value: int) -> int:
-            return -(-value // multiple) * multiple
-
-        return cls(
-            rows=up(max(sum(b.doc_lengths) for b in batches)),
-            anchors=up(max(len(b.anchors) for b in batches)),
-            documents=1 << (max(len(b.doc_lengths) for b in batches) - 1).bit_length(),
-        )
+    def covering(cls, batch: FeatureBatch) -> PackShape:
+        """Smallest shape that holds the batch: rows and anchors are multiples of 128, documents a power of two."""
+        rows, anchors = (-(-size // 128) * 128 for size in (sum(batch.doc_lengths), len(batch.anchors)))
+        return cls(rows, anchors, 1 << (len(batch.doc_lengths) - 1).bit_length())
 
     def pad(self, batch: FeatureBatch) -> FeatureBatch:
         return batch.padded(self.rows, self.anchors, self.documents)
 
     def holds(self, other: PackShape) -> bool:
-        """Whether packs of the other shape fit, whatever their anchors (CapturedPacks rounds those up itself)."""
+        """Whether rows and documents of the other shape fit. CapturedPacks chooses the anchors itself."""
         return self.rows >= other.rows and self.documents >= other.documents
 
     def union(self, other: PackShape) -> PackShape:
@@ -60,16 +52,6 @@ def tensors_of(batch: FeatureBatch) -> list[Tensor]:
     return tensors
 
 
-def _copied(batch: FeatureBatch) -> FeatureBatch:
-    """The same batch in memory of its own."""
-
-    def tensors(owner: Any) -> dict[str, Tensor]:
-        values = {f.name: getattr(owner, f.name) for f in fields(owner)}
-        return {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
-
-    return replace(batch, anchors=replace(batch.anchors, **tensors(batch.anchors)), **tensors(batch))
-
-
 class CapturedBackward:
     """`backward(batch, scale_T)` adds the gradient of Σ_t scale_t · S_t to `.grad` and returns the sums of LossModule.
 
@@ -77,8 +59,8 @@ class CapturedBackward:
         module: maps (FeatureBatch, scale_T) to LossModule's (sum_T, sums_S); its parameters need gradients.
         example: any batch with features, on the GPU, that fits `shape`.
         shape: what every later batch is padded to.
-        terms: of the loss, T.
-        pool: memory pool of another capture that never runs at the same time, or None.
+        terms: T, of the loss.
+        pool: memory pool of another capture, to share: the two never run at the same time.
     """
 
     def __init__(
@@ -90,7 +72,7 @@ class CapturedBackward:
         pool: tuple[int, int] | None = None,
     ):
         self.shape = shape
-        self._batch = _copied(shape.pad(example))
+        self._batch = shape.pad(example).map(torch.clone)
         self._scale_T = torch.zeros(terms, device=example.tokens_R.device)
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.grad is None:
@@ -98,7 +80,8 @@ class CapturedBackward:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # lazy handles and Triton compilation must not fall into the capture; the scale is zero
+            # lazy handles and Triton's compilation must not fall into the capture; with scale 0 the gradient is 0
+            for _ in range(2):
                 self._backward(self._forward(module))
         torch.cuda.current_stream().wait_stream(stream)
         self._forward_graph, self._backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -124,7 +107,7 @@ class CapturedBackward:
     def backward(
         self, batch: FeatureBatch, scale_T: Tensor, between: Callable[[], None] = lambda: None
     ) -> tuple[Tensor, Tensor]:
-        """Replay on `batch` (padded here); `between` runs after the forward. The returned tensors are fresh copies."""
+        """Pad `batch` and replay. `between` is called after the forward. Returns: copies of LossModule's sums."""
         for into, source in zip(tensors_of(self._batch), tensors_of(self.shape.pad(batch)), strict=True):
             into.copy_(source, non_blocking=True)
         self._scale_T.copy_(scale_T, non_blocking=True)
@@ -137,13 +120,13 @@ class CapturedBackward:
 class CapturedPacks:
     """Graphs for packs of varying size.
 
-    All graphs have the rows and documents of the largest pack so far. They differ in the anchors, which are rounded up
-    to a multiple of a sixteenth of the rows. A larger pack makes all graphs anew; a capture takes a fraction of a
-    second, and there are few.
+    All graphs have the rows and documents of the largest pack so far. They differ in their anchors, which are rounded
+    up to a multiple of a sixteenth of the rows. When a larger pack comes, all graphs are captured anew. That is rare,
+    and a capture takes a fraction of a second.
 
     Attributes:
-        captures: how many graphs were captured, replaced ones included.
-        seconds: host time that took, kernel compilation included.
+        captures: graphs captured so far, replaced ones included.
+        seconds: host time spent on capturing, with the compilation of kernels.
     """
 
     def __init__(self, module: nn.Module, terms: int):
@@ -154,13 +137,13 @@ class CapturedPacks:
 
     def backward(self, batch: FeatureBatch, scale_T: Tensor) -> tuple[Tensor, Tensor]:
         """As CapturedBackward.backward."""
-        needed = PackShape.covering([batch])
+        needed = PackShape.covering(batch)
         if not self._shape.holds(needed):
             self._graphs.clear()
             self._shape = self._shape.union(needed)
         step = max(128, -(-self._shape.rows // 16 // 128) * 128)
         anchors = max(step, -(-needed.anchors // step) * step)
-        # where all documents have one length, another attention kernel runs (heads/kernels/attention.py)
+        # documents of equal length run another attention kernel (heads/kernels/attention.py)
         length = same_length(batch)
         key = (anchors, 0 if length is None else len(batch.doc_lengths), length)
         if key not in self._graphs:

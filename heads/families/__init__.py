@@ -1,4 +1,4 @@
-"""Draft heads: one family per folder (`head.py`: what it computes; `files.py`: its directories), all in `FAMILIES`."""
+"""Draft heads: one folder per family (`head.py`: what it computes; `files.py`: its files), all listed in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ class Family(NamedTuple):
     """One drafting method.
 
     Attributes:
-        name: `head.type` of a recipe. paper: where the method is published.
-        config: the recipe's node `head`. head: the module. files: how its heads look on disk.
+        name: `head.type` of a recipe.
+        paper: where the method is published.
+        config: class of the recipe's node `head`.
+        head: class of the module.
+        files: reads and writes its heads on disk.
     """
 
     name: str
@@ -43,9 +46,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def build_head(config: HeadConfig, dims: HeadDims) -> Head:
-    """Construct the family named by `config.type`; weights are random until `initialise`.
+    """Construct a head of the family `config.type`, with random weights until `initialise`.
 
-    Raises: ConfigError for an unknown family or a configuration the target cannot carry.
+    Raises: ConfigError for an unknown family, or a configuration that does not fit the target.
     """
     if config.type not in FAMILIES:
         raise ConfigError(f"head.type: found {config.type!r}, expected one of {sorted(FAMILIES)}")

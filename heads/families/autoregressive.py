@@ -1,4 +1,8 @@
-"""Heads that draft one token after another through one decoder layer: EAGLE-1 and EAGLE-3."""
+"""Heads that draft token after token with one decoder layer: EAGLE-1 and EAGLE-3.
+
+Shape legend: R rows of a pack, B batch, N rows of a decoding pass, D target hidden, k streams, H head hidden, U draft
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from headstart.heads.subsample import keep_fractions
 
 @dataclass
 class AutoregressiveConfig(HeadConfig):
-    """Fields of the heads below."""
+    """Fields that EAGLE-1 and EAGLE-3 share."""
 
     #: Part of the supervised rows that depth 2 trains on, its square at depth 3, and so on. Losses are weighted so that
     #: gradients stay unbiased. 1 trains on all rows.
@@ -33,11 +37,11 @@ class AutoregressiveConfig(HeadConfig):
 
 
 class AutoregressiveHead(Head):
-    """Row p consumes the token x_{p+1} and a feature g_p at rope position p, and drafts x_{p+2}.
+    """Row p reads the token x_{p+1} and a feature g_p at rope position p, and drafts x_{p+2}.
 
     Attributes:
         fc: input projection.
-        keep_K: fraction of the supervised rows that training runs at every depth, None = all (heads/subsample.py).
+        keep_K: fraction of the supervised rows that train at each depth (heads/subsample.py); None = all.
     """
 
     fc: nn.Linear
@@ -50,7 +54,7 @@ class AutoregressiveHead(Head):
 
     @property
     def layer(self) -> DraftLayer:
-        """The decoder layer, under the name its file format wants."""
+        """The decoder layer. Families name it as their file format does."""
         raise NotImplementedError
 
     @property
@@ -76,15 +80,15 @@ class AutoregressiveHead(Head):
 
     @abstractmethod
     def fuse(self, hidden: Tensor, streams: Tensor | None) -> Tensor:
-        """Target features → g: hidden [..., D] (post-norm) and streams [..., k, D] (pre-norm) → [..., H]."""
+        """The target's features → g [..., H]. Args: hidden: [..., D], post-norm; streams: [..., k, D], pre-norm."""
 
     @abstractmethod
     def mix(self, embedding: Tensor, g: Tensor) -> Tensor:
-        """Embedding and feature [..., H] → attention input of the layer [..., in]."""
+        """Embedding and feature [..., H] → input of the layer's attention [..., I]."""
 
     @abstractmethod
     def residual(self, x: Tensor, g: Tensor) -> Tensor:
-        """What the layer's residual stream starts from: [..., H]."""
+        """Start of the layer's residual stream [..., H]. Args: x: from `mix`."""
 
     @abstractmethod
     def logits(self, g: Tensor) -> Tensor:
@@ -94,11 +98,11 @@ class AutoregressiveHead(Head):
         """One decoding pass over N rows per sequence.
 
         Args:
-            tokens_BN: int64, the token each row consumes (x_{p+1}).
-            g_BNH: features: `fuse` of the target's at p, or the g a previous step returned.
+            tokens_BN: int64, the token that each row reads (x_{p+1}).
+            g_BNH: features: `fuse` of the target's at p, or the g that the previous pass returned.
             position_BN: int64, rope position p.
             attend: stores the rows' keys and values in the caller's cache and attends.
-        Returns: (g for the next step [B, N, H], logits [B, N, U]).
+        Returns: (g for the next pass [B, N, H], logits [B, N, U]).
         """
         x = self.mix(self.embed(tokens_BN), g_BNH.to(compute_dtype(self.fc.weight)))
         residual = self.residual(x, g_BNH.to(x.dtype))
@@ -111,5 +115,5 @@ class AutoregressiveHead(Head):
         return draft if self.draft_ids_U is None else self.draft_ids_U[draft]
 
     def next_tokens(self, batch: FeatureBatch) -> Tensor:
-        """x_{t+1} of every row, int64 [R]; the last row of a document gets a token nobody's loss can see."""
+        """x_{t+1} of every row, int64 [R]. At a document's last row it is another token, which no loss depends on."""
         return torch.roll(batch.tokens_R, -1)

@@ -1,5 +1,7 @@
-"""EAGLE-1 and EAGLE-3 on disk, what both share: one llama draft layer, as its authors, SpecForge, speculators and the
-engines write it (methods §3, §4)."""
+"""What EAGLE-1 and EAGLE-3 share on disk: one Llama draft layer (methods §3, §4).
+
+The authors' code, SpecForge, the speculators library and the engines write it in different layouts.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,11 @@ GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "hidden_act
 
 
 class LlamaDraftFiles(HeadFiles):
-    """A family whose head is one llama layer with an input projection `fc`.
+    """Files of a family whose head is one Llama layer with an input projection `fc`.
 
     Attributes:
-        title: the family's name in names of layouts.
-        architecture: what config.json calls the head, as vLLM reads it.
+        title: the family's name in messages.
+        architecture: `architectures` of config.json, as vLLM reads it.
         layer: prefix of the draft layer's tensors.
     """
 
@@ -53,10 +55,11 @@ class LlamaDraftFiles(HeadFiles):
     def read_flat(
         self, raw: RawCheckpoint, config: dict[str, Any], names: dict[str, str], target: HeadDims | None, layout: str
     ) -> TensorMap:
-        """As `read`, of one flat llama config.
+        """As `read`, for a config that is one flat Llama config.
 
         Args:
             names: short name (no `model.`) → name in the file.
+            layout: what the result calls the layout.
         """
 
     @abstractmethod
@@ -67,7 +70,7 @@ class LlamaDraftFiles(HeadFiles):
 
         Args:
             outer: config.json.
-            flat: the layer's config; what `outer` says beside it is written into it.
+            flat: the layer's part of it; this function adds the fields of `outer` that concern the layer.
         """
 
     def read(self, raw: RawCheckpoint, target: HeadDims | None) -> TensorMap:
@@ -140,12 +143,12 @@ class LlamaDraftFiles(HeadFiles):
         return Contents("portable", self.config_json(head), self.tensors(head))
 
     def drafted_tokens(self, depth: int, chain: int | None) -> int:
-        """A draft layer drafts as long a chain as it is asked for."""
+        """A draft layer can draft chains of any length."""
         return min(depth, 4) if chain is None else chain
 
 
 def short_names(raw: RawCheckpoint) -> dict[str, str]:
-    """Name without `model.` → name in the file. Raises: FormatError where a tensor is there with and without it."""
+    """Name without `model.` → name in the file. Raises: FormatError where both names of a tensor occur."""
     names = {name.removeprefix("model."): name for name in raw.tensors}
     if len(names) != len(raw.tensors):
         raise FormatError(
@@ -155,7 +158,7 @@ def short_names(raw: RawCheckpoint) -> dict[str, str]:
 
 
 def has_draft_layer(names: Iterable[str]) -> bool:
-    """Whether tensor names are meant to be an EAGLE head's: its input projection, or most of a draft layer."""
+    """Whether tensor names look like an EAGLE head's: an input projection, or most of a draft layer."""
     short = [name.removeprefix("model.") for name in names]
     projection = any(name == "fc.weight" or name.startswith("fusion_fc.") for name in short)
     return projection or sum(name.endswith(LAYER) for name in short) > len(LAYER) // 2
@@ -179,7 +182,7 @@ def is_eagle3(names: Iterable[str]) -> bool:
 
 
 def require_llama(config: dict[str, Any], where: str) -> None:
-    """Raises: FormatError for a draft of several layers, or of another layer than Llama's."""
+    """Raises: FormatError for a draft of several layers, or of layers that are not Llama's."""
     kind = config.get("model_type", "llama")
     if kind not in ("llama", "eagle", "eagle3"):
         raise FormatError(
@@ -192,7 +195,7 @@ def require_llama(config: dict[str, Any], where: str) -> None:
 
 
 def with_target(dims: HeadDims, target: HeadDims | None, where: str) -> HeadDims:
-    """The draft's geometry with the target's facts; sizes that must agree are compared."""
+    """The draft's dimensions, completed by the target's. Raises: FormatError where sizes differ that must agree."""
     if target is None:
         return dims
     require_equal(where, "hidden_size", dims.hidden_size, target.hidden_size)
@@ -203,9 +206,9 @@ def with_target(dims: HeadDims, target: HeadDims | None, where: str) -> HeadDims
 
 
 def target_embedding(raw: RawCheckpoint, names: dict[str, str], dims: HeadDims) -> dict[str, str]:
-    """Embeddings in the file, which the target's replace: {name: why it is not used}, or {} without.
+    """{name: why it is not used} for embeddings in the file, which the target's replace; {} without any.
 
-    Raises: FormatError where they are not as large as the target's.
+    Raises: FormatError where their shape is not that of the target's.
     """
     if "embed_tokens.weight" not in names:
         return {}

@@ -1,4 +1,4 @@
-"""Where a drafting method is published: what model cards cite."""
+"""Where a drafting method is published, for the citation in model cards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Paper(NamedTuple):
     """A paper on arXiv.
 
     Attributes:
-        method: what people call the method.
+        method: the method's usual name.
         authors: as BibTeX writes them.
         arxiv: number, such as 2401.10774.
     """

@@ -1,4 +1,4 @@
-"""Where Triton kernels run: the one question that the callers of kernels ask."""
+"""Triton, where it is installed, and the question which tensors go to its kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from torch import Tensor
 
 try:
     import triton
+    import triton.language as tl
 except ImportError:  # CPU builds of torch come without Triton
-    triton = None
+    triton = tl = None
+
+__all__ = ["tl", "triton", "wants_kernel"]
 
 
 def wants_kernel(x: Tensor) -> bool:
-    """Whether `x` goes to a Triton kernel: on a GPU, integers or a floating dtype that kernels take."""
+    """Whether `x` goes to a Triton kernel: any tensor on a GPU but float64."""
     return triton is not None and x.is_cuda and x.dtype != torch.float64

@@ -1,6 +1,6 @@
-"""RMSNorm, rotary embedding and gated activations in tensor operations: what they are, everywhere in the project.
+"""RMSNorm, rotary embedding and gated activations: the project's one definition of each, in tensor operations.
 
-Rotary embedding and SwiGLU also run as one kernel each way on CUDA.
+On CUDA, rotary embedding and SwiGLU run as one kernel forward and one backward.
 """
 
 from __future__ import annotations
@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.heads.kernels.device import wants_kernel
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
+from headstart.heads.kernels.device import tl, triton, wants_kernel
 
 
 def rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -100,7 +94,8 @@ if triton is not None:
 BLOCK = 2048
 
 
-def _grid(count: int) -> tuple[int]:
+def blocks(count: int) -> tuple[int]:
+    """The grid of a kernel over `count` elements in blocks of BLOCK."""
     return (triton.cdiv(count, BLOCK),)
 
 
@@ -108,15 +103,14 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
-        _rotate_kernel[_grid(x.numel())](
+        _rotate_kernel[blocks(x.numel())](
             x, cos, sin, out, x.numel(), x.shape[-2], x.shape[-1], cos.shape[-1] // 2, sign, BLOCK=BLOCK, num_warps=8
         )
     return out
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation back: cos and sin repeat over the two halves, so the matrix is orthogonal
-    up to the scaling that cos and sin carry."""
+    """The matrix is orthogonal, up to the scaling in cos and sin, so the gradient is the rotation with -sin."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor):
@@ -137,7 +131,7 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
         if gate.numel():
-            _swiglu_kernel[_grid(gate.numel())](gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=8)
+            _swiglu_kernel[blocks(gate.numel())](gate, up, out, gate.numel(), BLOCK=BLOCK, num_warps=8)
         return out
 
     @staticmethod
@@ -145,7 +139,7 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
         if gate.numel():
-            _swiglu_grad_kernel[_grid(gate.numel())](
+            _swiglu_grad_kernel[blocks(gate.numel())](
                 gate, up, grad.contiguous(), d_gate, d_up, gate.numel(), BLOCK=BLOCK, num_warps=8
             )
         return d_gate, d_up

@@ -1,19 +1,16 @@
-"""Triton kernels for the own-row part of training-time-test attention (attention.py): J keys per row and head, fused.
+"""Triton kernels for training-time-test attention: each anchor's attention to its own keys of later steps.
 
+attention.py computes the part over the step-1 keys; these kernels add the part over the own keys.
 Shapes: R rows of the pack, A anchors, h query heads, g key heads (h = g · r), J own keys per anchor, D head width.
-Queries, outputs and gradients lie at their pack row (row_A); own keys and values are [J, A, g, D] with contiguous
-[A, g, D], where A may be a prefix of a longer axis.
+Queries, outputs and gradients are stored at their pack row (row_A). Own keys and values are [J, A, g, D] with
+contiguous [A, g, D], where A may be a prefix of a longer axis.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without Triton; the eager backend runs there
-    triton = None
+from headstart.heads.kernels.device import tl, triton
 
 if triton is not None:
 
@@ -103,7 +100,7 @@ def join_(
     row_A: Tensor,
     scale: float,
 ) -> None:
-    """Add the own keys to a finished softmax: `out` and the float32 `lse` become those over both parts, in place."""
+    """Add the own keys to the softmax over the step-1 keys: in place, `out` and the float32 `lse` cover both parts."""
     heads, width = q_RhD.shape[1:]
     anchors, groups = own_k_JAgD.shape[1:3]
     if anchors:

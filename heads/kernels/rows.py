@@ -1,6 +1,6 @@
-"""Row-wise steps of a draft layer with their backward written out: one Triton kernel each on CUDA, plain tensor
-operations elsewhere (the eager twins). Nothing here records autograd: training-time test calls forward and backward
-itself.
+"""Row-wise steps of a draft layer, forward and backward: one Triton kernel each on CUDA, else tensor operations.
+
+Nothing here records autograd: training-time test calls forward and backward itself.
 
 Shapes: n rows, H hidden, W channels of a row, I MLP width, d head width.
 """
@@ -12,17 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headstart.heads.kernels.device import wants_kernel
-from headstart.heads.kernels.elementwise import gated_eager, rms_norm_eager, rotate_eager
+from headstart.heads.kernels.device import tl, triton, wants_kernel
+from headstart.heads.kernels.elementwise import BLOCK, blocks, gated_eager, rms_norm_eager, rotate_eager
 from headstart.heads.numerics import wide
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
-
-#: programs of a kernel that sums over rows: each keeps one partial sum
+#: most programs of a kernel that sums over rows: each writes one partial sum
 PARTIALS = 528
 
 
@@ -37,7 +31,7 @@ def put_rows(into_RW: Tensor, row_n: Tensor, from_nW: Tensor) -> None:
 
 
 def add_rows(into_RW: Tensor, row_n: Tensor, from_nW: Tensor) -> None:
-    """into[row] += from; rows may repeat only where `from` is zero. The last axis of both is contiguous."""
+    """into[row] += from. A row may occur twice only where `from` is zero. The last axis of both is contiguous."""
     if wants_kernel(into_RW):
         _add_rows_triton(into_RW, row_n, from_nW)
     else:
@@ -62,7 +56,7 @@ def rms_norm_backward(
     residual_nH: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Write the gradient of x, plus `residual`, to `out` (`accumulate`: add it); returns the weight's, float32."""
+    """Write the gradient of x, plus `residual`, to `out`; with `accumulate`, add it. Returns the weight's, float32."""
     if wants_kernel(x_nH):
         return _rms_norm_backward_triton(grad_nH, x_nH, weight_H, eps, out_nH, residual_nH, accumulate)
     x, grad, weight = wide(x_nH), wide(grad_nH), wide(weight_H)
@@ -86,7 +80,7 @@ def gated(packed_nW: Tensor, out_nI: Tensor, act: Callable[[Tensor], Tensor] | N
 
 
 def gated_backward(packed_nW: Tensor, grad_nI: Tensor, act: Callable[[Tensor], Tensor] | None) -> None:
-    """Replace `packed` by its gradient."""
+    """Overwrite `packed` with its gradient, given the gradient of `gated`'s result."""
     if act is None and wants_kernel(packed_nW):
         _gated_backward_triton(packed_nW, grad_nI)
         return
@@ -101,9 +95,9 @@ def gated_backward(packed_nW: Tensor, grad_nI: Tensor, act: Callable[[Tensor], T
 def rotate_heads(
     x_nW: Tensor, cos: Tensor, sin: Tensor, turned: int, width: int, out_nW: Tensor | None = None
 ) -> Tensor:
-    """Rope on the first `turned` heads of packed projections [n, heads · d]; rows of input and output may be strided.
+    """Rope on the first `turned` heads of packed projections [n, heads · d]. Rows of input and output may be strided.
 
-    cos, sin: float32 [n, rotary]. The gradient is the same with -sin: the rotation's transpose.
+    cos, sin: float32 [n, rotary]. With -sin it computes the gradient, as that is the rotation back.
     """
     if wants_kernel(x_nW):
         return _rotate_heads_triton(x_nW, cos, sin, turned, width, out_nW)
@@ -113,10 +107,11 @@ def rotate_heads(
 
 
 def collect_steps(grad_MW: Tensor, row_A: Tensor, counts: tuple[int, ...], rows: int, first: int = 0) -> Tensor:
-    """Σ_s grad of the anchor that reads row r at step s: anchor a reads row_A[a] + first + s → [rows, W].
+    """Sum, for every row, the gradients of the anchors that read it: anchor a reads row_A[a] + first + s at step s.
 
     Args:
-        grad_MW: the steps' rows laid end to end, `counts[s]` anchors each (a prefix of row_A).
+        grad_MW: the steps' gradients laid end to end, for the first `counts[s]` anchors each.
+    Returns: [rows, W].
     """
     if wants_kernel(grad_MW):
         return _collect_triton(grad_MW, row_A, counts, rows, first)
@@ -234,13 +229,6 @@ if triton is not None:
         tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-BLOCK = 2048
-
-
-def _grid(count: int) -> tuple[int]:
-    return (triton.cdiv(count, BLOCK),)
-
-
 def _add_rows_triton(into_RW: Tensor, row_n: Tensor, from_nW: Tensor) -> None:
     count, width = from_nW.shape
     block = min(2048, triton.next_power_of_2(width))
@@ -271,14 +259,14 @@ def _rms_norm_backward_triton(grad_nH, x_nH, weight_H, eps, out_nH, residual_nH,
 
 def _gated_triton(packed_nW: Tensor, out_nI: Tensor) -> None:
     if out_nI.numel():
-        _gated_kernel[_grid(out_nI.numel())](
+        _gated_kernel[blocks(out_nI.numel())](
             packed_nW, out_nI, out_nI.numel(), out_nI.shape[1], BLOCK=BLOCK, num_warps=8
         )
 
 
 def _gated_backward_triton(packed_nW: Tensor, grad_nI: Tensor) -> None:
     if grad_nI.numel():
-        _gated_grad_kernel[_grid(grad_nI.numel())](
+        _gated_grad_kernel[blocks(grad_nI.numel())](
             packed_nW, grad_nI, grad_nI.numel(), grad_nI.shape[1], BLOCK=BLOCK, num_warps=8
         )
 
@@ -286,7 +274,7 @@ def _gated_backward_triton(packed_nW: Tensor, grad_nI: Tensor) -> None:
 def _rotate_heads_triton(x_nW, cos, sin, turned: int, width: int, out_nW: Tensor | None) -> Tensor:
     out_nW = torch.empty(x_nW.shape, dtype=x_nW.dtype, device=x_nW.device) if out_nW is None else out_nW
     if out_nW.numel():
-        _rotate_heads_kernel[_grid(out_nW.numel())](
+        _rotate_heads_kernel[blocks(out_nW.numel())](
             x_nW, cos.contiguous(), sin.contiguous(), out_nW, out_nW.numel(), x_nW.shape[1] // width, turned, width,
             cos.shape[-1] // 2, x_nW.stride(0), out_nW.stride(0), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
@@ -313,7 +301,7 @@ def _collect_triton(grad_MW: Tensor, row_A: Tensor, counts: tuple[int, ...], row
 
 
 def _host_ints(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """A few integers on the device without a copy from the host, which a graph capture would not take."""
+    """A few integers on the device, without a copy from the host, which cannot be captured in a graph."""
     made = torch.empty(len(values), dtype=torch.int64, device=device)
     for place, value in enumerate(values):
         made[place].fill_(value)

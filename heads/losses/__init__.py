@@ -1,4 +1,4 @@
-"""Losses on draft logits. `eager` is the readable twin, `fused` the one training uses: same signatures, same values."""
+"""Losses on draft logits: training uses `fused`; `eager` is its readable twin, of the same signatures and values."""
 
 from headstart.heads.errors import ConfigError
 from headstart.heads.losses.eager import SOFT_LOSSES

@@ -1,4 +1,4 @@
-"""Readable losses through plain autograd: what fused.py is tested against."""
+"""The losses in readable form, by plain autograd. Tests compare fused.py with them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 from headstart.heads.numerics import wide
 
-#: divergences of the draft's distribution q from the teacher's p, rows of `soft_loss`
+#: losses between the draft's distribution q and the teacher's p: see `divergence`
 SOFT_LOSSES = ("soft_ce", "kl", "lk")
 
-#: keeps -log of the acceptance rate finite where the two distributions share nothing that float32 can hold
+#: added to the acceptance rate before its log: the rate is 0 where min(p, q) is 0 in float32 for every token
 LK_FLOOR = 1e-30
 
 
@@ -57,7 +57,7 @@ def soft_loss(
 
 
 def hard_ce(hidden_AH: Tensor, weight_UH: Tensor, label_A: Tensor, row_weight_A: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy against token ids; arguments and results as `soft_ce`."""
+    """Cross-entropy against token ids. Arguments and results as `soft_loss`."""
     logits_AU = wide(F.linear(hidden_AH, weight_UH))
     loss_A = F.cross_entropy(logits_AU, label_A, reduction="none")
     return (loss_A * row_weight_A).sum(), logits_AU.detach().argmax(-1)

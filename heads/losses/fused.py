@@ -1,8 +1,9 @@
-"""Output matrix and cross-entropy in one pass over row chunks: the gradient is formed while the logits are in hand.
+"""Output matrix and loss in one pass over chunks of rows: the gradient is formed while a chunk's logits exist.
 
-Nothing of size rows × U outlives a chunk, and K depths never hold K such blocks. On CUDA one Triton kernel turns a
-block of logits into its loss, argmax and gradient in place; elsewhere plain tensor operations do the same.
-Source of the idea: Liger-Kernel's fused linear cross-entropy (arXiv 2410.10989, §3).
+Logits and their gradients are freed with their chunk, so memory holds those of one chunk, whatever the rows and depths.
+On CUDA one Triton kernel turns a chunk of logits into its loss, argmax and gradient, in place; elsewhere tensor
+operations do the same. The idea is Liger-Kernel's fused linear cross-entropy (arXiv 2410.10989, §3).
+Shape legend: A rows, C rows of a chunk, M rows of all depths, H hidden, U draft vocabulary, T teacher rows, K depths.
 """
 
 from __future__ import annotations
@@ -13,22 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headstart.heads.kernels.device import tl, triton, wants_kernel
 from headstart.heads.losses import eager
-from headstart.heads.numerics import weight_grad, wide
+from headstart.heads.numerics import compute_dtype, weight_grad, wide
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
-
-#: logits held at once (elements of a row chunk)
+#: most logits of a chunk
 CHUNK_ELEMENTS = 5 << 27
 
-#: rows of a chunk are a multiple of this where the limit leaves a choice
+#: rows of a chunk are a multiple of this where CHUNK_ELEMENTS allows
 CHUNK_MULTIPLE = 128
 
-#: columns a kernel holds at once
+#: columns that a kernel holds at once; elements that one program of the scaling kernel takes
 BLOCK = 4096
 SCALE_BLOCK = 8192
 
@@ -37,7 +33,7 @@ RowLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]
 
 
 def chunk_rows(rows: int, tokens: int) -> int:
-    """Rows of a chunk: as few chunks as CHUNK_ELEMENTS allows, of equal size."""
+    """Rows of a chunk: as few chunks of about equal size as CHUNK_ELEMENTS allows."""
     most = max(1, CHUNK_ELEMENTS // tokens)
     even = -(-rows // max(1, -(-rows // most)))
     return max(1, min(rows, most, -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE))
@@ -46,9 +42,10 @@ def chunk_rows(rows: int, tokens: int) -> int:
 def _linear_loss(
     hidden_AH: Tensor, master_UH: Tensor, row_loss: RowLoss, wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Chunk by chunk: (loss of each row, argmax of each row, gradient of hidden, gradient of weight).
+    """(loss of each row, argmax of each row, gradient of hidden, gradient of weight), made chunk by chunk.
 
-    The matrix is used in the dtype of `hidden`; its gradient has the matrix's own, and no rounding in between.
+    The product uses the matrix in the dtype of `hidden`. Its gradient is summed and returned in the dtype of `master`,
+    without rounding in between.
     """
     weight_UH = master_UH.to(hidden_AH.dtype)
     rows, tokens = hidden_AH.shape[0], weight_UH.shape[0]
@@ -57,7 +54,7 @@ def _linear_loss(
     argmax_A = torch.empty(rows, dtype=torch.int64, device=hidden_AH.device)
     grad_hidden = torch.empty_like(hidden_AH) if wants_hidden else None
     grad_weight = torch.zeros_like(master_UH) if wants_weight and rows == 0 else None
-    # one chunk keeps the parameter's dtype; several are summed in float32
+    # the gradient of a single chunk is final; those of several are summed in float32
     sum_dtype = master_UH.dtype if rows <= chunk else torch.promote_types(master_UH.dtype, torch.float32)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
@@ -69,7 +66,7 @@ def _linear_loss(
             update = weight_grad(grad_CU, hidden_AH[part], sum_dtype)
             grad_weight = update if grad_weight is None else grad_weight.add_(update)
             del update
-        del logits_CU, grad_CU  # not beside the next chunk's
+        del logits_CU, grad_CU  # free them before the next chunk's logits are made
     return loss_A, argmax_A, grad_hidden, None if grad_weight is None else grad_weight.to(master_UH.dtype)
 
 
@@ -92,9 +89,9 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _LinearLossDepths(torch.autograd.Function):
-    """The same for K depths at once (rows laid end to end), for a caller whose loss is a multiple of Σ_d scale_d · S_d.
+    """As _LinearLoss, for K depths laid end to end, where the caller minimises a multiple of Σ_d scale_d · S_d.
 
-    Knowing the scale beforehand, one weight gradient serves all depths.
+    The scale is known in the forward pass, so one weight gradient for all depths is formed there.
     """
 
     @staticmethod
@@ -115,7 +112,7 @@ class _LinearLossDepths(torch.autograd.Function):
 
 
 def _taken(ctx) -> tuple[Tensor, ...]:
-    """The saved tensors, once: they are scaled in place."""
+    """The saved tensors, which the backward pass scales in place. Raises: RuntimeError at a second backward pass."""
     if getattr(ctx, "taken", False):
         raise RuntimeError("fused loss: found a second backward pass, expected one; compute the loss again")
     ctx.taken = True
@@ -123,7 +120,7 @@ def _taken(ctx) -> tuple[Tensor, ...]:
 
 
 def _scaled(grad_hidden: Tensor | None, grad_weight: Tensor | None, by: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Both gradients times `by`, in place, which nearly always is 1."""
+    """Both gradients times `by`, in place. `by` is nearly always 1."""
     for gradient in (grad_hidden, grad_weight):
         if gradient is not None:
             _scale_(gradient, by)
@@ -131,30 +128,21 @@ def _scaled(grad_hidden: Tensor | None, grad_weight: Tensor | None, by: Tensor) 
 
 
 def _scale_(x: Tensor, by: Tensor) -> None:
-    if not _kernels(x) or x.dtype == torch.float64:
+    if not wants_kernel(x):
         x.copy_(wide(x) * by)
     elif x.numel():
         _scale_kernel[(triton.cdiv(x.numel(), SCALE_BLOCK),)](x, by, x.numel(), BLOCK=SCALE_BLOCK, num_warps=8)
 
 
-def _compute_dtype(weight_UH: Tensor) -> torch.dtype:
-    kind = weight_UH.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_UH.dtype
-
-
 def _apply(hidden_AH: Tensor, weight_UH: Tensor, row_loss: RowLoss) -> tuple[Tensor, Tensor]:
-    dtype = _compute_dtype(weight_UH)
+    dtype = compute_dtype(weight_UH)
     with torch.autocast(hidden_AH.device.type, enabled=False):
         return _LinearLoss.apply(hidden_AH.to(dtype), weight_UH, row_loss)
 
 
-def _kernels(x: Tensor) -> bool:
-    return x.is_cuda and triton is not None
-
-
 def row_logsumexp(x_TU: Tensor) -> Tensor:
-    """log Σ exp of every row, [T] in at least float32, without a second block of the size of x."""
-    if _kernels(x_TU):
+    """log Σ exp of every row, [T] in at least float32, without another tensor of the size of x."""
+    if wants_kernel(x_TU):
         return _lse_triton(x_TU)
     chunk = chunk_rows(max(x_TU.shape[0], 1), x_TU.shape[1])
     return torch.cat([wide(part_CU).logsumexp(-1) for part_CU in x_TU.split(chunk)])
@@ -162,8 +150,8 @@ def row_logsumexp(x_TU: Tensor) -> Tensor:
 
 def _soft_rows(kind: str, teacher_TU: Tensor, teacher_row_A: Tensor, grad_weight_A: Tensor) -> RowLoss:
     """Unweighted losses; gradients weighted by `grad_weight_A`."""
-    # a teacher row serves every depth that looks at it: its log-sum-exp is taken once
-    teacher_lse_T = _lse_triton(teacher_TU) if _kernels(teacher_TU) else None
+    # several depths read the same teacher row, so its log-sum-exp is computed once
+    teacher_lse_T = _lse_triton(teacher_TU) if wants_kernel(teacher_TU) else None
 
     def row_loss(logits_CU: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         teacher_row_C, weight_C = teacher_row_A[part], grad_weight_A[part]
@@ -224,7 +212,7 @@ def soft_loss_depths(
     row_weight_M, teacher_row_M = torch.cat(row_weight), torch.cat(teacher_row)
     depth_M = torch.cat([torch.full_like(rows, d) for d, rows in enumerate(teacher_row)])
     row_loss = _soft_rows(kind, teacher_TU, teacher_row_M, row_weight_M * scale_K[depth_M])
-    dtype = _compute_dtype(weight_UH)
+    dtype = compute_dtype(weight_UH)
     with torch.autocast(weight_UH.device.type, enabled=False):
         loss_K, argmax_M = _LinearLossDepths.apply(
             hidden_MH.to(dtype), weight_UH, row_loss, row_weight_M, depth_M, scale_K

@@ -243,7 +243,7 @@ def bench_case(
 def _backward_of(module: LossModule, batch: FeatureBatch, terms: int) -> tuple[Callable[..., object], int]:
     """The captured step on CUDA, the eager one elsewhere; and how many graphs were captured."""
     if batch.tokens_R.is_cuda:
-        captured = CapturedBackward(module, batch, PackShape.covering([batch]), terms)
+        captured = CapturedBackward(module, batch, PackShape.covering(batch), terms)
         return captured.backward, 1
 
     def eager(batch: FeatureBatch, scale_T: Tensor, between: Callable[[], None]) -> None:

@@ -25,9 +25,9 @@ def batch_of(*lengths: int) -> FeatureBatch:
 
 def test_a_shape_covers_what_it_was_made_for_and_every_pack_gets_equal_shapes():
     small, large = batch_of(5, 9), batch_of(100, 60, 7)
-    shape = PackShape.covering([small]).union(PackShape.covering([large]))
+    shape = PackShape.covering(small).union(PackShape.covering(large))
     assert shape == PackShape(rows=256, anchors=256, documents=4)
-    assert shape.holds(PackShape.covering([large])) and not PackShape.covering([small]).holds(shape)
+    assert shape.holds(PackShape.covering(large)) and not PackShape.covering(small).holds(shape)
     first, second = tensors_of(shape.pad(small)), tensors_of(shape.pad(large))
     assert [x.shape for x in first] == [x.shape for x in second]
     assert shape.pad(small).longest == shape.pad(large).longest == 256
@@ -35,7 +35,7 @@ def test_a_shape_covers_what_it_was_made_for_and_every_pack_gets_equal_shapes():
 
 def test_a_full_pack_needs_no_padding():
     batch = batch_of(64, 64)
-    shape = PackShape.covering([batch])
+    shape = PackShape.covering(batch)
     assert shape.rows == 128
     padded = shape.pad(batch)
     assert padded.tokens_R is batch.tokens_R

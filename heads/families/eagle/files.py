@@ -1,5 +1,4 @@
-"""EAGLE-1 on disk: fc [D, 2D] with the embedding first, one llama layer without input norm, the target's lm_head
-(methods §3)."""
+"""EAGLE-1 on disk: fc [D, 2D], embedding first, and one Llama layer without input norm (methods §3)."""
 
 from __future__ import annotations
 
@@ -78,5 +77,5 @@ class EagleFiles(LlamaDraftFiles):
         return {re.sub(r"^transformer\.", self.layer, re.sub(r"^fusion_fc\.", "fc.", name)): name for name in tensors}
 
     def drafted_tokens(self, depth: int, chain: int | None) -> int:
-        """Training passes (`depth`) say nothing about how far the head drafts well."""
+        """3 unless a chain is given: the trained passes (`depth`) do not tell how far the head drafts well."""
         return 3 if chain is None else chain

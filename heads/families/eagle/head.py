@@ -1,4 +1,8 @@
-"""EAGLE-1: one decoder layer that predicts the next feature (arXiv 2401.15077; methods §3)."""
+"""EAGLE-1: one decoder layer that predicts the next feature (arXiv 2401.15077; methods §3).
+
+Shape legend: R rows of a pack, A anchors, D target hidden = H head hidden, g kv heads, h query heads, V target
+vocabulary, K passes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ class EagleConfig(AutoregressiveConfig):
 
 
 class EagleHead(AutoregressiveHead):
-    """fc(cat(emb(x_{t+1}), f_t)) through one decoder layer without input norm; its output predicts f_{t+1}."""
+    """fc(cat(emb(x_{t+1}), f_t)) goes through one decoder layer without input norm. The output predicts f_{t+1}."""
 
     family = "eagle"
     config: EagleConfig
@@ -90,19 +94,16 @@ class EagleHead(AutoregressiveHead):
         return self.teacher.logits(g)
 
     def metrics(self, depths: int) -> tuple[str, ...]:
-        """Besides those of every head, the two parts of the loss with their weights, as means over all trained passes.
+        """As the base class's, and the two weighted parts of the loss, as means over all trained passes.
 
-        After one pass, feature_loss + logit_loss is the loss.
+        With one pass, feature_loss + logit_loss is the loss.
         """
         return (*super().metrics(depths), "feature_loss", "logit_loss")
-
-    def loss_counts(self, batch: FeatureBatch) -> Tensor:
-        return batch.anchors.active_counts()[: len(self.terms)]
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         own = sum(p.numel() for p in self.parameters())
         output = 0 if self.teacher is None else self.teacher.weight_VD.numel()
-        # every pass: the layer on all rows, the target's own output head on the supervised ones
+        # in every pass, all rows go through the layer and the supervised ones through the target's output head
         return self.depth * (own * rows + output * counts[0])
 
     def noisy(self, batch: FeatureBatch) -> Tensor:
@@ -115,11 +116,11 @@ class EagleHead(AutoregressiveHead):
         return hidden_RD + (torch.rand_like(hidden_RD) * 2 - 1) * scale_R[:, None].to(hidden_RD.dtype)
 
     def rollout(self, batch: FeatureBatch) -> list[Tensor]:
-        """Outputs of every pass: [count_K[d], D] each, the predictions of f_{t+d+1}.
+        """Outputs of every pass, [count_K[d], D] each for d = 0 … K-1: predictions of f_{t+d+1}.
 
-        Pass d + 1 (0-based d) of the anchor at t reads x_{t+d+1} and, instead of the target's f_{t+d}, what pass d
-        predicted for it, detached: the features that decoding recycles. It attends to the keys that the target's own
-        features give rows ≤ t and to its own keys of passes 2 … d + 1 (HASS, arXiv 2408.15766, §3.2).
+        At d = 0, the anchor at t reads x_{t+1} and the target's f_t. At d > 0 it reads x_{t+d+1} and its own prediction
+        of f_{t+d}, detached, as in decoding. It attends to the keys of rows ≤ t, made from the target's features, and
+        to its own keys of passes 1 … d (HASS, arXiv 2408.15766, §3.2).
         """
         anchors, attention = batch.anchors, self.layer.self_attn
         tokens_R, attend = self.next_tokens(batch), TrainAttention(batch).attend
@@ -135,7 +136,7 @@ class EagleHead(AutoregressiveHead):
             if step == 0:
                 x_AH = x_RH.index_select(0, row_A)
             else:
-                # past the end only where the pass is not supervised
+                # clamped only where the pass is not supervised
                 token_A = tokens_R[(row_A + step).clamp(max=tokens_R.shape[0] - 1)]
                 x_AH = self.mix(self.embed(token_A), outputs[-1][:count].detach())
                 k_AgD, v_AgD = attention.keys_values(x_AH, cos, sin)
@@ -169,13 +170,14 @@ class EagleHead(AutoregressiveHead):
         return loss.with_metrics(parts, [loss.count_T.sum()] * 2)
 
     def _logit_weights(self, teacher_AV: Tensor) -> Tensor | None:
-        """Fold the loss of the top tokens into the teacher, in place; the weights of its rows [A], None = as they are.
+        """Fold the loss of the top tokens into the teacher, in place. Returns: weights [A] of its rows, if it is on.
 
         With Ω the top tokens, m = Σ_Ω p, a = logit_loss_weight and b = top_tokens_loss_weight,
 
-            -a Σ p log q - b Σ_Ω p log q = -(a + b m) Σ p̃ log q,    p̃ ∝ p on other tokens, p (1 + b / a) on Ω:
+            -a Σ p log q - b Σ_Ω p log q = -(a + b m) Σ p̃ log q,    p̃ ∝ p on other tokens, p (1 + b / a) on Ω.
 
-        one soft cross-entropy whose teacher has log(1 + b / a) more on Ω, in no memory of its own.
+        So both losses are one soft cross-entropy, with weight a + b m and log(1 + b / a) added to the teacher's logits
+        on Ω.
         """
         config = self.config
         if config.top_tokens_loss_weight == 0:
@@ -189,7 +191,7 @@ class EagleHead(AutoregressiveHead):
     def _logit_loss(
         self, g_AH: Tensor, teacher_AV: Tensor, row_A: Tensor, weight_A: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor]:
-        """Σ of `head.loss` between lm_head(g) and teacher_AV[row_A], and the argmax, through the frozen head."""
+        """(Σ of `head.loss` between logits and teacher_AV[row_A], argmax), logits = the target's lm_head on g."""
         if teacher.bias_V is None and teacher.softcap is None and teacher.scale == 1.0:
             return fused.soft_loss(g_AH, teacher.weight_VD, teacher_AV, row_A, weight_A, self.config.loss)
         logits_AV = teacher.logits(g_AH)
@@ -198,7 +200,7 @@ class EagleHead(AutoregressiveHead):
 
 
 def _check_top_tokens(config: EagleConfig) -> None:
-    """Raises ConfigError unless the loss of the top tokens is off or can be formed."""
+    """Raises: ConfigError unless the loss of the top tokens is off, or fits the other fields."""
     weight = config.top_tokens_loss_weight
     if not 0 <= weight < math.inf:
         raise ConfigError(f"head.top_tokens_loss_weight: found {weight}, expected 0 (off) or more")

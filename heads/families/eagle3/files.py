@@ -143,9 +143,9 @@ def _midlayer(name: str) -> str:
 
 
 def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) -> tuple[int, ...] | None:
-    """The three layers that a head reads, None where the file leaves the usual ones to the engine.
+    """The three target layers that a head reads; None where the file names none and engines take the usual ones.
 
-    Raises: FormatError for a variant that Headstart does not run, and where nobody says the layers.
+    Raises: FormatError for a variant that Headstart does not run, and where neither file nor target tell the layers.
     """
     require_plain(config, where)
     require_llama(config, where)
@@ -168,7 +168,7 @@ def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) ->
 
 
 def eagle_config(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The nested `eagle_config`, {} without. Raises: FormatError for one that asks for another layer than ours."""
+    """The nested `eagle_config`, {} without one. Raises: FormatError where it asks for a layer unlike Headstart's."""
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise FormatError(f"{where}: eagle_config is {nested!r}, expected an object")
@@ -177,11 +177,11 @@ def eagle_config(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def aux_layer_ids(config: dict[str, Any], where: str, target_layers: int | None) -> tuple[int, ...] | None:
-    """HF `hidden_states` indices the head reads, or None where the file leaves the usual choice to the engine.
+    """Indices of HF `hidden_states` that the head reads; None where the file names none.
 
-    The top-level key counts as vLLM does (k = hidden_states index), the one inside `eagle_config` as SGLang does
+    The top-level key counts as vLLM does (k = index of hidden_states), the key inside `eagle_config` as SGLang does
     (k - 1). Raises: FormatError when the two disagree, or the ids are not three distinct ascending layers below the
-    target's last.
+    target's depth.
     """
     top = config.get("eagle_aux_hidden_state_layer_ids")
     inner = eagle_config(config, where).get("eagle_aux_hidden_state_layer_ids")
@@ -193,8 +193,7 @@ def aux_layer_ids(config: dict[str, Any], where: str, target_layers: int | None)
             raise FormatError(f"{where}: {name} is {ids!r}, expected a list of integers")
     if top is not None and inner is not None and [k + 1 for k in inner] != top:
         raise FormatError(
-            f"{where}: eagle_aux_hidden_state_layer_ids {top} (read by vLLM) and the ones inside eagle_config "
-            f"{inner} "
+            f"{where}: eagle_aux_hidden_state_layer_ids {top} (read by vLLM) and the ones inside eagle_config {inner} "
             f"(SGLang adds 1) name different layers. Write {[k - 1 for k in top]} inside eagle_config."
         )
     layers = top if top is not None else [k + 1 for k in inner] if inner is not None else None
@@ -217,7 +216,7 @@ def aux_layer_ids(config: dict[str, Any], where: str, target_layers: int | None)
 def _draft_ids(
     raw: RawCheckpoint, names: dict[str, str], size: int, vocab_size: int, where: str
 ) -> tuple[Tensor | None, dict[str, str]]:
-    """(ids of the draft vocabulary [U] or None where it is the target's, {d2t, t2d in the file: why they are unused}).
+    """(ids of the draft vocabulary [U], None where it is the target's; {d2t or t2d in the file: why it is unused}).
 
     Raises: FormatError where d2t is missing or is no list of ascending offsets, or t2d contradicts it.
     """

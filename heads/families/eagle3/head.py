@@ -1,4 +1,8 @@
-"""EAGLE-3: fused low/mid/high features, training-time test, a draft vocabulary (arXiv 2503.01840; methods §4)."""
+"""EAGLE-3: fused low/mid/high features, training-time test, a draft vocabulary (arXiv 2503.01840; methods §4).
+
+Shape legend: R rows of a pack, A anchors, M = Σ_d count_d, K depths, D target hidden, H head hidden, U draft
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +64,7 @@ class Eagle3Layer(DraftLayer):
 
 
 class Eagle3Head(AutoregressiveHead):
-    """One decoder layer fed with the target's features at step 1 and its own pre-norm output afterwards."""
+    """One decoder layer that reads the target's features at step 1 and its own pre-norm output at later steps."""
 
     family = "eagle3"
     config: Eagle3Config
@@ -116,17 +120,15 @@ class Eagle3Head(AutoregressiveHead):
         super().initialise(ends, draft_ids_U)
         teacher = ends.teacher
         if self.lm_head.in_features == teacher.weight_VD.shape[1]:
-            rows_UD = teacher.weight_VD if self.draft_ids_U is None else self._teacher_rows(teacher)
+            weight_VD = teacher.weight_VD
+            ids_U = slice(None) if self.draft_ids_U is None else self.draft_ids_U.to(weight_VD.device)
             with torch.no_grad():
-                self.lm_head.weight.copy_(rows_UD)
+                self.lm_head.weight.copy_(weight_VD[ids_U])
                 if teacher.norm_D is not None:
                     self.norm.weight.copy_(teacher.norm_D)
 
     def sharpen(self) -> None:
         self.norm.weight.data.mul_(8)
-
-    def _teacher_rows(self, teacher: Teacher) -> Tensor:
-        return teacher.weight_VD[self.draft_ids_U.to(teacher.weight_VD.device)]
 
     def embed(self, tokens: Tensor) -> Tensor:
         if self.embed_tokens is not None:
@@ -146,7 +148,7 @@ class Eagle3Head(AutoregressiveHead):
         return self.lm_head(self.norm(g))
 
     def in_vocab(self, batch: FeatureBatch) -> Tensor:
-        """bool [A]: the target's greedy token after row_A + 1 can be drafted."""
+        """bool [A]: whether the target's greedy token after row_A + 1 is in the draft vocabulary."""
         if self.draft_ids_U is None:
             return torch.ones_like(batch.teacher_argmax_A, dtype=torch.bool)
         return membership(self.draft_ids_U, self.dims.vocab_size)[batch.teacher_argmax_A]
@@ -155,7 +157,7 @@ class Eagle3Head(AutoregressiveHead):
         return self._counts(batch)[: len(self.terms)]
 
     def _counts(self, batch: FeatureBatch) -> Tensor:
-        """float32 [K]: supervised positions of each of the anchors' depths that are in the draft vocabulary."""
+        """float32 [K]: at each of the anchors' depths, supervised positions whose target choice can be drafted."""
         anchors = batch.anchors
         return (self.in_vocab(batch)[anchors.teacher_AK] & anchors.supervised_AK()).sum(0, dtype=torch.float32)
 
@@ -171,9 +173,10 @@ class Eagle3Head(AutoregressiveHead):
         return shared + (packed - key_value) / 2 * counts[0] + packed / 2 * sum(counts[1:]) + per_row * sum(counts)
 
     def rollout(self, batch: FeatureBatch) -> Tensor:
-        """Training-time test: the normed outputs [Σ count_K, H] of every depth's anchors end to end, ground truth fed.
+        """Training-time test: the normed outputs [M, H] of every depth's anchors, laid end to end.
 
-        Only supervised rows run anything but fc, the input norms and step-1 keys and values.
+        The head reads the true tokens. Rows that are not supervised run fc, the input norms and step-1 keys and values
+        alone.
         """
         g_RH = self.fuse(batch.hidden_RD, batch.streams_RkD)
         e_RH = self.midlayer.input_layernorm(self.embed(self.next_tokens(batch)))

@@ -1,8 +1,8 @@
 """Training-time test of one decoder layer, forward and backward written out (methods §4; arXiv 2503.01840, §3).
 
-    step 1  every row p of the pack: keys and values; every anchor: the whole layer
-    step s  every anchor at p: reads the embedding of x_{p+s}, its own previous output g and the step-1 keys of rows ≤ p
-            besides its own keys of steps 2 … s
+    step 1  every row p of the pack makes keys and values; every anchor runs the whole layer
+    step s  every anchor at p reads the embedding of x_{p+s} and its own previous output g; it attends to the step-1
+            keys of rows ≤ p and to its own keys of steps 2 … s
 
 Why not autograd over K calls of a layer:
 - The attention input is cat(norm(embedding), norm(g)). The embedding an anchor reads at step s is the one row p + s - 1
@@ -40,7 +40,7 @@ from headstart.heads.numerics import weight_grad, wide
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rollout is over, weights aside."""
+    """The pack and the layer's settings of one rollout: everything but tensors that need gradients."""
 
     batch: FeatureBatch
     attention: TrainAttention
@@ -133,7 +133,7 @@ class _Rollout(torch.autograd.Function):
                 q, k, v = turned.unflatten(1, (-1, plan.width)).split((plan.heads, plan.groups, plan.groups), dim=1)
                 own_k[step - 1, :count], own_v[step - 1, :count] = k, v
             context, saved = plan.attention.forward(q, k_RgD, v_RgD, own_k[:step, :count], own_v[:step, :count])
-            # the fused backward has the queries at their rows already
+            # a fused backward finds the queries in `saved`
             attended.append((None if saved else q, saved))
             context_MC[part] = context.flatten(1)
             x = torch.addmm(g_AH, context_MC[part], w_out.t(), out=x_MH[part])
@@ -245,5 +245,5 @@ class _Rollout(torch.autograd.Function):
 
 
 def _ahead(row_A: Tensor, step: int, rows: int) -> Tensor:
-    """The row whose step-1 embedding each anchor reads at `step` (0-based); past the end only where nothing counts."""
+    """The row whose step-1 embedding each anchor reads at `step` (0-based). Only rows without a loss are clamped."""
     return (row_A + step).clamp(max=rows - 1)

@@ -1,4 +1,4 @@
-"""Medusa on disk: the spellings of vLLM, of FasterDecoding (which TGI shares), and of TGI's v2 (methods §1)."""
+"""Medusa on disk: tensor names of vLLM, of FasterDecoding (used by TGI as well), and of TGI's v2 (methods §1)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAPER = Paper(
     "Dao, Tri",
     arxiv="2401.10774",
 )
-#: heads that a file may say it has, and blocks of one head
+#: fewest and most heads that a file may have, and blocks of a head
 COUNTS = (1, 64)
 #: spelling in a file → portable name
 SPELLINGS = (
@@ -38,7 +38,7 @@ SPELLINGS = (
 
 
 class MedusaFiles(HeadFiles):
-    """A head without own output matrices is saved compactly; `portable` adds the matrices that engines need."""
+    """A head without output matrices of its own is saved without any; `portable` adds those that engines need."""
 
     facts = {
         "feature": "last hidden state after the final norm",
@@ -67,7 +67,7 @@ class MedusaFiles(HeadFiles):
         return Spelling(raw.config, names, strangers)
 
     def read(self, raw: RawCheckpoint, target: HeadDims | None) -> TensorMap:
-        """The tensors, not the config, count the heads: published configs are known to say fewer than the file has."""
+        """Heads are counted by the tensors, as some published configs name fewer heads than their file has."""
         config, where = raw.config, str(raw.directory / "config.json")
         if not named(config):
             raise FormatError(
@@ -96,7 +96,7 @@ class MedusaFiles(HeadFiles):
         return TensorMap("Medusa", "medusa", fields, dims, names, zeros, unused=unused)
 
     def _names(self, raw: RawCheckpoint) -> dict[str, str]:
-        """As `spell`. Raises: FormatError for tensors of no known spelling, and for one that is there twice."""
+        """As `spell`. Raises: FormatError for tensors of unknown names, and where two names mean one tensor."""
         spelling = self.spell(raw)
         if spelling.strangers:
             raise FormatError(
@@ -153,7 +153,7 @@ class MedusaFiles(HeadFiles):
         return self.portable(head) if config_of(head).lm_head == "own" else super().contents(head)
 
     def portable(self, head: Head) -> Contents:
-        """With the output matrices that vLLM cannot take from the target.
+        """The files with output matrices, which vLLM cannot take from the target.
 
         A shared lm_head is written once (`original_lm_head`), a low-rank one is merged into one matrix per head.
         Raises: FormatError when such a head is not bound to its target.
@@ -195,9 +195,9 @@ def own_matrices(head: Head) -> MedusaConfig:
 
 
 def merged_tensors(head: Head) -> dict[str, Tensor]:
-    """Portable tensors with one output matrix per head, whatever the head takes from the target.
+    """Portable tensors with one output matrix per head, also for a head that uses the target's lm_head.
 
-    Raises: FormatError when it takes the target's lm_head and is not bound to the target.
+    Raises: FormatError when it uses the target's lm_head and is not bound to the target.
     """
     medusa = cast(MedusaHead, head)
     if medusa.teacher is None and medusa.config.lm_head != "own":

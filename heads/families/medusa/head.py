@@ -46,7 +46,7 @@ class MedusaConfig(HeadConfig):
 
 
 class ResidualBlocks(nn.Module):
-    """`num_layers` independent blocks h + SiLU(W h + b), W and b zero: heads start as copies of the target's."""
+    """`num_layers` independent blocks h + SiLU(W h + b). W and b start at zero: a new block changes nothing."""
 
     def __init__(self, size: int, num_layers: int):
         super().__init__()
@@ -69,7 +69,7 @@ class MedusaHead(Head):
 
     def __init__(self, config: MedusaConfig, dims: HeadDims):
         super().__init__(config, dims)
-        # λ^d, counted from the first head (Medusa, §2.2.1)
+        # λ^d with d = 1 for the first head (Medusa, §2.2.1)
         self.terms = depth_terms(config.depth, config.depth_decay, first=1)
         for name, value, allowed in (("lm_head", config.lm_head, LM_HEADS), ("loss", config.loss, LOSSES)):
             if value not in allowed:
@@ -85,7 +85,7 @@ class MedusaHead(Head):
                 nn.init.zeros_(up.weight)
 
     def bind(self, ends: TargetEnds) -> None:
-        """As the base class's. Raises: ConfigError for a target whose output head is more than a matrix."""
+        """As the base class's. Raises: ConfigError for a target with a bias or a soft-cap on its logits."""
         teacher = ends.teacher
         if teacher.bias_V is not None or teacher.softcap is not None:
             what = "a bias" if teacher.bias_V is not None else f"a soft-cap of {teacher.softcap}"
@@ -96,7 +96,7 @@ class MedusaHead(Head):
         super().bind(ends)
 
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
-        """As the base class's; output matrices of the heads' own start as copies of the target's."""
+        """As the base class's. With lm_head=own, the heads' output matrices start as copies of the target's."""
         super().initialise(ends, draft_ids_U)
         if self.config.lm_head == "own":
             with torch.no_grad():
@@ -104,12 +104,12 @@ class MedusaHead(Head):
                     lm_head.weight.copy_(self.target_weight())
 
     def target_weight(self) -> Tensor:
-        """The target's output matrix [V, D] with the factor it puts on its logits folded in."""
+        """The target's output matrix [V, D], times the scale of its logits."""
         weight_VD = self.teacher.weight_VD
         return weight_VD if self.teacher.scale == 1.0 else weight_VD * self.teacher.scale
 
     def output_weight(self, d: int) -> Tensor:
-        """Output matrix of head d (0-based) [V, D]; `lowrank` is materialised, which is also how it is exported."""
+        """Output matrix of head d (0-based) [V, D]. With `lowrank` it is the sum of the target's and the update."""
         if self.config.lm_head == "own":
             return self.lm_heads[d].weight
         weight_VD = self.target_weight()
@@ -124,7 +124,7 @@ class MedusaHead(Head):
         if self.config.lm_head == "own":
             outputs = [lm(x.to(lm.weight.dtype)) for lm, x in zip(self.lm_heads, inputs, strict=True)]
             return torch.stack(outputs, dim=1)
-        # one product with the target's matrix for all heads; the sum with a low-rank update is never formed
+        # one product with the target's matrix for all heads; low-rank updates are added to the logits
         weight_VD = self.teacher.weight_VD
         logits = nn.functional.linear(torch.stack(inputs, dim=1).to(weight_VD.dtype), weight_VD)
         if self.teacher.scale != 1.0:
@@ -133,9 +133,6 @@ class MedusaHead(Head):
             updates = [up(down(x)) for up, down, x in zip(self.up, self.down, inputs, strict=True)]
             logits = logits + torch.stack(updates, dim=1).to(logits.dtype)
         return logits
-
-    def loss_counts(self, batch: FeatureBatch) -> Tensor:
-        return batch.anchors.active_counts()[: len(self.terms)]
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         own = sum(p.numel() for p in self.parameters())

@@ -45,5 +45,5 @@ def test_every_contract_suite_holds_for_them(house: Path) -> None:
         command, cwd=house, env={**os.environ, "PYTHONPATH": str(house)}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-2000:]
-    # of each family: about 40 of heads, 15 of formats, 8 of eval, and of train one
-    assert int(done.stdout.split(" passed")[0].split()[-1]) > 100, done.stdout[-500:]
+    # of each family about 30 tests of heads, 8 of files, 8 of decoding, and one of resuming
+    assert int(done.stdout.split(" passed")[0].split()[-1]) > 90, done.stdout[-500:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from transformers.activations import ACT2FN
@@ -82,6 +82,10 @@ def integer(
     if type(value) is not int or not low <= value <= high:
         raise FormatError(f"{where}: {name} is {value!r}, expected an integer from {low} to {high}")
     return value
+
+
+def are_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def flag(config: dict[str, Any], name: str, where: str, default: bool) -> bool:
@@ -206,7 +210,7 @@ def _token(value: Any) -> int | None:
 def _tokens(value: Any, where: str) -> int | list[int] | None:
     if not isinstance(value, list):
         return _token(value)
-    if len(value) > 64 or not all(type(token) is int for token in value):
+    if len(value) > 64 or not are_integers(value):
         raise FormatError(f"{where}: eos_token_id is a list of {len(value)}, expected at most 64 integers")
     return value
 
@@ -234,12 +238,11 @@ def dims_from_json(value: Any, where: str, rope: bool = True) -> HeadDims:
         if rope:
             raise
         spelled["rope_parameters"] = None
-    base = llama_dims(spelled, where, integer(spelled, "num_hidden_layers", where))
-    extra = {
-        "tie_word_embeddings": flag(value, "tie_word_embeddings", where, False),
-        "model_type": str(value.get("model_type", "llama")),
-    }
-    return HeadDims(**{**{f.name: getattr(base, f.name) for f in fields(HeadDims)}, **extra})
+    return replace(
+        llama_dims(spelled, where, integer(spelled, "num_hidden_layers", where)),
+        tie_word_embeddings=flag(value, "tie_word_embeddings", where, False),
+        model_type=str(value.get("model_type", "llama")),
+    )
 
 
 def legacy_rope(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

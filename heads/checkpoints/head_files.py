@@ -48,7 +48,7 @@ class Contents:
         return {name: t.to(dtype) if t.dtype.is_floating_point else t for name, t in self.tensors.items()}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Spelling:
     """A checkpoint's tensors under the names of the portable form, whatever names its file gives them.
 

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from headstart.heads import vocab
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
@@ -61,6 +63,28 @@ def require_names(raw: RawCheckpoint, found: set[str], expected: set[str]) -> No
             f"{raw.directory}: the checkpoint {' and '.join(parts)}. Nothing is skipped: a head read in part "
             "drafts wrongly."
         )
+
+
+def draft_map_problem(raw: RawCheckpoint, names: dict[str, str], vocab_size: int) -> str | None:
+    """What is wrong with the values of d2t, or with t2d beside it; None for a sound draft vocabulary.
+
+    Args:
+        names: short name → name in the file; d2t is one of them, and has one dimension.
+    """
+    offsets = raw.read(names["d2t"])
+    if offsets.dtype not in (torch.int64, torch.int32):
+        return f"d2t is {offsets.dtype}, expected int64 offsets"
+    ids = vocab.from_offsets(offsets)
+    if not vocab.is_draft_vocab(ids, vocab_size):
+        return (
+            f"d2t + index is no ascending list of distinct ids below {vocab_size}: it must hold offsets (target id - "
+            "draft id), not target ids"
+        )
+    if "t2d" in names:
+        mask = raw.read(names["t2d"])
+        if tuple(mask.shape) != (vocab_size,) or not torch.equal(torch.nonzero(mask).squeeze(1), ids):
+            return "t2d does not mark the ids that d2t lists"
+    return None
 
 
 def map_tensors(

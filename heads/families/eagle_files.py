@@ -25,14 +25,19 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.rope import same_rope
 
-#: tensors that the draft layers of both families have
-LAYER = tuple(f"self_attn.{p}.weight" for p in ("q_proj", "k_proj", "v_proj", "o_proj")) + (
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-    "post_attention_layernorm.weight",
-)
-
+#: tensors of a llama draft layer → shape in symbols (eagle_rules.llama_sizes); X is the width of the attention's input
+LAYER = {
+    "self_attn.q_proj.weight": ("A", "X"),
+    "self_attn.k_proj.weight": ("G", "X"),
+    "self_attn.v_proj.weight": ("G", "X"),
+    "self_attn.o_proj.weight": ("H", "A"),
+    "mlp.gate_proj.weight": ("I", "H"),
+    "mlp.up_proj.weight": ("I", "H"),
+    "mlp.down_proj.weight": ("H", "I"),
+    "post_attention_layernorm.weight": ("H",),
+}
+#: which target layers an EAGLE-3 head reads: at top level of config.json (vLLM's) and inside eagle_config (SGLang's)
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 #: fields of the draft layer's geometry, by the names that HeadDims has for them
 GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings")
 
@@ -147,6 +152,11 @@ class LlamaDraftFiles(HeadFiles):
         return min(depth, 4) if chain is None else chain
 
 
+def shifted(ids: Any, by: int) -> list[int]:
+    """Layer ids as another engine counts them: SGLang's are one less than vLLM's."""
+    return [k + by for k in ids if type(k) is int] if isinstance(ids, list) else []
+
+
 def short_names(raw: RawCheckpoint) -> dict[str, str]:
     """Name without `model.` → name in the file. Raises: FormatError where both names of a tensor occur."""
     names = {name.removeprefix("model."): name for name in raw.tensors}
@@ -161,7 +171,7 @@ def has_draft_layer(names: Iterable[str]) -> bool:
     """Whether tensor names look like an EAGLE head's: an input projection, or most of a draft layer."""
     short = [name.removeprefix("model.") for name in names]
     projection = any(name == "fc.weight" or name.startswith("fusion_fc.") for name in short)
-    return projection or sum(name.endswith(LAYER) for name in short) > len(LAYER) // 2
+    return projection or sum(name.endswith(tuple(LAYER)) for name in short) > len(LAYER) // 2
 
 
 def unnest(config: dict[str, Any]) -> dict[str, Any]:

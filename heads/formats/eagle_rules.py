@@ -1,14 +1,13 @@
-"""What the engines' rules about EAGLE heads share: sizes, tensors, and the draft vocabulary."""
+"""What the engines' rules about EAGLE heads share: sizes, tensors, feature layers and the draft vocabulary."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from headstart.heads import vocab
 from headstart.heads.checkpoints.geometry import LLAMA_DEFAULTS, integer
-from headstart.heads.formats.verdicts import WRONG, Case, TensorRule, Verdict
+from headstart.heads.checkpoints.tensor_map import draft_map_problem
+from headstart.heads.families.eagle_files import LAYER
+from headstart.heads.formats.verdicts import REFUSES, WRONG, Case, TensorRule, Verdict
 
 
 def llama_sizes(config: dict[str, Any]) -> dict[str, int]:
@@ -17,48 +16,42 @@ def llama_sizes(config: dict[str, Any]) -> dict[str, int]:
     H draft width, D target width, A query rows, G key/value rows, I MLP width, V target and U draft vocabulary.
     Raises: FormatError for a value that is no size.
     """
-    where = "config.json"
     full = {**LLAMA_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
-    hidden, heads = integer(full, "hidden_size", where), integer(full, "num_attention_heads", where)
-    kv_heads = integer(full, "num_key_value_heads", where, default=heads)
-    head_dim = integer(full, "head_dim", where, default=max(hidden // heads, 1))
-    width = integer(full, "target_hidden_size", where, default=hidden)
-    vocab_size = integer(full, "vocab_size", where)
+
+    def size(name: str, default: int | None = None) -> int:
+        return integer(full, name, "config.json", default)
+
+    hidden, heads, vocab_size = size("hidden_size"), size("num_attention_heads"), size("vocab_size")
+    head_dim, width = size("head_dim", max(hidden // heads, 1)), size("target_hidden_size", hidden)
     return {
         "H": hidden,
         "2H": 2 * hidden,
         "D": width,
         "3D": 3 * width,
         "A": heads * head_dim,
-        "G": kv_heads * head_dim,
-        "I": integer(full, "intermediate_size", where),
+        "G": size("num_key_value_heads", heads) * head_dim,
+        "I": size("intermediate_size"),
         "V": vocab_size,
-        "U": integer(full, "draft_vocab_size", where, default=vocab_size),
-        "layers": integer(full, "num_hidden_layers", where),
+        "U": size("draft_vocab_size", vocab_size),
+        "layers": size("num_hidden_layers"),
     }
 
 
 def layer_tensors(prefix: str, width: str, missing: Verdict) -> list[TensorRule]:
     """Tensors of one llama draft layer whose attention input is `width` wide."""
-    return [
-        TensorRule(f"{prefix}self_attn.q_proj.weight", ("A", width), missing),
-        TensorRule(f"{prefix}self_attn.k_proj.weight", ("G", width), missing),
-        TensorRule(f"{prefix}self_attn.v_proj.weight", ("G", width), missing),
-        TensorRule(f"{prefix}self_attn.o_proj.weight", ("H", "A"), missing),
-        TensorRule(f"{prefix}mlp.gate_proj.weight", ("I", "H"), missing),
-        TensorRule(f"{prefix}mlp.up_proj.weight", ("I", "H"), missing),
-        TensorRule(f"{prefix}mlp.down_proj.weight", ("H", "I"), missing),
-        TensorRule(f"{prefix}post_attention_layernorm.weight", ("H",), missing, "the norm stays at ones"),
-    ]
-
-
-EAGLE3_NORMS = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
+    shapes = {name: tuple(width if symbol == "X" else symbol for symbol in shape) for name, shape in LAYER.items()}
+    return [TensorRule(prefix + name, shape, missing, _norm(name)) for name, shape in shapes.items()]
 
 
 def eagle3_tensors(missing: Verdict) -> list[TensorRule]:
-    """Tensors of an EAGLE-3 head that engines do not share from the target; lm_head and d2t have rules of their own."""
-    norms = [TensorRule(name, ("H",), missing, "the norm stays at ones") for name in EAGLE3_NORMS]
-    return [TensorRule("fc.weight", ("H", "3D"), missing), *layer_tensors("midlayer.", "2H", missing), *norms]
+    """Tensors of an EAGLE-3 head, without lm_head, d2t and t2d: these have rules of their own."""
+    norms = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
+    rules = [TensorRule(name, ("H",), missing, _norm(name)) for name in norms]
+    return [TensorRule("fc.weight", ("H", "3D"), missing), *layer_tensors("midlayer.", "2H", missing), *rules]
+
+
+def _norm(name: str) -> str:
+    return "the norm stays at ones" if "norm" in name else ""
 
 
 def eagle_tensors(missing: Verdict) -> list[TensorRule]:
@@ -72,30 +65,52 @@ def eagle_config_of(config: dict[str, Any]) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else {}
 
 
-def check_activation(case: Case, config: dict[str, Any]) -> None:
-    """Refuse what vLLM and SGLang cannot compute."""
+def check_layer(case: Case, config: dict[str, Any], other_activation: Verdict = REFUSES) -> dict[str, int]:
+    """Compare the draft layer's settings with the target's, and with the one layer that engines compute.
+
+    Args: other_activation: what the engine does with another activation than silu.
+    Returns: as `llama_sizes`.
+    """
+    sizes = llama_sizes(config)
     if config.get("hidden_act", "silu") != "silu":
-        case.refuse(f"hidden_act is {config['hidden_act']!r}; its MLP knows silu")
+        case.verdict.add(other_activation, f"hidden_act is {config['hidden_act']!r}: the draft layer computes silu")
+    if sizes["layers"] != 1:
+        given = "missing and defaults to " if config.get("num_hidden_layers") is None else ""
+        case.misread(f"num_hidden_layers is {given}{sizes['layers']}, the file holds one layer: no other is filled")
+    case.compare_geometry(config)
+    case.compare_target(sizes["D"], sizes["V"])
+    return sizes
+
+
+def check_reach(case: Case, ids: list[int]) -> None:
+    """Find feature layers that the target does not have, or whose norm differs. Counted as HF `hidden_states`."""
+    last = None if case.target is None else case.target.num_layers
+    if ids and (min(ids) < 0 or (last is not None and max(ids) > last)):
+        case.refuse(f"feature layers {ids} lie outside the target's {'?' if last is None else last} layers")
+    elif ids and max(ids) == last:
+        case.misread(f"feature layer {last} is the last hidden state: pre-norm in vLLM, post-norm in training")
 
 
 def check_lm_head(case: Case, sizes: dict[str, int], missing: Verdict, why: str) -> None:
     """Compare the head's output matrix with config.json. Args: missing, why: what the engine does without one."""
     shape, expected = case.shape("lm_head.weight"), (sizes["U"], sizes["H"])
     if shape is None:
-        case.verdict.add(missing, why)
+        case.verdict.add(missing, f"lm_head.weight {list(expected)} is missing: {why}")
     elif shape != expected:
         case.refuse(f"lm_head.weight is {list(shape)}, config.json makes it {list(expected)}")
 
 
 def check_draft_map(case: Case, sizes: dict[str, int], misshapen: Verdict = WRONG) -> None:
     """Find faults in d2t, or its absence where U < V. Args: misshapen: what the engine does with a wrong shape."""
-    size, vocab_size = sizes["U"], sizes["V"]
-    if "d2t" not in case.names and size < vocab_size:
+    size, vocab_size, shape = sizes["U"], sizes["V"], case.shape("d2t")
+    if shape is None and size < vocab_size:
         case.misread(
             f"d2t is missing with draft_vocab_size {size} < vocab_size {vocab_size}: draft ids pass as target ids"
         )
-    elif problem := draft_map_problem(case, size, vocab_size):
-        case.verdict.add(misshapen if "shape" in problem else WRONG, problem)
+    elif shape not in (None, (size,)):
+        case.verdict.add(misshapen, f"d2t has shape {list(shape)}, expected [{size}]")
+    elif shape is not None and (problem := draft_map_problem(case.raw, case.names, vocab_size)):
+        case.misread(problem)
 
 
 def check_own_embeddings(case: Case, sizes: dict[str, int]) -> None:
@@ -106,29 +121,8 @@ def check_own_embeddings(case: Case, sizes: dict[str, int]) -> None:
         )
 
 
-def draft_map_problem(case: Case, size: int, vocab_size: int) -> str | None:
-    """What is wrong with the values of d2t and t2d, or None."""
-    if "d2t" not in case.names:
-        return None
-    offsets = case.raw.read(case.names["d2t"])
-    if offsets.dtype not in (torch.int64, torch.int32):
-        return f"d2t is {offsets.dtype}, expected int64 offsets"
-    if tuple(offsets.shape) != (size,):
-        return f"d2t has shape {list(offsets.shape)}, expected [{size}]"
-    ids = vocab.from_offsets(offsets)
-    if not vocab.is_draft_vocab(ids, vocab_size):
-        return (
-            f"d2t + index is no ascending list of ids below {vocab_size}: it must hold offsets (target id - draft id)"
-        )
-    if "t2d" in case.names:
-        mask = case.raw.read(case.names["t2d"])
-        if tuple(mask.shape) != (vocab_size,) or not torch.equal(torch.nonzero(mask).squeeze(1), ids):
-            return "t2d does not mark the ids that d2t lists"
-    return None
-
-
-def mask_token_problem(name: str, token: Any, vocab: int) -> str | None:
+def mask_token_problem(name: str, token: Any, vocab_size: int) -> str | None:
     """What is wrong with the token that stands for places still to be drafted, or None."""
-    if type(token) is int and 0 <= token < vocab:
+    if type(token) is int and 0 <= token < vocab_size:
         return None
-    return f"{name} is {token!r}, expected the token that stands for what is to be drafted: an id below {vocab}"
+    return f"{name} is {token!r}, expected the token that stands for what is to be drafted: an id below {vocab_size}"

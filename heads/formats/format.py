@@ -64,6 +64,7 @@ class Format:
         launch: the shell command that serves a target with a head, None where there is no single one.
         not_served: why the engine refuses a directory of another family, or of none that is known.
         unchecked: drafts that the engine may serve, but whose rules are not written down here.
+        before: what the engine checks first, whatever the family.
     """
 
     key: str
@@ -74,6 +75,7 @@ class Format:
     launch: Callable[[Launch], str | None]
     not_served: Callable[[Case], str]
     unchecked: tuple[str, ...] = ()
+    before: Check = lambda case: None
 
     def check(self, seen: HeadDirectory, target: HeadDims | None) -> EngineVerdict:
         """What the engine does with a directory, and every reason."""
@@ -85,6 +87,7 @@ class Format:
             case.refuse(self.not_served(case))
         else:
             try:
+                self.before(case)
                 rules.check(case)
             except FormatError as error:  # what Headstart cannot read, the engine cannot read either
                 case.refuse(str(error))

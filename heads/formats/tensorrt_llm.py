@@ -11,66 +11,49 @@ from typing import Any
 import yaml
 
 from headstart.heads.base import Head
-from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.checkpoints.head_files import Contents
-from headstart.heads.families.medusa.files import COUNTS
+from headstart.heads.checkpoints.tensor_map import some
+from headstart.heads.families.eagle_files import LAYER_IDS
 from headstart.heads.formats import tgi
 from headstart.heads.formats.eagle_rules import (
     check_draft_map,
+    check_layer,
     check_lm_head,
     eagle3_tensors,
     eagle_config_of,
-    llama_sizes,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
-from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case, TensorRule
+from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
+from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
 
 
 def _eagle3(case: Case) -> None:
     config = case.config
-    sizes = llama_sizes(config)
+    sizes = check_layer(case, config, other_activation=WRONG)
     case.match(eagle3_tensors(REFUSES), sizes)
     case.require_parsed()
-    nested = eagle_config_of(config)
     if config.get("norm_before_residual"):
         case.misread("norm_before_residual is true: the residual is always the un-normed one")
-    if config.get("norm_before_fc") and not nested.get("norm_before_fc"):
+    if config.get("norm_before_fc") and not eagle_config_of(config).get("norm_before_fc"):
         case.misread("norm_before_fc is read inside eagle_config only")
-    if config.get("hidden_act", "silu") != "silu":
-        case.misread(f"hidden_act is {config['hidden_act']!r}: its draft layer computes silu")
-    case.compare_target(sizes["D"], sizes["V"])
     if "mask_hidden" in case.names:
         case.misread("mask_hidden is not read: it drafts one token after the other, which P-EAGLE was not trained for")
-    case.compare_geometry(config)
-    if sizes["layers"] != 1:
-        case.misread(f"num_hidden_layers is {sizes['layers']} and the file holds one layer")
-    missing = LOADS if sizes["U"] == sizes["V"] else WRONG
-    check_lm_head(case, sizes, missing, "lm_head.weight is missing: the target's is taken")
+    check_lm_head(case, sizes, LOADS if sizes["U"] == sizes["V"] else WRONG, "the target's is taken")
     check_draft_map(case, sizes)
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    ids = config.get(LAYER_IDS)
     usual = [2, case.target.num_layers // 2, case.target.num_layers - 3] if case.target else None
     if isinstance(ids, list) and ids != usual:
         case.note(f"set the captured layers in its speculative config to the head's: hidden_states indices {ids}")
 
 
 def _medusa(case: Case) -> None:
-    weights = {tgi.WEIGHTS, "medusa_lm_head.pt"} & set(case.raw.readers)
-    if not weights:
-        case.refuse(f"the converter reads {tgi.WEIGHTS}; the directory holds {', '.join(sorted(case.raw.readers))}")
-    heads = integer(case.config, "medusa_num_heads", "config.json", default=1, bounds=COUNTS)
-    layers = integer(case.config, "medusa_num_layers", "config.json", default=1, bounds=COUNTS)
-    first, matrix = case.shape("blocks.0.layers.0.weight") or (0, 0), case.shape("lm_heads.0.weight") or (0, 0)
-    rows = []
-    for i in range(heads):
-        rows += [
-            TensorRule(f"blocks.{i}.layers.{j}.weight", ("D", "D"), REFUSES, "the converter stops")
-            for j in range(layers)
-        ]
-        rows += [
-            TensorRule(f"blocks.{i}.layers.{j}.bias", ("D",), REFUSES, "the converter stops") for j in range(layers)
-        ]
-        rows.append(TensorRule(f"lm_heads.{i}.weight", ("V", "D"), REFUSES, "the converter stops"))
-    case.match(rows, {"D": first[-1], "V": matrix[0]})
+    if not {tgi.WEIGHTS, "medusa_lm_head.pt"} & set(case.raw.readers):
+        case.refuse(f"the converter reads {tgi.WEIGHTS}; the directory holds {some(case.raw.readers)}")
+    heads, layers = medusa_counts(case.config)
+    first, matrix = case.shape("blocks.0.layers.0.weight") or (0,), case.shape("lm_heads.0.weight") or (0,)
+    stops = (REFUSES, "the converter stops")
+    rules = [*block_tensors(heads, layers, *stops), *matrix_tensors(heads, *stops)]
+    case.match(rules, {"D": first[-1], "V": matrix[0]})
     case.note("through the legacy converter (convert_checkpoint.py --medusa_model_dir)")
 
 

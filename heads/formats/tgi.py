@@ -11,13 +11,14 @@ import shlex
 from typing import Any
 
 from headstart.heads.base import Head
-from headstart.heads.checkpoints.geometry import integer
 from headstart.heads.checkpoints.head_files import Contents
+from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.families import FAMILIES
-from headstart.heads.families.medusa.files import COUNTS, config_of, merged_tensors, own_matrices
+from headstart.heads.families.medusa.files import config_of, merged_tensors, own_matrices
 from headstart.heads.formats.format import Format, Launch, Rules
+from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
 from headstart.heads.formats.sidecar import hub_name
-from headstart.heads.formats.verdicts import REFUSES, Case, TensorRule
+from headstart.heads.formats.verdicts import REFUSES, Case
 from headstart.heads.published_names import name_of_target
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -26,10 +27,10 @@ WEIGHTS = "medusa_lm_head.safetensors"
 def _medusa(case: Case) -> None:
     config = case.raw.config
     if WEIGHTS not in case.raw.readers:
-        case.refuse(f"reads {WEIGHTS} only; the directory holds {', '.join(sorted(case.raw.readers))}")
-    spelled = [name for name in case.names.values() if not name.split(".")[0].isdigit()]
-    if spelled:
-        case.refuse(f"{spelled[0]}: TGI's keys are {{i}}.{{j}}.linear.* and {{i}}.{{N}}.weight")
+        case.refuse(f"reads {WEIGHTS} only; the directory holds {some(case.raw.readers)}")
+    foreign = [name for name in case.names.values() if not name.split(".")[0].isdigit()]
+    if foreign:
+        case.refuse(f"{foreign[0]}: TGI's keys are {{i}}.{{j}}.linear.* and {{i}}.{{N}}.weight")
     for key in ("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"):
         if key not in config:
             case.refuse(f"config.json lacks {key}")
@@ -37,21 +38,16 @@ def _medusa(case: Case) -> None:
     if not isinstance(base, str) or not base:
         case.refuse(f"base_model_name_or_path is {base!r}, expected the target: TGI loads it from there")
     elif "${" in base:
-        case.refuse(f"base_model_name_or_path is {base!r}: TGI loads the target from there: export with its name")
+        case.refuse(f"base_model_name_or_path is {base!r}, from where TGI loads the target: export with its name")
     elif base.startswith(("/", ".", "~")):
-        case.note(f"base_model_name_or_path is {base!r}: the target must lie there where TGI runs")
-    heads = integer(config, "medusa_num_heads", "config.json", default=1, bounds=COUNTS)
-    layers = integer(config, "medusa_num_layers", "config.json", default=1, bounds=COUNTS)
-    first = case.shape("blocks.0.layers.0.weight") or (0, 0)
-    matrix = case.shape("lm_heads.0.weight")
-    sizes = {"D": case.target.hidden_size if case.target else first[-1]}
-    sizes["V"] = case.target.vocab_size if case.target else (matrix or (0,))[0]
-    blocks = [(i, j) for i in range(heads) for j in range(layers)]
-    rows = [TensorRule(f"blocks.{i}.layers.{j}.weight", ("D", "D"), REFUSES, "TGI stops") for i, j in blocks]
-    rows += [TensorRule(f"blocks.{i}.layers.{j}.bias", ("D",), REFUSES, "TGI's blocks have one") for i, j in blocks]
+        case.note(f"base_model_name_or_path is {base!r}: the machine that runs TGI needs the target there")
+    heads, layers = medusa_counts(config)
+    first, matrix = case.shape("blocks.0.layers.0.weight") or (0,), case.shape("lm_heads.0.weight") or (0,)
+    width, vocab_size = (case.target.hidden_size, case.target.vocab_size) if case.target else (first[-1], matrix[0])
+    rules = block_tensors(heads, layers, REFUSES, "TGI's blocks have a weight and a bias")
     present = [i for i in range(heads) if f"lm_heads.{i}.weight" in case.names]
     if len(present) == heads:
-        rows += [TensorRule(f"lm_heads.{i}.weight", ("V", "D"), REFUSES) for i in range(heads)]
+        rules += matrix_tensors(heads, REFUSES, "TGI stops")
     elif layers != 1:
         case.refuse(
             f"{heads - len(present)} output matrices are missing and v2, which shares the target's, has one layer"
@@ -60,10 +56,10 @@ def _medusa(case: Case) -> None:
         case.misread(f"output matrices of heads {present} only: TGI falls back to v2 and uses the target's for all")
     else:
         case.note("read as v2: the target's lm_head is shared")
-    case.match(rows, sizes)
-    more = sorted({n.split(".")[1] for n in case.names} - {str(i) for i in range(heads)})
+    case.match(rules, {"D": width, "V": vocab_size})
+    more = {name.split(".")[1] for name in case.names} - {str(i) for i in range(heads)}
     if more and "medusa_num_heads" in config:
-        case.misread(f"medusa_num_heads is {heads}: heads {', '.join(more)} are never used")
+        case.misread(f"medusa_num_heads is {heads}: heads {some(more)} are never used")
 
 
 def contents(head: Head, provenance: dict[str, Any], v1: bool = False) -> Contents:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from headstart.heads.checkpoints.geometry import LLAMA_DEFAULTS, rope_parameters
+from headstart.heads.checkpoints.head_files import Spelling
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError, clip
@@ -75,21 +76,15 @@ class TensorRule:
 
 
 @dataclass
-class HeadDirectory:
+class HeadDirectory(Spelling):
     """A directory as the engines' rules see it.
 
     Attributes:
         family: a name of FAMILIES or recognise.NOT_READ, or None.
-        config: config.json with nested parts unfolded.
-        names: portable tensor name → name in the file.
-        strangers: tensors of the file that no known spelling explains.
     """
 
     raw: RawCheckpoint
     family: str | None
-    config: dict[str, Any]
-    names: dict[str, str]
-    strangers: list[str]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self.raw.tensors[self.names[name]].shape if name in self.names else None
@@ -97,6 +92,10 @@ class HeadDirectory:
     def nonzero(self, name: str) -> bool:
         """Whether the tensor is in the file and not all zero."""
         return name in self.names and bool(self.raw.read(self.names[name]).any())
+
+    def unexplained(self, known: set[str]) -> list[str]:
+        """Tensors that are not among the known ones."""
+        return sorted(set(self.names) - known) + self.strangers
 
 
 #: fields that transformers parses before an engine sees them → (type, what the type is called)
@@ -153,6 +152,10 @@ class Case(HeadDirectory):
             elif not self.raw.tensors[name].dtype.is_floating_point:
                 self.misread(f"{name} is {self.raw.tensors[name].dtype}: it would be cast in silence")
 
+    def require_architecture(self, known: tuple[str, ...], architectures: Any) -> None:
+        if not isinstance(architectures, list) or not any(name in known for name in architectures):
+            self.refuse(f"architectures is {architectures!r}, expected {'one of ' * (len(known) > 1)}{list(known)}")
+
     def require_parsed(self) -> None:
         """Add the faults for which transformers, which engines ask first, rejects config.json."""
         config = self.raw.config
@@ -192,9 +195,8 @@ def look_at(raw: RawCheckpoint) -> HeadDirectory:
     """Recognise the family and give the tensors portable names."""
     family = recognise(raw)
     if family in FAMILIES:
-        spelling = FAMILIES[family].files.spell(raw)
-        return HeadDirectory(raw, family, spelling.config, spelling.names, spelling.strangers)
-    return HeadDirectory(raw, family, raw.config, {name.removeprefix("model."): name for name in raw.tensors}, [])
+        return HeadDirectory(**vars(FAMILIES[family].files.spell(raw)), raw=raw, family=family)
+    return HeadDirectory(raw.config, {name.removeprefix("model."): name for name in raw.tensors}, [], raw, family)
 
 
 def rope_problems(config: dict[str, Any], target: HeadDims | None) -> list[str]:

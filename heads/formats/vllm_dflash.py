@@ -6,11 +6,18 @@ from typing import Any
 
 import torch
 
-from headstart.heads.checkpoints.geometry import integer
-from headstart.heads.formats.eagle_rules import eagle_config_of, layer_tensors, llama_sizes, mask_token_problem
+from headstart.heads.checkpoints.geometry import are_integers, integer
+from headstart.heads.checkpoints.tensor_map import some
+from headstart.heads.families.eagle_files import LAYER_IDS, shifted
+from headstart.heads.formats.eagle_rules import (
+    check_reach,
+    eagle_config_of,
+    layer_tensors,
+    llama_sizes,
+    mask_token_problem,
+)
 from headstart.heads.formats.verdicts import REFUSES, Case, TensorRule
 
-ARCHITECTURE = "DFlashDraftModel"
 #: architectures whose modules are counted by num_hidden_layers alone, so that building one has a bound
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
@@ -19,9 +26,7 @@ OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 def check_dflash(case: Case) -> None:
     """DFlash: a small bidirectional Qwen3 over blocks of masked tokens that reads several target layers."""
     config = case.config
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
-        case.refuse(f"architectures is {architectures!r}, expected [{ARCHITECTURE!r}]")
+    case.require_architecture(("DFlashDraftModel",), config.get("architectures"))
     nested = config.get("dflash_config")
     nested = nested if isinstance(nested, dict) else {}
     ids = _layers(case, config, nested)
@@ -42,9 +47,8 @@ def check_dflash(case: Case) -> None:
     case.match(rows, sizes)
     if "mask_hidden" in case.names:
         case.refuse("mask_hidden must be absent: DFlash embeds masked places by mask_token_id")
-    odd = sorted(set(case.names) - {row.name for row in rows} - OPTIONAL - {"mask_hidden"})
-    if odd:
-        case.refuse(f"unexpected tensors {', '.join(odd[:6])}")
+    if odd := case.unexplained({row.name for row in rows} | OPTIONAL | {"mask_hidden"}):
+        case.refuse(f"unexpected tensors {some(odd)}")
     case.compare_geometry(config)
     wanted = [name for name in ("num_target_layers", "layer_types", "block_size") if config.get(name) is None]
     if wanted:
@@ -53,30 +57,27 @@ def check_dflash(case: Case) -> None:
 
 def _layers(case: Case, config: dict[str, Any], nested: dict[str, Any]) -> list[int]:
     """The hidden_states indices that vLLM reads. Faults in them go to the verdict."""
-    inner, top = nested.get("target_layer_ids"), config.get("eagle_aux_hidden_state_layer_ids")
-    for name, ids in (("dflash_config.target_layer_ids", inner), ("eagle_aux_hidden_state_layer_ids", top)):
-        if ids is not None and not (isinstance(ids, list) and all(type(k) is int for k in ids)):
+    inner, top = nested.get("target_layer_ids"), config.get(LAYER_IDS)
+    for name, ids in (("dflash_config.target_layer_ids", inner), (LAYER_IDS, top)):
+        if ids is not None and not are_integers(ids):
             case.refuse(f"{name} is {ids!r}, expected a list of integers")
             return []
+    read = shifted(inner, 1)
     if not inner:
         case.misread("dflash_config.target_layer_ids is missing: vLLM takes layers that fc was not trained on")
-    if top and inner and top != [k + 1 for k in inner]:
+    elif top and top != read:
         case.misread(
-            f"eagle_aux_hidden_state_layer_ids {top} are read as they are, in the place of "
-            f"dflash_config.target_layer_ids {inner}, to which 1 is added: write {[k + 1 for k in inner]} or leave it "
-            "out"
+            f"{LAYER_IDS} {top} are read as they are, in the place of dflash_config.target_layer_ids {inner}, to which "
+            f"1 is added: write {read} or leave it out"
         )
-    if not top and isinstance(config.get("eagle_config"), dict):
-        other = eagle_config_of(config).get("eagle_aux_hidden_state_layer_ids")
-        if inner and other != [k + 1 for k in inner]:
+    elif not top and isinstance(config.get("eagle_config"), dict):
+        other = eagle_config_of(config).get(LAYER_IDS)
+        if other != read:
             case.misread(f"eagle_config hides dflash_config: vLLM reads layers {other}; remove eagle_config")
-    read = top or [k + 1 for k in inner or []]
-    if len(set(read)) != len(read) or sorted(read) != read:
+    read = top or read
+    if sorted(set(read)) != read:
         case.misread(f"feature layers {read} are not ascending or repeat: vLLM sorts and de-duplicates them")
-    if read and (min(read) < 0 or (case.target is not None and max(read) > case.target.num_layers)):
-        case.refuse(f"feature layers {read} lie outside the target's {case.target.num_layers if case.target else '?'}")
-    elif read and case.target is not None and max(read) == case.target.num_layers:
-        case.misread(f"feature layer {max(read)} is the last hidden state, pre-norm in vLLM")
+    check_reach(case, read)
     return read
 
 
@@ -121,11 +122,11 @@ def _compare_layers(case: Case) -> None:
         if not made.tie_word_embeddings:
             case.refuse("lm_head.weight is missing and tie_word_embeddings is false")
     if missing := sorted(set(shapes) - set(held)):
-        case.refuse(f"tensors {', '.join(missing[:6])} are missing")
+        case.refuse(f"tensors {some(missing)} are missing")
     for name in sorted(set(shapes) & set(held)):
         if shapes[name] != held[name]:
             case.refuse(f"{name} is {list(held[name])}, config.json makes it {list(shapes[name])}")
         elif not case.raw.tensors[name].dtype.is_floating_point:
             case.misread(f"{name} is {case.raw.tensors[name].dtype}: it would be cast in silence")
     if odd := sorted(set(held) - set(shapes) - {"lm_head.weight"}):
-        case.note(f"{', '.join(odd[:6])} belong to no layer of a {kind}")
+        case.note(f"{some(odd)} belong to no layer of a {kind}")

@@ -160,7 +160,7 @@ def test_every_command_asks(headstart: Callable, recipe: Path, target_of: Callab
     plan = headstart("plan", recipe, *overrides, "--gpu-memory", "80", "--samples", "9")
     commands = [headstart(command, recipe, *overrides) for command in ("run", "distill", "train")]
     for result in (plan, *commands):
-        assert result.code == 1 and "hidden_act is 'gelu'; its MLP knows silu" in result.err
+        assert result.code == 1 and "hidden_act is 'gelu': the draft layer computes silu" in result.err
         assert "Traceback" not in result.err and "loading target" not in result.err
     assert not (tmp_path / "run" / "data" / "distilled.jsonl").exists()
     assert headstart("doctor", recipe, *overrides, "export.force=true").code == 0

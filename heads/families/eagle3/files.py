@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
@@ -11,19 +12,21 @@ from torch import Tensor
 
 from headstart.heads import vocab
 from headstart.heads.base import Head, HeadConfig
-from headstart.heads.checkpoints.geometry import flag, integer, llama_dims, require_plain
+from headstart.heads.checkpoints.geometry import are_integers, flag, integer, llama_dims, require_plain
 from headstart.heads.checkpoints.head_files import Spelling
 from headstart.heads.checkpoints.raw import RawCheckpoint
-from headstart.heads.checkpoints.tensor_map import TensorMap, map_tensors
+from headstart.heads.checkpoints.tensor_map import TensorMap, draft_map_problem, map_tensors
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families.eagle3.head import Eagle3Config, default_feature_layers
 from headstart.heads.families.eagle_files import (
     LAYER,
+    LAYER_IDS,
     LlamaDraftFiles,
     has_draft_layer,
     is_eagle3,
     require_llama,
+    shifted,
     target_embedding,
     with_target,
 )
@@ -58,7 +61,8 @@ class Eagle3Files(LlamaDraftFiles):
 
     def spell(self, raw: RawCheckpoint) -> Spelling:
         spelling = super().spell(raw)
-        return replace(spelling, names={_midlayer(name): full for name, full in spelling.names.items()})
+        names = {re.sub(r"^layers\.0\.", self.layer, name): full for name, full in spelling.names.items()}
+        return replace(spelling, names=names)
 
     def read_flat(
         self, raw: RawCheckpoint, config: dict[str, Any], names: dict[str, str], target: HeadDims | None, layout: str
@@ -71,7 +75,7 @@ class Eagle3Files(LlamaDraftFiles):
         dims = with_target(replace(draft, hidden_size=width), target, where)
         size = integer(config, "draft_vocab_size", where, default=dims.vocab_size)
         fields = {
-            "feature_layers": list(layer_ids) if layer_ids else None,
+            "feature_layers": layer_ids,
             "draft_vocab_size": size,
             "hidden_size": None if hidden == width else hidden,
             "intermediate_size": draft.intermediate_size,
@@ -91,16 +95,16 @@ class Eagle3Files(LlamaDraftFiles):
                 f"{raw.directory}: lm_head.weight is missing, so engines put the target's in its place"
                 f"{'' if size == dims.vocab_size else rows}. Add the head's own [draft_vocab_size, hidden_size] matrix."
             )
-        ids, maps = _draft_ids(raw, names, size, dims.vocab_size, where)
-        mapped = map_tensors(raw, layout, "eagle3", fields, dims, names, expected, {**unused, **maps})
-        return replace(mapped, draft_ids_U=ids)
+        ids_U = _draft_ids(raw, names, size, dims.vocab_size, where)
+        unused |= {name: "turned into the draft ids" for name in ("d2t", "t2d") if name in names}
+        mapped = map_tensors(raw, layout, "eagle3", fields, dims, names, expected, unused)
+        return replace(mapped, draft_ids_U=ids_U)
 
     def from_speculators(
         self, outer: dict[str, Any], flat: dict[str, Any], tensors: Iterable[str], where: str
     ) -> dict[str, str]:
-        keys = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
-        flat |= {key: outer[key] for key in keys if outer.get(key) is not None}
-        flat.setdefault("draft_vocab_size", 32000)  # their default
+        keys = ("draft_vocab_size", "target_hidden_size", LAYER_IDS)
+        flat |= {"draft_vocab_size": 32000} | {key: outer[key] for key in keys if outer.get(key) is not None}
         flat["norm_before_residual"] = flag(outer, "norm_before_residual", where, True)
         return {name: name for name in tensors}
 
@@ -130,22 +134,16 @@ class Eagle3Files(LlamaDraftFiles):
             "draft_vocab_size": head.state_dict()["lm_head.weight"].shape[0],
             "target_hidden_size": head.dims.hidden_size,
             "norm_before_residual": False,
-            "eagle_aux_hidden_state_layer_ids": ids,
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": [k - 1 for k in ids],
-            },
+            LAYER_IDS: ids,
+            "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: shifted(ids, -1)},
         }
 
 
-def _midlayer(name: str) -> str:
-    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) -> list[int] | None:
+    """HF `hidden_states` indices that a head reads; None where the file leaves the usual three to the engine.
 
-
-def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) -> tuple[int, ...] | None:
-    """The three target layers that a head reads; None where the file names none and engines take the usual ones.
-
-    Raises: FormatError for a variant that Headstart does not run, and where neither file nor target tell the layers.
+    Raises: FormatError for a variant that Headstart does not run, for wrong layers, and where neither the file nor a
+        target tells them.
     """
     require_plain(config, where)
     require_llama(config, where)
@@ -154,98 +152,69 @@ def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) ->
             f"{where}: norm_before_residual is true: the residual is taken after hidden_norm. Headstart trains "
             "and runs the variant that every engine runs (false); serve this head with vLLM or train a new one."
         )
-    if eagle_config(config, where).get("use_aux_hidden_state", True) is not True:
-        raise FormatError(
-            f"{where}: eagle_config.use_aux_hidden_state is false: the head does not read three target layers"
-        )
-    layer_ids = aux_layer_ids(config, where, target.num_layers if target else None)
-    if layer_ids is None and target is None:
-        raise FormatError(
-            f"{where}: does not say which target layers it reads (eagle_aux_hidden_state_layer_ids); the usual ones "
-            "depend on the target's depth: name the target as well (--target, or load_head(directory, dims))"
-        )
-    return layer_ids
-
-
-def eagle_config(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The nested `eagle_config`, {} without one. Raises: FormatError where it asks for a layer unlike Headstart's."""
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise FormatError(f"{where}: eagle_config is {nested!r}, expected an object")
     require_plain(nested, f"{where}: eagle_config")
-    return nested
-
-
-def aux_layer_ids(config: dict[str, Any], where: str, target_layers: int | None) -> tuple[int, ...] | None:
-    """Indices of HF `hidden_states` that the head reads; None where the file names none.
-
-    The top-level key counts as vLLM does (k = index of hidden_states), the key inside `eagle_config` as SGLang does
-    (k - 1). Raises: FormatError when the two disagree, or the ids are not three distinct ascending layers below the
-    target's depth.
-    """
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    inner = eagle_config(config, where).get("eagle_aux_hidden_state_layer_ids")
-    for name, ids in (
-        ("eagle_aux_hidden_state_layer_ids", top),
-        ("eagle_config.eagle_aux_hidden_state_layer_ids", inner),
-    ):
-        if ids is not None and not (isinstance(ids, list) and all(type(k) is int for k in ids)):
-            raise FormatError(f"{where}: {name} is {ids!r}, expected a list of integers")
-    if top is not None and inner is not None and [k + 1 for k in inner] != top:
+    if nested.get("use_aux_hidden_state", True) is not True:
         raise FormatError(
-            f"{where}: eagle_aux_hidden_state_layer_ids {top} (read by vLLM) and the ones inside eagle_config {inner} "
-            f"(SGLang adds 1) name different layers. Write {[k - 1 for k in top]} inside eagle_config."
+            f"{where}: eagle_config.use_aux_hidden_state is false: the head does not read three target layers"
         )
-    layers = top if top is not None else [k + 1 for k in inner] if inner is not None else None
-    if layers is None:
-        return None
-    limit = target_layers if target_layers is not None else 1 << 16
-    if len(layers) != 3 or sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= limit:
+    layers = _layers(config.get(LAYER_IDS), nested.get(LAYER_IDS), where)
+    if layers is None and target is None:
+        raise FormatError(
+            f"{where}: does not say which target layers it reads ({LAYER_IDS}); the usual ones depend on the target's "
+            "depth: name the target as well (--target, or load_head(directory, dims))"
+        )
+    limit = 1 << 16 if target is None else target.num_layers
+    if layers is not None and (
+        len(layers) != 3 or sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= limit
+    ):
         below = (
-            f"below {target_layers}, the target's depth (its last hidden state is post-norm)"
-            if target_layers
-            else "from 1"
+            "from 1" if target is None else f"below {limit}, the target's depth (its last hidden state is post-norm)"
         )
         raise FormatError(
             f"{where}: feature layers {layers}; expected three distinct ascending ids {below}: engines sort and "
             "de-duplicate them"
         )
-    return tuple(layers)
+    return layers
 
 
-def _draft_ids(
-    raw: RawCheckpoint, names: dict[str, str], size: int, vocab_size: int, where: str
-) -> tuple[Tensor | None, dict[str, str]]:
-    """(ids of the draft vocabulary [U], None where it is the target's; {d2t or t2d in the file: why it is unused}).
+def _layers(top: Any, inner: Any, where: str) -> list[int] | None:
+    """The layers as vLLM counts them (k = hidden_states index), from its key at top level or SGLang's in eagle_config.
+
+    Raises: FormatError where one is no list of integers, or the two name different layers.
+    """
+    for name, ids in ((LAYER_IDS, top), (f"eagle_config.{LAYER_IDS}", inner)):
+        if ids is not None and not are_integers(ids):
+            raise FormatError(f"{where}: {name} is {ids!r}, expected a list of integers")
+    if top is not None and inner is not None and shifted(inner, 1) != top:
+        raise FormatError(
+            f"{where}: {LAYER_IDS} {top} (read by vLLM) and the ones inside eagle_config {inner} (SGLang adds 1) name "
+            f"different layers. Write {shifted(top, -1)} inside eagle_config."
+        )
+    return top if top is not None or inner is None else shifted(inner, 1)
+
+
+def _draft_ids(raw: RawCheckpoint, names: dict[str, str], size: int, vocab_size: int, where: str) -> Tensor | None:
+    """Ids of the draft vocabulary [U]; None where it is the target's.
 
     Raises: FormatError where d2t is missing or is no list of ascending offsets, or t2d contradicts it.
     """
     if size > vocab_size:
         raise FormatError(f"{where}: draft_vocab_size {size} exceeds vocab_size {vocab_size}")
-    unused: dict[str, str] = {name: "turned into the draft ids" for name in ("d2t", "t2d") if name in names}
     if "d2t" not in names:
         if size < vocab_size:
             raise FormatError(
                 f"{raw.directory}: draft_vocab_size is {size} of {vocab_size} and d2t is missing: drafted ids would be "
                 "taken for target ids. Copy d2t (int64 offsets) from where the head was trained."
             )
-        return None, unused
+        return None
     for name, length in (("d2t", size), ("t2d", vocab_size)):
-        if name in names and raw.tensors[names[name]].shape != (length,):
-            raise FormatError(
-                f"{raw.directory}: {name} has shape {list(raw.tensors[names[name]].shape)}, expected [{length}]"
-            )
-    offsets = raw.read(names["d2t"])
-    if offsets.dtype not in (torch.int64, torch.int32):
-        raise FormatError(f"{raw.directory}: d2t is {offsets.dtype}, expected int64 offsets")
-    ids = vocab.from_offsets(offsets)
-    if not vocab.is_draft_vocab(ids, vocab_size):
-        raise FormatError(
-            f"{raw.directory}: d2t + index is not an ascending list of distinct ids below {vocab_size}: it must hold "
-            "offsets (target id - draft id), not target ids"
-        )
-    if "t2d" in names:
-        mask = raw.read(names["t2d"])
-        if mask.dtype != torch.bool or not torch.equal(mask, vocab.membership(ids, vocab_size)):
-            raise FormatError(f"{raw.directory}: t2d ({mask.dtype}) does not mark the ids that d2t lists")
-    return (None if size == vocab_size else ids), unused
+        if name in names and (shape := raw.tensors[names[name]].shape) != (length,):
+            raise FormatError(f"{raw.directory}: {name} has shape {list(shape)}, expected [{length}]")
+    if "t2d" in names and (kind := raw.tensors[names["t2d"]].dtype) != torch.bool:
+        raise FormatError(f"{raw.directory}: t2d is {kind}, expected one boolean for each target token")
+    if problem := draft_map_problem(raw, names, vocab_size):
+        raise FormatError(f"{raw.directory}: {problem}")
+    return None if size == vocab_size else vocab.from_offsets(raw.read(names["d2t"]))

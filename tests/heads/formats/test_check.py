@@ -537,7 +537,7 @@ TGI_TRAPS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str, Ve
     "v1": (TGI_CONFIG, same, "medusa_lm_head.safetensors", L, ""),
     "file name": (TGI_CONFIG, same, "model.safetensors", R, "medusa_lm_head.safetensors only"),
     "pickle": (TGI_CONFIG, same, "medusa_lm_head.pt", R, "medusa_lm_head.safetensors only"),
-    "bias missing": (TGI_CONFIG, drop("1.0.linear.bias"), "medusa_lm_head.safetensors", R, "blocks have a weight and a bias"),
+    "bias missing": (TGI_CONFIG, drop("1.0.linear.bias"), "medusa_lm_head.safetensors", R, "a weight and a bias"),
     "config": ({"medusa_num_heads": 3}, same, "medusa_lm_head.safetensors", R, "base_model_name_or_path"),
     "no target": (
         {**TGI_CONFIG, "base_model_name_or_path": ""},

@@ -23,8 +23,6 @@ from headstart.data.rendering import PROBE, Message, RefusedError, Renderer, Unm
 from headstart.data.turns import Turn, find_turns, turn_at
 from headstart.heads.errors import TemplateError
 
-__all__ = ["ChatFormat", "Encoded", "RefusedError", "UnmaskableError"]
-
 #: to find the token at a character, the text is tokenised again from this many words before it. One word would do for
 #: tokenizers that look ahead by a word
 WORDS_BEFORE = 4

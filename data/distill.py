@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.data.chat import RefusedError
 from headstart.data.config import DistillConfig
 from headstart.data.features import Progress, silent
 from headstart.data.prompts import Chats, Prompt
 from headstart.data.records import Conversation, Message, TokenTurn, parse_record, unread_note
+from headstart.data.rendering import RefusedError
 from headstart.data.row_random import draw_at, uniforms
 from headstart.data.sources import read_jsonl
 from headstart.heads.errors import DataError
@@ -304,14 +304,11 @@ def _record(job: _Job, settings: dict[str, Any]) -> dict[str, Any]:
         for t in job.turns
     ]
     record: dict[str, Any] = {"id": job.id, "messages": messages, **turns[-1]}
-    if len(turns) > 1:
-        record["earlier_turns"] = turns[:-1]
-    if job.prompt.tools:
-        record["tools"] = list(job.prompt.tools)
-    if job.prompt.template_kwargs:
-        record["chat_template_kwargs"] = job.prompt.template_kwargs
-    if job.prompt.task is not None:
-        record["task"] = job.prompt.task
+    prompt = job.prompt
+    more = {"earlier_turns": turns[:-1], "tools": list(prompt.tools), "chat_template_kwargs": prompt.template_kwargs}
+    record |= {name: value for name, value in more.items() if value}
+    if prompt.task is not None:
+        record["task"] = prompt.task
     return {**record, "sampling": settings}
 
 

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headstart.data.chat import Encoded, RefusedError, answers_of
+from headstart.data.chat import Encoded, answers_of
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.prompts import Chats
 from headstart.data.records import Conversation, TokenTurn, unread_note
+from headstart.data.rendering import RefusedError
 from headstart.data.samples import Sample, require_supervised
 from headstart.data.sources import load_conversations
 from headstart.data.split import Split, given_held_out, prompt_key, split_held_out

@@ -16,14 +16,10 @@ from headstart.data.config import SourceConfig
 from headstart.data.hub import load_rows
 from headstart.data.messages import checked_json, kind
 from headstart.data.prompts import Prompt, prompt_of
-from headstart.data.records import Conversation, TokenTurn, parse_record
+from headstart.data.records import Conversation, parse_record
 from headstart.heads.errors import DataError
 from headstart.heads.files import explain_read, is_file, open_regular, parse_json, require_regular, short_path
 
-__all__ = [
-    "Conversation", "Prompt", "TokenTurn", "load_conversations", "read_jsonl", "read_prompts",
-    "read_records", "source_path", "workload_path",
-]  # fmt: skip
 #: most bytes of one line, and of a .json file (which is read whole)
 MAX_LINE, MAX_JSON = 1 << 27, 1 << 32
 

@@ -114,15 +114,8 @@ class Split:
         return f"{what}; set data.held_out_fraction={fraction:g} or data.held_out"
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "rule": SPLIT_RULE,
-            "prompts": self.prompts,
-            "held_out_prompts": self.held_out_prompts,
-            "shared_prompts": self.shared_prompts,
-            "large_prompts": self.large_prompts,
-            "copied_answers": self.copied_answers,
-            "copies": self.copies,
-        }
+        facts = ("prompts", "held_out_prompts", "shared_prompts", "large_prompts", "copied_answers", "copies")
+        return {"rule": SPLIT_RULE, **{name: getattr(self, name) for name in facts}}
 
 
 def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) -> Split:
@@ -133,9 +126,10 @@ def split_held_out(samples: Sequence[Sample], fraction: float, seed: int = 0) ->
     Raises: ConfigError when a positive fraction leaves the training side empty.
     """
     keys = [_key(sample) for sample in samples]
-    talks = {(key, sample.meta.get("conversation", sample.id)) for key, sample in zip(keys, samples, strict=True)}
-    counts, wanted = Counter(key for key, _ in talks), fraction > 0
-    most = LARGEST * max(fraction, 1 / max(len(counts), 1)) * len(talks)
+    pairs = zip(keys, samples, strict=True)
+    conversations = {(key, sample.meta.get("conversation", sample.id)) for key, sample in pairs}
+    counts, wanted = Counter(key for key, _ in conversations), fraction > 0
+    most = LARGEST * max(fraction, 1 / max(len(counts), 1)) * len(conversations)
     large = sum(count > most for count in counts.values())
     shares = {key: _share(key, seed) for key, count in counts.items() if count <= most}
     least = min(shares.values(), default=0.0)

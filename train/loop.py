@@ -1,6 +1,6 @@
 """The training loop: windows of packs in, a trained head and its checkpoints out.
 
-    result = train(head, TrainData(source, lengths), teacher, config, run_dir, Observers(validate=Validator(…)))
+    result = train(head, TrainData(source), teacher, config, run_dir, Observers(validate=Validator(…)))
 
 Every rank calls `train` with the same arguments (its own device). `TrainingLoop.run_steps` and `step` read like a
 page: count, forward and backward, clip, step, log, save. Where the run stands is in standing.py, what may go wrong with
@@ -136,7 +136,7 @@ class TrainingLoop:
         self.config, self.observers, self.final_checkpoint = config, observers, final_checkpoint
         rank, size = accelerator.process_index, accelerator.num_processes
         device = self.device = accelerator.device
-        stream = PackStream(data.lengths, data.pack_tokens, config.seed, data.make_packs, data.supervised)
+        stream = PackStream(data.source.lengths, data.pack_tokens, config.seed, data.make_packs, data.supervised)
         budget = Budget.of(config, None if config.epochs is None else stream.count(config.epochs))
         fetcher = Fetcher(data.source, config.prefetch)
         self.head = head.to(device).train()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,8 +42,7 @@ class TrainData:
     """What a head is trained on.
 
     Attributes:
-        source: features of the samples.
-        lengths: tokens of every training sample; with `pack_tokens` it fixes the packs.
+        source: features of the samples; their lengths and `pack_tokens` decide the packs.
         pack_tokens: largest number of tokens of a pack (a longer document has a pack of its own).
         supervised: supervised tokens of every training sample: packs then hold equally many of them, so that ranks
             finish together; None = balance tokens alone.
@@ -50,7 +50,6 @@ class TrainData:
     """
 
     source: FeatureSource
-    lengths: Sequence[int]
     pack_tokens: int = 4096
     supervised: Sequence[int] | None = None
     make_packs: MakePacks = make_packs
@@ -74,10 +73,8 @@ class PackStream:
 
     Args:
         lengths: tokens of every training sample.
-        pack_tokens: largest number of tokens of a pack (a longer document has a pack of its own).
+        pack_tokens, make_packs, supervised: see TrainData.
         seed: seeds the order of every epoch.
-        make_packs: puts the samples of an epoch into packs.
-        supervised: see TrainData.
     Raises: DataError when there is nothing to train on.
     """
 
@@ -93,7 +90,7 @@ class PackStream:
             raise DataError("no training samples: none given or all dropped; see `headstart inspect`")
         self.lengths, self.pack_tokens, self.seed, self._make_packs = lengths, pack_tokens, seed, make_packs
         self.supervised = supervised
-        self._epochs: list[int] = []  # first global pack number of every epoch known so far, then the next one's
+        self._epochs = [0]  # first global pack number of every epoch known so far, then the next one's
         self._cached: dict[int, list[list[int]]] = {}
 
     def fingerprint(self) -> str:
@@ -112,8 +109,6 @@ class PackStream:
 
     def _start(self, epoch: int) -> int:
         """Global number of the epoch's first pack."""
-        if not self._epochs:
-            self._epochs = [0]
         while len(self._epochs) <= epoch:
             self._epochs.append(self._epochs[-1] + len(self.epoch_packs(len(self._epochs) - 1)))
         return self._epochs[epoch]
@@ -128,8 +123,7 @@ class PackStream:
 
     def locate(self, number: int) -> Pack:
         """The pack of this global number."""
-        epoch = int(np.searchsorted(self._epochs, number, side="right")) - 1 if self._epochs else 0
-        epoch = max(epoch, 0)
+        epoch = bisect_right(self._epochs, number) - 1
         while self._start(epoch + 1) <= number:
             epoch += 1
         index = number - self._start(epoch)

@@ -170,7 +170,7 @@ def run_case(
         run_dir = Path(place) if accelerator.is_main_process else Path(place, "unused")
         observers = Observers(better_every_time if case.save_every else None, progress=False)
         result = train(
-            head, TrainData(source, source.lengths, tokens), target.teacher, train_config, run_dir, observers,
+            head, TrainData(source, tokens), target.teacher, train_config, run_dir, observers,
             provenance={}, accelerator=accelerator, final_checkpoint=False,
         )  # fmt: skip
         if result.stopped != "steps":

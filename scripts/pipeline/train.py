@@ -87,7 +87,7 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
     supervised = [sample.supervised for sample in samples]
     result = loop.train(
         head,
-        TrainData(source, source.lengths, recipe.data.pack_tokens, supervised),
+        TrainData(source, recipe.data.pack_tokens, supervised),
         target.teacher,
         recipe.train,
         run.dir,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from chat_templates import TEMPLATES
 
-from headstart.data.chat import RefusedError
+from headstart.data.rendering import RefusedError
 
 THOUGHTS = "<think>\nBe brief\n</think>\n\nHello there."
 GPT_OSS_LIKE = (

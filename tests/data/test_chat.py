@@ -6,7 +6,8 @@ import pytest
 import torch
 from chat_templates import TEMPLATES
 
-from headstart.data.chat import ChatFormat, RefusedError
+from headstart.data.chat import ChatFormat
+from headstart.data.rendering import RefusedError
 from headstart.heads.errors import TemplateError
 from headstart.heads.positions import supervised_depths
 

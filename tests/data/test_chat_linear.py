@@ -9,8 +9,8 @@ from chat_templates import ENDS, TEMPLATES, word_tokenizer
 from reference.chat import encode_slowly
 
 from headstart.data import turns
-from headstart.data.chat import ChatFormat, RefusedError
-from headstart.data.rendering import Renderer
+from headstart.data.chat import ChatFormat
+from headstart.data.rendering import RefusedError, Renderer
 from headstart.data.turns import stable_turns, turn_at
 
 FAMILIES = ("chatml", "llama3", "qwen3", "gemma", "mistral", "tagged", "tagged_wide", "plain", "parts", "trimming",

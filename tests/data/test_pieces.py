@@ -7,8 +7,7 @@ import json
 import pytest
 from chat_templates import TEMPLATES
 
-from headstart.data.chat import RefusedError
-from headstart.data.rendering import Form, Renderer
+from headstart.data.rendering import Form, RefusedError, Renderer
 
 USER = {"role": "user", "content": "Hi"}
 ARGUMENTS = {"city": 'Zürich "x"', "days": [1, 2], "now": True}

@@ -11,8 +11,8 @@ import torch
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.inspection import render_sample, render_tokens, summarise
 from headstart.data.prepare import encode_token_turns, prepare, tokenize
+from headstart.data.records import Conversation, TokenTurn
 from headstart.data.samples import Sample, require_supervised, token_counts
-from headstart.data.sources import Conversation, TokenTurn
 from headstart.heads.errors import ConfigError, DataError, TemplateError
 
 END = 9

@@ -11,7 +11,8 @@ import pytest
 
 from headstart.data import sources
 from headstart.data.config import SourceConfig
-from headstart.data.sources import TokenTurn, load_conversations, read_prompts, workload_path
+from headstart.data.records import TokenTurn
+from headstart.data.sources import load_conversations, read_prompts, workload_path
 from headstart.eval.prompts import load_prompts
 from headstart.heads import files
 from headstart.heads.errors import ConfigError, DataError

@@ -274,6 +274,7 @@ class StoredFeatures(FeatureSource):
 
     def __init__(self, head, count: int = 16, length: int = 64):
         self.documents, self.head = documents([length] * count, 512), head
+        self.lengths = [length] * count
 
     def get(self, pack: list[int]) -> FeatureBatch:
         batch = FeatureBatch.pack([self.documents[i] for i in pack], self.head.depth)
@@ -311,7 +312,7 @@ def test_a_step_does_not_wait_for_the_device(row_fraction, tmp_path, monkeypatch
     monkeypatch.setattr(loop.TrainingLoop, "step", strict)
     source = StoredFeatures(head)
     settings = TrainConfig(steps=6, accumulation=2, log_every=3, save_every=0, prefetch=1)
-    data, observers = loop.TrainData(source, [64] * 16, pack_tokens=256), loop.Observers(progress=False)
+    data, observers = loop.TrainData(source, pack_tokens=256), loop.Observers(progress=False)
     loop.train(head, data, teacher, settings, tmp_path, observers, provenance={})
     assert seen == [1] * 6
     with pytest.raises(RuntimeError, match="synchronizing"):

@@ -27,9 +27,7 @@ def run(family: str, run_dir: Path) -> Head:
     torch.manual_seed(1)
     head = build_head(REFERENCES[family].random, target.dims)
     head.initialise(target.ends)
-    data = TrainData(
-        OnlineFeatures(target, samples, head.spec, head.depth), [len(s.token_ids) for s in samples], pack_tokens=96
-    )
+    data = TrainData(OnlineFeatures(target, samples, head.spec, head.depth), pack_tokens=96)
     config = TrainConfig(steps=6, accumulation=3, lr=3e-3, log_every=1)
     train(head, data, target.teacher, config, run_dir, Observers(progress=False), provenance={})
     return head

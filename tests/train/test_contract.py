@@ -42,7 +42,7 @@ def run(family: str, run_dir: Path, source_of: type[OnlineFeatures] = OnlineFeat
     head.initialise(target.ends, ids)
     config = TrainConfig(steps=8, accumulation=2, lr=3e-3, warmup_steps=2, save_every=3, log_every=1)
     source = source_of(target, samples, head.spec, head.depth)
-    data = TrainData(source, [len(s.token_ids) for s in samples], pack_tokens=96)
+    data = TrainData(source, pack_tokens=96)
     result = train(head, data, target.teacher, config, run_dir, Observers(progress=False), provenance={})
     return head, result
 

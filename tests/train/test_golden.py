@@ -73,9 +73,7 @@ def run(family: str, run_dir: Path) -> None:
     target, samples = tiny_target(), make_samples()
     head = make_head(family, target, samples)
     config = TrainConfig(steps=20, accumulation=2, lr=3e-3, warmup_steps=2, save_every=7, log_every=1)
-    data = TrainData(
-        OnlineFeatures(target, samples, head.spec, head.depth), [len(s.token_ids) for s in samples], pack_tokens=96
-    )
+    data = TrainData(OnlineFeatures(target, samples, head.spec, head.depth), pack_tokens=96)
     train(head, data, target.teacher, config, run_dir, Observers(progress=False), provenance={})
 
 

@@ -69,7 +69,7 @@ def run(target: Target, run_dir: Path, accelerator=None) -> list[float]:
     validator = Validator(source, [[0, 1], [2], [3, 4]], target.teacher, rank=rank, size=size)
     config = TrainConfig(steps=4, accumulation=3, lr=3e-3, log_every=1)
     train(
-        head, TrainData(source, source.lengths, pack_tokens=48), target.teacher, config, run_dir,
+        head, TrainData(source, pack_tokens=48), target.teacher, config, run_dir,
         Observers(validator, progress=False), provenance={}, accelerator=accelerator,
     )  # fmt: skip
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -104,7 +104,7 @@ class FakeSource(FeatureSource):
 
 def data_of(source: FakeSource, **more) -> TrainData:
     """Packs of at most 20 tokens, in the order that training uses."""
-    return TrainData(source, source.lengths, **{"pack_tokens": 20, **more})
+    return TrainData(source, **{"pack_tokens": 20, **more})
 
 
 def pairs_of(source: FakeSource) -> TrainData:

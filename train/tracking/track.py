@@ -126,29 +126,21 @@ def last_step(path: Path) -> int:
     return max((int(step) for step in steps if step is not None and math.isfinite(step)), default=0)
 
 
-#: `train.tracker` → the module that it needs, and what a user can do where that is not installed
-PACKAGES = {
-    "tensorboard": (
-        "torch.utils.tensorboard",
-        "tensorboard is not installed; `pip install tensorboard`, or set train.tracker=none",
-    ),
-    "wandb": (
-        "wandb",
-        "wandb is not installed; `pip install wandb` (offline: WANDB_MODE=offline), or set train.tracker=tensorboard "
-        "or none",
-    ),
-}
+#: `train.tracker` → the module that it needs
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def require_tracker(name: str) -> Any:
     """The module that `train.tracker` needs, None where it needs none. Raises ConfigError where it is not installed."""
-    if name not in PACKAGES:
+    if name not in MODULES:
         return None
-    module, remedy = PACKAGES[name]
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(MODULES[name])
     except ImportError as error:
-        raise ConfigError(f"train.tracker: {remedy}") from error
+        others = " or ".join(sorted({"none", *MODULES} - {name}))
+        raise ConfigError(
+            f"train.tracker: {name} is not installed; `pip install {name}`, or set train.tracker to {others}"
+        ) from error
 
 
 class TensorBoardTracker:

@@ -108,6 +108,8 @@ class Loss:
     ) -> Loss:
         """The loss of a head with one term per depth and the default metrics of `Head.metrics`.
 
+        A head with other terms takes metrics and `run_A` from here, and puts its own sums and counts in their place.
+
         Args:
             loss_K: float32 [K], summed losses. K may exceed `terms`: validation may measure more depths than are
                 trained.

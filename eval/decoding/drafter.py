@@ -29,10 +29,17 @@ class Drafter(Protocol):
             change after `start`. A drafter that owns an engine (a draft language model) adds the engine's `state`.
     """
 
-    name: str
-    spec: FeatureSpec | None
-    max_nodes: int
-    captures: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def spec(self) -> FeatureSpec | None: ...
+
+    @property
+    def max_nodes(self) -> int: ...
+
+    @property
+    def captures(self) -> bool: ...
 
     @property
     def prepare_s(self) -> float: ...
@@ -49,7 +56,11 @@ class Drafter(Protocol):
         ...
 
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
-        """Draft what follows the roots. A row may draft nothing (valid_BN False)."""
+        """Draft what follows the roots. A row may draft nothing (valid_BN False).
+
+        Whatever is drafted, the answers are the target's. Where tokens are drawn at random, the tree must hold the
+        distribution that they were drawn from (Tree.q_BNV).
+        """
         ...
 
     def commit(self, accepted: Rows) -> None:

@@ -1,7 +1,9 @@
 """Two head families that exist for a test, and the house with them in it.
 
 `add_families` makes the house as CONTRIBUTING's "A new head family" says: new files at their places, and `EDITS` in
-three files that exist. Everything else is a link to the real house.
+three files that exist. Everything else is a link to the real house. To look at it:
+
+    python tests/throwaway/edits.py DIR && cd DIR && PYTHONPATH=. pytest tests/eval/test_contract.py
 
     miniblock  drafts blocks: two loss terms with normalisers of their own, blocks chosen per step, two decoder layers.
     minimodel  a whole draft model, which holds a module of the target; its drafter owns an engine.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,3 +150,7 @@ def place_of(house: Path, file: str) -> Path:
     place = house / file if file.startswith("tests/") else house / "headstart" / file
     place.parent.mkdir(parents=True, exist_ok=True)
     return place
+
+
+if __name__ == "__main__":
+    add_families(Path(sys.argv[1]))

@@ -37,6 +37,7 @@ def test_a_family_changes_three_files_that_exist(house: Path) -> None:
     assert real == named | {"pyproject.toml", "tests/conftest.py"}  # these two are copies
 
 
+@pytest.mark.slow
 def test_every_contract_suite_holds_for_them(house: Path) -> None:
     """In a process of its own: here, the two families do not exist."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "mini or every_family"]

@@ -97,8 +97,7 @@ def walk_choices(tree: Tree, choice_BM: Tensor) -> Verified:
 
 
 def walk_choices_eager(tree: Tree, choice_BM: Tensor) -> Verified:
-    ok_BN = tree.tokens_BN == choice_BM.gather(1, tree.parent_BN + 1)
-    end_B, path_BK, accepted_B = walk_accepted(tree, ok_BN)
+    end_B, path_BK, accepted_B = walk_accepted(tree, tree.tokens_BN == choice_BM.gather(1, tree.parent_BN + 1))
     return Verified(path_BK, accepted_B, choice_BM.gather(1, end_B[:, None])[:, 0])
 
 
@@ -112,8 +111,7 @@ def walk_accepted(tree: Tree, accept_BN: Tensor) -> tuple[Tensor, Tensor, Tensor
         earlier_NN = torch.ones((tree.nodes, tree.nodes), dtype=torch.bool, device=accept_BN.device).tril(-1)
         sibling_BNN = (tree.parent_BN[:, :, None] == tree.parent_BN[:, None, :]) & earlier_NN
         accept_BN = accept_BN & ~(sibling_BNN & accept_BN[:, None, :]).any(-1)
-    on_path_BN = _closed(tree, accept_BN)
-    return _path(tree, on_path_BN)
+    return _path(tree, _closed(tree, accept_BN))
 
 
 def _closed(tree: Tree, ok_BN: Tensor) -> Tensor:
@@ -159,18 +157,8 @@ def acceptance(tree: Tree, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
         if tree.q_BNV is None:
             q_BV = torch.zeros_like(p_BV).scatter(1, token_B1, 1.0)
         else:
-            q_BV = tree.q_BNV[:, n].to(p_BV.dtype)
-            # targets pad their output matrix beyond the vocabulary; drafts never go there
-            q_BV = torch.nn.functional.pad(q_BV, (0, p_BV.shape[1] - q_BV.shape[1]))
-            q_BV = q_BV.masked_fill(drawn_BMV[rows_B, parent_B], 0.0)
-            q_BV = q_BV / q_BV.sum(1, keepdim=True).clamp(min=torch.finfo(q_BV.dtype).tiny)
-        p_x, q_x = p_BV.gather(1, token_B1)[:, 0], q_BV.gather(1, token_B1)[:, 0]
-        # 0/0, a token that neither p nor q holds, is a rejection
-        ratio_BN[:, n] = torch.where(q_x > 0, (p_x / q_x.clamp(min=torch.finfo(q_x.dtype).tiny)).clamp(max=1.0), 0.0)
-        left_BV = (p_BV - q_BV).clamp(min=0.0)
-        total_B1 = left_BV.sum(1, keepdim=True)
-        # p = q leaves nothing. Such a draft is never rejected, so this residual is never drawn from
-        left_BV = torch.where(total_B1 > 0, left_BV / total_B1.clamp(min=torch.finfo(p_BV.dtype).tiny), p_BV)
+            q_BV = _normalised(_as_wide(tree.q_BNV[:, n], p_BV).masked_fill(drawn_BMV[rows_B, parent_B], 0.0))
+        ratio_BN[:, n], left_BV = _accept(p_BV, q_BV, token_B1)
         residual_BMV[rows_B, parent_B] = torch.where(valid_B[:, None], left_BV, p_BV)
         drawn_BMV[rows_B, parent_B] |= torch.zeros_like(p_BV, dtype=torch.bool).scatter(1, token_B1, True)
     return ratio_BN, residual_BMV
@@ -178,17 +166,31 @@ def acceptance(tree: Tree, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
 
 def _chain_acceptance(tree: Tree, q_BNV: Tensor, p_BMV: Tensor) -> tuple[Tensor, Tensor]:
     """`acceptance` for chains, where every row of the target has at most one child: all levels at once."""
-    tiny = torch.finfo(p_BMV.dtype).tiny
-    before_BNV, token_BN1 = p_BMV[:, :-1], tree.tokens_BN[:, :, None]
-    q_BNV = torch.nn.functional.pad(q_BNV.to(p_BMV.dtype), (0, p_BMV.shape[2] - q_BNV.shape[2]))
-    q_BNV = q_BNV / q_BNV.sum(2, keepdim=True).clamp(min=tiny)
-    p_x, q_x = before_BNV.gather(2, token_BN1)[..., 0], q_BNV.gather(2, token_BN1)[..., 0]
-    ratio_BN = torch.where(q_x > 0, (p_x / q_x.clamp(min=tiny)).clamp(max=1.0), 0.0)
-    left_BNV = (before_BNV - q_BNV).clamp(min=0.0)
-    total_BN1 = left_BNV.sum(2, keepdim=True)
-    left_BNV = torch.where(total_BN1 > 0, left_BNV / total_BN1.clamp(min=tiny), before_BNV)
+    before_BNV = p_BMV[:, :-1]
+    ratio_BN, left_BNV = _accept(before_BNV, _normalised(_as_wide(q_BNV, before_BNV)), tree.tokens_BN[:, :, None])
     residual_BNV = torch.where(tree.valid_BN[:, :, None], left_BNV, before_BNV)
     return ratio_BN, torch.cat([residual_BNV, p_BMV[:, -1:]], 1)
+
+
+def _as_wide(q: Tensor, p: Tensor) -> Tensor:
+    """q in the dtype and vocabulary of p: targets pad their output matrix beyond the tokens that drafts know."""
+    return torch.nn.functional.pad(q.to(p.dtype), (0, p.shape[-1] - q.shape[-1]))
+
+
+def _normalised(q: Tensor) -> Tensor:
+    return q / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+
+
+def _accept(p: Tensor, q: Tensor, token_1: Tensor) -> tuple[Tensor, Tensor]:
+    """(min(1, p(x) / q(x)), normalise(max(p - q, 0))) for distributions […, V] and a token x, int64 […, 1]."""
+    tiny = torch.finfo(p.dtype).tiny
+    p_x, q_x = p.gather(-1, token_1)[..., 0], q.gather(-1, token_1)[..., 0]
+    # 0/0, a token that neither p nor q holds, is a rejection
+    ratio = torch.where(q_x > 0, (p_x / q_x.clamp(min=tiny)).clamp(max=1.0), 0.0)
+    left = (p - q).clamp(min=0.0)
+    total_1 = left.sum(-1, keepdim=True)
+    # p = q leaves nothing. Such a draft is never rejected, so this residual is never drawn from
+    return ratio, torch.where(total_1 > 0, left / total_1.clamp(min=tiny), p)
 
 
 def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta: float) -> Verified:
@@ -202,18 +204,15 @@ def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta:
     rows_B1 = torch.arange(p_BMV.shape[0], device=p_BMV.device)[:, None]
     p_BN = p_BMV[rows_B1, tree.parent_BN + 1, tree.tokens_BN]
     accepted_BN = _closed(tree, tree.valid_BN & (p_BN > threshold_BM.gather(1, tree.parent_BN + 1)))
-    if tree.nodes == 0:
-        end_B, path_BK, count_B = _path(tree, accepted_BN)
-        return Verified(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
-    mask_BNN = tree.mask_BNN
-    log_p_BN = p_BN.clamp(min=torch.finfo(p_BN.dtype).tiny).log()
-    score_BN = (mask_BNN * log_p_BN[:, None, :]).sum(-1)
-    depth_BN = torch.where(accepted_BN, tree.depth_BN, 0)
-    deepest_BN = accepted_BN & (depth_BN == depth_BN.amax(1, keepdim=True))
-    best_B1 = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1, keepdim=True)
-    on_path_BN = mask_BNN[rows_B1, best_B1][:, 0] & accepted_BN
-    end_B, path_BK, count_B = _path(tree, on_path_BN)
-    return Verified(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+    if tree.nodes:
+        mask_BNN = tree.mask_BNN
+        log_p_BN = p_BN.clamp(min=torch.finfo(p_BN.dtype).tiny).log()
+        score_BN = (mask_BNN * log_p_BN[:, None, :]).sum(-1)
+        depth_BN = torch.where(accepted_BN, tree.depth_BN, 0)
+        deepest_BN = accepted_BN & (depth_BN == depth_BN.amax(1, keepdim=True))
+        best_B1 = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1, keepdim=True)
+        accepted_BN = mask_BNN[rows_B1, best_B1][:, 0] & accepted_BN
+    return _along(tree, accepted_BN, choice_BM)
 
 
 def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Generator | None = None) -> Verified:
@@ -231,8 +230,7 @@ def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Ge
 
 def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: Tensor) -> Verified:
     if tree.nodes == 0:
-        end_B, path_BK, count_B = _path(tree, tree.valid_BN)
-        return Verified(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+        return _along(tree, tree.valid_BN, choice_BM)
     known = min(len(rate_K), tree.levels)
     passed_BK = torch.zeros_like(uniform_BK, dtype=torch.bool)
     passed_BK[:, :known] = uniform_BK[:, :known] < rate_K[:known]
@@ -240,5 +238,10 @@ def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: T
     deepest_B1 = torch.where(tree.valid_BN, tree.depth_BN, 0).argmax(1, keepdim=True)
     rows_B = torch.arange(uniform_BK.shape[0], device=uniform_BK.device)
     ancestors_BN = tree.mask_BNN[rows_B, deepest_B1[:, 0]]
-    end_B, path_BK, count_B = _path(tree, ancestors_BN & tree.valid_BN & (tree.depth_BN <= levels_B[:, None]))
-    return Verified(path_BK, count_B, choice_BM.gather(1, end_B[:, None])[:, 0])
+    return _along(tree, ancestors_BN & tree.valid_BN & (tree.depth_BN <= levels_B[:, None]), choice_BM)
+
+
+def _along(tree: Tree, on_path_BN: Tensor, choice_BM: Tensor) -> Verified:
+    """The path of the marked nodes, and the target's own choice at its end."""
+    end_B, path_BK, accepted_B = _path(tree, on_path_BN)
+    return Verified(path_BK, accepted_B, choice_BM.gather(1, end_B[:, None])[:, 0])

@@ -64,10 +64,6 @@ class EagleHead(AutoregressiveHead):
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, dims: HeadDims):
-        if config.depth < 1:
-            raise ConfigError(
-                f"head.depth: found {config.depth}, expected 1 (EAGLE-1) or more passes of harmonised training"
-            )
         check_loss(config.loss)
         _check_top_tokens(config)
         super().__init__(config, dims)

@@ -1,4 +1,4 @@
-"""Arithmetic of a training step, for the share of the device's speed that it uses (MFU)."""
+"""FLOPs of a training step, for MFU: the share of the device's speed that training uses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ def step_flops(head: Head, rows: float, counts: Sequence[float], target_paramete
 
     Args:
         rows, counts: see Head.multiply_adds.
-        target_parameters: that every row passes through; 0 where features come from a store.
+        target_parameters: parameters of the target that every row passes through; 0 if features come from a store.
     """
     return 6 * head.multiply_adds(rows, counts) + 2.0 * target_parameters * rows
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that MFU is a share of. None on a CPU: other programs use it as well, now and later, so that a share of
-    what is measured now would say nothing."""
+    """The FLOP/s that MFU is a share of. None on a CPU: other programs share it, so its measured speed means little."""
     return matmul_flops(device, dtype) if device.type == "cuda" else None
 
 

@@ -23,10 +23,10 @@ from headstart.train.stream import Window, seed_pack
 
 @dataclass(frozen=True)
 class SumNames:
-    """What the S numbers are that training sums over packs and ranks besides the loss.
+    """Names of the S numbers that training sums over packs and ranks besides the loss.
 
-    First each term's count, then every metric's numerator, then every metric's denominator. The head declares terms
-    and metrics, so a rank without a pack and a captured graph know the layout without running the head.
+    They are each term's count, then every metric's numerator, then every metric's denominator. The head declares its
+    terms and metrics, so the layout is known without running the head: a rank without a pack needs it.
 
     Example: terms ("1",), metrics ("acc_1", "walked_tau"), sums (9, 6, 30, 10, 12) → 9 positions carry a loss,
     acc_1 = 6 / 10, walked_tau = 30 / 12.
@@ -37,7 +37,7 @@ class SumNames:
 
     @classmethod
     def of(cls, head: Head, depths: int | None = None) -> SumNames:
-        """Args: depths: of the packs' anchors, None = those that the head trains."""
+        """Args: depths: of the packs' anchors; None = the depths that the head trains."""
         metrics = head.metrics(head.depth if depths is None else depths)
         return cls(tuple(term.name for term in head.terms), (*metrics, "walked_tau"))
 
@@ -54,19 +54,19 @@ class SumNames:
         return numerator_M, denominator_M
 
     def ratios(self, sums_S: Tensor, prefix: str) -> dict[str, float]:
-        """The metrics, as they are logged; one whose denominator is 0 is absent. Args: sums_S: on the host."""
+        """Logged name → value of every metric whose denominator is not 0. Args: sums_S: on the host."""
         parts = zip(self.metrics, *self.fractions(sums_S), strict=True)
         return {f"{prefix}/{name}": float(part / whole) for name, part, whole in parts if whole > 0}
 
 
 class LossModule(nn.Module):
-    """The head's loss as a forward pass, so that DDP and friends see it; autocast happens in here.
+    """The head's loss as the forward pass of a module, which DDP and FSDP can wrap. It turns autocast on.
+
+    A rank without a pack in this window calls `forward(None)`: a zero loss that still depends on every parameter,
+    because the other ranks wait for this rank's gradients.
 
     Args:
-        chain: drafts of the chain whose acceptance is walked; None = as many as the batch's anchors have depths.
-
-    `forward(None)` is the part of a rank that has no pack left in this window: a zero loss that still reaches every
-    parameter, because the other ranks wait for this one's gradients.
+        chain: length of the chains whose acceptance is walked; None = as many drafts as the anchors have depths.
     """
 
     def __init__(self, head: Head, teacher: Teacher, autocast: torch.dtype | None, chain: int | None = None):
@@ -81,8 +81,8 @@ class LossModule(nn.Module):
 
         Args:
             scale_T: see Head.loss.
-            touch: connect every trainable parameter to the loss with gradient zero (a term without positions leaves
-                some out, and ranks must agree on which gradients exist).
+            touch: make the loss depend on every trainable parameter, with gradient zero. Ranks must agree on which
+                gradients exist, and a term without positions would leave some out.
         """
         if batch is None:
             device = next(self.head.parameters()).device
@@ -95,7 +95,7 @@ class LossModule(nn.Module):
             walked_2 = loss.count_T.new_zeros(2) if loss.run_A is None else walk(loss.run_A, batch, chain)
             parts = (loss.count_T, loss.numerator_M, walked_2[:1], loss.denominator_M, walked_2[1:])
             sum_T, sums_S = wide(loss.sum_T), wide(torch.cat(parts)).detach()
-        if touch or (torch.is_grad_enabled() and not sum_T.requires_grad):  # the latter: a pack without anchors
+        if touch or (torch.is_grad_enabled() and not sum_T.requires_grad):  # not so: a pack without anchors
             nothing = sum(p.reshape(-1)[:0].sum() for p in self.head.parameters() if p.requires_grad)
             sum_T = sum_T + nothing
         return sum_T, sums_S
@@ -107,14 +107,14 @@ class LossModule(nn.Module):
 
 @dataclass
 class WindowSums:
-    """What one rank learnt from its packs of a window (device tensors, nothing waited for).
+    """Sums over one rank's packs of a window. They are device tensors, so the host does not wait.
 
     Attributes:
         loss: float32 scalar, this rank's part of L.
-        sums_S: float32 [S], SumNames, over the rank's packs; a single 0 where it has none.
-        supervised: rows supervised at depth 1 in the rank's packs, as they are trained.
-        trained: float32 scalar, 1 where any rank had a row that carries a loss.
-        bad_P: float32 [P], 1 where a pack of this rank has a non-finite loss; other ranks' packs stay 0.
+        sums_S: float32 [S] (SumNames); a scalar 0 where the rank has no pack.
+        supervised: rows of the packs that train at depth 1.
+        trained: float32 scalar, 1 if any rank has a row that carries a loss, else 0.
+        bad_P: float32 [P], 1 where a pack of this rank has a non-finite loss; 0 elsewhere and for other ranks' packs.
     """
 
     loss: Tensor
@@ -144,19 +144,20 @@ def accumulate_window(
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
     captured: CapturedPacks | None = None,
 ) -> WindowSums:
-    """Add the window's gradient to `.grad`; after it, every rank holds the gradient of L.
+    """Add the window's gradient to `.grad`. Afterwards every rank holds the gradient of L.
 
-    Captured steps leave each rank with its own part, which Parallel.sum_gradients sums.
+    Captured steps leave each rank with its own part of the gradient, which Parallel.sum_gradients then sums.
 
     Args:
         module: LossModule, possibly wrapped (sharing/parallel.py).
-        window: this rank's packs, which may be none, with their features.
+        window: this rank's packs with their features; there may be none.
         counts_T: N_t over the window and all ranks; a term without positions (0) contributes 0.
         weights_T: weight_t.
-        size: ranks; the loss is multiplied by it because DDP averages gradients where L is a sum.
+        size: number of ranks. The loss is multiplied by it, because DDP averages gradients and L is a sum.
         accumulation: P.
         seed: see stream.seed_pack.
-        no_sync: open around every pass but the last, whose backward shares the gradients.
+        backward: runs the backward pass of a loss.
+        no_sync: context of every pass but the last. In the last backward pass, ranks exchange their gradients.
         captured: replays the packs as CUDA graphs instead of running `module`.
     """
     batches = window.batches
@@ -188,7 +189,7 @@ def accumulate_window(
 
 
 def autocast_dtype(mixed_precision: str, device: torch.device) -> torch.dtype | None:
-    """Autocast dtype of `train.mixed_precision`, None = float32 throughout. Master weights are float32 either way."""
+    """Autocast dtype of `train.mixed_precision`; None = float32 throughout. Weights are float32 in both cases."""
     if mixed_precision == "auto":
         mixed_precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "no"
     return torch.bfloat16 if mixed_precision == "bf16" else None

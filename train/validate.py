@@ -1,4 +1,4 @@
-"""Validation on held-out packs: the loss, the head's own metrics, walked and real acceptance length."""
+"""Validation on held-out packs: the loss, the head's metrics, walked and measured acceptance length."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from headstart.train.stream import naming_samples
 
 
 class Validator:
-    """Callable that the loop asks for numbers: `(head, step, final) -> {"valid/…": value}`.
+    """Validates a head: `(head, step, final) -> {"valid/…": value}`.
 
     Args:
-        source: features of the held-out samples, with anchors of the head's depths, or of `chain` where that is more.
-        packs: held-out packs (sample indices), shared out among the ranks.
-        probe: measures τ by decoding a few prompts; rank 0 runs it. None = τ is not measured.
-        tau_every: steps between two probes, 0 = at every validation. The final validation always probes.
+        source: features of the held-out samples. Anchors have the head's depths, or `chain` depths if that is more.
+        packs: held-out packs (sample indices), divided among the ranks.
+        probe: measures τ by decoding a few prompts, on rank 0. None = τ is not measured.
+        tau_every: steps between two probes; 0 = a probe at every validation. The final validation always probes.
         autocast: see step.autocast_dtype.
-        chain: length of the chains whose acceptance is walked, the evaluation's; None = the anchors' depths.
+        chain: length of the evaluation's chains, whose acceptance is walked; None = the anchors' depths.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Validator:
 
     @torch.no_grad()
     def __call__(self, head: Head, step: int, final: bool = False) -> dict[str, float]:
-        """All ranks call it; every rank gets the same teacher-forced numbers, rank 0 also `valid/tau`."""
+        """All ranks must call it. All get the same teacher-forced numbers, and rank 0 gets `valid/tau` as well."""
         was_training = head.training
         head.eval()
         try:
@@ -62,7 +62,7 @@ class Validator:
             return {}
         device = next(head.parameters()).device
         module = LossModule(head, self._teacher, self._autocast, self._chain)
-        depths = max(head.depth, self._chain or 0)  # the anchors'
+        depths = max(head.depth, self._chain or 0)  # of the anchors
         terms, names = len(head.terms), SumNames.of(head, depths)
         sums = torch.zeros(terms + len(names), device=device)
         for first in range(0, len(self._packs), self._size):
@@ -81,7 +81,7 @@ class Validator:
         return values | names.ratios(sums_S, "valid")
 
     def _fetch(self, first: int, packs: list[list[int]]) -> FeatureBatch | None:
-        """This rank's batch of a round, in which each rank takes one of `packs`. `first`: number of packs before."""
+        """This rank's batch of a round: each rank takes one of `packs`. Args: first: number of packs before them."""
         mine = packs[self._rank] if self._rank < len(packs) else None
         together = self._source.lockstep
         with naming_samples(self._source, mine, f"held out, pack {first + self._rank}", alone=not together):

@@ -1,4 +1,4 @@
-"""Attention of training-time test (methods §4): step-1 keys of the document's rows ≤ p, and the row's own later keys.
+"""Attention of training-time test (methods §4): to the step-1 keys of rows ≤ p and to the row's own later keys.
 
 Two backends compute the same function:
     eager  a loop over documents with explicit scores; any device and dtype; the twin that tests compare with.
@@ -26,7 +26,8 @@ from headstart.heads.numerics import wide
 
 @dataclass(frozen=True)
 class DocumentRows:
-    """One document of a pack for the eager backend: its rows `[start, stop)` and its anchors (indices and rows)."""
+    """One document of a pack, for the eager backend: rows [start, stop) of the pack, the indices of its anchors, and
+    their rows counted from `start`."""
 
     start: int
     stop: int
@@ -45,9 +46,9 @@ def own_scores(q_AhD: Tensor, own_k: Sequence[Tensor], scale: float) -> Tensor:
 class TrainAttention:
     """The attention of one pack, shared by all steps.
 
-    Args of `attend` and `forward`: q [n, h, d] of the first n anchors (deepest first, Anchors); k, v [R, g, d] of every
-        row at step 1; own_k, own_v: [J, n, g, d], the anchors' keys and values of steps 2 … i (J may be 0; the last
-        three axes are contiguous), or lists of [≥ n, g, d].
+    Args of `attend` and `forward`: q [n, h, d] of the first n anchors (those with most depths come first); k, v
+        [R, g, d] of every row at step 1; own_k, own_v [J, n, g, d], the anchors' keys and values of steps 2 … J + 1.
+        J may be 0, and the last three axes are contiguous. `attend` takes own_k, own_v as lists of [≥ n, g, d].
     Returns: context [n, h, d].
     """
 
@@ -71,7 +72,7 @@ class TrainAttention:
     def forward(
         self, q_AhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k_JAgD: Tensor, own_v_JAgD: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """(context [n, h, d], what `backward` needs besides the arguments); records no autograd."""
+        """(context [n, h, d], what `backward` needs besides the arguments), without autograd."""
         if self._fused(q_AhD):
             return self._flash(q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD)
         return self._eager(q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD), ()
@@ -88,7 +89,7 @@ class TrainAttention:
         d_own_k_JAgD: Tensor,
         d_own_v_JAgD: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of (q, k, v); those of the own keys and values are *added* to d_own (at least float32)."""
+        """Gradients of (q, k, v). Those of own keys and values are *added* to d_own_k, d_own_v (at least float32)."""
         if self._fused(q_AhD):
             return self._flash_backward(
                 grad_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD, saved, d_own_k_JAgD, d_own_v_JAgD
@@ -160,7 +161,7 @@ class TrainAttention:
 
     def _flash(self, q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD) -> tuple[Tensor, tuple[Any, ...]]:
         row_A = self.batch.anchors.row_A[: q_AhD.shape[0]]
-        # the kernel's causal mask wants a query at every row; rows without an anchor get zeros and are dropped
+        # the kernel's causal mask needs a query at every row: rows without an anchor get zeros, and are dropped later
         q_RhD = q_AhD.new_zeros(k_RgD.shape[0], *q_AhD.shape[1:])
         put_rows(q_RhD, row_A, q_AhD)
         scale = q_AhD.shape[-1] ** -0.5
@@ -210,20 +211,21 @@ class TrainAttention:
         return dq_RhD[row_A], dk, dv
 
     def _rectangle(self, q_RhD: Tensor) -> tuple[int, int] | None:
-        """(documents, rows of each) where the pack is that many causal sequences of one length; see `same_length`."""
+        """(documents, rows of each) where cuDNN's kernel can run the pack as causal sequences of one length."""
         fits = q_RhD.shape[-1] <= 128 and q_RhD.shape[-1] % 8 == 0 and torch.backends.cuda.cudnn_sdp_enabled()
         length = same_length(self.batch)
         if not fits or length is None:
             return None
-        # what follows a lone document is padding: no row of the document attends to it
+        # after a single document there is only padding, which no row of the document attends to
         docs = len(self.batch.doc_lengths)
         return (docs, length) if docs > 1 else (1, len(q_RhD))
 
 
 def same_length(batch: FeatureBatch) -> int | None:
-    """The documents' common number of rows (0 for a lone document, of whatever length), or None where they differ.
+    """The rows of each document where all have equally many (0 for a single document of any length), else None.
 
-    Fixed shapes may be captured for packs that agree in it. Short documents are left to the kernel with edges.
+    Packs must agree in it to share a captured graph. It is None for documents below 1,024 rows too: the kernel with
+    document edges serves them.
     """
     lengths = batch.doc_lengths
     if len(lengths) == 1:

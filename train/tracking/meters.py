@@ -1,4 +1,4 @@
-"""Running sums of a training run between two records, kept on the device."""
+"""Sums of a training run between two records of its log, kept on the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from headstart.train.step import SumNames, WindowSums
 
 
 class Meters:
-    """Sums since the last record; `read` is where the host waits for the device.
+    """Sums since the last record. Only `read` makes the host wait for the device.
 
     Args:
         names: what WindowSums.sums_S holds.
-        peak_flops: FLOP/s of this device; None: MFU is not measured.
+        peak_flops: FLOP/s of this device; None = MFU is not measured.
     Attributes:
         rate: learning rate of the last step.
         steps: optimiser steps since the last record.
@@ -37,11 +37,11 @@ class Meters:
         self._waited = self._flops = 0.0
 
     def restart_clock(self) -> None:
-        """Leave the time until now (loading, resuming) out of the rates."""
+        """Do not count the time until now (loading, resuming) in the rates."""
         self._since = time.perf_counter()
 
     def leave_out(self, seconds: float) -> None:
-        """Leave a pause of the run out of the rates."""
+        """Do not count a pause of the run in the rates."""
         self._since += seconds
 
     def add(self, sums: WindowSums, norm: Tensor) -> None:
@@ -52,33 +52,33 @@ class Meters:
         self.steps += 1
 
     def add_host(self, rows: int, waited: float, flops: float = 0.0) -> None:
-        """End of a step: `rows` trained on by all ranks, seconds the device `waited`, and `flops` done by this rank."""
+        """End a step. Args: rows: of all ranks; waited: seconds that the device was idle; flops: of this rank."""
         self._rows += rows
         self._flops += flops
         self._waited += waited
         self.mark()
 
     def mark(self) -> None:
-        """What `device_idle` asks about is all that was queued until here."""
+        """Mark the work that is queued on the device now, for `device_idle`."""
         if self._device.type == "cuda":
             self._queued = torch.cuda.Event()
             self._queued.record()
 
     def device_idle(self) -> bool:
-        """Whether the device has done all that was queued before the last mark (always so on a CPU)."""
+        """Whether the device has finished the work queued before the last mark (always true on a CPU)."""
         return self._queued is None or self._queued.query()
 
     def read(self) -> tuple[dict[str, float], int, int]:
-        """(values of the record, rows supervised at depth 1, positions with a loss over all terms), over all ranks.
+        """(values of the record, rows supervised at depth 1, positions that carry a loss of any term), over all ranks.
 
-        The sums start again. The loss is the mean of the steps that had a row with one. Memory is this rank's peak so
-        far, of the process and of its card.
+        Starts the sums anew. The loss is the mean over the steps in which some row carried one. Memory is this rank's
+        peak so far, of the process and of its GPU.
         """
-        # seconds that the arithmetic alone would take
+        # seconds that the FLOPs would take at full speed
         share = 0.0 if self._peak is None else self._flops / self._peak
         extra = torch.tensor([self._supervised, share, 1.0], device=self._device)
         sums = sum_over_ranks(torch.cat([self._sums, extra])).cpu()
-        # each rank has its part of the losses, and all have every step
+        # ranks hold parts of the loss, but each counts every step: its sum is divided by the number of ranks
         loss, trained = float(sums[0]), float(sums[1] / sums[-1])
         sums_S = sums[2:-3]
         now = time.perf_counter()

@@ -1,17 +1,15 @@
-"""What every export does: check the place, compare serving with training, say what the engines will do."""
+"""What every export does: check its directory, compare serving with training, write, say what the engines will do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headstart.console import Console
-from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.files import read_json
 from headstart.heads.formats import ExportConfig, export_head
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.launch import launch_commands, why_tokens
@@ -19,62 +17,53 @@ from headstart.heads.formats.sidecar import SIDECAR, notes
 from headstart.heads.provenance import provenance
 from headstart.heads.published import published
 from headstart.heads.targets.target import Target
-from headstart.saved_heads import bound_head, trained_otherwise
+from headstart.saved_heads import bound_head
 from headstart.serving_check import compare_features, probe_sequences, require_parity
 
 
 def check_out(head: Path, out: Path) -> None:
-    """Raises: ConfigError where an export to `out` would write over the head itself, or a model of somebody else."""
+    """Raises: ConfigError where an export to `out` would overwrite the head itself, or a model of somebody else."""
     if out.resolve() == head.resolve():
         raise ConfigError(f"--out {out}: that is the head itself; choose another directory")
     theirs = [path.name for name in ("config.json", "*.safetensors", "*.bin", "*.pt") for path in out.glob(name)]
     if theirs and not (out / SIDECAR).is_file():
         raise ConfigError(
-            f"--out {out}: holds {theirs[0]} and no {SIDECAR}: a model that Headstart did not export and would write "
-            "over; choose another directory"
+            f"--out {out}: holds {theirs[0]} and no {SIDECAR}, so it is a model that Headstart did not export and "
+            "would overwrite; choose another directory"
         )
 
 
-def prove_parity(target: Target, head: Head, texts: list[list[int]], force: bool, console: Console) -> dict[str, Any]:
-    """Compare what serving sees with what training saw; returns the comparison for the export's provenance.
-
-    Args:
-        texts: token ids to compare on; where there are none, random ones are taken.
-        force: export also where they differ.
-    Raises: TargetError where they differ.
-    """
-    parity = compare_features(target, head.spec, texts or probe_sequences(target))
-    require_parity(parity, force)
-    console.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
-    return parity.to_json()
-
-
-def export_other(
-    name: str,
+def write_exports(
     directory: Path,
     target: Target,
     config: ExportConfig,
     out: Path,
     console: Console,
-    environment: Iterable[str] = (),
+    recipe: dict[str, Any] | None,
+    environment: Iterable[str],
+    texts: list[list[int]] | None = None,
+    begin: Callable[[], None] = lambda: None,
+    exported_from: str | None = None,
 ) -> dict[str, Any]:
-    """Export a head that no run here has made, or a run's for another engine.
+    """Export the head in `directory` for the engines of `config`, once serving sees what training saw.
 
     Args:
-        name: what the user calls the head: a directory, or `user/name[@revision]`.
-        directory: where it lies.
+        recipe: the one that made the head, for the export's provenance; None where nobody knows it.
         environment: names of the variables that the settings read.
+        texts: token ids to compare serving and training on; where there are none, random ones are taken.
+        begin: called when nothing can be refused any more, before anything is written.
+        exported_from: what the user calls a head that no run here has made.
     Returns: `exports` (engine → directory) and `checks` (engine → report).
-    Raises: TargetError when serving would see other features.
+    Raises: TargetError where serving would see other features, unless `config.force`.
     """
-    head = bound_head(directory, target, torch.float32)
-    if warning := trained_otherwise(directory, target):
-        console.say(warning)
-    parity = prove_parity(target, head, [], config.force, console)
-    side = read_json(directory / SIDECAR) if (directory / SIDECAR).is_file() else {}
-    origin = {"exported_from": name, **(side.get("provenance") or {}), **provenance(target.device)}
-    origin |= {"recipe": side.get("recipe"), "target": target.fingerprint(), "serving_parity": parity}
-    origin["tuned"] = side.get("tuned")
+    head, side = bound_head(directory, target, torch.float32), notes(directory)
+    parity = compare_features(target, head.spec, texts or probe_sequences(target))
+    require_parity(parity, config.force)
+    console.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
+    origin: dict[str, Any] = {"exported_from": exported_from} if exported_from is not None else {}
+    origin |= {**(side.get("provenance") or {}), **provenance(target.device), "recipe": recipe}
+    origin |= {"target": target.fingerprint(), "serving_parity": parity.to_json(), "tuned": side.get("tuned")}
+    begin()
     return report_exports(export_head(head, out, config, published(origin, environment)), console)
 
 

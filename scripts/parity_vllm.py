@@ -5,10 +5,10 @@
 The shell script makes the engine's environment and calls `python -m headstart.parity_vllm`, which starts the engine's
 side (parity_engine.py) there.
 
-Both sides decode the same prompts greedily, one at a time, with a chain of the same length. The engine reports each of
-its target forwards (delta outputs), so the acceptance of both sides is computed from their cycles by one definition
-(methods §0). vLLM's own counters are kept beside it. They differ in one way: vLLM also counts what a request's last
-forward made beyond a stop token or the length limit (accepted drafts, and the token after them).
+Both sides decode the same prompts greedily, one at a time, with a chain of the same length. The engine reports the
+tokens of each of its target forwards (delta outputs), so the acceptance of both sides is computed from their cycles by
+one definition. vLLM's own counters are reported as well. They differ in one way: vLLM also counts the tokens of a
+request's last forward that lie beyond a stop token or the length limit.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from headstart.pipeline.run import Run
 from headstart.pipeline.train import train
 from headstart.recipes.load import load_recipe
 from headstart.saved_heads import bound_head
-from headstart.serve_vllm import vllm_server
+from headstart.serve_vllm import end_of, engine_environment, vllm_server
 
 FAMILIES = ("medusa", "eagle", "eagle3")
 #: largest relative difference of acceptance that passes
 TOLERANCE = 0.01
-#: what the CPU build needs, and what keeps it offline and quiet
+#: what vLLM's CPU build needs, and what keeps it offline and quiet
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -63,10 +63,10 @@ ENGINE_ENVIRONMENT = {
 
 
 def engine_cycles(answer: dict[str, Any], depth: int) -> list[Any]:
-    """Cycles of an engine's answer, as Headstart's loop would have booked them.
+    """The cycles of an engine's answer, as Headstart's loop counts them.
 
-    Every forward drafts `depth` tokens and, save the last, commits its accepted drafts and one more token. What the
-    last one accepted before it was cut follows from the engine's counter.
+    In every forward `depth` tokens are drafted. Every forward but the last commits its accepted drafts and one more
+    token. The last one may be cut by a stop token or the limit; the engine's counter says how many drafts it accepted.
     """
     committed = answer["committed"]
     cycles = [Cycle(depth, kept - 1, kept) for kept in committed[:-1]]
@@ -141,7 +141,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def update_rows(path: Path, row: dict[str, Any]) -> None:
-    """Put a row into the results file, in the place of an earlier one of the same head and prompts."""
+    """Write a row into the results file. It replaces an earlier row of the same head and prompts."""
     kept = read_json(path) if path.is_file() else []
     kept = [other for other in kept if (other["head"], other.get("data")) != (row["head"], row["data"])]
     write_json(path, sorted([*kept, row], key=lambda row: (row["data"], FAMILIES.index(row["head"]))))
@@ -166,7 +166,7 @@ def read_prompts(path: Path, limit: int | None, target: Any) -> list[list[int]]:
 
 
 def save_target(target: Any, directory: Path) -> Path:
-    """The target as the engine loads it: exactly the weights that Headstart runs."""
+    """Save the target, so that the engine loads exactly the weights that Headstart runs."""
     if not (directory / "config.json").is_file():
         target.model.save_pretrained(directory)
         target.tokenizer.save_pretrained(directory)
@@ -174,12 +174,12 @@ def save_target(target: Any, directory: Path) -> Path:
 
 
 def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> Path:
-    """A given head, or one trained here on the recipe's data at its sizes."""
+    """Directory of the head: one of --heads, or one that is trained here by the recipe."""
     if arguments.heads is not None:
         given = arguments.heads / family
         return given / "head" if (given / "head").is_dir() else given
 
-    # a Medusa head may share the target's lm_head: parity needs real drafts, not good ones
+    # parity needs drafts that are accepted now and then, not good ones: Medusa may share the target's lm_head
     own = {
         "medusa": ["head.type=medusa", f"head.depth={arguments.depth}", "head.lm_head=shared", "train.lr=1.0e-3"],
         "eagle": ["head.type=eagle", "head.depth=1", "train.lr=4.0e-4"],
@@ -202,14 +202,14 @@ def compare_family(
     config = ExportConfig(["portable"], "float32", max_shard_size=arguments.max_shard_size)
     export_head(head, exported, config, {"target": target.fingerprint()})
     theirs = run_engine(family, exported, target, place, prompts, arguments)
-    # the head that the engine read, read back: what is compared is the export, not the training checkpoint
+    # the export is read back, so that both sides draft with what the engine loads, not with the training checkpoint
     answers = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
     equal = [a.tokens == b["tokens"] for a, b in zip(answers, theirs["answers"], strict=True)]
     here = acceptance(cycle for answer in answers for cycle in answer.cycles)
     there = acceptance(c for answer in theirs["answers"] for c in engine_cycles(answer, arguments.depth))
     raw = counter_rates(theirs["answers"])
     served = measure_served(family, exported, target, place, prompts, arguments) if arguments.serve else {}
-    compared = pairs(here, there)
+    compared = [(here.tau, there.tau), *zip(here.per_position, there.per_position, strict=True)]
     if served:
         ours = [here.tau, *here.per_position]
         compared += list(zip(ours, [served["tau_served"], *served["per_position_served"]], strict=True))
@@ -238,10 +238,6 @@ def compare_family(
     }
 
 
-def pairs(here: Any, there: Any) -> list[tuple[float, float]]:
-    return [(here.tau, there.tau), *zip(here.per_position, there.per_position, strict=True)]
-
-
 def run_ours(head: Any, target: Any, prompts: list[list[int]], arguments: argparse.Namespace) -> list[Any]:
     config = EvalConfig(tree=TreeConfig(kind="chain", depth=arguments.depth))
     drafter, decoder = build_drafter(head.eval(), config), Decoder(target, config)
@@ -254,44 +250,47 @@ def run_ours(head: Any, target: Any, prompts: list[list[int]], arguments: argpar
 def run_engine(
     family: str, exported: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    longest = max(map(len, prompts)) + arguments.max_new_tokens + 2 * (arguments.depth + 1)
-    speculative = {"method": family, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth}
     job = {
         "target": str(place.resolve()),
         "prompts": prompts,
         "stop_token_ids": list(target.stop_token_ids),
         "max_new_tokens": arguments.max_new_tokens,
-        "max_model_len": -(-longest // 64) * 64,
-        "speculative": speculative,
+        "max_model_len": max_model_len(prompts, arguments),
+        "speculative": speculative_config(family, exported, arguments),
     }
     paths = {name: arguments.work / f"{family}.{name}" for name in ("job.json", "out.json", "log")}
     paths["job.json"].write_text(json.dumps(job))
     paths["out.json"].unlink(missing_ok=True)
     began = time.monotonic()
     command = [arguments.vllm_python, "-P", str(Path(__file__).with_name("parity_engine.py").resolve())]
-    # PYTHONPATH would show Headstart's packages to the engine's interpreter
-    environment = {**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **ENGINE_ENVIRONMENT}
+    command += [str(paths["job.json"]), str(paths["out.json"])]
     with open(paths["log"], "w") as log:
-        status = subprocess.run(
-            [*command, str(paths["job.json"]), str(paths["out.json"])], env=environment, stdout=log, stderr=log
-        ).returncode
+        status = subprocess.run(command, env=engine_environment(ENGINE_ENVIRONMENT), stdout=log, stderr=log).returncode
     if not paths["out.json"].is_file():
-        tail = "\n".join(paths["log"].read_text(errors="replace").splitlines()[-15:])
-        raise HeadstartError(f"vLLM ended with status {status} and no answers; see {paths['log']}:\n{tail}")
+        said = end_of(paths["log"])
+        raise HeadstartError(f"vLLM ended with status {status} and no answers; see {paths['log']}:\n{said}")
     say(f"vLLM: {time.monotonic() - began:.0f} s")
     return json.loads(paths["out.json"].read_text())
+
+
+def max_model_len(prompts: list[list[int]], arguments: argparse.Namespace) -> int:
+    longest = max(map(len, prompts)) + arguments.max_new_tokens + 2 * (arguments.depth + 1)
+    return -(-longest // 64) * 64
+
+
+def speculative_config(family: str, exported: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"method": family, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth}
 
 
 def measure_served(
     family: str, exported: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The same prompts through `vllm serve`, measured from its metrics as `headstart eval --engine vllm` does."""
-    speculative = {"method": family, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth}
+    speculative = speculative_config(family, exported, arguments)
     data = arguments.work / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts))
-    longest = max(map(len, prompts)) + arguments.max_new_tokens + 2 * (arguments.depth + 1)
     options = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "1", "--no-enable-prefix-caching"]
-    options += ["--max-model-len", str(-(-longest // 64) * 64), "--served-model-name", arguments.target]
+    options += ["--max-model-len", str(max_model_len(prompts, arguments)), "--served-model-name", arguments.target]
     log = arguments.work / f"{family}.served.log"
     with vllm_server(arguments.vllm_python, place, speculative, log, ENGINE_ENVIRONMENT, *options) as url:
         report = evaluate_server(

@@ -1,4 +1,4 @@
-"""`headstart plan RECIPE`: turns a recipe into the numbers that train/plan.py counts with."""
+"""`headstart plan RECIPE`: reads from a recipe what train/plan.py needs for its estimate, and shows the plan."""
 
 from __future__ import annotations
 
@@ -41,41 +41,35 @@ from headstart.train.stream import idle_note
 
 @dataclass
 class Launch:
-    """The launch to plan for, which no recipe describes.
+    """The launch to plan for. A recipe does not describe it; the options of `headstart plan` do.
 
     Attributes:
-        gpus: of one machine.
-        nodes: machines.
-        gpu_memory_gib: of one card; None asks the cards of this machine.
+        gpus: GPUs of one machine.
+        nodes: number of machines.
+        gpu_memory: GiB of one card; None asks the cards of this machine.
         tokens_per_s: of the whole launch, as `python -m headstart.bench.scaling` measures it; None estimates it.
         tflops: of one card in large bfloat16 matrix products; None measures this machine's, or assumes an H100's.
-        samples: of the training data; None reads the data.
-        mean_tokens: of one of these samples; None takes data.max_length.
+        samples: number of training samples; None reads the data.
+        mean_tokens: mean length of these samples; None takes data.max_length.
     """
 
     gpus: int
     nodes: int = 1
-    gpu_memory_gib: float | None = None
+    gpu_memory: float | None = None
     tokens_per_s: float | None = None
     tflops: float | None = None
     samples: int | None = None
     mean_tokens: float | None = None
 
     def check(self, longest: int) -> None:
-        """Raise ConfigError naming the first option that is not possible; `longest`: data.max_length."""
-        whole = {"gpus": self.gpus, "nodes": self.nodes, "samples": self.samples}
-        positive: dict[str, float | None] = {
-            "gpu-memory": self.gpu_memory_gib,
-            "tokens-per-s": self.tokens_per_s,
-            "tflops": self.tflops,
-            "mean-tokens": self.mean_tokens,
-        }
-        for name, count in whole.items():
-            if count is not None and count < 1:
+        """Raise ConfigError naming the first option whose value cannot be; `longest`: data.max_length."""
+        for name in ("gpus", "nodes", "samples"):
+            if (count := getattr(self, name)) is not None and count < 1:
                 raise ConfigError(f"--{name}: found {count}, expected a whole number of 1 or more")
-        for name, value in positive.items():
+        for name in ("gpu_memory", "tokens_per_s", "tflops", "mean_tokens"):
+            value = getattr(self, name)
             if value is not None and not (value > 1e-6 and math.isfinite(value)):
-                raise ConfigError(f"--{name}: found {value}, expected a number above 0")
+                raise ConfigError(f"--{name.replace('_', '-')}: found {value}, expected a number above 0")
         if self.mean_tokens is not None and self.samples is None:
             raise ConfigError(f"--mean-tokens: found {self.mean_tokens:g} without --samples, expected both or neither")
         if self.mean_tokens is not None and not 1 <= self.mean_tokens <= longest:
@@ -87,8 +81,8 @@ class DataShape:
     """Training data as a plan counts it.
 
     Attributes:
-        packs, tokens: of one epoch.
-        supervised: share of the tokens that are anchors.
+        packs, tokens: numbers of one epoch.
+        supervised: share of the tokens that are supervised.
         notes: what was assumed.
     """
 
@@ -114,8 +108,8 @@ class DataShape:
 def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
     """Plan without loading the target's weights.
 
-    Raises: ConfigError when training would not start such a launch; what train.plan.require_fit raises, after showing
-    the plan.
+    Raises: ConfigError when training would refuse such a launch; what train.plan.require_fit raises where it cannot
+    fit, after the plan was shown.
     """
     launch.check(recipe.data.max_length)
     node_ranks = 1 if recipe.target.parallel == "device_map" else launch.gpus
@@ -130,19 +124,19 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
     layout = _layout(recipe, launch, node_ranks, data.supervised)
     if recipe.train.parallel == "auto" and layout.ranks > 1:
-        notes.append("train.parallel=auto: planned as replicated; add train.parallel=fsdp2 for that launch")
+        notes.append("train.parallel=auto counts as replicated; to plan for FSDP2, add train.parallel=fsdp2")
     if note := idle_note(recipe.train.accumulation, layout.ranks):
         notes.append(note)
-    device = local_device_bytes() if launch.gpu_memory_gib is None else int(launch.gpu_memory_gib * GIB)
+    device = local_device_bytes() if launch.gpu_memory is None else int(launch.gpu_memory * GIB)
     if device is None:
-        notes.append("no GPU here: whether it fits is not checked; give --gpu-memory GIB")
+        notes.append("there is no GPU here, so whether it fits is not checked: give --gpu-memory GIB")
     rate = launch.tokens_per_s
     if rate is None:
         flops, source = card_flops(launch)
         rate = expected_rate(target, head, layout, flops)
         notes.append(
-            f"hours: estimated, {rate:,.0f} tokens/s at {UTILISATION:.0%} of {flops / 1e12:.0f} TFLOP/s a card "
-            f"({source}); measure with `python -m headstart.bench.scaling`, then give --tokens-per-s"
+            f"hours: estimated from {rate:,.0f} tokens/s, which is {UTILISATION:.0%} of {flops / 1e12:.0f} TFLOP/s per "
+            f"card ({source}); `python -m headstart.bench.scaling` measures the rate, --tokens-per-s states it"
         )
     plan = make_plan(target, head, recipe.train, layout, data.packs, data.tokens, rate, device, notes)
     try:
@@ -156,7 +150,7 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
 
 
 def _layout(recipe: Recipe, launch: Launch, node_ranks: int, supervised: float) -> Layout:
-    """The launch as train/plan.py counts it; `train.parallel=auto` counts as replicated."""
+    """The layout that train/plan.py estimates; `train.parallel=auto` counts as replicated."""
     half = recipe.target.dtype in ("auto", "bfloat16", "float16")
     return Layout(
         ranks=node_ranks * launch.nodes,
@@ -180,11 +174,11 @@ def card_flops(launch: Launch) -> tuple[float, str]:
         return launch.tflops * 1e12, "as stated"
     if torch.cuda.is_available():
         return matmul_flops(torch.device("cuda"), torch.bfloat16), "measured"
-    return CARD_FLOPS, "an H100; --tflops states another"
+    return CARD_FLOPS, "an H100's; --tflops states another card's"
 
 
 def data_of(recipe: Recipe, launch: Launch, console: Console, target: Any) -> DataShape:
-    """The training data: stated, or read."""
+    """The training data: as the options state it, or read from the recipe's sources."""
     pack_tokens = recipe.data.pack_tokens
     if launch.samples is not None:
         mean = launch.mean_tokens or recipe.data.max_length
@@ -196,16 +190,16 @@ def data_of(recipe: Recipe, launch: Launch, console: Console, target: Any) -> Da
             prompts = len(read_prompts(recipe.data.distill.prompts))
         except HeadstartError as error:
             raise DataError(
-                f"plan: the prompts cannot be read here ({error}): state the data with --samples N --mean-tokens T"
+                f"plan: the prompts cannot be read here ({error}). To plan without them, state the data with "
+                "--samples N --mean-tokens T"
             ) from error
         most = recipe.data.max_length
         note = (
-            f"data: {prompts} prompts not answered yet, planned as samples of {most} tokens (the most), all supervised"
+            f"data: {prompts} prompts are not answered yet; each counts as a sample of data.max_length={most} tokens, "
+            "all supervised"
         )
         planned = DataShape.equal(prompts, most, pack_tokens, note)
-        if not recipe.data.sources:
-            return planned
-        return planned.beside(_read(without_prompts(run)))
+        return planned.beside(_read(without_prompts(run))) if recipe.data.sources else planned
     return _read(run)
 
 
@@ -218,15 +212,16 @@ def _read(run: Run) -> DataShape:
 
 
 def render(plan: Plan) -> Group:
-    """The plan for a person."""
-    table = Table(show_header=True, title=f"{plan.layout.ranks} ranks, memory of one")
+    """The plan as a table and lines of text."""
+    ranks = plan.layout.ranks
+    table = Table(title="memory of the rank" if ranks == 1 else f"memory of each of {ranks} ranks")
     table.add_column("component")
     table.add_column("GiB", justify="right")
     for name, size in plan.memory.items():
-        table.add_row(name, f"{size / GIB:.2f}")
+        table.add_row({"context": "driver and libraries"}.get(name, name), f"{size / GIB:.2f}")
     card = "" if plan.device_bytes is None else f" of {plan.device_bytes / GIB:.1f}"
     table.add_row("peak (target and head activations do not overlap)", f"{plan.peak / GIB:.2f}{card}", style="bold")
-    steps = "until the clock ends it" if plan.steps is None else f"{plan.steps} steps"
+    steps = "steps until train.max_seconds are over," if plan.steps is None else f"{plan.steps} steps"
     hours = "hours unknown" if plan.hours is None else ("under 0.1 h" if plan.hours < 0.1 else f"{plan.hours:.2g} h")
     disk = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.disk.items())
     lines = [

@@ -1,4 +1,4 @@
-"""A vLLM server on this machine for the time of a measurement: what the parity gate measures through its metrics."""
+"""vLLM on this machine, for the parity gate: its processes' environment, and a server for the time of a measurement."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ from headstart.heads.errors import ServerError
 START = 600.0
 
 
+def engine_environment(added: dict[str, str]) -> dict[str, str]:
+    """The environment of a process of vLLM's interpreter. PYTHONPATH would show Headstart's packages to it."""
+    return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **added}
+
+
+def end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -29,25 +38,23 @@ def free_port() -> int:
 def vllm_server(
     python: str, target: Path, speculative: dict[str, Any], log: Path, environment: dict[str, str], *arguments: str
 ) -> Iterator[str]:
-    """Start a server and yield its address; it is stopped at the end.
+    """Start a server and yield its address. It is stopped at the end.
 
     Args:
         python: interpreter of an environment with vLLM.
         target: directory of the model.
         speculative: `--speculative-config`.
         log: file for what the server says.
-        environment: variables beside this process's own.
+        environment: variables that it gets besides this process's own.
         arguments: further arguments of `vllm serve`.
     Raises: ServerError with the end of the log when it stops or does not answer in time.
     """
     port = free_port()
     command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(target.resolve())]
     command += ["--host", "127.0.0.1", "--port", str(port), "--speculative-config", json.dumps(speculative), *arguments]
-    # PYTHONPATH would show Headstart's packages to the engine's interpreter
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     url = f"http://127.0.0.1:{port}"
     with open(log, "w") as out:
-        process = subprocess.Popen(command, env={**kept, **environment}, stdout=out, stderr=out)
+        process = subprocess.Popen(command, env=engine_environment(environment), stdout=out, stderr=out)
         try:
             _wait(process, url, log)
             yield url
@@ -69,7 +76,6 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         except ServerError:
             status = process.poll()
             if status is not None or time.monotonic() > give_up:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
                 said = f"ended with status {status}" if status is not None else f"does not answer after {START:g} s"
-                raise ServerError(f"vLLM {said}; see {log}:\n{tail}") from None
+                raise ServerError(f"vLLM {said}; see {log}:\n{end_of(log)}") from None
             time.sleep(0.5)

@@ -25,7 +25,7 @@ from headstart.pipeline.features import store_features
 from headstart.pipeline.run import Run
 from headstart.pipeline.train import is_trained, require_layout, train_head, train_once
 from headstart.recipes.load import load_recipe
-from headstart.signals import terminable
+from headstart.sigterm import terminable
 from headstart.train.launching.rendezvous import StartupSignals
 from headstart.train.launching.setup import make_accelerator
 from headstart.train.launching.watch import Watch

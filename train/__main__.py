@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from headstart.process_exit import ProcessExit
-from headstart.startup import StartupStop
+from headstart.sigterm import StartupStop
 
 if __name__ == "__main__":
     launcher, startup, process_exit = os.getppid(), StartupStop(), ProcessExit()

@@ -1,6 +1,7 @@
-"""What every command shares: arguments, and errors turned into messages and exit codes.
+"""What the commands share: their arguments, and how an error becomes a message and an exit code.
 
-Importing a command imports neither torch nor transformers: help, the version and wrong usage are answered at once.
+Commands import torch and transformers inside their functions, so that help, the version and wrong usage are answered at
+once.
 """
 
 from __future__ import annotations
@@ -8,34 +9,67 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headstart.console import Console
-from headstart.startup import StartupStop
+from headstart.sigterm import StartupStop, terminable
+
+if TYPE_CHECKING:
+    from headstart.pipeline.run import Run
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, e.g. train.lr=1e-4")
 ]
+#: of verbs that also work without a recipe; `split_recipe` takes it apart
+OptionalRecipe = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (not needed with --target), then overrides."),
+]
+HeadOption = Annotated[
+    str | None,
+    typer.Option("--head", help="Directory of a head, ours or an engine's; or user/name[@revision] on the Hub."),
+]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="Registered name, directory or Hub id of the target.")
+]
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option("--data", help="JSONL file of prompts, or a Hub dataset user/name; may be repeated."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON value on stdout.")]
 
 
+def open_run(
+    recipe: str,
+    overrides: list[str] | None,
+    console: Console,
+    ahead: Sequence[str] = (),
+    values: dict[str, Any] | None = None,
+) -> Run:
+    """The run of a recipe. `ahead`: the steps that the command is for; `values`: settings that its options give."""
+    from headstart.pipeline.run import Run
+    from headstart.recipes.load import load_recipe
+
+    return Run(load_recipe(recipe, overrides or [], values), console, ahead=ahead)
+
+
 def split_recipe(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """(RECIPE or None, overrides) of a command line on which the recipe may be left out."""
+    """(RECIPE or None, overrides) of a command line whose first word may be a recipe."""
     words = list(arguments or [])
     return (words.pop(0) if words and "=" not in words[0] else None), words
 
 
 def folder_name(head: str) -> str:
-    """A head's part of a folder's name. `head`: a directory, or user/name[@revision]."""
+    """What a folder for results of this head is called. `head`: a directory, or user/name[@revision]."""
     place = Path(head)
     return (place.resolve().name if place.is_dir() else head.rstrip("/").split("/")[-1]) or "head"
 
 
 def keep_earlier(place: Path, step: str, names: Sequence[str], console: Console) -> None:
-    """Move away what an earlier command wrote where this one is about to write; says where it is now."""
+    """Move away the files `names` that an earlier command wrote to `place`, and say where they are now."""
     from headstart.heads.files import set_aside
 
     kept = set_aside(place, step, [place / name for name in names])
@@ -45,13 +79,12 @@ def keep_earlier(place: Path, step: str, names: Sequence[str], console: Console)
 
 @contextmanager
 def command_body(as_json: bool, alone: str | None = None) -> Iterator[Console]:
-    """The body of a command runs inside: it gets a Console, and an error becomes one message and the right exit code.
+    """What every command runs inside. An error becomes one message and an exit code.
 
-    Args: alone: the command's name, given where several ranks of a launch must not run the command at once.
+    Args: alone: the command's name, where it refuses to run as one of several ranks of a launch.
     """
     startup = StartupStop()
     from headstart.heads.errors import HeadstartError, Terminated, explain_memory
-    from headstart.signals import terminable
 
     console = Console(as_json)
     try:
@@ -77,14 +110,14 @@ def command_body(as_json: bool, alone: str | None = None) -> Iterator[Console]:
 
 
 def _explained(error: OSError) -> Exception:
-    """An error of the operating system that no one has explained yet: a full disk, or a path that cannot be used."""
+    """An error of the operating system as an error with a remedy: a full disk, or a path that cannot be used."""
     import errno
 
     from headstart.heads.errors import HeadstartError, StorageError
     from headstart.heads.files import explain_disk, short_path
 
     if error.filename is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
-        # this place does not know whether the file was read or written
+        # whether the file was read or written is not known here
         cause = error.strerror or error
         return StorageError(f"{short_path(error.filename)}: {cause}: check the path, and who may read and write there")
     try:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from headstart.commands.common import Json, Overrides, RecipeArgument, command_body
+from headstart.commands.common import Json, Overrides, RecipeArgument, command_body, open_run
 
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
-    """Let the target answer the recipe's prompts (data.distill.prompts). A stopped run continues."""
+    """Answer the recipe's prompts with the target.
+
+    The prompts are those of data.distill.prompts. A stopped run continues.
+    """
     with command_body(json, "distill") as console:
         from headstart.heads.errors import ConfigError
         from headstart.pipeline.distill import distill
-        from headstart.pipeline.run import Run
-        from headstart.recipes.load import load_recipe
 
-        # a head is trained on the answers: ask first what training would refuse
-        run = Run(load_recipe(recipe, overrides or []), console, ahead=("train",))
+        # a head will be trained on the answers, so what training would refuse is refused here
+        run = open_run(recipe, overrides, console, ("train",))
         with run.lock():
             result = distill(run)
             if result is None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from headstart.data.config import DataConfig, SourceConfig
     from headstart.heads.targets.target import Target
 
-#: records of a file that are tried
+#: most records of a file that are read
 LOOKED = 100
-#: (name, status, what was found): status is ok, warn or fail
+#: (name, status, what was found). The status is ok, warn or fail
 Check = tuple[str, str, str]
 
 
@@ -30,7 +30,10 @@ def command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check versions, devices, disk, memory, and with a RECIPE its target, template, data and head."""
+    """Check this machine, and a recipe if one is given.
+
+    Of the machine: versions, devices, disk, memory. Of the recipe: target, chat template, data and head.
+    """
     with command_body(json) as console:
         from rich.table import Table
 
@@ -105,7 +108,7 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
         chat = ChatFormat(loaded.tokenizer, loaded.stop_token_ids, dict(settings.data.template_kwargs))
         encoded = chat.encode([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}])
         supervised = sum(turn >= 0 for turn in encoded[-1].turn_ids)
-        share = f"{supervised} of {len(encoded[-1].turn_ids)} tokens of a probe are the assistant's"
+        share = f"{supervised} of the {len(encoded[-1].turn_ids)} tokens of a test conversation are supervised"
         return "; ".join([share, f"stop ids {loaded.stop_token_ids}", *chat.notes])
 
     def sources() -> str:
@@ -127,9 +130,9 @@ def _recipe(recipe: str, overrides: list[str]) -> list[Check]:
 
 
 def _look(data: DataConfig, target: Target | None) -> str:
-    """What becomes of the first LOOKED records of every file; sources on the Hub are not fetched.
+    """What becomes of the first LOOKED records of every file, in words. Sources on the Hub are not fetched.
 
-    Raises: DataError where one cannot be read, or none of them can be trained on.
+    Raises: DataError where a record cannot be read, or none of them can be trained on.
     """
     from headstart.data.prepare import tokenize
     from headstart.data.sources import load_conversations, read_prompts
@@ -145,7 +148,7 @@ def _look(data: DataConfig, target: Target | None) -> str:
     samples, report = tokenize(load_conversations(files), target.tokenizer, data, target.stop_token_ids)
     if not samples and not data.distill.prompts:
         raise DataError("none of the first records can be trained on\n" + "\n".join(report.lines()))
-    left = f", {report.dropped_count} dropped (headstart inspect tells why)" if report.dropped else ""
+    left = f", {report.dropped_count} of them dropped (headstart inspect says why)" if report.dropped else ""
     return f"{report.conversations} records read{left}"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, command_body, folder_name, keep_earlier, split_recipe
+from headstart.commands import common
 from headstart.console import Console
 
 if TYPE_CHECKING:
@@ -25,47 +25,36 @@ if TYPE_CHECKING:
 
 
 def command(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (not needed with --target), then overrides."),
-    ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option("--head", help="Directory of a head, ours or an engine's; or user/name[@revision] on the Hub."),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option("--target", help="Registered name, directory or Hub id of the target.")
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option("--data", help="JSONL of prompts to measure on, or a Hub dataset user/name; may be repeated."),
-    ] = None,
+    arguments: common.OptionalRecipe = None,
+    head: common.HeadOption = None,
+    target: common.TargetOption = None,
+    data: common.DataOption = None,
     out: Annotated[str | None, typer.Option("--out", help="Directory for the report (without a recipe).")] = None,
     engine: Annotated[
         str | None,
-        typer.Option("--engine", help="Measure a running server from its metrics instead: vllm or sglang."),
+        typer.Option("--engine", help="Measure a running server instead, from its metrics: vllm or sglang."),
     ] = None,
     url: Annotated[
         str | None, typer.Option("--url", help="Address of that server; OPENAI_API_KEY is sent where it is set.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Name of the model that it serves, where there are several.")
+        str | None, typer.Option("--model", help="Name of the model, where the server has several.")
     ] = None,
-    json: Json = False,
+    json: common.Json = False,
 ) -> None:
-    """Measure acceptance and speed: the recipe's trained head, --head on --data, or what a running server drafts.
+    """Measure acceptance length τ and speed-up of a head.
 
-    Without --head, `--target T --data FILE eval.drafter=ngram` measures the drafter that needs no training.
-    `eval.synthetic_acceptance=0.8` measures what a head would gain whose drafts are accepted at this rate; an
-    untrained head drafts. With --engine and --url, the prompts go to a server at temperature 0, and τ comes from the
-    server's counters.
+    With a RECIPE, its trained head is measured; with --head, --target and --data, any head. `--target T --data FILE
+    eval.drafter=ngram` measures the drafter that needs no training. `eval.synthetic_acceptance=0.8` shows what a head
+    would gain if its drafts were accepted at this rate; an untrained head drafts them. With --engine and --url, the
+    prompts go to a running server at temperature 0, and τ comes from the server's counters.
     """
-    with command_body(json, "eval") as console:
+    with common.command_body(json, "eval") as console:
         from headstart.eval.measuring.rendering import render_tables
         from headstart.eval.measuring.report import Report
         from headstart.heads.errors import ConfigError
 
-        recipe, words = split_recipe(arguments)
+        recipe, words = common.split_recipe(arguments)
         if engine is not None or url is not None:
             directory = _of_server(recipe, words, (engine, url, model or target), head, data, out, console)
         elif model is not None:
@@ -87,10 +76,8 @@ def command(
 
 def _of_recipe(recipe: str, overrides: list[str], data: list[str] | None, console: Console) -> Path:
     from headstart.pipeline.evaluate import evaluate
-    from headstart.pipeline.run import Run
-    from headstart.recipes.load import load_recipe
 
-    run = Run(load_recipe(recipe, overrides, {"eval.data": one_or_all(data)}), console, ahead=("eval",))
+    run = common.open_run(recipe, overrides, console, ("eval",), {"eval.data": one_or_all(data)})
     with run.lock():
         evaluate(run)
     return run.dir
@@ -152,7 +139,7 @@ def _of_server(
     settings = load_evaluation(recipe, overrides, {**named, "eval.data": one_or_all(data)})
     info = {"path": head} if head is not None else None
     data_name, place = label_of(settings.eval), place_of(out)
-    # without --out the folder is named after the model, which the server tells
+    # without --out, the folder is named after the model, and only the server knows that name
     with locked(place, "--out") if place is not None else nullcontext():
         with console.progress("eval", "prompts") as advance:
             key = os.environ.get("OPENAI_API_KEY")
@@ -179,28 +166,31 @@ def place_of(out: str | None) -> Path | None:
 
 
 def _write(report: Report, place: Path, config: EvalConfig, console: Console) -> None:
-    """Write the report; an earlier one in the same folder is kept."""
+    """Write the report. An earlier one in the same folder is moved away, not overwritten."""
     from headstart.eval.measuring.rendering import write_report
     from headstart.evaluation import say_own_data
 
-    keep_earlier(place, "eval", ("report.json", "report.md"), console)
+    common.keep_earlier(place, "eval", ("report.json", "report.md"), console)
     write_report(report, place, console.say)
     say_own_data(config.data, console)
 
 
 def one_or_all(data: list[str] | None) -> str | list[str] | None:
-    """The values of a repeatable option: None where it was not given, a single one without the list."""
+    """The values of a repeatable option: None, one value, or a list of several."""
     return data[0] if data and len(data) == 1 else data or None
 
 
 def nearest_tuned(batches: Iterable[str], batch: int) -> str | None:
-    """The tuned batch size nearest to `batch`, of two as near the larger; None where none is within a factor of two."""
+    """The tuned batch size whose ratio to `batch` is smallest, at most 2; None where there is none.
+
+    Of two with the same ratio, the larger.
+    """
     near = [(max(int(size), batch) / min(int(size), batch), -int(size), size) for size in batches]
     return min(near)[2] if near and min(near)[0] <= 2 else None
 
 
 def use_tuned(head: Path, target: Target, config: EvalConfig, console: Console) -> None:
-    """Take the tree that `headstart tune` chose for this head, card and about this batch size, if there is one."""
+    """Take the tree that `headstart tune` chose for this head, this card and about this batch size, if there is one."""
     from headstart.eval.config import TreeConfig
     from headstart.heads.formats.sidecar import notes
     from headstart.heads.provenance import device_name
@@ -224,20 +214,20 @@ def use_tuned(head: Path, target: Target, config: EvalConfig, console: Console) 
 
 
 def locate_head(head: str | None, settings: Evaluation) -> tuple[Path | None, str]:
-    """(Directory of --head, None without one; name of a folder for its results on these prompts.)
+    """(Directory of --head or None, name of a folder for results on these prompts.)
 
-    The target shows the day that the head was trained with, unless the settings name another.
+    The target's chat template will show the day that the head was trained with, unless the settings name another.
     """
     from headstart.saved_heads import find_head, trained_date
 
     prompts = label_of(settings.eval)
     place = find_head(head) if head is not None else None
     settings.target.template_date = settings.target.template_date or trained_date(place)
-    return place, f"{folder_name(head) if head is not None else settings.eval.drafter}-{prompts}"
+    return place, f"{common.folder_name(head) if head is not None else settings.eval.drafter}-{prompts}"
 
 
 def label_of(config: EvalConfig) -> str:
-    """A folder's name for the prompts. They are read once here, so that mistakes show before the target is loaded.
+    """What a folder for results on these prompts is called. Reads them, to show mistakes before a target is loaded.
 
     Raises: ConfigError where none are named, DataError where they cannot be read.
     """

@@ -1,7 +1,7 @@
 """headstart export RECIPE
 
 headstart export --head DIR --target T [--out DIR] ['export.engines=[sglang]' …]    any head, for another engine
-headstart export --check DIR [--target T]                                           a second opinion on any directory
+headstart export --check DIR [--target T]                                           which engines load a directory
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, command_body, folder_name, split_recipe
+from headstart.commands.common import Json, command_body, folder_name, open_run, split_recipe
 from headstart.console import Console
 
 
@@ -27,7 +27,7 @@ def command(
         str | None,
         typer.Option(
             "--head",
-            help="A head that is no run's: a directory, ours or published; or user/name[@revision] on the Hub.",
+            help="Export this head: a directory, ours or published; or user/name[@revision] on the Hub.",
         ),
     ] = None,
     check: Annotated[
@@ -35,7 +35,7 @@ def command(
         typer.Option(
             "--check",
             metavar="DIR",
-            help="Write nothing: say which engines load this directory (exit code 1: none, or one loads it wrongly).",
+            help="Only say which engines load this directory (exit code 1: none does, or one loads it wrongly).",
         ),
     ] = None,
     target: Annotated[
@@ -57,7 +57,10 @@ def command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a head for serving engines and check what was written: the recipe's trained one, or --head."""
+    """Write a head for serving engines and check the result.
+
+    With a RECIPE, its trained head is exported; with --head and --target, any head.
+    """
     with command_body(json, None if check else "export") as console:
         from headstart.heads.errors import ConfigError
 
@@ -86,10 +89,8 @@ def command(
 
 def _of_recipe(recipe: str, overrides: list[str], console: Console) -> dict[str, Any]:
     from headstart.pipeline.export import export
-    from headstart.pipeline.run import Run
-    from headstart.recipes.load import load_recipe
 
-    run = Run(load_recipe(recipe, overrides), console, ahead=("export",))
+    run = open_run(recipe, overrides, console, ("export",))
     with run.lock():
         return export(run)
 
@@ -98,26 +99,31 @@ def _of_head(
     recipe: str | None, overrides: list[str], head: str, target: str | None, out: str | None, console: Console
 ) -> dict[str, Any]:
     from headstart.directory_lock import locked
-    from headstart.exporting import check_out, export_other
+    from headstart.exporting import check_out, write_exports
     from headstart.heads.errors import ConfigError
     from headstart.heads.formats import check_export, push_export
     from headstart.heads.formats.sidecar import notes
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_exporting
-    from headstart.saved_heads import find_head
+    from headstart.saved_heads import find_head, trained_otherwise
     from headstart.targets import loaded_target
 
     if recipe is None and target is None:
         raise ConfigError("export --head: give the head's target as well: --target T")
     settings = load_exporting(recipe, overrides, {"target.name": target})
     given = find_head(head)
-    check_export(settings.export, notes(given).get("type"))
+    side = notes(given)
+    check_export(settings.export, side.get("type"))
     place = Path(out) if out else Path("runs") / "export" / folder_name(head)
     check_out(given, place)
     with locked(place, "--out"):
         names = names_of(settings.environment)
         loaded = loaded_target(settings.target, console)
-        result = export_other(head, given, loaded, settings.export, place, console, names)
+        if warning := trained_otherwise(given, loaded):
+            console.say(warning)
+        result = write_exports(
+            given, loaded, settings.export, place, console, side.get("recipe"), names, exported_from=head
+        )
         if settings.export.push_to_hub is not None:
             result["url"] = push_export(place, settings.export, environment=names)
     return result

@@ -17,7 +17,10 @@ def command(
     tokens: Annotated[bool, typer.Option("--tokens", help="Show one token a line with its assistant turn.")] = False,
     json: Json = False,
 ) -> None:
-    """Show samples with the supervised tokens marked, counts, drops and truncations. Needs no model weights."""
+    """Show training samples with their supervised tokens marked.
+
+    Also counts samples and tokens, and says what was dropped or truncated. Needs no model weights.
+    """
     with command_body(json) as console:
         from rich.text import Text
 
@@ -35,11 +38,13 @@ def command(
             if not settings.data.sources:
                 same = shlex.join(["headstart", "distill", recipe, *(overrides or [])])
                 raise DataError(f"{run.distilled_path}: the prompts are not answered yet: run `{same}` first")
-            console.say(f"not distilled yet, showing data.sources alone ({run.distilled_path} is missing)")
+            console.say(
+                f"the prompts are not answered yet ({run.distilled_path} is missing): this shows data.sources alone"
+            )
             run = without_prompts(run)
         data = prepare(run)
         trained = trained_samples(run)
-        # turns and answers as they are, also where every token of a sample trains
+        # under data.supervise=all every token trains; turns and answers are counted as they are
         counts = {**summarise(data.train), "supervised_tokens": sum(sample.supervised for sample in trained)}
         chosen = trained[:samples]
         tokenizer = run.target.tokenizer
@@ -64,7 +69,7 @@ def command(
                     )
                 continue
             for piece, mark in render_sample(sample, tokenizer):
-                # brackets say it without colours too
+                # brackets mark supervised tokens where there are no colours
                 text.append(f"⟦{piece}⟧" if mark else piece, style="bold green" if mark else "dim")
             text.append("\n")
         text.append("⟦…⟧ = supervised\n" if chosen and not tokens else "")

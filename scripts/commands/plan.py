@@ -9,6 +9,9 @@ import typer
 from headstart.commands.common import Json, Overrides, RecipeArgument, command_body
 from headstart.console import Console
 
+#: the options that describe a launch: fields of plan.Launch
+LAUNCH = ("gpus", "nodes", "gpu_memory", "tokens_per_s", "tflops", "samples", "mean_tokens")
+
 
 def command(
     recipe: RecipeArgument,
@@ -26,21 +29,23 @@ def command(
     mean_tokens: Annotated[float | None, typer.Option(help="Mean tokens of a sample, with --samples.")] = None,
     json: Json = False,
 ) -> None:
-    """Say what training takes: memory, steps, hours, disk. Refuse what cannot work or fit. Loads no weights."""
+    """Say what training takes: memory, steps, hours, disk.
+
+    Refuses what cannot work or fit. Loads no weights.
+    """
+    stated = dict(zip(LAUNCH, (gpus, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens), strict=True))
     with command_body(json) as console:
-        stated = (gpus, nodes, gpu_memory, tokens_per_s, tflops, samples, mean_tokens)
-        show_plan(recipe, overrides or [], stated, console)
+        show_plan(recipe, overrides, stated, console)
 
 
-def show_plan(recipe: str, overrides: list[str], stated: tuple[Any, ...], console: Console) -> None:
-    """Plan the recipe and print it; `stated`: the options of `command`, in their order."""
+def show_plan(recipe: str, overrides: list[str] | None, stated: dict[str, Any], console: Console) -> None:
+    """Plan the recipe and print the plan. `stated`: fields of `Launch`, None where the option was not given."""
     import torch
 
     from headstart.plan import Launch, plan_recipe, render
     from headstart.recipes.load import load_recipe
 
-    gpus, *others = stated
-    planned = plan_recipe(
-        load_recipe(recipe, overrides), Launch(gpus or torch.cuda.device_count() or 1, *others), console
-    )
-    console.result(planned.to_json(), render(planned))
+    given = {name: value for name, value in stated.items() if value is not None}
+    launch = Launch(**{**given, "gpus": given.get("gpus") or torch.cuda.device_count() or 1})
+    plan = plan_recipe(load_recipe(recipe, overrides or []), launch, console)
+    console.result(plan.to_json(), render(plan))

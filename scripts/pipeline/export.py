@@ -5,25 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
 from headstart import identity
-from headstart.exporting import prove_parity, report_exports
+from headstart.exporting import write_exports
 from headstart.heads.errors import FormatError
 from headstart.heads.files import read_json
-from headstart.heads.formats import check_export, export_head, push_export
+from headstart.heads.formats import check_export, push_export
 from headstart.heads.formats.sidecar import notes
-from headstart.heads.provenance import provenance
-from headstart.heads.published import published
 from headstart.pipeline.data import prepare
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.run import Run
 from headstart.recipes.environment import names_of
-from headstart.saved_heads import bound_head, recipe_of_head
+from headstart.saved_heads import recipe_of_head
 
-#: tokens of each of two samples whose features are compared between training and serving before an export
+#: tokens of each of the two samples on which an export compares the features of training and serving
 PARITY_TOKENS = 96
-#: settings of the export node that say where it is uploaded
+#: settings of `export` that say how it is uploaded
 PUBLISHING = ("push_to_hub", "private", "commit_message")
 
 
@@ -36,7 +32,7 @@ def export(run: Run) -> dict[str, Any]:
     inputs = {"head": identity.of_saved_head(run.head_dir), "export": settings}
     if tuned := notes(run.head_dir).get("tuned"):
         inputs["tuned"] = tuned
-    # what a refused export has written can be made again in a minute: the export before it is worth more
+    # an export takes a minute to make again, so one that was refused is worth less than the one before it
     result = run.markers.do(
         "export", inputs, [run.dir / "export"], lambda begin: _export(run, begin), worth=lambda: False
     )
@@ -62,17 +58,9 @@ def publish(run: Run) -> dict[str, Any]:
 
 
 def _export(run: Run, begin: Begin) -> dict[str, Any]:
-    recipe, side = run.recipe, read_json(run.head_dir / "headstart.json")
-    check_export(recipe.export, side.get("type"))
-    target = run.target
-    head = bound_head(run.head_dir, target, torch.float32)
-    origin = {**side.get("provenance", {}), **provenance(target.device)}
-    origin |= {"recipe": recipe_of_head(run.inputs.recipe_facts(), run.head_dir), "target": target.fingerprint()}
-    data = prepare(run)
+    check_export(run.recipe.export, notes(run.head_dir).get("type"))
+    target, data, out = run.target, prepare(run), run.dir / "export"
     samples = [sample for sample in [*data.held_out, *data.train] if len(sample) >= 4][:2]
     texts = [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
-    parity = prove_parity(target, head, texts, recipe.export.force, run.console)
-    origin |= {"serving_parity": parity, "tuned": notes(run.head_dir).get("tuned")}
-    begin()
-    names = names_of(recipe.environment)
-    return report_exports(export_head(head, run.dir / "export", recipe.export, published(origin, names)), run.console)
+    recipe, names = recipe_of_head(run.inputs.recipe_facts(), run.head_dir), names_of(run.recipe.environment)
+    return write_exports(run.head_dir, target, run.recipe.export, out, run.console, recipe, names, texts, begin)

@@ -287,7 +287,7 @@ def test_scripts_that_were_written_elsewhere_launch_from_there(place: Path, tmp_
     assert where == str(tmp_path / "my cluster")
     assert "--config_file recipes/accelerate/two-nodes.yaml" in words and words.endswith("-m headstart.train mine.yaml")
     node.write_text("mine")
-    with pytest.raises(StorageError, match="node.sh: is there and holds something else"):
+    with pytest.raises(StorageError, match="node.sh: exists and holds something else"):
         write_scripts(tmp_path / "my cluster")
     assert node.read_text() == "mine"
     with pytest.raises(StorageError, match="choose another place with headstart scripts DIR"):

@@ -23,7 +23,7 @@ def test_a_plan_counts_the_data_and_loads_nothing(
     plan = shown.json
     assert plan["fits"] and plan["steps"] > 0 and plan["layout"]["ranks"] == 2
     assert plan["memory"]["target weights"] > 0 and plan["hours"] > 0
-    assert any("at 60% of 780 TFLOP/s a card (an H100" in note for note in plan["notes"])
+    assert any("which is 60% of 780 TFLOP/s per card (an H100" in note for note in plan["notes"])
     assert not (tmp_path / "run" / "head").exists()
 
 
@@ -33,8 +33,8 @@ def test_a_plan_in_words(headstart: Callable, recipe: Path) -> None:
     assert shown.code == 0, shown.err
     for words in ("target weights", "optimiser moments", "peak", "steps of", "disk:", "1000 samples of 64 tokens"):
         assert words in shown.out
-    assert "fsdp2 for that launch" not in shown.out, "one process is no launch"
-    assert "fsdp2 for that launch" in headstart("plan", recipe, *stated, "--gpus", "2").out
+    assert "to plan for FSDP2" not in shown.out, "one process is no launch"
+    assert "to plan for FSDP2" in headstart("plan", recipe, *stated, "--gpus", "2").out
 
 
 def test_what_cannot_fit_is_shown_and_refused(headstart: Callable, recipe: Path) -> None:

@@ -64,7 +64,7 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class StartupSignals(Protocol):
-    """What takes SIGTERM while a process starts; see headstart.startup."""
+    """What takes SIGTERM while a process starts; see headstart.sigterm."""
 
     @property
     def received(self) -> bool: ...

@@ -18,7 +18,7 @@ from tiny_run import losses, make_place
 from train_fakes import forked, free_port
 
 from headstart import train_on_ranks
-from headstart.startup import StartupStop
+from headstart.sigterm import StartupStop
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train_on_ranks import main
 

@@ -4,7 +4,7 @@ import signal
 import pytest
 
 from headstart.heads.errors import Terminated
-from headstart.signals import terminable
+from headstart.sigterm import terminable
 from headstart.train.launching.signals import StopSignal
 
 

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys, time
-from headstart.startup import StartupStop
+from headstart.sigterm import StartupStop
 from headstart.process_exit import ProcessExit
 
 early, ending = StartupStop(), ProcessExit()
@@ -25,7 +25,7 @@ def saved(*_):
 
 
 def test_a_signal_does_not_wait_for_ever_for_ranks_that_may_be_gone() -> None:
-    more = "import headstart.startup; headstart.startup.HELD_S = 0.5; early.hold(); term(); time.sleep(20); sys.exit(9)"
+    more = "import headstart.sigterm; headstart.sigterm.HELD_S = 0.5; early.hold(); term(); time.sleep(20); sys.exit(9)"
     began = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", PROGRAM + more], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0 and "nothing is lost" in ended.stderr and time.monotonic() - began < 15

@@ -1,0 +1,100 @@
+"""SIGTERM ends a process in order: while it starts (StartupStop), and while a command works (terminable).
+
+Starting takes seconds to minutes, because torch is imported and the ranks meet. This module imports nothing that takes
+time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from headstart.heads.errors import Terminated
+
+#: most seconds that a signal waits for `over`; launchers kill after 30
+HELD_S = 15.0
+
+
+class StartupStop:
+    """Takes SIGTERM from the first line of a process on.
+
+    Until `hold`, the signal ends the process with exit code 0: no work has begun, so nothing is lost. From `hold` to
+    `over` the other ranks count on this one, so the signal waits for `over`. It waits HELD_S at most, because the ranks
+    that this one waits for may be gone. A thread takes the signal: Python runs no handler while a library blocks the
+    main thread, as the meeting of the ranks does.
+    """
+
+    def __init__(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # threads started from here on inherit it
+        self._lock, self._held = threading.Lock(), False
+        self._over, self._received = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._wait, name="startup-stop", daemon=True)
+        self._thread.start()
+
+    def _end(self) -> None:
+        print("stopped by SIGTERM before the work began; nothing is lost", file=sys.stderr, flush=True)
+        os._exit(0)
+
+    def _wait(self) -> None:
+        began = 0.0
+        while not self._over.is_set():
+            if self.received and time.monotonic() - began > HELD_S:
+                self._end()
+            if signal.sigtimedwait({signal.SIGTERM}, 0.05) is None:
+                continue
+            with self._lock:
+                if not self._held:
+                    self._end()
+                if not self.received:
+                    began = time.monotonic()
+                self._received.set()
+
+    def hold(self) -> None:
+        """From here on SIGTERM waits for `over`."""
+        with self._lock:
+            self._held = True
+
+    @property
+    def received(self) -> bool:
+        """Whether SIGTERM came since `hold`."""
+        return self._received.is_set()
+
+    def over(self) -> None:
+        """From here on the process's own handler gets the signal; one that waits is sent on to it."""
+        self.hold()
+        self._over.set()
+        self._thread.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if self.received:
+            self._received.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def terminable(after: signal.Handlers | None = None) -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated. (The training loop sets its own handler, which finishes the step first.)
+
+    Python sets handlers in the main thread only; in another thread this does nothing.
+
+    Args:
+        after: the handler of SIGTERM afterwards; None restores the one before.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if after is None else after)

@@ -1,7 +1,7 @@
 """The command line: `headstart VERB RECIPE [key=value …]`.
 
-Results go to stdout (`--json`: one JSON value), progress and messages to stderr. Exit codes: 0 done, 1 failure
-(a file that is missing or a Hub out of reach too), 2 wrong usage or configuration, 130 stopped by Ctrl-C.
+Results go to stdout (`--json`: one JSON value), progress and messages to stderr. Exit codes: 0 done, 1 failure (also a
+missing file, or a Hub out of reach), 2 wrong usage or configuration, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code. As a process of its own (no `arguments`) it ends with that code."""
+    """Run a command line, by default that of this process; returns the exit code."""
     try:
         app(args=arguments, prog_name="headstart")
     except SystemExit as stop:
@@ -68,5 +68,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     finally:
         if arguments is None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # taking torch down lasts long enough to be signalled in
+            # a signal during Python's shutdown must not change the exit code
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return 0

@@ -1,4 +1,4 @@
-"""What a command says: results on stdout, progress and messages on stderr."""
+"""What a command prints: its result on stdout, progress and messages on stderr."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 
-#: (done, total, a line worth showing or "")
+#: reports progress: (how many are done, of how many, a message or "")
 Advance = Callable[[int, int, str], None]
 #: seconds between two progress lines where stderr is not a terminal
 QUIET_S = 15.0
 
 
 def plain(text: str) -> str:
-    """`text` without control characters. The import stands inside because it brings torch, which help must not load."""
+    """`text` without control characters. The import brings torch, which help must not load, so it stands inside."""
     from headstart.heads.escape import plain as escaped
 
     return escaped(text)
 
 
 class Harmless:
-    """Something to show, whose control characters are made visible: others may have written them (a task's name, a
-    server's answer). Those of the terminal are added later and stay."""
+    """Something to show in which control characters are made visible, because text of others (a task's name, a server's
+    answer) may hold some. The codes that rich adds for the terminal stay."""
 
     def __init__(self, shown: RenderableType):
         self.shown = shown
@@ -40,11 +40,11 @@ class Harmless:
 
 
 class Console:
-    """Speaks for one command.
+    """Prints for one command.
 
     Args:
-        as_json: stdout gets exactly one JSON value, given to `result`; anything else printed there goes to stderr.
-        silent: say nothing (ranks other than the first).
+        as_json: print exactly one JSON value on stdout, the one given to `result`. What else is printed goes to stderr.
+        silent: print nothing (ranks other than the first).
     """
 
     def __init__(self, as_json: bool = False, silent: bool = False):
@@ -53,21 +53,20 @@ class Console:
         self._console = RichConsole(stderr=True, highlight=False, markup=False, quiet=silent)
 
     def say(self, message: str, style: str | None = None) -> None:
-        """One message on stderr."""
         self._console.print(plain(message), style=style, soft_wrap=True)
 
     def result(self, value: Any, shown: RenderableType | Callable[[], RenderableType] | None = None) -> None:
-        """The command's answer: `value` as JSON, or `shown` for a person (a function is called here)."""
+        """Print the command's result: `value` as JSON, or else `shown`, which may be a function that makes it."""
         if self.silent:
             return
         if self.as_json:
             print(_json_line(value, self._out.encoding), file=self._out, flush=True)
         elif shown is not None:
-            # what the terminal cannot show is escaped: an error here would hide that the work is done
+            # characters that the terminal cannot show are escaped: an error here would hide that the work is done
             encoding = self._out.encoding or "utf-8"
             made = self._made(shown) if callable(shown) else shown
-            terminal = self._out.isatty()
-            console = RichConsole(file=self._out, highlight=False, markup=False, width=None if terminal else 140)
+            width = None if self._out.isatty() else 140
+            console = RichConsole(file=self._out, highlight=False, markup=False, width=width)
             with console.capture() as kept:
                 if isinstance(made, str):
                     console.print(plain(made), soft_wrap=True)
@@ -77,7 +76,7 @@ class Console:
             self._out.flush()
 
     def _made(self, shown: Callable[[], RenderableType]) -> RenderableType:
-        """What `shown` makes. Where it fails, that is said instead: the result is saved all the same."""
+        """What `shown` makes, or a message that it failed: the result is saved all the same."""
         try:
             return shown()
         except Exception as error:  # noqa: BLE001 - the work is done and saved
@@ -85,7 +84,7 @@ class Console:
 
     @contextmanager
     def stdout_guard(self) -> Iterator[None]:
-        """Inside, whatever libraries print to stdout lands on stderr, so that `--json` stays parseable."""
+        """Inside, what libraries print to stdout goes to stderr, so that `--json` prints JSON alone."""
         if not self.as_json:
             yield
             return
@@ -94,7 +93,7 @@ class Console:
 
     @contextmanager
     def progress(self, label: str, unit: str = "") -> Iterator[Advance]:
-        """A bar with time left on a terminal; elsewhere a line now and then."""
+        """On a terminal a bar with the time left; elsewhere a line every QUIET_S seconds."""
         if self._console.is_terminal and not self.silent:
             with _bar(self._console, label, unit) as advance:
                 yield advance
@@ -102,7 +101,7 @@ class Console:
         yield self._lines(label, unit)
 
     def _lines(self, label: str, unit: str) -> Advance:
-        """Progress where there is no terminal: messages as they come, a count every QUIET_S seconds and at the end."""
+        """Progress without a terminal: messages as they come, a count every QUIET_S seconds and at the end."""
         last, before = 0.0, -1
 
         def advance(done: int, total: int, message: str = "") -> None:
@@ -119,7 +118,7 @@ class Console:
 
 
 def _json_line(value: Any, encoding: str | None) -> str:
-    """JSON in the stream's encoding; what that cannot hold is escaped as JSON allows."""
+    """`value` as JSON. Where the stream's encoding cannot hold a character, all others than ASCII are escaped."""
     from headstart.heads.escape import in_json
 
     text = in_json(json.dumps(value, ensure_ascii=False, default=str))

@@ -14,12 +14,12 @@ from headstart.heads.files import explain_disk
 
 @contextmanager
 def locked(directory: Path, another: str, wait: bool = False) -> Iterator[None]:
-    """Keep a second command out of a directory that this one writes to; it is made where it is missing.
+    """Keep other commands out of a directory that this one writes to. Makes the directory where it is missing.
 
     Args:
-        another: the options that name another place, for the message.
+        another: the options that name another directory, for messages.
         wait: wait for the other command to end, instead of raising.
-    Raises: StorageError when one is at work there, or the directory cannot be made.
+    Raises: StorageError when another command works there, or the directory cannot be made.
     """
     if "\0" in str(directory):
         raise StorageError(f"{str(directory)!r}: cannot be a path. Choose another place with {another}")

@@ -1,4 +1,4 @@
-"""Evaluating a head from a command: progress, warnings, and notes that say what the numbers mean."""
+"""Evaluating a head in a command: shows progress and warnings, and adds notes that say what the numbers mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headstart.heads.published_names import OWN_DATA, name_of_data, numbered
 from headstart.heads.targets.target import Target
 from headstart.saved_heads import trained_otherwise
 
-#: what a report says of a head with random weights, of which only the shape matters
+#: what a report says of an untrained head, whose weights are random
 UNTRAINED: dict[str, Any] = {"path": None, "untrained": True}
 
 
@@ -30,11 +30,11 @@ def measure(
     shorter_chains: bool = False,
     place: Path | None = None,
 ) -> Report:
-    """`eval.measuring.benchmark.evaluate` with its progress shown and with notes on the head.
+    """`eval.measuring.benchmark.evaluate`, with its progress shown and notes on the head added.
 
     Args:
         shorter_chains: also time every shorter chain against the same baseline; a note names the fastest.
-        place: directory of the head; it is said and noted where the head was trained on another target.
+        place: directory of the head. A head that was trained on another target gets a warning and a note.
     """
     warning = trained_otherwise(place, target)
     if warning is not None:
@@ -44,7 +44,7 @@ def measure(
     report.notes += [warning] if warning is not None else []
     if head_info == UNTRAINED:
         report.notes.append(
-            "an untrained head drafted: its weights are random, its acceptance is what was asked for, the speed is real"
+            "an untrained head drafted: its weights are random, its acceptance was set, its speed is real"
         )
     if shorter_chains and config.tree.kind == "chain" and config.tree.depth > 1 and report.baseline_tokens_per_s:
         report.notes.append(_compare_shorter_chains(report, target, head, config, console))
@@ -54,7 +54,7 @@ def measure(
 def _compare_shorter_chains(
     report: Report, target: Target, head: Head | None, config: EvalConfig, console: Console
 ) -> str:
-    """Time the shorter chains as well; returns a note with every chain's speed-up and the fastest."""
+    """Time every shorter chain; returns a note with the speed-up of each and the fastest."""
     rates, baseline = {config.tree.depth: report.tokens_per_s or 0.0}, report.baseline_tokens_per_s or 0.0
     once = replace(
         config, baseline=False, batch_sizes=[], context_lengths=[], generate_baseline=False, cycle_parts=False
@@ -70,7 +70,7 @@ def _compare_shorter_chains(
 
 
 def say_own_data(data: Any, console: Console) -> None:
-    """Say which file is which before a report is shown: a report numbers own data and does not name its files."""
+    """Say which file is which: a report numbers the user's own files and does not name them."""
     sources = eval_sources(data) if data is not None else []
     names = numbered([name_of_data(str(source.path)) if source.path else source.name for source in sources])
     own = [f"{name} is {source.path}" for name, source in zip(names, sources, strict=True) if OWN_DATA in name]
@@ -79,5 +79,5 @@ def say_own_data(data: Any, console: Console) -> None:
 
 
 def counts_only(advance: Advance) -> Advance:
-    """`advance` without a message: an evaluation names the task of every prompt, and a count is enough."""
+    """`advance` without messages: an evaluation names the task of every prompt, which is too much to show."""
     return lambda done, total, _task: advance(done, total, "")

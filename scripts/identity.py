@@ -1,4 +1,4 @@
-"""Values that stand for a step's inputs: a file, a source, a head, the target. Cheap, and the same in every run."""
+"""Values that identify a step's inputs: a file, a data source, a head, the target. Equal inputs give equal values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of_file(path: Path) -> str:
 
 
 def of_saved_head(directory: Path) -> str:
-    """A saved head, by its sidecar. What `headstart tune` wrote there does not count: it does not change the head."""
+    """A saved head, by its sidecar without what `headstart tune` wrote there: that does not change the head."""
     place = directory / SIDECAR
     kept = read_json(place)
     if "tuned" not in kept:
@@ -33,7 +33,7 @@ def of_saved_head(directory: Path) -> str:
 
 
 def of_source(source: SourceConfig) -> dict[str, Any]:
-    """A data source: its settings, and the digest of its file."""
+    """A data source: its settings and the digest of its file."""
     values = {name: value for name, value in dataclasses.asdict(source).items() if value is not None}
     if source.path is not None:
         values["sha256"] = of_file(source_path(source.path))
@@ -45,7 +45,7 @@ def of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:
 
 
 def of_target(config: TargetConfig) -> dict[str, Any]:
-    """Name, revision and precision; for a directory also names, sizes and times of its files."""
+    """A target: name, revision, precision and template; for a directory also names, sizes and times of its files."""
     values: dict[str, Any] = {"name": config.name, "revision": config.revision, "dtype": config.dtype}
     if config.chat_template is not None:
         values["chat_template"] = of_file(Path(config.chat_template))
@@ -66,5 +66,5 @@ def of_head(directory: Path) -> dict[str, str]:
 
 
 def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    """A copy without these keys."""
+    """A copy of `values` without these keys."""
     return {name: value for name, value in values.items() if name not in names}

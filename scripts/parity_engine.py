@@ -18,7 +18,7 @@ COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accept
 def decode(job_path: str, out_path: str) -> None:
     """Decode the job's prompts in vLLM and write `{version, answers: [{tokens, committed, counters}]}`.
 
-    `committed`: tokens of every target forward after prefill, cut at stop tokens and the length limit.
+    `committed`: number of tokens from every target forward after the prefill, cut at stop tokens and the length limit.
     """
     from vllm import LLM, SamplingParams, __version__
     from vllm.sampling_params import RequestOutputKind

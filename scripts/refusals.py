@@ -1,8 +1,8 @@
 """Asks, before any work starts, whether a later step would refuse the recipe or its target.
 
-Every question calls the check of the step itself, with a head on the meta device: can the target be sharded, the head
-be built, the longest texts be read, the target be decoded, the head be saved and exported? `doctor` and `plan` ask
-them, and so does every command before the first step that is not done. The target's weights are not needed.
+Every question calls the check of the step itself, with a head on the meta device. The questions are: can the target be
+sharded, the head be built, the longest texts be read, the target be decoded, the head be saved and exported? `doctor`
+and `plan` ask them, and so does every command before its first step that is not done. No weights are needed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from headstart.heads.targets.target import Target
 from headstart.recipes.schema import Recipe
 from headstart.saved_heads import find_head, require_same_head
 
-#: returns a line on what the recipe and the target are; raises what the step would raise
+#: raises what the step would raise; otherwise returns the answer in words, for `doctor`
 Question = Callable[[Recipe, Target], str]
 
 
 def refuse_ahead(recipe: Recipe, target: Target) -> None:
-    """Raise what training, evaluating, saving or exporting would raise for this recipe and target.
+    """Ask all questions about this recipe and target, whose weights need not be loaded.
 
-    Args: target: with or without weights (weightless_target).
-    Raises: ConfigError, TargetError or FormatError with the words of the step itself.
+    Raises: ConfigError, TargetError or FormatError, as training, evaluating, saving or exporting would.
     """
     for question in QUESTIONS.values():
         question(recipe, target)
@@ -53,7 +52,7 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
 
 
 def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:
-    """Dimensions of a head that continues from `start_from`: those of its draft layer are the file's."""
+    """The dimensions of a head that continues from `start_from`, read from its file without its weights."""
     start_from = str(recipe.start_from)
     raw = open_checkpoint(find_head(start_from, "start_from"))
     mapped, config = map_head(raw, dims)
@@ -73,9 +72,9 @@ def ask_positions(recipe: Recipe, target: Target) -> str:
 
     limit = target.positions
     whole = target.dims.max_position_embeddings
-    why = "" if limit == whole else f" (of {whole}: beyond the first {limit} its LongRoPE turns by other factors)"
+    why = "" if limit == whole else f" (of {whole}: beyond the first {limit} its LongRoPE uses other factors)"
     lengths = {"data.max_length": (recipe.data.max_length, limit)}
-    if recipe.data.distill.prompts:  # a prompt has one token at least
+    if recipe.data.distill.prompts:  # a prompt has at least one token
         lengths["data.distill.max_new_tokens"] = (recipe.data.distill.max_new_tokens, limit - 1)
     for name, (length, most) in lengths.items():
         if length > most:
@@ -87,7 +86,7 @@ def ask_positions(recipe: Recipe, target: Target) -> str:
 
 
 def ask_decoding(recipe: Recipe, target: Target) -> str:
-    """Whether the decode loop, which evaluations and exports need, can run the target."""
+    """Whether the decode loop can run the target. Evaluations and exports need it."""
     from headstart.eval.decoding.engine import check_decodable
 
     windows = check_decodable(target.model)
@@ -119,7 +118,7 @@ def ask_sharding(recipe: Recipe, target: Target) -> str:
     return f"target.parallel={recipe.target.parallel}"
 
 
-#: in the order of the steps
+#: the name that `doctor` shows → the question, in the order of the steps
 QUESTIONS: dict[str, Question] = {
     "sharding": ask_sharding,
     "head": ask_head,
@@ -131,11 +130,13 @@ QUESTIONS: dict[str, Question] = {
 
 
 def require_decoding(target: Target, spec: FeatureSpec, force: bool) -> None:
-    """Refuse a target whose decode loop gives other features than training reads, before a head is trained on them.
+    """Before training, compare the features that training reads with those of the decode loop, on random tokens.
 
-    The export compares them again on real text (serving_check.require_parity). Here the tokens are random, and rounding
-    may spoil a few rows; a fault shifts all of them, so only the median row is judged.
-    Raises: TargetError, unless the export is forced (`export.force`).
+    The export compares them again on real text (serving_check.require_parity). Here rounding may spoil a few rows, but
+    a fault shifts all of them, so only the median row is judged.
+
+    Args: force: `export.force`, which skips the comparison.
+    Raises: TargetError where they differ.
     """
     from headstart.heads.targets.explained import explained_forward
     from headstart.heads.targets.probe import without_traces

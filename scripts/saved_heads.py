@@ -1,4 +1,4 @@
-"""Heads that are saved in a directory or on the Hub: found, loaded for a target, trained further."""
+"""Saved heads, in a directory or on the Hub: finds them, loads them for a target, prepares them for more training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from headstart.heads.repository import check_head_name
 from headstart.heads.targets.fetch import hub_refusal
 from headstart.heads.targets.target import Target
 
-#: what a head's acceptance depends on in its target: part of the fingerprint → its name
+#: the parts of a target's fingerprint that a head's acceptance depends on → what messages call them
 TRAINED_ON = {"weight_hash": "set of weights", "tokenizer_hash": "tokenizer", "template_hash": "chat template"}
-#: parts of a recipe that say how a head was made; the others say what is done with it
+#: the parts of a recipe that say how a head is made; the others say what is done with it
 MAKING = ("seed", "start_from", "head", "data", "train")
-#: family of the head that drafts where acceptance is synthetic and no head is named
+#: family of the untrained head that drafts where acceptance is synthetic and no recipe describes a head
 SYNTHETIC = "eagle3"
 
 
@@ -33,7 +33,7 @@ def find_head(head: str, said: str = "--head") -> Path:
     """Directory of a head given as a path, or as `user/name[@revision]` on the Hub.
 
     Args:
-        said: the option or field that names it, for messages.
+        said: the option or setting that names it, for messages.
     Raises: FormatError when it is neither or cannot be fetched; ConfigError when it cannot be a name.
     """
     if not head.strip() or "\0" in head:
@@ -53,7 +53,7 @@ def find_head(head: str, said: str = "--head") -> Path:
 
 
 def trained_date(directory: Path | None) -> str | None:
-    """The day that the chat template showed when the head was trained; None where its sidecar does not say it."""
+    """The day that the chat template showed when the head was trained; None where its sidecar does not tell."""
     day = _trained_on(directory).get("template_date")
     return day if isinstance(day, str) and re.fullmatch(r"\d{4}-[01]\d-[0-3]\d", day) else None
 
@@ -65,9 +65,9 @@ def _trained_on(directory: Path | None) -> dict[str, Any]:
 
 
 def trained_otherwise(directory: Path | None, target: Target) -> str | None:
-    """A warning that says in what the target differs from the one that the head was trained on; None: in nothing.
+    """A warning that names how the target differs from the one that the head was trained on; None where it does not.
 
-    Weights are compared only where both had the same precision: rounding changes their hash.
+    Weights are compared only where both have the same precision, because rounding changes their hash.
     """
     then, now = _trained_on(directory), target.fingerprint()
     known = [name for name in TRAINED_ON if then.get(name) is not None and now.get(name) is not None]
@@ -83,7 +83,7 @@ def trained_otherwise(directory: Path | None, target: Target) -> str | None:
 
 
 def recipe_of_head(values: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A recipe's values, in which the parts that make a head are those that the saved head was made with.
+    """A recipe's values, with the parts that say how a head is made taken from the saved head.
 
     The report of a saved head must describe that head, whatever this command's recipe says.
     """
@@ -92,9 +92,9 @@ def recipe_of_head(values: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None) -> Head:
-    """A saved head, ready to draft for the target: on its device, in its dtype (or `dtype`), bound to its frozen ends.
+    """A saved head, ready to draft for the target: on its device, in its dtype (or `dtype`), bound to its ends.
 
-    Raises: FormatError as `load_head`, and where the file brings embeddings that are not the target's.
+    Raises: FormatError as `load_head`, and where the file holds embeddings that are not the target's.
     """
     head = _read_head(directory, target).to(target.device, dtype or target.dtype)
     head.bind(target.ends)
@@ -109,8 +109,7 @@ def _read_head(directory: Path, target: Target) -> Head:
 
 
 def untrained_head(config: HeadConfig | None, target: Target) -> Head:
-    """A head as `config` describes it, with random weights, which are always the same. It drafts where acceptance is
-    synthetic.
+    """A head with random weights, the same at every call. It drafts where acceptance is synthetic.
 
     Args: config: None takes EAGLE-3 with a draft vocabulary of 32,000 tokens, or half the target's if that is less.
     """
@@ -127,7 +126,7 @@ def untrained_head(config: HeadConfig | None, target: Target) -> Head:
 
 
 def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:
-    """The head that training goes on from: the weights of `start_from`, trained as `config` says.
+    """The head that training goes on from: the weights of `start_from` under the recipe's `config`.
 
     Raises: ConfigError naming the fields of `head` by which the recipe describes another head.
     """
@@ -142,7 +141,7 @@ def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:
 
 
 def require_same_head(given: Head, start_from: str, config: HeadConfig, target: HeadDims) -> HeadDims:
-    """The dimensions of a head that continues from `given`: the draft layer's are the file's, the others the target's.
+    """The dimensions of a head that continues from `given`: the draft layer's of the file, the others of the target.
 
     Raises: ConfigError naming the fields of `head` by which the recipe describes another head.
     """

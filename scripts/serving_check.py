@@ -1,9 +1,9 @@
-"""Compares, token by token, the features that serving sees with those that training saw. Where they differ, the head
-drafts worse than it was trained to.
+"""Compares, token by token, the features that serving sees with those that training saw.
 
-Training reads features from one causal pass over whole documents. The decode loop reads them from chunked prefill,
-tree verification and KV compaction. `compare_features` runs both over the same tokens. The decode loop gets the first
-part of a sequence as prompt; it verifies the rest as the accepted path of trees, whose other nodes are rejected.
+Where they differ, the head drafts worse than it was trained to. Training reads features from one causal pass over whole
+documents. The decode loop reads them from chunked prefill, tree verification and KV compaction. `compare_features` runs
+both over the same tokens. The decode loop gets the first part of a sequence as its prompt. It verifies the rest as the
+accepted path of trees, whose other nodes are rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.target import Target
 
-#: largest error of a row, relative to its norm, that rounding explains
+#: largest error of a row, relative to the row's norm, that rounding explains
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
 #: the same for the median row: rounding spoils a few rows, a fault (another layer, another position) shifts them all
 MEDIAN_TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -34,9 +34,9 @@ class FeatureParity:
     Attributes:
         rows: tokens compared.
         worst: largest relative error of a row over all features (hidden and streams).
-        median: median over rows of the larger of its errors.
-        tolerance: of `worst`.
-        median_tolerance: of `median`.
+        median: median over the rows of each row's largest error.
+        tolerance: largest `worst` that passes.
+        median_tolerance: largest `median` that passes.
         where: "sequence s, token t, feature" of the worst row.
     """
 
@@ -56,7 +56,7 @@ class FeatureParity:
 
 
 def compare_features(target: Target, spec: FeatureSpec, sequences: list[list[int]], levels: int = 3) -> FeatureParity:
-    """Capture the features of `sequences` both ways.
+    """Compute the features of `sequences` both ways and compare them.
 
     Args:
         spec: the head's (`head.spec`).
@@ -80,20 +80,20 @@ def compare_features(target: Target, spec: FeatureSpec, sequences: list[list[int
 
 
 def probe_sequences(target: Target, count: int = 2, length: int = 96) -> list[list[int]]:
-    """Token ids to compare features on where no text is at hand: drawn uniformly, the same for every call."""
+    """Token ids to compare features on where there is no text: drawn uniformly, the same at every call."""
     length = min(length, target.positions - 8)
     draws = torch.randint(target.dims.vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
     return draws.tolist()
 
 
 def require_parity(parity: FeatureParity, force: bool = False) -> None:
-    """Raises: TargetError when the features differ and `force` is off."""
+    """Raises: TargetError when the features differ, unless `force`."""
     if not parity.passed and not force:
         raise TargetError(
             f"the decode loop's features differ from those the head was trained on: relative {parity.worst:.3g} at "
             f"{parity.where}, rounding explains {parity.tolerance:g}; {parity.median:.3g} in the median row, rounding "
-            f"explains {parity.median_tolerance:g}. Its acceptance would fall short of training's; "
-            "check the target's attention implementation and dtype, or set export.force=true to export all the same."
+            f"explains {parity.median_tolerance:g}. The head would be accepted less often than in training: check the "
+            "target's attention implementation and dtype, or set export.force=true to export all the same"
         )
 
 
@@ -116,7 +116,7 @@ def _training_features(target: Target, spec: FeatureSpec, tokens: list[int]) -> 
 
 @torch.inference_mode()
 def _serving_features(target: Target, spec: FeatureSpec, tokens: list[int], levels: int) -> dict[str, Tensor]:
-    """Every token but the last few that fill no whole tree."""
+    """The features of the decode loop: of all tokens but the last few, which do not fill a tree."""
     engine = Engine(target.model, 1, len(tokens) + 4 * (levels + 1), prefill_chunk=max(len(tokens) // 3, 1))
     start = max(len(tokens) // 2, 1)
     _, rows = engine.prefill([tokens[:start]], spec)
@@ -140,7 +140,7 @@ def _valid(spec: FeatureSpec, rows: Rows) -> dict[str, Tensor]:
 
 
 def _accepted_path(path: list[int], target: Target) -> Tree:
-    """A tree whose odd nodes are the path and whose even ones are siblings that get rejected."""
+    """A tree whose odd nodes are the accepted path and whose even nodes are siblings that get rejected."""
     levels = len(path)
     wrong = [(token + 1) % target.dims.vocab_size for token in path]
     nodes = [token for pair in zip(wrong, path, strict=True) for token in pair]

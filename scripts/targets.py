@@ -9,7 +9,7 @@ from headstart.heads.targets.target import Target, TargetConfig
 
 
 def loaded_target(config: TargetConfig, console: Console) -> Target:
-    """The target. Loading may take minutes, so it is said first; the target's notes are said afterwards.
+    """Load the target. Says so first, because it may take minutes, and prints the target's notes afterwards.
 
     Raises: TargetError as `load_target` does.
     """

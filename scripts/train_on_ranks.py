@@ -1,4 +1,6 @@
-"""Train on one or many ranks (rank 0 distils and stores features first, where the recipe asks for it).
+"""Train on one or many ranks.
+
+Rank 0 first answers the prompts and stores the features, where the recipe asks for it.
 
 accelerate launch --multi_gpu --num_processes 4 -m headstart.train RECIPE [key=value …]
 torchrun --nproc_per_node 2 -m headstart.train RECIPE target.device=cpu
@@ -36,13 +38,14 @@ from headstart.train.sharing.parallel import resolve_kind
 def main(
     arguments: Sequence[str] | None = None, startup: StartupSignals | None = None, launcher: int | None = None
 ) -> int:
-    """Exit code: 0 done (or stopped by a signal with everything saved), 1 failure, 2 wrong recipe or launch.
+    """Train a recipe; returns the exit code.
 
-    A job stopped by SIGTERM is put back in the queue with the same command: it continues (scripts/launch/slurm.sh).
+    0: done, or stopped by a signal with everything saved, so that the same command continues (scripts/launch/slurm.sh
+    puts it back in the queue). 1: failure. 2: wrong recipe or launch.
 
     Args:
-        startup: what has taken SIGTERM so far, where this process does nothing else; its `over` is called when the
-            ranks watch one another.
+        startup: what takes SIGTERM while this process starts; `over` is called when the ranks watch one another. None
+            where the process does other work too, as in tests.
         launcher: id of the process that started this one.
     """
     description = (__doc__ or "").split("\n")[0]
@@ -55,7 +58,7 @@ def main(
         recipe = load_recipe(options.recipe, options.overrides)
         accelerator = make_accelerator(resolve_device(recipe.target.device), startup)
         rank = f"rank {accelerator.process_index}: " if accelerator.num_processes > 1 else ""
-        # when the outcome is printed, a late signal must not change the exit code: it is the job's
+        # from when the outcome is printed, a late signal must not change the exit code, which becomes the job's
         alone = startup is None and accelerator.num_processes == 1
         with terminable(None if alone else signal.SIG_IGN), watch:
             if startup is not None:
@@ -81,7 +84,7 @@ def main(
 
 
 def train_ranks(run: Run, accelerator: Accelerator, watch: Watch) -> None:
-    """The step `train` on every rank of this launch. All tokenise and train; rank 0 alone does the rest and writes."""
+    """The step `train` on every rank of this launch. All ranks tokenise and train; rank 0 does the rest, and writes."""
 
     def begin() -> bool:
         distill(run)

@@ -1,8 +1,8 @@
-"""The steps of a run, from conversations to an exported head: functions of a `Run`, one module for each.
+"""The steps of a run, from conversations to an exported head. Each step is a function of a `Run` in its own module.
 
     distill → data → (features) → train → evaluate → export
     runs/NAME/{data, features, checkpoints, head, report.json, report.md, export}
 
-Every command calls some of them; `headstart run` (commands/run.py) calls all. `run.py` holds what they share,
-`markers.py` which of them are done, `inputs.py` what each depends on.
+`headstart run` (commands/run.py) calls all steps, other commands call some. `run.py` holds what the steps share,
+`markers.py` says which are done, `inputs.py` says what each depends on.
 """

@@ -1,4 +1,5 @@
-"""The samples of a run: tokenised conversations to train on and to hold out. Not marked: every command makes them."""
+"""The samples of a run: tokenised conversations to train on and to hold out. They are not stored; each command makes
+them."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from headstart.pipeline.run import EVAL_DATA, Run
 
 
 def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
-    """Tokenised samples to train on and to hold out; the first call makes them and says what became of the data.
+    """The samples to train on and to hold out. The first call makes them and says what became of the data.
 
-    Args: ranks: processes that make the first call together and share the tokenising.
+    Args: ranks: processes that make the first call together and share the work.
     """
     if run.prepared is None:
         recipe, say = run.recipe, run.console.say
@@ -25,8 +26,8 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
         if distilled and not run.distilled_path.is_file():
             raise DataError(
                 f"{run.distilled_path}: no such file: the recipe's prompts (data.distill.prompts) were not "
-                "answered in this run. If it was made with other overrides, give them again, or "
-                f"{run.dir / 'recipe.yaml'} as the recipe, which has them; otherwise run `headstart distill` with "
+                "answered in this run. If the run was made with other overrides, give them again, or give "
+                f"{run.dir / 'recipe.yaml'}, which has them, as the recipe. Otherwise run `headstart distill` with "
                 "the same arguments first"
             )
         target = run.target
@@ -36,7 +37,7 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
         for line in data.report.lines():
             say(f"data: {line}")
         if recipe.data.supervise == "all":
-            say("data: data.supervise=all trains on every token of these, prompts too")
+            say("data: data.supervise=all: every token of these trains, prompts too")
         say(f"data: {len(data.train)} samples to train on, {len(data.held_out)} held out")
         for line in data.split.lines():
             say(f"data: {line}")
@@ -46,18 +47,18 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
 
 
 def trained_samples(run: Run) -> list[Sample]:
-    """What the loop trains on: the training samples under `data.supervise`."""
+    """The training samples as the loop gets them: under `data.supervise=all`, every token is supervised."""
     samples = prepare(run).train
     return samples if run.recipe.data.supervise == "answers" else [supervise_everything(sample) for sample in samples]
 
 
 def without_prompts(run: Run) -> Run:
-    """The run without its prompts to answer: the part of its data that is there before distillation."""
+    """The same run without prompts to answer: its data is what there is before distillation."""
     return run.with_recipe(replace(run.recipe, data=replace(run.recipe.data, distill=DistillConfig())))
 
 
 def save_data_report(run: Run) -> None:
-    """Write data/report.json, and to data/held_out.jsonl the held-out prompts, which an evaluation decodes."""
+    """Write data/report.json, and data/held_out.jsonl with the prompts that an evaluation decodes."""
     data = prepare(run)
     held = data.held_out_report
     report = {"train": data.report.as_dict(), "held_out": held.as_dict() if held else None}
@@ -70,14 +71,14 @@ def save_data_report(run: Run) -> None:
 
 
 def first_prompt(sample: Sample) -> list[int]:
-    """Token ids up to the first supervised token: what the target was asked."""
+    """The token ids before the first supervised token: what the target was asked."""
     first = int((sample.turn_ids >= 0).argmax())
     return sample.token_ids[:first].tolist()
 
 
 def held_out_prompts(data: PreparedData) -> list[Sample]:
     """The first held-out sample of every prompt: a prompt with several answers is decoded once."""
-    found: dict[tuple[int, ...], Sample] = {}
+    samples: dict[tuple[int, ...], Sample] = {}
     for sample in data.held_out:
-        found.setdefault(tuple(first_prompt(sample)), sample)
-    return list(found.values())
+        samples.setdefault(tuple(first_prompt(sample)), sample)
+    return list(samples.values())

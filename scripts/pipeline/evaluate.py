@@ -1,4 +1,4 @@
-"""The step `eval`: acceptance and speed of the trained head, in report.json and report.md."""
+"""The step `eval`: measures acceptance and speed of the trained head, and writes report.json and report.md."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ FIRST = (
 
 
 def evaluate(run: Run) -> dict[str, Any]:
-    """Measure the trained head; writes report.json and report.md."""
+    """Measure the trained head and write report.json and report.md.
+
+    Raises: FormatError without a trained head, unless acceptance is synthetic; ConfigError without prompts.
+    """
     config, held_out = run.recipe.eval, run.held_out_path
     trained = run.head_dir.is_dir()
     if not trained and config.synthetic_acceptance is None:
         raise FormatError(
-            f"{run.head_dir}: no trained head there; run `headstart train` first, give --head DIR, or ask what a "
+            f"{run.head_dir}: there is no trained head; run `headstart train` first, or give --head DIR, or see what a "
             "head would gain with eval.synthetic_acceptance=0.8 eval.data=FILE.jsonl"
         )
     if not config.data and not (held_out.is_file() and held_out.stat().st_size):
-        raise ConfigError(f"eval.data: not set, and {held_out} has no conversation. {EVAL_DATA}")
+        raise ConfigError(f"eval.data: not set, and {held_out} holds no prompt. {EVAL_DATA}")
     data = config.data or str(held_out)
     inputs = {
         "head": identity.of_saved_head(run.head_dir) if trained else dataclasses.asdict(run.recipe.head),
@@ -48,7 +51,7 @@ def evaluate(run: Run) -> dict[str, Any]:
         "shorter_chains": run.recipe.shorter_chains,
     }
     report, rendered = run.dir / "report.json", run.dir / "report.md"
-    # report.md is made from report.json: where it is gone it is made again, and nothing is measured again
+    # report.md is made from report.json, so a lost one is made again without measuring
     result = run.markers.do("eval", inputs, [report], lambda begin: _measure(run, data, begin), leftovers=[rendered])
     if not rendered.is_file():
         render_saved(report, run.console.say)
@@ -72,5 +75,5 @@ def _measure(run: Run, data: Any, begin: Begin) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a report that a person asks for first, its tree and its notes."""
+    """The result of the step: those numbers of a report, its tree and its notes."""
     return {name: report[name] for name in FIRST} | {"tree": report["tree"]["label"], "notes": report["notes"]}

@@ -1,4 +1,4 @@
-"""The steps `export` and `publish`: the trained head as serving engines load it, here and on the Hub."""
+"""The steps `export` and `publish`: writes the trained head as serving engines load it, and uploads it to the Hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PUBLISHING = ("push_to_hub", "private", "commit_message")
 def export(run: Run) -> dict[str, Any]:
     """Write the head for serving engines, check what was written, and upload it where the recipe asks for it."""
     if not run.head_dir.is_dir():
-        raise FormatError(f"{run.head_dir}: no trained head there; run `headstart train` first")
+        raise FormatError(f"{run.head_dir}: there is no trained head; run `headstart train` first")
     config = run.recipe.export
     settings = identity.without(dataclasses.asdict(config), *PUBLISHING)
     inputs = {"head": identity.of_saved_head(run.head_dir), "export": settings}

@@ -1,4 +1,4 @@
-"""The step `features`: the target's hidden states of all samples, stored where the recipe asks for it."""
+"""The step `features`: stores the target's hidden states of all samples, where the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from headstart.pipeline.run import Run
 
 
 def store_features(run: Run) -> None:
-    """Store the hidden states of all samples (`data.features=stored`)."""
+    """Store the hidden states of all samples under `data.features=stored`; otherwise do nothing."""
     if run.recipe.data.features != "stored":
         return
     store = run.dir / "features"
     if run.recipe.target.parallel == "fsdp2" and (store / "train" / "manifest.json").is_file():
-        return  # what it holds is checked when it is read
+        return  # training checks what it reads from the store
     run.require_one_process("the features are not stored yet", "set data.features=online")
     inputs = {"data": run.inputs.data, "feature_layers": list(run.head_without_memory().spec.layer_ids)}
     run.markers.do("features", inputs, [store / "train"], lambda begin: _store(run, begin), caches=[store])
@@ -45,11 +45,11 @@ def _store(run: Run, begin: Begin) -> dict[str, Any]:
 def feature_source(
     run: Run, samples: list[Sample], name: str, head: Head, depth: int
 ) -> OnlineFeatures | StoredFeatures | MemoryFeatures:
-    """Where training reads the features of these samples (`data.features`).
+    """Where training gets the features of these samples from (`data.features`).
 
     Args:
         name: "train" or "held_out".
-        depth: of the anchors.
+        depth: largest depth that is supervised: the head's K, or the length of the measured chain.
     """
     kind, target = run.recipe.data.features, run.target
     if kind == "memory":

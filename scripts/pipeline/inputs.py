@@ -1,4 +1,4 @@
-"""What the steps of a run depend on. Markers hold these values: a step is done again when its own have changed."""
+"""What the steps of a run depend on. A marker holds the values of its step, which is done again when they change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headstart.recipes.load import to_dict
 from headstart.recipes.schema import Recipe
 from headstart.saved_heads import find_head
 
-#: settings that change how training is watched, not what it makes
+#: settings of `train` that do not change the head: how ranks share the work, what is logged, what is saved and when
 WATCHING = (
     "parallel",
     "capture",
@@ -26,14 +26,14 @@ WATCHING = (
     "keep",
     "disk_wait",
 )
-#: settings of the data node that change how features are stored, not what they are
+#: settings of `data` that change how features are stored, not what they are
 STORING = ("shard_tokens",)
 #: file of a run that holds the answers to the recipe's prompts
 DISTILLED = "data/distilled.jsonl"
 
 
 class Inputs:
-    """The inputs of the steps that make a head: JSON values, each computed when it is first asked for, then kept."""
+    """The inputs of the steps that make a head, as JSON values. Each is computed when it is first asked for."""
 
     def __init__(self, recipe: Recipe, markers: Markers):
         self._recipe, self._markers = recipe, markers
@@ -63,7 +63,7 @@ class Inputs:
         }
 
     def _distilled(self) -> dict[str, Any]:
-        """What the answers depend on. If the time limit left prompts unanswered, also which answers there are."""
+        """What the answers depend on; if the time limit left prompts unanswered, also the answers themselves."""
         result = self._markers.read("distill").get("result") or {}
         path = self._markers.run_dir / DISTILLED
         partial = bool(result.get("left")) and path.is_file()
@@ -79,7 +79,7 @@ class Inputs:
         return inputs
 
     def recipe_facts(self) -> dict[str, Any]:
-        """The recipe as saved heads and exports carry it: own data also by its digest, because its name is removed."""
+        """The recipe as saved heads and exports hold it. Each file has its digest, because its name will be removed."""
         values = to_dict(self._recipe)
         data, distill = values["data"], values["data"]["distill"]
         lists = [(data, "sources", self.data), (data, "held_out", self.data), (distill, "prompts", self.distill)]
@@ -90,10 +90,10 @@ class Inputs:
 
 
 def answered(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The part of distillation's inputs that its answers depend on: another time limit keeps them and adds more."""
+    """The part of distillation's inputs that existing answers depend on. Another time limit keeps the answers."""
     return {**inputs, "settings": identity.without(inputs["settings"], "max_seconds")}
 
 
 def lasting(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The part of training's inputs that may not change under way: data, head, seed. Others count from then on."""
+    """The part of training's inputs that may not change under way: data, head, seed. A run goes on if others change."""
     return {**inputs, "train": {"seed": inputs["train"]["seed"]}}

@@ -1,13 +1,13 @@
-"""Which steps of a run are finished: a marker for each step, with the inputs that the step was done with.
+"""Which steps of a run are finished. Each step has a marker, which holds the inputs that the step was done with.
 
     runs/NAME/steps/train.json   {"step", "status": "started" | "done", "inputs", "result", "seconds"}
 
 A step that is done for equal inputs is skipped. A step that was started with equal inputs continues. It also continues
-where its inputs changed and what it has made so far is still of use. Otherwise the step starts afresh: what it had made
-moves to `runs/NAME/previous/`, and its caches are deleted.
+where only inputs changed that leave what it has made usable (`lasting`). Otherwise the step starts afresh: what it had
+made moves to `runs/NAME/previous/`, and its caches are deleted.
 
-A step first checks everything, then calls `begin`, then writes. Until `begin` the run directory stays as it was. A step
-that fails after `begin` without having made anything of worth puts back what was there.
+A step first checks everything, then calls `begin`, then writes. Until `begin` the run directory stays as it was. If a
+step fails after `begin` and what it has made is worth nothing, what was there before is put back.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "…"
 
 
-#: what a step calls after it has asked everything that could refuse, before it writes
+#: what a step calls once nothing can refuse any more, before it writes
 Begin = Callable[[], None]
 
 
 def no_begin() -> None:
-    """For work that is no step of a run."""
+    """A `Begin` for work that has no marker."""
 
 
 class Markers:
@@ -75,9 +75,8 @@ class Markers:
         whole = whole and isinstance(marker.get("seconds", 0), int | float)
         if not whole or (marker.get("status") == "done" and not isinstance(marker.get("result"), dict)):
             raise StorageError(
-                f"{path}: found what is not a step's marker ({_short(marker)}), expected status, inputs and, of a step "
-                "that is done, result. Move it away and run "
-                f"the same command: {step} then goes on from what it has made"
+                f"{path}: found {_short(marker)}, expected a step's marker with status and inputs, and a result if the "
+                f"step is done. Move it away and run the same command: {step} then goes on from what it has made"
             )
         return marker
 
@@ -87,7 +86,7 @@ class Markers:
     def is_done(self, step: str, inputs: dict[str, Any], outputs: Sequence[Path]) -> bool:
         """Whether the step finished with these inputs and its outputs are still there."""
         marker = self.read(step)
-        same = not any(changed(marker.get("inputs"), _plain(inputs)))
+        same = not any(changed(marker.get("inputs"), _through_json(inputs)))
         return marker.get("status") == "done" and same and all(path.exists() for path in outputs)
 
     def do(
@@ -108,16 +107,15 @@ class Markers:
         Args:
             inputs: JSON values that the outputs depend on.
             outputs: files or directories that the step makes.
-            work: does the step. It calls its argument once: after all that can refuse, before it writes.
-            leftovers: what else the step makes on the way (checkpoints); set aside with the outputs.
+            work: does the step. It calls its argument once: when nothing can refuse any more, before it writes.
+            leftovers: what else the step makes on the way (checkpoints); moved away with the outputs.
             caches: what the step can make again; deleted where it starts afresh.
             lasting: the part of the inputs that may not change while the step is under way.
-            extends: whether a finished step may also continue, from its outputs, where only other inputs changed.
-            again: why the step must start afresh whatever it has made; "" where it need not.
-            worth: whether a step that failed has made more than what was set aside for it is worth. None: it has where
-                it has made anything.
+            extends: a finished step continues as well, from its outputs, if `lasting` stayed the same.
+            again: why the step must start afresh in any case; "" where it need not.
+            worth: whether what a failed step has made is worth more than what was moved away for it. None: anything is.
         """
-        inputs, marker = _plain(inputs), self.read(step)
+        inputs, marker = _through_json(inputs), self.read(step)
         if not again and self.is_done(step, inputs, outputs):
             self.say(f"{step}: finished before ({marker.get('seconds', 0):.0f} s), skipped")
             return marker["result"]
@@ -140,13 +138,13 @@ class Markers:
             begun = True
 
         try:
-            result = _plain(work(begin))
+            result = _through_json(work(begin))
         except BaseException:
             if aside is not None and not (worth() if worth else any(path.exists() for path in made)):
                 self._put_back(step, aside, made, marker)
             raise
         if not begun:
-            raise RuntimeError(f"{step}: returned without having begun")
+            raise RuntimeError(f"{step}: returned without calling begin")
         seconds = round(time.monotonic() - clock, 1)
         done = {"step": step, "status": "done", "inputs": inputs, "result": result, "seconds": seconds}
         write_json(self._path(step), done)
@@ -161,9 +159,9 @@ class Markers:
         keeps: bool,
         again: str,
     ) -> bool:
-        """Whether what the step has made is of no use any more; says how the step begins.
+        """Whether the step must start without what it has made; says how the step begins.
 
-        Args: keeps: whether what it has made stays of use where its inputs changed.
+        Args: keeps: what it has made stays usable although inputs changed.
         """
         differences = list(changed(marker.get("inputs"), inputs)) if marker else []
         listed = "; ".join([*differences[:3], *(["…"] if len(differences) > 3 else [])])
@@ -192,7 +190,7 @@ class Markers:
         return place
 
     def _put_back(self, step: str, place: Path, made: Sequence[Path], marker: dict[str, Any]) -> None:
-        """Undo `_set_aside` after a failure, so that a mistake costs nothing."""
+        """Undo `_set_aside` after a failure."""
         with explain_disk(self.run_dir):
             for path in made:
                 delete(path)
@@ -200,9 +198,9 @@ class Markers:
                     shutil.move(place / path.name, path)
             write_json(self._path(step), marker)
             shutil.rmtree(place)
-        self.say(f"{step}: it failed before it made anything of worth; what was there is back in its place")
+        self.say(f"{step}: it failed before it made anything of use; what was there before is back in its place")
 
 
-def _plain(value: Any) -> Any:
-    """The value as it reads back from JSON, so that comparisons see equal types."""
+def _through_json(value: Any) -> Any:
+    """The value as it is read back from JSON, so that both sides of a comparison have the same types."""
     return json.loads(json.dumps(value, default=str))

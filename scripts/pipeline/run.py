@@ -1,4 +1,4 @@
-"""One recipe at work in its run directory: what its steps share. The steps are the other modules of this folder."""
+"""A run: one recipe and its directory, and what its steps share. The steps are the other modules of this folder."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from headstart.targets import loaded_target
 
 #: file of a run that holds the day on which it began
 TEMPLATE_DATE = "data/template_date"
-#: directories of a run that files are written to (checkpoints/ looks after itself)
+#: directories of a run in which a killed command may leave temporary files (checkpoints/ cleans up after itself)
 WRITTEN = ("steps", "data", "features/*", "head", "export", "export/*")
-#: what gives an evaluation its prompts, for messages
+#: for messages: the settings that give an evaluation its prompts
 EVAL_DATA = "Set eval.data=FILE.jsonl, data.held_out or data.held_out_fraction"
 
 
 def dated_target(recipe: Recipe) -> TargetConfig:
-    """The recipe's target, with the day that its chat template shows: the recipe's, else the day the run began on.
+    """The recipe's target, with the day that its chat template shows: the recipe's, or else the day the run began.
 
-    A run that is continued or evaluated on another day renders as it did. Before it begins, the day is today.
+    A run that continues on another day so renders the same texts. Before a run begins, the day is today.
     """
     place = Path(recipe.run_dir) / TEMPLATE_DATE
     if recipe.target.template_date is not None or not place.is_file():
@@ -54,10 +54,10 @@ class Run:
     Args:
         target: a loaded target; None loads recipe.target when a step first needs it.
         device: overrides recipe.target.device (each rank of a distributed launch has its own).
-        ahead: the steps that the command is for; `check` asks what they would refuse.
+        ahead: the steps that the command will do; `check` asks what they would refuse.
 
     Attributes:
-        prepared: the samples, once `data.prepare` has made them.
+        prepared: the samples, once pipeline.data.prepare has made them.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class Run:
             self._target = loaded_target(replace(config, device=self._device) if self._device else config, self.console)
             shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
             if shown is not None and not self.console.silent and not place.is_file():
-                write_text(place, f"{shown}\n")  # the day on which this run began, for every command after this one
+                write_text(place, f"{shown}\n")  # later commands of this run show the same day
         return self._target
 
     @cached_property
     def weightless(self) -> Target:
-        """The target without its weights, unless it is loaded already."""
+        """The target; without its weights, unless it is loaded already."""
         return self._target or weightless_target(self.recipe.target)
 
     def head_without_memory(self) -> Head:
-        """The recipe's head on the meta device: what it reads and what it is made of."""
+        """The recipe's head on the meta device: it has shapes and a feature spec, and takes no memory."""
         with torch.device("meta"):
             return build_head(self.recipe.head, self.weightless.dims)
 
@@ -108,18 +108,18 @@ class Run:
         return self.dir / "head"
 
     def with_recipe(self, recipe: Recipe) -> Run:
-        """A run of another recipe, with the target of this one."""
+        """A run of another recipe with the target of this one."""
         return Run(recipe, self.console, self._target, self._device)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep a second command out of the run directory, and remove what a killed command left half written there.
+        """Keep other commands out of the run directory, and remove the temporary files that a killed one left there.
 
-        Raises: StorageError when a command is at work there.
+        Raises: StorageError when another command works there.
         """
         with locked(self.dir, "name=… or run_dir=…"):
             with explain_disk(self.dir):
-                for place in (self.dir, *(found for name in WRITTEN for found in self.dir.glob(name))):
+                for place in (self.dir, *(path for name in WRITTEN for path in self.dir.glob(name))):
                     remove_leftovers(place)
             yield
 
@@ -128,14 +128,14 @@ class Run:
         write_text(self.dir / "recipe.yaml", to_yaml(self.recipe))
 
     def claim(self, begin: Begin) -> None:
-        """Begin a step, and save the recipe: from here on the run directory belongs to it."""
+        """Begin a step, and save the recipe, because from here on the run directory holds what this recipe makes."""
         begin()
         self.save_recipe()
 
     def check(self) -> None:
-        """Ask everything that the steps ahead would refuse, before the first that is not done. Loads no weights.
+        """Refuse what the steps ahead would refuse; called before the first that is not done. Loads no weights.
 
-        Raises: HeadstartError of the kind, and with the words, that the step itself would raise.
+        Raises: HeadstartError as the step itself would raise it.
         """
         recipe, data = self.recipe, self.recipe.data
         if "eval" in self.ahead:
@@ -143,19 +143,19 @@ class Run:
         if "train" not in self.ahead:
             return
         refuse_ahead(recipe, self.weightless)
-        # A bad line must be found now: not after hours of answering, nor after the minutes in which a large target
-        # loads. The step reads the files again; rows of the Hub are read now only where answering takes hours first.
-        hours = bool(data.distill.prompts) and not self.distilled_path.is_file()
-        for _ in load_conversations([s for s in (*data.sources, *data.held_out) if hours or s.path is not None]):
+        # A bad line must be found now, not after a large target has loaded for minutes or has answered for hours. The
+        # step reads the files again. Rows of the Hub take long to read, so they are read here only before answering.
+        unanswered = bool(data.distill.prompts) and not self.distilled_path.is_file()
+        for _ in load_conversations([s for s in (*data.sources, *data.held_out) if unanswered or s.path is not None]):
             pass
 
     def check_eval_data(self) -> None:
-        """Raise DataError or ConfigError where `eval.data` is given and cannot be read."""
+        """Raise DataError or ConfigError where `eval.data` is set and cannot be read."""
         if self.recipe.eval.data is not None:
             eval_prompts(self.recipe.eval)
 
     def require_eval_data(self) -> None:
-        """Raise ConfigError where there will be nothing to evaluate on. Asked before hours of training, not after."""
+        """Raise ConfigError where there will be nothing to evaluate on; called before hours of training."""
         data = self.recipe.data
         if self.recipe.eval.data is None and not data.held_out and data.held_out_fraction == 0:
             raise ConfigError(
@@ -163,6 +163,6 @@ class Run:
             )
 
     def require_one_process(self, what: str, remedy: str) -> None:
-        """Raise ConfigError where the target is sharded over ranks (`what`: the step that one process must do)."""
+        """Raise ConfigError where the target is sharded over ranks. `what`: what only one process can do."""
         if self.recipe.target.parallel == "fsdp2":
             raise ConfigError(f"target.parallel: found fsdp2, but {what}, which one process does: {remedy}")

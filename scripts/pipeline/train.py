@@ -1,4 +1,4 @@
-"""The step `train`: the head is trained and saved in the portable format."""
+"""The step `train`: trains the head and saves it in the portable format."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def require_layout(run: Run, ranks: int, node_ranks: int, kind: str | None = None) -> None:
-    """Raise ConfigError where so many ranks cannot train this recipe; see train.launching.setup.check_layout."""
+    """Raise ConfigError where this number of ranks cannot train the recipe; see train.launching.setup.check_layout."""
     check_layout(kind or run.recipe.train.parallel, run.recipe.train, run.recipe.target, ranks, node_ranks)
 
 
 def is_trained(run: Run) -> bool:
-    """Whether a head is there that was trained like this, and `train.resume` lets it stay."""
+    """Whether the run's head was trained with these inputs, and `train.resume` keeps it."""
     outputs = [run.head_dir, run.held_out_path]
     return run.recipe.train.resume and run.markers.is_done("train", run.inputs.train, outputs)
 
 
 def train_once(run: Run, accelerator: Any = None, watch: Any = None) -> dict[str, Any]:
-    """`train_head` as a marked step: skipped when it is done. What another recipe had made is moved away."""
+    """`train_head` as a step with a marker: skipped when it is done. What another recipe made is moved away."""
     return run.markers.do(
         "train",
         run.inputs.train,
@@ -68,9 +68,9 @@ def train_once(run: Run, accelerator: Any = None, watch: Any = None) -> dict[str
 
 
 def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begin = no_begin) -> dict[str, Any]:
-    """Train on the ranks of `accelerator` (None: this process alone) under their `watch`; rank 0 writes.
+    """Train on the ranks of `accelerator` (None: in this process alone), which `watch` watches; rank 0 writes.
 
-    Args: begin: called when nothing can be refused any more, before the first step.
+    Args: begin: called when nothing can be refused any more, before the first training step.
     """
     recipe, target, data = run.recipe, run.target, prepare(run)
     main = accelerator is None or accelerator.is_main_process
@@ -101,14 +101,14 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
     values = dataclasses.asdict(result)
     if main:
         origin["training"] = values
-        # counts alone: names of conversations are the user's
+        # numbers alone: names of conversations are private
         origin["data"] = {name: n for name, n in data.report.as_dict().items() if isinstance(n, int | float)}
         save_head(head, run.head_dir, origin, max_shard_bytes=shard_bytes(recipe.export.max_shard_size))
     return {**values, "head": str(run.head_dir)}
 
 
 def fresh_head(run: Run) -> Head:
-    """The head as training starts: the one of `start_from`, or a new one whose draft vocabulary the data chooses."""
+    """The head as training starts: that of `start_from`, or a new one. Its draft vocabulary comes from the data."""
     target, config, say = run.target, run.recipe.head, run.console.say
     torch.manual_seed(run.recipe.seed)
     if run.recipe.start_from is not None:
@@ -132,18 +132,18 @@ def fresh_head(run: Run) -> Head:
 
 
 def _say_coverage(run: Run, head: Head, source: Any) -> None:
-    """Say what share of a few rows the draft vocabulary lets train. Ranks that fetch together are told later."""
+    """Say what share of a few rows can train with this draft vocabulary. A sharded target does not compute them alone."""
     if head.draft_ids_U is None or run.target.lockstep:
         return
     inside, rows = measure_coverage(head, source, run.recipe.seed)
     if rows:
         share = f"{inside / rows:.1%} of {rows} supervised rows of some training samples"
-        more = "" if inside / rows >= 0.9 else "; a larger head.draft_vocab_size lets more of them train"
-        run.console.say(f"draft vocabulary: the target's choice is in it on {share}; the others carry no loss{more}")
+        more = "" if inside / rows >= 0.9 else "; a larger head.draft_vocab_size lets more rows train"
+        run.console.say(f"draft vocabulary: it holds the target's choice on {share}; other rows do not train{more}")
 
 
 def measured_chain(run: Run, head: Head) -> int:
-    """Length of the chain whose acceptance training measures: `train.tau_depth`, else the depth of the evaluation."""
+    """Length of the chain whose acceptance training measures: `train.tau_depth`, or else `eval.tree.depth`."""
     depth = run.recipe.train.tau_depth or run.recipe.eval.tree.depth
     return depth if head.longest_chain is None else min(depth, head.longest_chain)
 
@@ -162,5 +162,5 @@ def _validator(run: Run, data: PreparedData, head: Head, accelerator: Any) -> Va
 
     rank, size = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     autocast = autocast_dtype(config.mixed_precision, target.device)
-    measure = probe if prompts and not target.lockstep else None  # one rank alone cannot run a sharded target
+    measure = probe if prompts and not target.lockstep else None  # a sharded target runs only on all ranks together
     return Validator(source, packs, target.teacher, measure, config.tau_every, autocast, rank, size, chain)

@@ -139,8 +139,8 @@ def test_unknown_registered_target(headstart: Callable) -> None:
 
 
 def test_steps_out_of_order(headstart: Callable, recipe: Path) -> None:
-    check(headstart("eval", recipe), 1, "no trained head there; run `headstart train` first")
-    check(headstart("export", recipe), 1, "no trained head there; run `headstart train` first")
+    check(headstart("eval", recipe), 1, "there is no trained head; run `headstart train` first")
+    check(headstart("export", recipe), 1, "there is no trained head; run `headstart train` first")
     check(headstart("distill", recipe, *ONLY_FILES), 2, "data.distill.prompts is empty")
     unanswered = ("data.sources=[]", "data.max_length=77")
     check(headstart("inspect", recipe, *unanswered), 1, f"run `headstart distill {recipe} 'data.sources=[]' data.max")

@@ -236,7 +236,7 @@ def test_a_marker_that_cannot_be_read_is_told_with_the_remedy(tmp_path: Path, ha
         marker.mkdir()
     else:
         harm(marker)
-    with pytest.raises(StorageError, match=r"steps/train.json: found what is not a step's marker .* Move it away"):
+    with pytest.raises(StorageError, match=r"steps/train.json: found .*, expected a step's marker .* Move it away"):
         markers.do("train", {"a": 1}, [work.output], work)
     marker.rename(tmp_path / "away")
     assert markers.do("train", {"a": 1}, [work.output], work) == {"runs": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Group
@@ -16,7 +15,6 @@ from headstart.console import Console
 from headstart.data.packing import POOL, make_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
-from headstart.heads.families import build_head
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.targets.target import DTYPES
 from headstart.pipeline.data import trained_samples, without_prompts
@@ -118,9 +116,8 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
     refuse_ahead(recipe, target)
     target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
     target.embed_VD = target.model.get_input_embeddings().weight
-    with torch.device("meta"):
-        head = build_head(recipe.head, target.dims)
-    data = data_of(recipe, launch, console, target)
+    run = Run(recipe, console, target)
+    head, data = run.head_without_memory(), data_of(run, launch)
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
     layout = _layout(recipe, launch, node_ranks, data.supervised)
     if recipe.train.parallel == "auto" and layout.ranks > 1:
@@ -177,29 +174,27 @@ def card_flops(launch: Launch) -> tuple[float, str]:
     return CARD_FLOPS, "an H100's; --tflops states another card's"
 
 
-def data_of(recipe: Recipe, launch: Launch, console: Console, target: Any) -> DataShape:
+def data_of(run: Run, launch: Launch) -> DataShape:
     """The training data: as the options state it, or read from the recipe's sources."""
-    pack_tokens = recipe.data.pack_tokens
+    data, most = run.recipe.data, run.recipe.data.max_length
     if launch.samples is not None:
-        mean = launch.mean_tokens or recipe.data.max_length
+        mean = launch.mean_tokens or most
         note = f"data: {launch.samples} samples of {mean:g} tokens as stated, all supervised"
-        return DataShape.equal(launch.samples, mean, pack_tokens, note)
-    run = Run(recipe, console, target)
-    if recipe.data.distill.prompts and not run.distilled_path.is_file():
+        return DataShape.equal(launch.samples, mean, data.pack_tokens, note)
+    if data.distill.prompts and not run.distilled_path.is_file():
         try:
-            prompts = len(read_prompts(recipe.data.distill.prompts))
+            prompts = len(read_prompts(data.distill.prompts))
         except HeadstartError as error:
             raise DataError(
                 f"plan: the prompts cannot be read here ({error}). To plan without them, state the data with "
                 "--samples N --mean-tokens T"
             ) from error
-        most = recipe.data.max_length
         note = (
             f"data: {prompts} prompts are not answered yet; each counts as a sample of data.max_length={most} tokens, "
             "all supervised"
         )
-        planned = DataShape.equal(prompts, most, pack_tokens, note)
-        return planned.beside(_read(without_prompts(run))) if recipe.data.sources else planned
+        planned = DataShape.equal(prompts, most, data.pack_tokens, note)
+        return planned.beside(_read(without_prompts(run))) if data.sources else planned
     return _read(run)
 
 
@@ -221,7 +216,7 @@ def render(plan: Plan) -> Group:
         table.add_row({"context": "driver and libraries"}.get(name, name), f"{size / GIB:.2f}")
     card = "" if plan.device_bytes is None else f" of {plan.device_bytes / GIB:.1f}"
     table.add_row("peak (target and head activations do not overlap)", f"{plan.peak / GIB:.2f}{card}", style="bold")
-    steps = "steps until train.max_seconds are over," if plan.steps is None else f"{plan.steps} steps"
+    steps = "as many steps as train.max_seconds allows, each" if plan.steps is None else f"{plan.steps} steps"
     hours = "hours unknown" if plan.hours is None else ("under 0.1 h" if plan.hours < 0.1 else f"{plan.hours:.2g} h")
     disk = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.disk.items())
     lines = [

@@ -132,7 +132,7 @@ def fresh_head(run: Run) -> Head:
 
 
 def _say_coverage(run: Run, head: Head, source: Any) -> None:
-    """Say what share of a few rows can train with this draft vocabulary. A sharded target does not compute them alone."""
+    """Say what share of a few rows can train with this draft vocabulary. Needs a target that is not sharded."""
     if head.draft_ids_U is None or run.target.lockstep:
         return
     inside, rows = measure_coverage(head, source, run.recipe.seed)

@@ -134,7 +134,7 @@ def test_a_mistake_does_not_cost_what_was_there(tmp_path: Path, stop: type[BaseE
             markers.do("export", {"engines": ["tgi"]}, [work.output], refused)
         assert (work.output / "made.txt").read_text() == "1" and list(tmp_path.glob("previous/*")) == []
         assert json.loads((tmp_path / "steps/export.json").read_text()) == json.loads(marker)
-        assert ("what was there is back in its place" in said[-1]) == (refused is unlucky)
+        assert ("what was there before is back in its place" in said[-1]) == (refused is unlucky)
     markers.do("export", {"engines": ["vllm"]}, [work.output], work)
     assert "finished before" in said[-1]
 

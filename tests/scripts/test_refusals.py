@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
     ),
     "positions of LongRoPE": (
         "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024}, [],
-        ConfigError, "found 2048, the target has 1024 positions .of 2048: beyond the first 1024 its LongRoPE turns",
+        ConfigError, "found 2048, the target has 1024 positions .of 2048: beyond the first 1024 its LongRoPE uses",
     ),
     "answers": (
         "Llama", {}, ["data.distill.max_new_tokens=2048"],

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import time
+from contextlib import suppress
 from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
@@ -377,9 +378,10 @@ class Unusual(Handler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for byte in "".join(self.EVENTS).encode():
-            self.wfile.write(b"1\r\n" + bytes([byte]) + b"\r\n")
-        self.wfile.write(b"0\r\n\r\n")
+        with suppress(OSError):  # the client leaves at [DONE], before the last bytes
+            for byte in "".join(self.EVENTS).encode():
+                self.wfile.write(b"1\r\n" + bytes([byte]) + b"\r\n")
+            self.wfile.write(b"0\r\n\r\n")
         self.server.state.count([1, 1])  # type: ignore[attr-defined]
 
 

@@ -157,8 +157,9 @@ class FusedLayer(nn.Module):
         self.out = Linear(*_merged([attention.o_proj]), residual=not four)
         d = attention.head_dim
         heads, kv_heads = attention.q_proj.out_features // d, attention.k_proj.out_features // d
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.rope = RopeStore(heads, kv_heads, d, *(None if norm is None else norm_weights(norm) for norm in norms))
+        q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        normed = q_norm is not None and k_norm is not None
+        self.rope = RopeStore(heads, kv_heads, d, (norm_weights(q_norm), norm_weights(k_norm)) if normed else None)
         self.shape = AttendShape(
             float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None),
             getattr(attention, "sinks", None),

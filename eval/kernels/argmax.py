@@ -1,4 +1,4 @@
-"""The most likely token of each row, the lower id where logits tie: a row is cut into parts, so that it fills a card.
+"""The most likely token of each row, of equal logits the lower id. A row is cut into parts, to fill the card.
 
 Shape legend: R rows, V vocabulary, P parts of a row.
 """
@@ -8,23 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch, launch_options
+from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.heads.kernels.device import wants_kernel
-
-try:
-    import triton
-    import triton.language as tl
-
-    from headstart.eval.kernels.launch import await_previous
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
 
 #: logits of a part
 PART = 4096
 
 
 def argmax_eager(logits_RV: Tensor, ids_V: Tensor | None = None) -> Tensor:
-    """int64 [R]: the first of the largest; NaN counts as largest. Args: ids_V: int64, what columns stand for."""
+    """int64 [R]: the first largest; NaN counts as largest. Args: ids_V: int64, id of each column (None: its index)."""
     best_R = logits_RV.argmax(-1)
     return best_R if ids_V is None else ids_V[best_R]
 
@@ -46,19 +38,9 @@ def argmax_kernel(logits_RV: Tensor, ids_V: Tensor | None = None) -> Tensor:
     if rows:
         options = launch_options(logits_RV.device)
         block = min(PART, triton.next_power_of_2(size))
-        launch(
-            _parts_kernel,
-            (parts, rows),
-            logits_RV,
-            value_RP,
-            place_RP,
-            size,
-            logits_RV.stride(0),
-            PART=PART,
-            BLOCK=block,
-            num_warps=4,
-            **options,
-        )
+        launch(_parts_kernel, (parts, rows),
+            logits_RV, value_RP, place_RP, size, logits_RV.stride(0), PART=PART, BLOCK=block, num_warps=4, **options,
+        )  # fmt: skip
         launch(_join_kernel, (rows,),
             value_RP, place_RP, best_R if ids_V is None else ids_V, best_R, parts, IDS=ids_V is not None,
             BLOCK=triton.next_power_of_2(parts), num_warps=1, **options,

@@ -13,16 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import LINE_BYTES, launch, launch_options
+from headstart.eval.kernels.launch import LINE_BYTES, await_previous, launch, launch_options, prefetch, tl, triton
 from headstart.heads.kernels.device import wants_kernel
-
-try:
-    import triton
-    import triton.language as tl
-
-    from headstart.eval.kernels.launch import await_previous, prefetch
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
 
 #: query rows of a tile (tokens × heads that share a kv head), slots per step of the loop
 BLOCK_ROWS = 64
@@ -40,11 +32,11 @@ class Visibility:
 
     Attributes:
         position_BM: int64, rope position; negative = padding, which sees nothing.
-        write_BM: int64, slot each token's key and value go to.
+        write_BM: int64, slot that each token's key and value are written to.
         base_B: int64, committed slots of each row; used with `tree_BMW` only.
-        tree_BMW: bool, entry (m, n): token m sees slot base + n, beside the committed ones. W ≥ M: what a forward
-            writes, and what earlier forwards of the same tree wrote. None: a token sees every slot up to its own
-            position (chains, prompts).
+        tree_BMW: bool, entry (m, n): token m sees slot base + n, beside all committed slots. The W ≥ M slots are those
+            that this forward writes, and those of earlier forwards of the same tree. None: a token sees every slot up
+            to its own position (chains, prompts).
     Kernels index the tensors by row, so expanded ones are copied here, once per forward.
     """
 
@@ -60,7 +52,7 @@ class Visibility:
                 object.__setattr__(self, name, given.contiguous())
 
     def check_window(self) -> None:
-        """Raises ValueError where positions of slots that a sliding window asks for are unknown."""
+        """Raises ValueError for a tree mask that is not square: a sliding window needs the position of every slot."""
         if self.tree_BMW is not None and self.tree_BMW.shape[2] != self.tree_BMW.shape[1]:
             count, width = self.tree_BMW.shape[1:]
             raise ValueError(f"a sliding window needs a square tree mask, found {count} tokens that see {width} slots")
@@ -140,7 +132,7 @@ def attend_eager(q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibi
 def attend(
     q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, shape: AttendShape, ahead: Ahead | None = None
 ) -> Tensor:
-    """As attend_eager. Args: ahead: weights to fetch meanwhile, where that is possible."""
+    """As attend_eager. Args: ahead: weights to fetch into the cache meanwhile, where the card can."""
     if not wants_kernel(q_Rhd):
         return attend_eager(q_Rhd, keys, values, visibility, shape)
     return attend_kernel(q_Rhd, keys, values, visibility, shape, ahead=ahead)
@@ -155,7 +147,7 @@ def attend_kernel(
     splits: int | None = None,
     ahead: Ahead | None = None,
 ) -> Tensor:
-    """Split-KV attention. Args: splits: parts of the context; None fills the card."""
+    """Split-KV attention. Args: splits: parts that the context is cut into; None: as many as fill the card."""
     batch, count = visibility.position_BM.shape
     rows, heads, d = q_Rhd.shape
     kv_heads = keys.shape[1]
@@ -167,7 +159,7 @@ def attend_kernel(
     block_slots, capacity = BLOCK_SLOTS, keys.shape[2]
     if splits is None:
         splits = max(1, min(MAX_SPLITS, PROGRAMS // (batch * kv_heads * tiles)))
-        # half blocks where the card has room for a program per half block: none then waits for two in a row
+        # half blocks where the card has room for a program per half block: each then runs one block instead of two
         if capacity <= splits * BLOCK_SLOTS // 2:
             block_slots = BLOCK_SLOTS // 2
         splits = min(splits, triton.cdiv(capacity, block_slots))

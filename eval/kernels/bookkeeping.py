@@ -1,8 +1,8 @@
-"""What a decoding cycle decides between its products, one kernel each on CUDA, eager twins elsewhere.
+"""The steps of a decoding cycle beside its matrix products: one kernel each on CUDA, eager twins elsewhere.
 
-The tree is laid out for the target and walked along the target's choices; the accepted path is taken over; rows end or
-go on. As single torch operations these are about a hundred launches a cycle, which take longer than the layers of a
-small target.
+They lay the tree out for the target, walk it along the target's choices, take the accepted path over, and decide which
+rows go on. As single torch operations these are about a hundred launches a cycle, which take longer than the layers of
+a small target.
 Shape legend: B batch, N nodes, M = N + 1 (row 0 is the root), K levels, J = K + 1 tokens of an accepted path, S stops.
 """
 
@@ -13,17 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch, launch_options
+from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.eval.tree import Tree, with_root
 from headstart.heads.kernels.device import wants_kernel
-
-try:
-    import triton
-    import triton.language as tl
-
-    from headstart.eval.kernels.launch import await_previous
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
 
 
 def _rows(tensor_BN: Tensor) -> Tensor:
@@ -37,7 +29,7 @@ class Layout:
 
     Attributes:
         tokens_BM, position_BM, write_BM: int64; the root at slot and position `length`, node n at slot length + 1 + n.
-        mask_BMM: bool, tree.with_root's; None for chains, where every token sees all that stand before it.
+        mask_BMM: bool, as tree.with_root makes it; None for chains, where every token sees all tokens before it.
     """
 
     tokens_BM: Tensor
@@ -54,7 +46,7 @@ def lay_out_eager(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
 
 
 def lay_out(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
-    """Args: roots_B, length_B: int64, each row's root and its context's length."""
+    """Root and nodes as one forward of the target. Args: roots_B, length_B: int64, root and context length of a row."""
     return (lay_out_kernel if wants_kernel(roots_B) else lay_out_eager)(tree, roots_B, length_B)
 
 
@@ -73,47 +65,47 @@ def lay_out_kernel(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
 
 
 def walk_kernel(tree: Tree, choice_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """verify.walk_choices: (path_BK, accepted_B, next_B)."""
-    batch, levels = choice_BM.shape[0], tree.levels
-    choice_BM = choice_BM.contiguous()
-    path_BK = choice_BM.new_empty((batch, levels))
-    accepted_B, next_B = choice_BM.new_empty(batch), choice_BM.new_empty(batch)
+    """As verify.walk_choices: (path_BK, accepted_B, next_B)."""
+    choice_BM, verified = choice_BM.contiguous(), _empty_path(tree, choice_BM)
     tokens, parent, valid = (_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.valid_BN))
-    launch(_walk_kernel, (batch,),
-        tokens, parent, valid.view(torch.uint8), choice_BM, path_BK, accepted_B, next_B, tree.nodes, levels,
+    launch(_walk_kernel, (len(choice_BM),),
+        tokens, parent, valid.view(torch.uint8), choice_BM, *verified, tree.nodes, tree.levels,
         tokens.stride(0), parent.stride(0), valid.stride(0),
         BN=triton.next_power_of_2(max(tree.nodes, 1)), num_warps=1, **launch_options(choice_BM.device),
     )  # fmt: skip
-    return path_BK, accepted_B, next_B
+    return verified
 
 
 def synthetic_kernel(
     tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """verify.synthetic_eager: (path_BK, accepted_B, next_B)."""
-    batch, levels = choice_BM.shape[0], tree.levels
-    choice_BM = choice_BM.contiguous()
-    path_BK = choice_BM.new_empty((batch, levels))
-    accepted_B, next_B = choice_BM.new_empty(batch), choice_BM.new_empty(batch)
+    """As verify.synthetic_eager: (path_BK, accepted_B, next_B)."""
+    choice_BM, verified = choice_BM.contiguous(), _empty_path(tree, choice_BM)
     parent, depth, valid = (_rows(part) for part in (tree.parent_BN, tree.depth_BN, tree.valid_BN))
-    launch(_synthetic_kernel, (batch,),
-        parent, depth, valid.view(torch.uint8), choice_BM, uniform_BK, rate_K, path_BK, accepted_B, next_B,
-        tree.nodes, levels, rate_K.shape[0], parent.stride(0), depth.stride(0), valid.stride(0),
-        BN=triton.next_power_of_2(max(tree.nodes, 1)), BK=triton.next_power_of_2(levels + 1), num_warps=1,
+    launch(_synthetic_kernel, (len(choice_BM),),
+        parent, depth, valid.view(torch.uint8), choice_BM, uniform_BK, rate_K, *verified,
+        tree.nodes, tree.levels, rate_K.shape[0], parent.stride(0), depth.stride(0), valid.stride(0),
+        BN=triton.next_power_of_2(max(tree.nodes, 1)), BK=triton.next_power_of_2(tree.levels + 1), num_warps=1,
         **launch_options(choice_BM.device),
     )  # fmt: skip
-    return path_BK, accepted_B, next_B
+    return verified
+
+
+def _empty_path(tree: Tree, choice_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for (path_BK, accepted_B, next_B)."""
+    batch = len(choice_BM)
+    return choice_BM.new_empty((batch, tree.levels)), choice_BM.new_empty(batch), choice_BM.new_empty(batch)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The accepted path of every row, and where it stands.
+    """The accepted path of every row.
 
     Attributes:
-        tokens_BJ: int64, the root, then accepted drafts; `count_B` of them count (0 in rows that are idle).
-        column_BJ: int64, the target's row of each; 0 beyond the path.
-        length_B: int64, contexts with the path.
-        source_BK, target_BK: int64, slots that are to be copied onto which; the bin where nothing is.
+        tokens_BJ: int64, the root, then accepted drafts; the first `count_B` are valid (0 in rows that are idle).
+        column_BJ: int64, index of each in the target's forward (0 = the root); 0 beyond the path.
+        length_B: int64, length of the contexts with the path.
+        source_BK, target_BK: int64, KV slots to copy from and to; both are the bin where nothing is to be copied.
     """
 
     tokens_BJ: Tensor
@@ -138,7 +130,7 @@ def take_path_eager(
 
 
 def take_path(tree: Tree, roots_B: Tensor, path_BK: Tensor, active_B: Tensor, length_B: Tensor, bin: int) -> Taken:
-    """Args: path_BK: Verified's; active_B: rows that take anything; bin: slot that padding is written to."""
+    """Args: path_BK: as in Verified; active_B: rows that are not idle; bin: slot that padding is written to."""
     run = take_path_kernel if wants_kernel(roots_B) else take_path_eager
     return run(tree, roots_B, path_BK, active_B, length_B, bin)
 
@@ -162,8 +154,8 @@ class Advanced:
     """Rows after a cycle.
 
     Attributes:
-        table: int64 [B, J + 4]: tokens_BJ, then loop.COUNT, NEXT, DRAFTED, LENGTH.
-        roots_B: int64, the next roots. left_B: int64, tokens that may still follow. active_B: bool, who goes on.
+        table: int64 [B, J + 4]: tokens_BJ, then the columns COUNT, NEXT, DRAFTED and LENGTH of loop.py.
+        roots_B: int64, the next roots. left_B: int64, tokens that may still follow. active_B: bool, rows that go on.
     """
 
     table: Tensor
@@ -177,7 +169,7 @@ def advance_eager(
 ) -> Advanced:
     roots_B = torch.where(active_B, next_B, roots_B)
     left_B = left_B - taken.count_B
-    # new tokens are the accepted drafts (the root before them is old) and the next root
+    # new tokens are the accepted drafts and the next root; the root before them came with the cycle before
     column_J = torch.arange(taken.tokens_BJ.shape[1], device=roots_B.device)
     fresh_BJ = (column_J > 0) & (column_J < taken.count_B[:, None])
     said_B = (stops_at(taken.tokens_BJ, stop_BS) & fresh_BJ).any(1) | stops_at(roots_B[:, None], stop_BS)[:, 0]
@@ -189,10 +181,10 @@ def advance_eager(
 def advance(
     tree: Tree, taken: Taken, next_B: Tensor, roots_B: Tensor, left_B: Tensor, active_B: Tensor, stop_BS: Tensor
 ) -> Advanced:
-    """Which rows go on after a cycle: none that has said a stop token or all it may.
+    """Which rows go on after a cycle: those without a stop token that have not reached their limit.
 
     Args:
-        next_B: the target's token after the path. roots_B, left_B, active_B: as before the cycle.
+        next_B: the target's token after the path. roots_B, left_B, active_B: their values before the cycle.
         stop_BS: int64, stop tokens of each row, -1 = none.
     """
     run = advance_kernel if wants_kernel(roots_B) else advance_eager

@@ -14,19 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch, launch_options
+from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.eval.tree import Tree, expand, select
 from headstart.heads.kernels.device import wants_kernel
 
-try:
-    import triton
-    import triton.language as tl
-
-    from headstart.eval.kernels.launch import await_previous
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
-
-#: most children per node that the kernels find: each takes a round of its own
+#: most children per node that the kernels take: each child costs one more search over the logits
 MAX_K = 16
 #: parts that a row of logits is cut into, and the fewest and most elements of a part
 PARTS, PART_ELEMENTS = 64, (512, 4096)
@@ -74,12 +66,12 @@ class Growth:
     """A tree of which some levels have grown.
 
     Attributes:
-        length_B: int64, committed draft rows: level d (1-based) stands at rope position length + d - 1, and owns the KV
-            slots length + (d - 1) · k …
+        length_B: int64, committed draft rows. Level d = 1, 2, … has rope position length + d - 1 and the KV slots
+            length + (d - 1) · k … length + d · k - 1.
         k, levels: children kept per node and nodes expanded per level; levels of the whole tree.
-        draft_ids_U: target ids of the draft vocabulary, None = they are the same.
-        stored, filled: candidates, and how many of them are known.
-        number, frontier: levels that have grown, and the nodes of the latest that are expanded next.
+        draft_ids_U: target id of each draft id; None = they are the same.
+        stored, filled: room for all candidates, and how many of them are stored.
+        number, frontier: levels that have grown, and the nodes that are expanded next.
     """
 
     length_B: Tensor
@@ -93,7 +85,7 @@ class Growth:
 
     @classmethod
     def start(cls, length_B: Tensor, k: int, levels: int, logits_B1U: Tensor, ids_U: Tensor | None = None) -> Growth:
-        """Room for the candidates of `levels` levels whose logits are like `logits_B1U`."""
+        """An empty tree with room for `levels` levels. Args: logits_B1U: vocabulary, dtype and device of its logits."""
         width, frontier, total = min(k, logits_B1U.shape[-1]), 1, 0
         for _ in range(levels):
             total += frontier * width
@@ -104,7 +96,7 @@ class Growth:
         return cls(length_B, k, levels, ids_U, Stored(score_BS, *index))
 
     def grow(self, logits_BfU: Tensor) -> Growth:
-        """The tree with one level more. Args: logits_BfU: of the frontier's nodes (the root's at first)."""
+        """The tree with one more level. Args: logits_BfU: of the frontier's nodes, at first of the root."""
         frontier = (grow_kernel if self._kernels() else grow_eager)(self, logits_BfU)
         children = logits_BfU.shape[1] * min(self.k, logits_BfU.shape[2])
         return replace(self, number=self.number + 1, filled=self.filled + children, frontier=frontier)
@@ -198,7 +190,7 @@ def best_kernel(logits_RU: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def select_eager(stored: Stored, nodes: int, levels: int, draft_ids_U: Tensor | None) -> Tree:
-    """The best `nodes` of everything stored as a tree of target ids."""
+    """The best `nodes` of the stored candidates, as a tree of target ids."""
     tree = select(stored.score_BS, stored.parent_BS, stored.depth_BS, stored.token_BS, nodes, levels)
     return tree if draft_ids_U is None else replace(tree, tokens_BN=draft_ids_U[tree.tokens_BN])
 
@@ -211,18 +203,9 @@ def select_kernel(stored: Stored, nodes: int, levels: int, draft_ids_U: Tensor |
     score_BN = stored.score_BS.new_empty((batch, keep))
     valid_BN = torch.empty((batch, keep), dtype=torch.bool, device=device)
     grid = (batch, triton.cdiv(total, BLOCK_CANDIDATES))
-    launch(
-        _rank_kernel,
-        grid,
-        stored.score_BS,
-        kept_BS,
-        total,
-        keep,
-        BLOCK=BLOCK_CANDIDATES,
-        CHUNK=128,
-        num_warps=4,
-        **launch_options(device),
-    )
+    launch(_rank_kernel, grid,
+        stored.score_BS, kept_BS, total, keep, BLOCK=BLOCK_CANDIDATES, CHUNK=128, num_warps=4, **launch_options(device),
+    )  # fmt: skip
     launch(_compact_kernel, grid,
         kept_BS, stored.score_BS, stored.token_BS, stored.parent_BS, stored.depth_BS,
         stored.token_BS if draft_ids_U is None else draft_ids_U, tokens_BN, parent_BN, depth_BN, score_BN,

@@ -1,7 +1,7 @@
-"""Which kernels run fastest on a card, kept on disk: to measure it again would take longer than many evaluations.
+"""Keeps on disk which kernels run fastest on a card: measuring takes longer than many an evaluation.
 
-One file per card, versions, kernels' source, sizes of the products and number of rows:
-`~/.cache/headstart/kernels/CARD/….json` ($HEADSTART_CACHE moves it). A file that does not fit is measured anew.
+There is a file for each card, versions, kernels' source, sizes of the products and number of rows:
+`~/.cache/headstart/kernels/CARD/….json` ($HEADSTART_CACHE moves it). A damaged file is ignored and written anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ UNKEPT = "which kernels run fastest is not kept, and the next run measures again
 
 @dataclass(frozen=True)
 class Kept:
-    """What an earlier run chose: microseconds by product, and bytes that attention fetches ahead (0 in drafts)."""
+    """A choice: microseconds by product, and the bytes of weights that attention fetches ahead (0 in drafts)."""
 
     microseconds: dict[str, float]
     hidden_bytes: int
@@ -44,9 +43,9 @@ class Choices:
     """The choices of one card.
 
     Attributes:
-        folder: where they lie.
+        folder: of their files.
         card: what they depend on besides the products: the card's name, versions, the kernels' source.
-        fresh: nothing is read, so that all is measured and written anew.
+        fresh: ignore what is kept: measure everything again, and write it.
     """
 
     folder: Path
@@ -68,16 +67,11 @@ class Choices:
             return None
         name = torch.cuda.get_device_name(device)
         source = hashlib.sha256(b"".join((Path(__file__).parents[1] / file).read_bytes() for file in SOURCES))
-        card = {
-            "card": name,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "kernels": source.hexdigest()[:16],
-        }
-        return cls(folder / re.sub(r"\W+", "-", name), card, fresh)
+        versions = {"torch": torch.__version__, "triton": triton.__version__, "kernels": source.hexdigest()[:16]}
+        return cls(folder / re.sub(r"\W+", "-", name), {"card": name, **versions}, fresh)
 
     def read(self, groups: list[list[Linear]], rows: int, about: str = "") -> Kept | None:
-        """Set how the products run, as an earlier run chose; None, with nothing set, where none did.
+        """Let the products run as an earlier run chose, and return its choice; None, with nothing set, without one.
 
         Args:
             groups: products, those of one shape together.
@@ -87,10 +81,10 @@ class Choices:
         if self.fresh or not is_file(path):
             return None
         try:
-            found = read_json(path)
-            ways = [_way(product["way"]) for product in found["products"]]
-            times = {str(product["product"]): float(product["microseconds"]) for product in found["products"]}
-            kept = Kept(times, int(found["hidden_bytes"]))
+            value = read_json(path)
+            ways = [None if (way := product["way"]) is None else Tiles(**way) for product in value["products"]]
+            times = {str(product["product"]): float(product["microseconds"]) for product in value["products"]}
+            kept = Kept(times, int(value["hidden_bytes"]))
         except (HeadstartError, OSError, KeyError, TypeError, ValueError, OverflowError):
             return None
         if len(ways) != len(groups) or any(
@@ -102,7 +96,7 @@ class Choices:
         return kept
 
     def keep(self, found: list[Measured], rows: int, hidden_bytes: int = 0, about: str = "") -> None:
-        """Write down what was chosen. A folder that cannot be written is warned of, and costs only a later start."""
+        """Write down what was chosen. Warns where the folder cannot be written: the next run measures again."""
         products = [
             {
                 "product": measured.name(),
@@ -124,7 +118,7 @@ class Choices:
 
 
 def compile_ways(linears: list[Linear], rows: int, choices: Choices | None, about: str = "") -> Kept | None:
-    """Compile what `decide_ways` would measure. Where an earlier run chose, that is set and returned instead."""
+    """Compile what `decide_ways` will measure. If an earlier run chose, set and return its choice instead."""
     groups = undecided(linears, rows)
     if not groups:
         return None
@@ -141,13 +135,14 @@ def decide_ways(
     about: str = "",
     settle: Callable[[list[Measured], int], int] | None = None,
 ) -> Kept | None:
-    """Choose how products of `rows` rows run: as an earlier run did, else by measurement, which is kept (CUDA only).
+    """Choose how products of `rows` rows run: as an earlier run chose, or else by measuring (CUDA only).
 
     Args:
+        choices: where a measured choice is kept; None keeps nothing.
         about: what else the choice depends on.
-        settle: called with what was measured, and `rows`; chooses again among what measured close, and returns the
-            bytes that attention fetches ahead.
-    Returns: what was chosen; None where that was done before.
+        settle: called with what was measured, and `rows`. It times the fastest ways once more inside the model,
+            chooses among them, and returns the bytes that attention fetches ahead.
+    Returns: what was chosen; None where all products had a way already.
     """
     groups = undecided(linears, rows)
     if not groups:
@@ -160,7 +155,3 @@ def decide_ways(
     if choices is not None:
         choices.keep(measured, rows, hidden_bytes, about)
     return Kept({each.name(): each.times[each.chosen(rows)] for each in measured}, hidden_bytes)
-
-
-def _way(found: dict[str, Any] | None) -> Tiles | None:
-    return None if found is None else Tiles(**found)

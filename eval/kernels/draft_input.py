@@ -1,4 +1,4 @@
-"""What a pass of a draft starts from, embedding beside feature: one kernel on CUDA, with its eager twin.
+"""The input of a draft's pass, each token's embedding beside its feature: one kernel on CUDA, with its eager twin.
 
 Shape legend: R rows (B · N), B batch, N tokens of a pass, f rows of features, D hidden, V vocabulary.
 """
@@ -10,23 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch, launch_options
+from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.eval.kernels.norm import NormWeights, rms_norm_eager
 from headstart.eval.kernels.rows import take_rows
 from headstart.heads.kernels.device import wants_kernel
 
-try:
-    import triton
-    import triton.language as tl
-
-    from headstart.eval.kernels.launch import await_previous
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
-
 
 @dataclass(frozen=True)
 class DraftInput:
-    """What a draft layer's rows are made of.
+    """The weights that make a draft layer's input.
 
     Attributes:
         embed_VD: embeddings of the target's tokens.
@@ -40,14 +32,14 @@ class DraftInput:
 def draft_input_eager(
     tokens_BN: Tensor, g_BfD: Tensor, source: DraftInput, under_BN: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What a pass of the draft starts from.
+    """The input of a pass of the draft.
 
     Args:
         tokens_BN: int64, drafted or committed tokens.
-        g_BfD: features, or states of the rows that are drafted on from.
-        under_BN: int64, row of `g_BfD` that each token goes with; None: the one at its place (f = N).
-    Returns: (cat(embedding, feature) [B · N, 2D] in the feature's dtype, each normed where `source.norms` are; the
-        feature that was taken [B · N, D]).
+        g_BfD: the target's features, or the draft's own states of the level before.
+        under_BN: int64, row of `g_BfD` that each token goes with; None: the row of the same index (f = N).
+    Returns: (cat(embedding, feature) [B · N, 2D] in the feature's dtype, each normed if `source.norms` is given; the
+        feature of each token [B · N, D]).
     """
     g_RD = (g_BfD if under_BN is None else take_rows(g_BfD, under_BN)).flatten(0, 1)
     e_RD, normed_RD = source.embed_VD[tokens_BN.flatten()].to(g_RD.dtype), g_RD
@@ -71,13 +63,11 @@ def draft_input_kernel(
     (batch, count), (before, width) = tokens_BN.shape, g_BfD.shape[1:]
     rows = batch * count
     if under_BN is None and before != count:
-        raise ValueError(
-            f"{count} tokens and {before} features per sequence: which goes with which is for under_BN to say"
-        )
+        raise ValueError(f"{count} tokens and {before} features per sequence: give under_BN, the feature of each token")
     out_RC = g_BfD.new_empty((rows, 2 * width))
     taken_RD = g_BfD.flatten(0, 1) if under_BN is None else g_BfD.new_empty((rows, width))
-    # factors that are not read stand for those that are not there
-    of_embedding, of_feature = source.norms or (NormWeights(g_BfD, 0.0), NormWeights(g_BfD, 0.0))
+    # without norms the kernel gets factors that it does not read
+    of_embedding, of_feature = source.norms or (NormWeights(g_BfD, 0.0),) * 2
     if rows:
         block = triton.next_power_of_2(width)
         launch(_draft_input_kernel, (rows, 2),

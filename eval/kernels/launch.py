@@ -1,8 +1,8 @@
-"""How Triton kernels start: `launch` runs one; within `compile_ahead` it only compiles it, several at a time.
+"""Launches Triton kernels, and compiles them in advance, several at a time (`compile_ahead`).
 
 Triton compiles a kernel at its first launch, which takes a third of a second on one core. A decoding cycle has dozens
-of kernels, and the choice among the ways of a product has a hundred. Compiled one after the other they would take most
-of a short evaluation.
+of kernels, and choosing how its products run compiles a hundred. One after the other they would take most of a short
+evaluation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of torch come without Triton
-    triton = None
+    triton = tl = None
 
-#: a cache line of the GPUs that kernels prefetch on
+#: size of a cache line, for prefetching
 LINE_BYTES = 128
 #: threads that compile; each spends most of its time in the compiler's own code, outside Python
 THREADS = 16
-#: what makes tensors without writing them
+#: operations that return uninitialised memory
 UNWRITTEN = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -41,7 +41,7 @@ UNWRITTEN = (
 
 
 class _Compiler:
-    """Kernels that are being compiled: what they are compiled for → Triton's kernel, or None once it is loaded."""
+    """Kernels that are being compiled. `kernels`: specialisation → Triton's kernel, or None once it is loaded."""
 
     def __init__(self, pool: ThreadPoolExecutor):
         self.pool = pool
@@ -85,7 +85,7 @@ def wake_compiler() -> None:
     """Let Triton set itself up in the background, which takes a second: call it before a target is loaded."""
 
     def wake() -> None:
-        with suppress(Exception):  # such as a machine without a C compiler: the first launch will say it
+        with suppress(Exception):  # e.g. there is no C compiler: the first launch reports it
             triton.runtime.driver.active.get_current_target()
 
     if compiles_ahead():
@@ -136,12 +136,12 @@ def wait_compiled() -> None:
 def compile_ahead(run: Callable[[], object]) -> None:
     """Call `run` with `launch` compiling kernels instead of launching them.
 
-    `run` computes with zeros: tensors that kernels would have written hold zeros, so that an index made of them is a
-    valid one. The caller restores the state that `run` changes. `run` is not called where kernels are not compiled
-    ahead (`compiles_ahead`): there they are compiled at their first launch, as ever. Returns when all are compiled, or
-    within `compiling` at once.
+    Tensors that kernels would have written hold zeros meanwhile, so that indices made of them are valid. The caller
+    restores the state that `run` changes. Where this Triton cannot compile ahead (`compiles_ahead`), nothing is called,
+    and a kernel is compiled at its first launch.
 
-    A kernel that does not compile, or that the card cannot hold, fails when it is launched.
+    Returns once all kernels are compiled; within `compiling` it returns at once. A kernel that does not compile, or
+    that needs more than the card has, fails when it is launched.
     """
     if not compiles_ahead():
         return
@@ -163,14 +163,14 @@ def warm_up(run: Callable[[], object], device: torch.device | None = None) -> No
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def graph_time(run: Callable[[], object], replays: int = 5, warmup: int = 2) -> float:
+def graph_time(run: Callable[[], object], replays: int = 5) -> float:
     """Milliseconds of one replay of `run` captured as a CUDA graph (median)."""
     warm_up(run)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    for _ in range(warmup):
-        graph.replay()
+    graph.replay()
+    graph.replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     marks[0].record()
     for mark in marks[1:]:
@@ -181,13 +181,13 @@ def graph_time(run: Callable[[], object], replays: int = 5, warmup: int = 2) -> 
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was queued: what is timed next starts from nothing."""
+    """Wait until the device has done all that was queued, so that it does not count in what is timed next."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _kind(argument: Any) -> Any:
-    """What a kernel is compiled for: a tensor's dtype and alignment, of others the value."""
+    """What Triton specialises a kernel for: a tensor's dtype and alignment, the value of any other argument."""
     return (argument.dtype, argument.data_ptr() % 16) if isinstance(argument, torch.Tensor) else argument
 
 
@@ -196,7 +196,7 @@ def _load(kernel: Any, card: int) -> None:
     try:
         kernel.run  # noqa: B018 - a property that loads
     except (RuntimeError, triton.runtime.errors.OutOfResources):
-        pass  # the launch will say it
+        pass  # the launch reports it
 
 
 class _Zeros(TorchDispatchMode):
@@ -218,7 +218,9 @@ if triton is not None:
 
     @triton.jit
     def await_previous(OVERLAP: tl.constexpr):
-        """Let the next kernel come up, and wait for the results of the previous one."""
+        """Let the next kernel start, and wait for the results of the previous one."""
         if OVERLAP:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
+else:
+    prefetch = await_previous = None

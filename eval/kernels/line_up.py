@@ -1,6 +1,6 @@
-"""The rows that an autoregressive draft takes over after a cycle: one kernel on CUDA, with its eager twin.
+"""The committed tokens that an autoregressive draft runs after a cycle: one kernel on CUDA, with its eager twin.
 
-Shape legend: B batch, W rows that are taken over, D levels of a chain.
+Shape legend: B batch, W rows of the draft's pass, D levels of a chain.
 """
 
 from __future__ import annotations
@@ -10,26 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch, launch_options
+from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.heads.kernels.device import wants_kernel
-
-try:
-    import triton
-    import triton.language as tl
-
-    from headstart.eval.kernels.launch import await_previous
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
 
 
 @dataclass(frozen=True)
 class Lined:
-    """Committed rows as an autoregressive draft takes them over.
+    """Committed tokens as rows of the draft's pass.
 
     Attributes:
-        tokens_BW: int64, the token each row consumes: the one after it, the new root in the last row.
-        position_BW, write_BW: int64; rows beyond the count write to the bin.
-        last_B1: int64, the last row that counts. length_B: int64, rows of the draft with these.
+        tokens_BW: int64, the token that each row consumes: the next committed one, in the last row the new root.
+        position_BW, write_BW: int64, rope position and KV slot; rows beyond the count write to the bin.
+        last_B1: int64, the last row that counts. length_B: int64, the draft's rows, these included.
         ahead_DB: int64, positions of the rows that a chain of D levels drafts after them.
     """
 
@@ -55,7 +47,13 @@ def line_up_eager(
 
 
 def line_up(tokens_BW: Tensor, count_B: Tensor, roots_B: Tensor, length_B: Tensor, bin: int, levels: int) -> Lined:
-    """Args: tokens_BW: committed tokens, `count_B` of each row, roots_B: what follows them, length_B: rows before."""
+    """The rows of the draft's pass after a cycle.
+
+    Args:
+        tokens_BW: int64, committed tokens; the first `count_B` of each sequence count.
+        roots_B: int64, the token after them. length_B: int64, rows that the draft has already.
+        bin: slot that padding is written to. levels: of the chain.
+    """
     run = line_up_kernel if wants_kernel(roots_B) else line_up_eager
     return run(tokens_BW, count_B, roots_B, length_B, bin, levels)
 

@@ -1,10 +1,10 @@
-"""Matrix products for a handful of rows, near memory bandwidth: y = x · Wᵀ with what stands before and after it fused.
+"""Matrix products for a handful of rows, near memory bandwidth: y = x · Wᵀ fused with bias, activation and residual.
 
-With 1 to 64 rows a product mostly reads its weights, so its speed is that of the memory. One kernel keeps several
-weight tiles in flight per multiprocessor. It takes the weights as the tall operand, so that Hopper's matrix units waste
-little on few rows. A second kernel has no loop, for small matrices (those of a small target or of a draft), which are
-done before a loop pays: it loads its weights before the kernel in front of it has ended. ways.py measures which kernel
-and which tile sizes run, or cuBLAS. The kernels stand in linear_kernels.py.
+With 1 to 64 rows a product mostly reads its weights, so memory limits its speed. One kernel keeps several weight tiles
+in flight per multiprocessor. It takes the weights as the tall operand, so that Hopper's matrix units waste little on
+few rows. A second kernel is for small matrices (those of a small target or of a draft): it has no loop, and loads its
+weights before the kernel in front of it has ended. The kernels stand in linear_kernels.py; ways.py measures which of
+them runs with which tile sizes, or whether cuBLAS does.
 Shape legend: R rows, K inputs, N outputs.
 """
 
@@ -18,17 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.eval.kernels.launch import LINE_BYTES, launch, launch_options
+from headstart.eval.kernels.launch import LINE_BYTES, launch, launch_options, triton
 from headstart.eval.kernels.norm import NormWeights, rms_norm
 from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.kernels.elementwise import gated_eager
 
-try:
-    import triton
-
+if triton is not None:
     from headstart.eval.kernels.linear_kernels import add_parts, tiled_product, vector_product, whole_product
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
 
 #: rows beyond which products go to cuBLAS
 MAX_ROWS = 64
@@ -43,9 +39,9 @@ class Tiles:
     """How the kernel cuts a product: outputs and inputs per tile, warps, tiles in flight.
 
     Attributes:
-        vector: a single row on the ordinary arithmetic units instead of the matrix units.
-        splits: parts of the inputs that run side by side; a second kernel adds them up.
-        whole: a program takes all inputs of its part at once, without a loop (`inputs` and `stages` mean nothing).
+        vector: a single row, on the ordinary arithmetic units instead of the matrix units.
+        splits: parts that the inputs are cut into. They run side by side, and a second kernel adds them up.
+        whole: a program takes all inputs of its part at once, without a loop; `inputs` and `stages` are not used.
     """
 
     outputs: int
@@ -67,14 +63,14 @@ DEFAULT = Tiles(64, 128, 4, 4)
 
 @dataclass(eq=False)
 class Linear:
-    """One product with its surroundings: out = act(x · W_gateᵀ) · (x · W_upᵀ), or x · Wᵀ + bias + residual.
+    """One product and what is fused with it: act(x · W_gateᵀ) · (x · W_upᵀ), or x · Wᵀ + bias + residual.
 
     Attributes:
         weight_NK: the matrix; with `activation` the rows of gate, then those of up (N twice the outputs).
         bias_N: or None.
         activation: None, or a key of ACTIVATIONS.
-        residual: whether calls add a residual; they do so when ways are timed as well, and make the norm that follows.
-        tiles: row bucket → Tiles, or None = cuBLAS; a missing bucket takes DEFAULT, cuBLAS in float32.
+        residual: whether the model adds a residual, so that ways are timed with one and with the norm behind it.
+        tiles: row bucket → Tiles, or None for cuBLAS. Without an entry DEFAULT runs, in float32 cuBLAS.
     """
 
     weight_NK: Tensor
@@ -89,29 +85,26 @@ class Linear:
 
     @property
     def product(self) -> tuple[Any, ...]:
-        """What the time of a product depends on: its sizes, and what stands before and after it."""
+        """What the time of a product depends on: its sizes, and what is fused with it."""
         return tuple(self.weight_NK.shape), self.activation, self.bias_N is not None, self.residual
 
     def __call__(self, x_RK: Tensor, residual_RN: Tensor | None = None) -> Tensor:
-        tiles = self._tiles(x_RK)
-        if tiles is None:
-            return linear_eager(x_RK, self, residual_RN)
-        return linear_kernel(x_RK, self, residual_RN, tiles)
+        return linear_by(self._tiles(x_RK), x_RK, self, residual_RN)
 
     def _tiles(self, x_RK: Tensor) -> Tiles | None:
-        """How the kernel runs on these rows; None: it does not."""
+        """The tiles for these rows; None where cuBLAS runs."""
         rows = x_RK.shape[0]
         if rows > MAX_ROWS or not wants_kernel(x_RK):
             return None
         return self.tiles.get(row_bucket(rows), DEFAULT if on_matrix_units(x_RK.dtype) else None)
 
     def with_norm(self, x_RK: Tensor, residual_RN: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """(the call's result, its RMSNorm): one kernel fewer where the product is split."""
+        """(the call's result, its RMSNorm). Where the product is split, the kernel that adds up makes the norm too."""
         return with_norm(x_RK, self, residual_RN, norm, self._tiles(x_RK))
 
 
 def row_bucket(rows: int) -> int:
-    """Rows that one choice of tiles serves: 1, or what the matrix units' operand is padded to (16, 32, 64)."""
+    """Most rows that the same choice of tiles serves: 1, or the padded sizes of the matrix units (16, 32, 64)."""
     return 1 if rows == 1 else next(size for size in (16, 32, 64) if rows <= size)
 
 
@@ -122,7 +115,7 @@ def on_matrix_units(dtype: torch.dtype) -> bool:
 
 
 def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None) -> Tensor:
-    """The product through the library, its surroundings as tensor operations."""
+    """The product by cuBLAS, and the rest as tensor operations."""
     y_RN = F.linear(x_RK, linear.weight_NK, linear.bias_N)
     if linear.activation is not None:
         gate, up = y_RN.chunk(2, -1)
@@ -130,16 +123,20 @@ def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None
     return y_RN if residual_RN is None else residual_RN + y_RN
 
 
+def linear_by(tiles: Tiles | None, x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None) -> Tensor:
+    """The product with its residual, run with these tiles (None: cuBLAS)."""
+    if tiles is None:
+        return linear_eager(x_RK, linear, residual_RN)
+    return linear_kernel(x_RK, linear, residual_RN, tiles)
+
+
 def with_norm(
     x_RK: Tensor, linear: Linear, residual_RN: Tensor, norm: NormWeights, tiles: Tiles | None
 ) -> tuple[Tensor, Tensor]:
-    """(the product with its residual, its RMSNorm), the product as `tiles` say (None: cuBLAS)."""
+    """(as linear_by, its RMSNorm)."""
     if tiles is not None and tiles.splits > 1:
         return join_kernel(split_kernel(x_RK, linear, tiles), linear.bias_N, residual_RN, norm)
-    if tiles is None:
-        y_RN = linear_eager(x_RK, linear, residual_RN)
-    else:
-        y_RN = linear_kernel(x_RK, linear, residual_RN, tiles)
+    y_RN = linear_by(tiles, x_RK, linear, residual_RN)
     return y_RN, rms_norm(y_RN, norm)
 
 
@@ -151,77 +148,64 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     rows, inputs = x_RK.shape
     outputs, weight_NK, bias_N = linear.outputs, linear.weight_NK, linear.bias_N
     out_RN = x_RK.new_empty((rows, outputs))
-    paired = linear.activation is not None
+    # what is missing is not read: the output stands in its place
     bias, residual = (out_RN if extra is None else extra for extra in (bias_N, residual_RN))
     flags = {
-        "PAIRED": paired,
-        "SILU": linear.activation == "silu",
-        "BIAS": bias_N is not None,
-        "RESIDUAL": residual_RN is not None,
-        **launch_options(x_RK.device),
-    }
+        "PAIRED": linear.activation is not None, "SILU": linear.activation == "silu", "BIAS": bias_N is not None,
+        "RESIDUAL": residual_RN is not None, **launch_options(x_RK.device),
+    }  # fmt: skip
     if tiles.vector:
         launch(vector_product, (triton.cdiv(outputs, tiles.outputs),),
             x_RK, weight_NK, bias, residual, out_RN, outputs, inputs, BN=tiles.outputs, BK=tiles.inputs,
             EVEN=inputs % tiles.inputs == 0, num_warps=tiles.warps, num_stages=tiles.stages, **flags,
         )  # fmt: skip
     else:
-        _multiply(x_RK, linear, tiles, bias, residual, out_RN, flags)
+        _launch_product(x_RK, linear, tiles, bias, residual, out_RN, flags)
     return out_RN
 
 
-def _multiply(
+def _launch_product(
     x_RK: Tensor, linear: Linear, tiles: Tiles, bias: Tensor, residual: Tensor, out: Tensor, flags: dict[str, bool]
 ) -> None:
-    """Run the kernel on the matrix units, with or without a loop. Args: out: [R, N], or of each split [S, R, N]."""
+    """Run a kernel of the matrix units, with or without a loop. Args: out: [R, N], or of each split [S, R, N]."""
     (rows, inputs), outputs, weight_NK = x_RK.shape, linear.outputs, linear.weight_NK
+    padded_rows = max(16, row_bucket(rows))
     if tiles.whole:
-        # gate and up are tiles of their own
+        first, rest = whole_tiles(inputs // tiles.splits)
+        # gate and up have a tile of `outputs` each
         launch(whole_product, (triton.cdiv(outputs, tiles.outputs), tiles.splits),
-            x_RK, weight_NK, bias, residual, out, rows, outputs, inputs, inputs // tiles.splits,
-            **_whole_options(x_RK, tiles), **flags,
+            x_RK, weight_NK, bias, residual, out, rows, outputs, inputs, inputs // tiles.splits, BR=padded_rows,
+            BN=tiles.outputs, BK=first, BL=rest, SPLITS=tiles.splits, num_warps=tiles.warps, num_stages=1, **flags,
         )  # fmt: skip
         return
     tile_outputs = max(16, tiles.outputs // 2) if flags["PAIRED"] else tiles.outputs
+    # weights that a program fetches before the kernel in front of it has ended: input tiles, and elements per line
+    ahead = min(tiles.stages, triton.cdiv(inputs, tiles.inputs * tiles.splits))
+    line = min(tiles.inputs, LINE_BYTES // weight_NK.element_size())
     launch(tiled_product, (triton.cdiv(outputs, tile_outputs), tiles.splits),
-        x_RK, weight_NK, bias, residual, out, rows, outputs, inputs, BR=max(16, row_bucket(rows)), BN=tile_outputs,
-        BK=tiles.inputs, EVEN=inputs % (tiles.inputs * tiles.splits) == 0, SPLITS=tiles.splits, num_warps=tiles.warps,
-        num_stages=tiles.stages, **_prefetched(weight_NK, tiles), **flags,
+        x_RK, weight_NK, bias, residual, out, rows, outputs, inputs, BR=padded_rows, BN=tile_outputs, BK=tiles.inputs,
+        EVEN=inputs % (tiles.inputs * tiles.splits) == 0, AHEAD=ahead, LINE=line, SPLITS=tiles.splits,
+        num_warps=tiles.warps, num_stages=tiles.stages, **flags,
     )  # fmt: skip
 
 
 def whole_tiles(inputs: int) -> tuple[int, int]:
-    """Sizes of the two tiles that hold the inputs: the largest power of two within them, and one for the rest or 0."""
+    """Sizes of the two tiles that hold the inputs: the largest power of two within them; one for the rest, or 0."""
     first = 1 << (inputs.bit_length() - 1)
     rest = inputs - first
     return first, max(16, 1 << (rest - 1).bit_length()) if rest else 0
 
 
-def _whole_options(x_RK: Tensor, tiles: Tiles) -> dict[str, int]:
-    """How the kernel without a loop is compiled."""
-    first, rest = whole_tiles(x_RK.shape[1] // tiles.splits)
-    return {
-        "BR": max(16, row_bucket(x_RK.shape[0])), "BN": tiles.outputs, "BK": first, "BL": rest,
-        "SPLITS": tiles.splits, "num_warps": tiles.warps, "num_stages": 1,
-    }  # fmt: skip
-
-
-def _prefetched(weight_NK: Tensor, tiles: Tiles) -> dict[str, int]:
-    """How many input tiles a program fetches before the kernel in front of it has ended, and the elements per line."""
-    count = -(-weight_NK.shape[1] // (tiles.inputs * tiles.splits))
-    return {"AHEAD": min(tiles.stages, count), "LINE": min(tiles.inputs, LINE_BYTES // weight_NK.element_size())}
-
-
 @dataclass(frozen=True)
 class Parts:
-    """A product in parts: float32 [splits, R, N], not yet added up; `dtype`: what it is to be rounded to."""
+    """The parts of a split product: float32 [splits, R, N], not yet added up; `dtype`: of the result."""
 
     sums_SRN: Tensor
     dtype: torch.dtype
 
 
 def splittable(linear: Linear, tiles: Tiles) -> bool:
-    """Whether the inputs can be cut so: every part takes whole tiles, and only a bias and a residual follow the sum."""
+    """Whether the inputs can be cut into `tiles.splits`: parts are whole tiles, and no activation follows the sum."""
     tile = 16 if tiles.whole else tiles.inputs
     return linear.activation is None and linear.weight_NK.shape[1] % (tile * tiles.splits) == 0
 
@@ -234,7 +218,7 @@ def split_kernel(x_RK: Tensor, linear: Linear, tiles: Tiles) -> Parts:
     rows, outputs = x_RK.shape[0], linear.outputs
     sums_SRN = torch.empty((tiles.splits, rows, outputs), dtype=torch.float32, device=x_RK.device)
     flags = {"PAIRED": False, "SILU": False, "BIAS": False, "RESIDUAL": False, **launch_options(x_RK.device)}
-    _multiply(x_RK, linear, tiles, sums_SRN, sums_SRN, sums_SRN, flags)
+    _launch_product(x_RK, linear, tiles, sums_SRN, sums_SRN, sums_SRN, flags)
     return Parts(sums_SRN, x_RK.dtype)
 
 

@@ -10,25 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch, launch_options
+from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.numerics import wide
-
-try:
-    import triton
-    import triton.language as tl
-
-    from headstart.eval.kernels.launch import await_previous
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
 
 
 @dataclass(frozen=True)
 class NormWeights:
-    """An RMSNorm as what it multiplies by.
+    """The weights of an RMSNorm.
 
     Attributes:
-        factor_D: float32, the weight as applied (Gemma's 1 + weight included).
+        factor_D: float32, what the normalised values are multiplied by (Gemma's 1 + weight).
         eps: added to the mean square.
     """
 
@@ -39,7 +31,7 @@ class NormWeights:
 def rms_norm_eager(x_RD: Tensor, norm: NormWeights) -> Tensor:
     """x / rms(x) · factor over the last axis, in float32, rounded once to the input's dtype.
 
-    A head's own norms round their weight first (heads/kernels/elementwise.py): training does so as well.
+    In training, a head's own norms round before they multiply by the weight (heads/kernels/elementwise.py).
     """
     x = wide(x_RD)
     scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)

@@ -12,20 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch, launch_options
+from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.eval.kernels.norm import NormWeights, rms_norm_eager
 from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.kernels.elementwise import rotate_eager
 
-try:
-    import triton
-    import triton.language as tl
-
-    from headstart.eval.kernels.launch import await_previous
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
-
-#: heads that one program of a per-head kernel takes, a warp each: a program per head would be thousands of tiny ones
+#: heads of one program, a warp each; a program per head would mean thousands of tiny programs
 HEADS_PER_PROGRAM = 4
 
 
@@ -35,14 +27,13 @@ class RopeStore:
 
     Attributes:
         heads, kv_heads, head_dim: of the layer.
-        q_norm, k_norm: RMSNorm over each head's channels before rotation, or None.
+        norms: RMSNorms of q and of k over each head's channels, before rotation; None where the layer has none.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    q_norm: NormWeights | None = None
-    k_norm: NormWeights | None = None
+    norms: tuple[NormWeights, NormWeights] | None = None
 
 
 def rope_store_eager(
@@ -59,8 +50,8 @@ def rope_store_eager(
 
     Args:
         qkv_RC: rows of cat(q, k, v), C = (h + 2g) · d.
-        cos_RW, sin_RW: rotary tables of the rows (half-split layout; the first W channels turn); with `position_BM`
-            [T, W], of all positions, of which each row takes its own (padding, which is negative, the first).
+        cos_RW, sin_RW: rotary tables of the rows (half-split layout; the first W channels turn). With `position_BM`
+            they are [T, W], of all positions: each row takes its own, padding (negative) the first.
         keys, values: [B, g, S, d], written at slots `write_BM`.
     Returns: queries [R, h, d].
     """
@@ -69,8 +60,8 @@ def rope_store_eager(
         cos_RW, sin_RW = cos_RW[at_R], sin_RW[at_R]
     h, g, d = shape.heads, shape.kv_heads, shape.head_dim
     q, k, v = (part.unflatten(-1, (-1, d)) for part in qkv_RC.split([h * d, g * d, g * d], -1))
-    if shape.q_norm is not None and shape.k_norm is not None:
-        q, k = rms_norm_eager(q, shape.q_norm), rms_norm_eager(k, shape.k_norm)
+    if shape.norms is not None:
+        q, k = rms_norm_eager(q, shape.norms[0]), rms_norm_eager(k, shape.norms[1])
     q, k = rotate_eager(q, cos_RW, sin_RW), rotate_eager(k, cos_RW, sin_RW)
     batch = torch.arange(write_BM.shape[0], device=write_BM.device)[:, None]
     keys[batch, :, write_BM] = k.unflatten(0, write_BM.shape)
@@ -105,18 +96,15 @@ def rope_store_kernel(
 ) -> Tensor:
     rows, h, g, d = qkv_RC.shape[0], shape.heads, shape.kv_heads, shape.head_dim
     q_Rhd = qkv_RC.new_empty((rows, h, d))
-    norm = shape.q_norm is not None and shape.k_norm is not None
-    q_factor = shape.q_norm.factor_D if shape.q_norm is not None else qkv_RC
-    k_factor = shape.k_norm.factor_D if shape.k_norm is not None else qkv_RC
+    # without norms the kernel gets factors that it does not read
+    q_norm, k_norm = shape.norms or (NormWeights(qkv_RC, 0.0),) * 2
     at = write_BM if position_BM is None else position_BM
     launch(_rope_store_kernel, (rows, triton.cdiv(h + 2 * g, HEADS_PER_PROGRAM)),
-        qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_factor, k_factor, q_Rhd, keys, values,
+        qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_norm.factor_D, k_norm.factor_D, q_Rhd, keys, values,
         write_BM.contiguous(), at.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1),
-        keys.stride(2), cos_RW.shape[-1] // 2, shape.q_norm.eps if shape.q_norm is not None else 0.0,
-        shape.k_norm.eps if shape.k_norm is not None else 0.0, H=h, G=g, D=d,
-        HB=HEADS_PER_PROGRAM, BLOCK=triton.next_power_of_2(d), NORM=norm, TABLE=position_BM is not None,
-        num_warps=HEADS_PER_PROGRAM,
-        **launch_options(qkv_RC.device),
+        keys.stride(2), cos_RW.shape[-1] // 2, q_norm.eps, k_norm.eps, H=h, G=g, D=d, HB=HEADS_PER_PROGRAM,
+        BLOCK=triton.next_power_of_2(d), NORM=shape.norms is not None, TABLE=position_BM is not None,
+        num_warps=HEADS_PER_PROGRAM, **launch_options(qkv_RC.device),
     )  # fmt: skip
     return q_Rhd
 

@@ -1,4 +1,4 @@
-"""Rows and slots taken, moved and picked by index: one kernel each on CUDA, with their eager twins.
+"""Copies of rows and KV slots by index: one kernel each on CUDA, with their eager twins.
 
 Shape legend: R rows (B · M), B batch, M tokens of a forward, D hidden, d head dim, S slots of a KV buffer.
 """
@@ -11,16 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headstart.eval.kernels.launch import launch, launch_options
+from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
 from headstart.heads.kernels.device import wants_kernel
-
-try:
-    import triton
-    import triton.language as tl
-
-    from headstart.eval.kernels.launch import await_previous
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
 
 
 def take_rows_eager(x: Tensor, row_Bn: Tensor) -> Tensor:
@@ -48,14 +40,14 @@ def take_rows_kernel(x: Tensor, row_Bn: Tensor) -> Tensor:
 
 
 def move_slots_eager(whole: Tensor, source_BJ: Tensor, target_BJ: Tensor) -> None:
-    """Copy slots `source` onto `target`, all at once: they may overlap.
+    """Copy slots `source` onto slots `target`. All are read before any is written: they may overlap.
 
     Args:
         whole: [layers, 2, B, g, S, d], changed in place.
         source_BJ, target_BJ: int64, slots of each row.
     """
     rows_B1 = torch.arange(whole.shape[2], device=whole.device)[:, None]
-    # the gather makes a copy first
+    # indexing on the right makes a copy first
     whole[:, :, rows_B1, :, target_BJ] = whole[:, :, rows_B1, :, source_BJ]
 
 

@@ -1,5 +1,6 @@
-"""The ways in which a product can run on this card (kernel, tile sizes, cuBLAS), and which is fastest: a measurement.
+"""Measures how a matrix product runs fastest on this card.
 
+A *way* is one of our kernels with its tile sizes (`Tiles`), or cuBLAS (None).
 Shape legend: R rows, K inputs, N outputs.
 """
 
@@ -11,14 +12,13 @@ from typing import Any
 
 import torch
 
-from headstart.eval.kernels.launch import compile_ahead, graph_time, wait_compiled
+from headstart.eval.kernels.launch import compile_ahead, graph_time, triton, wait_compiled
 from headstart.eval.kernels.linear import (
     DEFAULT,
     MAX_ROWS,
     Linear,
     Tiles,
-    linear_eager,
-    linear_kernel,
+    linear_by,
     on_matrix_units,
     row_bucket,
     splittable,
@@ -28,15 +28,10 @@ from headstart.eval.kernels.linear import (
 from headstart.eval.kernels.norm import NormWeights, rms_norm
 from headstart.heads.kernels.device import wants_kernel
 
-try:
-    import triton
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
-
 #: what is tried for every product, best guesses first
 CANDIDATES = (
     DEFAULT, Tiles(64, 64, 4, 6), Tiles(128, 64, 4, 5),
-    # fewer in flight, so that two programs share a multiprocessor and the last wave is no half-empty one
+    # fewer tiles in flight: two programs share a multiprocessor, and the last wave of programs is fuller
     Tiles(64, 128, 4, 3),
 )  # fmt: skip
 #: tried as well for matrices of at least LARGE_BYTES
@@ -57,7 +52,8 @@ SMALL_CANDIDATES = (
     Tiles(64, 0, 4, 1, whole=True), Tiles(64, 0, 4, 1, splits=2, whole=True), Tiles(64, 0, 4, 1, splits=4, whole=True),
     Tiles(16, 64, 2, 6),
 )  # fmt: skip
-#: ways that are timed once more inside the model: those at most CLOSE × as slow as the fastest, MOST_CLOSE at most
+#: ways that are timed once more inside the model: the fastest, and those that take at most CLOSE × its time; at most
+#: MOST_CLOSE in all
 CLOSE, MOST_CLOSE = 1.15, 4
 #: 16-bit numbers that fit into the 227 KiB of a multiprocessor: a program's weights and its rows together
 WHOLE_ELEMENTS = 112 << 10
@@ -65,7 +61,7 @@ WHOLE_ELEMENTS = 112 << 10
 
 @dataclass(frozen=True)
 class Measured:
-    """Products of one shape, and the microseconds of one of them by the way it runs (None = cuBLAS)."""
+    """Products of one shape, and the microseconds that one of them takes in each way."""
 
     linears: list[Linear]
     times: dict[Tiles | None, float]
@@ -77,7 +73,7 @@ class Measured:
         return [tiles for tiles in ways[:MOST_CLOSE] if self.times[tiles] <= CLOSE * self.times[ways[0]]]
 
     def chosen(self, rows: int) -> Tiles | None:
-        """How these products of `rows` rows run now."""
+        """The way in which these products of `rows` rows run now."""
         return self.linears[0].tiles[row_bucket(rows)]
 
     def choose(self, rows: int, tiles: Tiles | None) -> None:
@@ -86,24 +82,24 @@ class Measured:
             linear.tiles[row_bucket(rows)] = tiles
 
     def name(self) -> str:
-        """N×K[ activation]."""
+        """The sizes and the activation: `N×K` or `N×K silu`."""
         (outputs, inputs), activation = self.linears[0].weight_NK.shape, self.linears[0].activation
         return f"{outputs}×{inputs}" + (f" {activation}" if activation else "")
 
 
-def choose_ways(linears: list[Linear], rows: int, replays: int = 5) -> list[Measured]:
-    """Choose tiles or cuBLAS for `rows` by measurement, per shape of product; sets `tiles` of every linear.
+def choose_ways(linears: list[Linear], rows: int) -> list[Measured]:
+    """Measure products of `rows` rows, and set `tiles` of each to the fastest way for its shape.
 
     Args: linears: all products of a model; those of one shape are run in turn, so that no weight stays in the cache.
-    Returns: what was measured; nothing for products that had been chosen before.
+    Returns: what was measured; products for which a way was chosen before are left out.
     """
     groups = undecided(linears, rows)
     compile_candidates(groups, rows)
     wait_compiled()
-    found = [Measured(members, measure(members, rows, replays)) for members in groups]
-    for measured in found:
+    products = [Measured(members, measure(members, rows)) for members in groups]
+    for measured in products:
         measured.choose(rows, measured.close[0])
-    return found
+    return products
 
 
 def compile_candidates(groups: list[list[Linear]], rows: int) -> None:
@@ -118,7 +114,7 @@ def compile_candidates(groups: list[list[Linear]], rows: int) -> None:
 
 
 def undecided(linears: list[Linear], rows: int) -> list[list[Linear]]:
-    """Products that kernels may run and for which nothing is chosen yet, those of one shape together."""
+    """Products that kernels can run and for which no way is chosen yet, those of one shape together."""
     if rows > MAX_ROWS or not linears or not wants_kernel(linears[0].weight_NK):
         return []
     groups: dict[tuple[Any, ...], list[Linear]] = {}
@@ -143,7 +139,7 @@ def in_turn(members: list[Linear], cache: int) -> list[Linear]:
 
 
 def candidates(linear: Linear, rows: int) -> list[Tiles | None]:
-    """Ways that are measured for this product of so many rows; None = cuBLAS."""
+    """The ways that are measured for this product of so many rows."""
     ways: list[Tiles | None] = [None]
     large, small = linear.weight_NK.nbytes >= LARGE_BYTES, linear.weight_NK.nbytes <= SMALL_BYTES
     if rows == 1:
@@ -177,13 +173,13 @@ def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
     return first >= 16 and (first + rest) * (outputs + max(16, row_bucket(rows))) <= WHOLE_ELEMENTS
 
 
-def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | None, float]:
-    """Microseconds per product of every candidate (None = cuBLAS). Args: members: products of one shape."""
+def measure(members: list[Linear], rows: int) -> dict[Tiles | None, float]:
+    """Microseconds per product of every candidate. Args: members: products of one shape."""
     members = in_turn(members, torch.cuda.get_device_properties(members[0].weight_NK.device).L2_cache_size)
     times: dict[Tiles | None, float] = {}
     for tiles, run in runs(members, rows):
         try:
-            times[tiles] = graph_time(run, replays) / len(members) * 1e3
+            times[tiles] = graph_time(run) / len(members) * 1e3
         except triton.runtime.errors.OutOfResources:
             # tiles that this card's shared memory cannot hold
             continue
@@ -191,7 +187,7 @@ def measure(members: list[Linear], rows: int, replays: int = 5) -> dict[Tiles | 
 
 
 def runs(members: list[Linear], rows: int) -> Iterator[tuple[Tiles | None, Callable[[], None]]]:
-    """Every candidate (None = cuBLAS), with a function that runs all `members` in this way.
+    """Every candidate, with a function that runs all `members` in this way.
 
     Each product runs with the norm that stands beside it in a model: after products that add a residual, before the
     others. A product fetches weights while the kernel before it ends, so it must not be timed alone.
@@ -207,11 +203,7 @@ def runs(members: list[Linear], rows: int) -> Iterator[tuple[Tiles | None, Calla
             for linear in members:
                 if linear.residual:
                     with_norm(x_RK, linear, residual_RN, norm, tiles)
-                    continue
-                normed_RK = rms_norm(x_RK, norm)
-                if tiles is None:
-                    linear_eager(normed_RK, linear)
                 else:
-                    linear_kernel(normed_RK, linear, None, tiles)
+                    linear_by(tiles, rms_norm(x_RK, norm), linear)
 
         yield tiles, run

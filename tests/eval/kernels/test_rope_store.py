@@ -19,8 +19,8 @@ pytestmark = needs_kernels
 def test_rope_store(width: int, rotary: int, norm: bool, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     """Heads that fill programs or leave the last one half empty; nothing beside the buffers is written."""
     slots, write = 9, torch.tensor([[0, 3, 8], [1, 2, 5]], device=DEVICE)
-    norms = [NormWeights(random(width, seed=n).abs() + 0.5, eps) if norm else None for n, eps in ((1, 1e-5), (2, 0.5))]
-    shape = RopeStore(heads, kv_heads, width, *norms)
+    q_norm, k_norm = (NormWeights(random(width, seed=n).abs() + 0.5, eps) for n, eps in ((1, 1e-5), (2, 0.5)))
+    shape = RopeStore(heads, kv_heads, width, (q_norm, k_norm) if norm else None)
     qkv = random(6, (heads + 2 * kv_heads) * width, dtype=dtype)
     cos, sin = (torch.cat([random(6, rotary // 2, dtype=dtype, seed=n)] * 2, 1) for n in (3, 4))
     wholes = [torch.full((2, kv_heads + 2, slots, width), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A streamed answer: lines of a server-sent event stream → text, token counts and clock readings."""
+"""Reads a streamed answer: lines of a server-sent event stream → text, token counts and clock readings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from headstart.eval.servers.checks import found, one_line, optional, whole
 from headstart.heads.errors import ServerError
 
-#: bytes of one line of a stream
+#: most bytes of one line of a stream
 LINE = 1 << 20
 
 
@@ -19,13 +19,13 @@ class Served:
     """One answer of a server.
 
     Attributes:
-        limit: tokens that were asked for at most.
+        limit: most tokens that were asked for.
         text: what was generated.
         tokens: number of tokens generated, the stop token included.
-        steps: tokens of every message of the stream, where the server said them.
+        steps: new tokens of each message of the stream that brought any.
         details: what the server adds about its speculation (SGLang).
-        finish: why it ended, where the server said it.
-        done: whether the stream came to its own end.
+        finish: why the answer ended, where the server says it.
+        done: whether the stream ended with [DONE].
         sent, first, last: clock readings in seconds.
     """
 
@@ -42,17 +42,17 @@ class Served:
 
     @property
     def committed(self) -> int:
-        """Tokens after the one that prefill gives."""
+        """Number of tokens after the first, which prefill gives."""
         return max(self.tokens - 1, 0)
 
     @property
     def seen(self) -> bool:
-        """Whether the stream's messages account for every token, the first one alone."""
+        """Whether the messages tell the tokens of every forward: the first has one token, and all tokens add up."""
         return bool(self.steps) and self.steps[0] == 1 and sum(self.steps) == self.tokens
 
     def read(self, line: bytes, where: str) -> bool:
-        """Take in one line of the stream; whether it brought tokens. Raises: ServerError for what is no such line."""
-        if not line.startswith(b"data:"):  # empty lines, comments that keep the connection alive
+        """Read one line of the stream. Returns whether it brought tokens. Raises: ServerError for a malformed line."""
+        if not line.startswith(b"data:"):  # empty lines, and comments that keep the connection alive
             return False
         content = line[5:].strip()
         if content == b"[DONE]":
@@ -61,7 +61,7 @@ class Served:
         event = parsed(content, where)
         if not isinstance(event, dict):
             raise ServerError(f"{where}: an event of the stream is {found(event)}, expected an object")
-        # older vLLMs send the error itself, and [DONE] behind it
+        # older vLLMs send the error as the event itself, and then [DONE]
         error = event if event.get("object") == "error" else event.get("error")
         if error is not None:
             raise ServerError(f"{where}: the server reports an error: {_said(error)}")
@@ -95,7 +95,7 @@ class Served:
         return self.tokens > before
 
     def check(self, where: str) -> None:
-        """Refuse what is not a whole answer. Raises: ServerError naming the remedy."""
+        """Raises ServerError, with the remedy, for an answer that is not complete."""
         if not self.done:
             raise ServerError(
                 f"{where}: the stream ended after {self.tokens} tokens and without [DONE]: the answer is not whole. "
@@ -110,7 +110,7 @@ class Served:
 
 
 class Lines:
-    """Bytes as they arrive → whole lines; one that does not end is refused."""
+    """Cuts the bytes that arrive into lines. Raises ServerError for a line longer than LINE."""
 
     def __init__(self, where: str):
         self.where, self._open = where, bytearray()
@@ -130,7 +130,7 @@ class Lines:
 
 
 def parsed(content: bytes, where: str) -> Any:
-    """JSON of a server. Raises: ServerError for other bytes, for numbers that JSON has not, for endless nesting."""
+    """The server's JSON. Raises: ServerError for anything else, NaN and infinity and too deep nesting included."""
     try:
         return json.loads(content.decode(), parse_constant=_no_constant)
     except RecursionError:

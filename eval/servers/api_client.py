@@ -1,7 +1,7 @@
 """HTTP to an OpenAI-compatible server: which models it serves, its pages, and streamed answers.
 
-Every request has a deadline in total and every answer a bound in bytes. No redirect is followed, so the API key goes to
-the address that was given and nowhere else. Whatever goes wrong with the server is a ServerError.
+Every request has a deadline, and every answer a limit in bytes. Redirects are not followed, so that the API key goes
+only to the given address. Every failure of the server is a ServerError.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from headstart.eval.servers.answers import Lines, Served, parsed
 from headstart.eval.servers.checks import found, one_line
 from headstart.heads.errors import ConfigError, ServerError
 
-#: seconds for a page in all, and for what an error has to say
+#: most seconds for a page, and for the text of an error
 TIMEOUT, ERROR_TIMEOUT = 10.0, 2.0
-#: seconds until a generated answer brings its next token; and per token asked for, on top, until its end
+#: most seconds until an answer's next token; a whole answer of n tokens may take PATIENCE + n · PER_TOKEN
 PATIENCE, PER_TOKEN = 600.0, 2.0
-#: bytes of a page at most; of a stream per token asked for, and on top
+#: most bytes of a page; a stream of n tokens may have STREAM + n · TOKEN_BYTES
 PAGE, TOKEN_BYTES, STREAM = 32 << 20, 64 << 10, 4 << 20
 
 T = TypeVar("T")
 
 
 class StatusError(ServerError):
-    """The server answered with another status than 200."""
+    """The server answered with a status other than 200."""
 
 
 class Client:
@@ -45,7 +45,7 @@ class Client:
     Args:
         url: base address, with or without `/v1`.
         key: API key, sent as a bearer token to this address only.
-    Raises: ConfigError for an address or a key that cannot be one, and for an unusable proxy of the environment.
+    Raises: ConfigError for a malformed address or key, and for a proxy of the environment that cannot be used.
     """
 
     def __init__(self, url: str, key: str | None = None):
@@ -58,9 +58,9 @@ class Client:
         try:
             self._settings: dict[str, Any] = {
                 "headers": self.headers,
-                # made once: reading the certificates takes longer than a request
+                # made once: to read the certificates takes longer than a request
                 "verify": httpx2.create_ssl_context() if self.url.startswith("https:") else False,
-                # a proxy reaches other machines, never this one
+                # this machine is never reached through a proxy
                 "trust_env": not _is_this_machine(host),
                 "timeout": httpx2.Timeout(None, connect=TIMEOUT),
                 "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=0),
@@ -77,18 +77,18 @@ class Client:
         return httpx2.AsyncClient(**self._settings)
 
     def text(self, path: str) -> str:
-        """A page. Raises: ServerError naming address, cause and remedy; StatusError where it is not offered."""
+        """A page. Raises: ServerError with address, cause and remedy; StatusError where it does not exist."""
         try:
             return self._page(path).decode()
         except UnicodeDecodeError as error:
             raise ServerError(f"{self.url}{path}: the page is not UTF-8 text ({_cause(error)})") from error
 
     def json(self, path: str) -> Any:
-        """A page of JSON. Raises: as `text`, and ServerError for anything that is not JSON."""
+        """A page of JSON. Raises: as `text`, and ServerError for other content."""
         return parsed(self._page(path), self.url + path)
 
     def maybe_json(self, *paths: str) -> dict[str, Any]:
-        """The object at the first of `paths` that the server offers, else {}. Raises: as `json` where it is broken."""
+        """The JSON object at the first of `paths` that exists, or {}. Raises: as `json` where that page is broken."""
         for path in paths:
             try:
                 value = self.json(path)
@@ -102,8 +102,8 @@ class Client:
     def generate(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Served]:
         """Stream the answers to `requests`, (path, body) each, all sent at once.
 
-        Raises: ServerError of the first that is refused, breaks off, takes too long or is not a whole answer; the
-            others are given up.
+        Raises: ServerError of the first that is refused, breaks off, takes too long or is not complete; the others are
+            cancelled.
         """
 
         async def all_of_them() -> list[Served]:
@@ -162,7 +162,11 @@ class Client:
     async def _answer(
         self, web: httpx2.AsyncClient, path: str, body: dict[str, Any] | None, seconds: float, late: Callable[[], str]
     ) -> AsyncIterator[tuple[httpx2.Response, asyncio.Timeout]]:
-        """A response of status 200, and the clock that gives it up. Raises: ServerError for all that happens inside."""
+        """A response of status 200, and its deadline, which the caller may move.
+
+        Args: seconds: until the deadline. late: says what had arrived by then.
+        Raises: ServerError for every failure, also for one inside the `async with` block.
+        """
         where, begun = self.url + path, False
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         try:
@@ -182,7 +186,7 @@ class Client:
 
 
 async def _accept(response: httpx2.Response, where: str) -> None:
-    """Refuse all but a plain 200. Raises: ServerError naming what was found and the remedy."""
+    """Raises ServerError, with the remedy, for all but an uncompressed answer of status 200."""
     status = response.status_code
     if status == 200:
         coding = response.headers.get("content-encoding", "identity")
@@ -210,7 +214,7 @@ async def _accept(response: httpx2.Response, where: str) -> None:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, in a thread of its own where this one has an event loop already (a notebook)."""
+    """The result of `work`. In a notebook, whose thread runs an event loop already, it runs in a thread of its own."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -220,7 +224,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _address(url: str) -> tuple[str, str]:
-    """(base address without `/v1`, host). Raises: ConfigError naming --url, without a user name or a password."""
+    """(base address without `/v1`, host). Raises: ConfigError whose text shows no user name and no password."""
     expected = "expected an address such as http://localhost:8000"
     named = one_line(re.split("[?#]", _without_userinfo(url))[0], 200)
     try:
@@ -239,7 +243,7 @@ def _address(url: str) -> tuple[str, str]:
 
 
 def _without_userinfo(url: str) -> str:
-    """`url` without what stands before an @ of its authority.
+    """`url` without user name and password.
 
     >>> _without_userinfo("http://me:secret@host:1/v1")
     'http://host:1/v1'
@@ -248,7 +252,7 @@ def _without_userinfo(url: str) -> str:
     if not slashes:
         return url.rpartition("@")[2]
     authority, slash, path = rest.partition("/")
-    # a password with a slash in it ends the authority early
+    # a slash in the password looks like the end of the authority
     return f"{start}//{(authority + slash + path).rpartition('@')[2]}" if "@" in rest else url
 
 
@@ -262,7 +266,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 def _unreached(cause: str) -> str:
-    """What to say where no connection was made."""
+    """The error's text where no connection was made."""
     if "CERTIFICATE_VERIFY_FAILED" in cause:
         return (
             f"its certificate is not trusted here ({cause}). Give --url the name that the certificate is for; where an "

@@ -18,14 +18,14 @@ def one_line(text: str, most: int = 300) -> str:
     >>> one_line("one\\n two\\x1b[31m\\u202e", 40)
     'one two?[31m?'
     """
-    # what is cut off anyway need not be looked at
+    # a huge text is cut first: the rest would not be shown
     line = " ".join(text[: 8 * most].split())
     line = "".join(character if character.isprintable() else "?" for character in line)
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def found(value: Any) -> str:
-    """How a message names a value: scalars as they are, the rest by their kind (they may be nested or huge)."""
+    """How a message names a value: scalars as they are, objects and lists by their kind (they may be huge)."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -34,14 +34,14 @@ def found(value: Any) -> str:
 
 
 def whole(value: Any, name: str, low: int = 0, high: int = LARGEST) -> int:
-    """`value` where it is a whole number from `low` to `high`. Raises: ServerError saying `name` and what was found."""
+    """`value`, a whole number from `low` to `high`. Raises: ServerError naming `name` and what was found."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ServerError(f"{name}: found {found(value)}, expected a whole number from {low} to {high}")
     return value
 
 
 def optional(value: Any, kind: type[T], name: str) -> T | None:
-    """`value` where it is of `kind`, or None. Raises: ServerError saying `name` and what was found."""
+    """`value`, which is of `kind` or None. Raises: ServerError naming `name` and what was found."""
     if value is None or isinstance(value, kind):
         return value
     expected: dict[type, str] = {dict: "an object", list: "a list", str: "text"}

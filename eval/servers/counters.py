@@ -1,7 +1,7 @@
-"""What a server's counters say about acceptance: Prometheus text → counts → the cycles behind τ.
+"""From a server's counters to the cycles behind τ: Prometheus text → counts → cycles.
 
-Engines count the tokens that a request's last forward made beyond a stop token or the length limit. Methods §0 does not
-count them: `cycles_from_counts` takes them out.
+Engines also count the tokens that a request's last forward made beyond a stop token or the length limit. Methods §0
+does not: `cycles_from_counts` takes them out.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from headstart.eval.decoding.decode import Cycle
 from headstart.eval.servers.checks import LARGEST, found
 from headstart.heads.errors import ServerError
 
-#: name, labels (braces may stand inside their quotes), value; a time and an exemplar, which has a value of its own
+#: name, labels (their quotes may hold braces) and value; behind them an optional time and an optional exemplar
 SAMPLE = re.compile(
     r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}\s*|\s+)([^\s#]\S*)(?:\s+-?[\d.]+)?(?:\s+#.*)?'
 )
 LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"\s*,?')
-#: draft depths, and bins of a histogram, that are believed
+#: most draft depths, and most bins of a histogram, that a server may report
 DEEPEST = 1024
 
 
@@ -51,7 +51,7 @@ def parse_metrics(text: str) -> list[Sample]:
 
 
 def _labels(text: str) -> dict[str, str]:
-    """Labels one behind the other; what follows the first that is malformed is left out."""
+    """The labels up to the first that is malformed."""
     labels, place = {}, 0
     while (match := LABEL.match(text, place)) is not None:
         labels[match[1]] = match[2]
@@ -60,7 +60,7 @@ def _labels(text: str) -> dict[str, str]:
 
 
 class Metrics:
-    """Samples of one model: of those that carry a `model_name`, the ones that name it.
+    """The samples of one model: those with its `model_name`, and those without any.
 
     Args:
         model: served model name.
@@ -71,7 +71,7 @@ class Metrics:
     def __init__(self, samples: list[Sample], model: str, where: str = "/metrics"):
         self.samples = [s for s in samples if s.labels.get("model_name", model) == model]
         named = {s.labels.get("model_name", model) for s in samples}
-        #: models that the page is about, where this one is not among them
+        #: models that the page names instead of this one
         self.others = [] if model in named else sorted(named)
         self.where = where
 
@@ -89,7 +89,7 @@ class Metrics:
         return sum(values) / len(values) if values else None
 
     def by_position(self, name: str) -> list[int]:
-        """Totals by the label `position`, which counts from 0."""
+        """Totals by the label `position` (0, 1, …)."""
         totals: dict[int, int] = {}
         for s in self.samples:
             if s.name in (name, f"{name}_total"):
@@ -112,37 +112,38 @@ class Metrics:
 
 
 def cycles_from_counts(drafts: int, reached: Sequence[int], committed: int, last: int | None = None) -> list[Cycle]:
-    """Cycles of the requests that stand behind a difference of counters.
+    """The cycles of some requests, from what the counters grew by.
 
     Args:
         drafts: target forwards that verified a draft.
-        reached: drafts accepted at depth d = 1 … K at least (per-position counters).
-        committed: tokens the requests received after each one's first.
-        last: tokens the last forward of a single request kept, where that was seen; it tells which forward was cut.
-    Returns: cycles whose committed tokens add up to `committed`. Forwards that verified nothing committed one token
-        each, and are as many as are missing. Without `last` the most successful forwards are shortened, so that τ is
-        exact and acceptance by position is the engine's own.
+        reached: how many of them accepted depth d, for d = 1 … K (per-position counters).
+        committed: tokens that the requests received, without the first of each.
+        last: tokens that the last forward kept, known for a single request only: it tells which forward was cut.
+    Returns: cycles whose committed tokens add up to `committed`. Missing tokens came from forwards without a draft, one
+        token each. Tokens too many are cut from the forward that `last` tells, or else from the longest ones, so that τ
+        is exact; acceptance by position stays the engine's.
     Raises: ValueError where the numbers contradict each other.
 
     >>> [(c.accepted, c.committed) for c in cycles_from_counts(3, [2, 1], 6)]
     [(0, 1), (1, 2), (2, 3)]
-    >>> [(c.accepted, c.committed) for c in cycles_from_counts(2, [2, 1], 4, last=2)]  # the token after two drafts cut
+    >>> [(c.accepted, c.committed) for c in cycles_from_counts(2, [2, 1], 4, last=2)]  # the longest made 3, kept 2
     [(1, 2), (2, 2)]
     """
     depth = len(reached)
     exactly = [more - fewer for more, fewer in pairwise([drafts, *reached, 0])]
     if min(exactly) < 0:
         raise ValueError(f"counters: {drafts} drafts and {list(reached)} accepted by position contradict each other")
-    if drafts > committed:  # looked at first: a list of cycles is made of them
+    if drafts > committed:  # before a list of so many cycles is made
         raise ValueError(f"counters: {drafts} drafts for {committed} tokens contradict each other")
     cycles = [Cycle(depth, accepted, accepted + 1) for accepted, count in enumerate(exactly) for _ in range(count)]
     beyond = sum(cycle.committed for cycle in cycles) - committed
     if beyond < 0:
         return cycles + [Cycle(0, 0, 1)] * -beyond
-    whole = Cycle(depth, last + beyond - 1, last + beyond) if last is not None and beyond else None
-    if whole is not None and last is not None and whole in cycles:
-        cycles.remove(whole)
-        return [*cycles, Cycle(depth, min(whole.accepted, last), last)]
+    if last is not None and beyond:
+        uncut = Cycle(depth, last + beyond - 1, last + beyond)
+        if uncut in cycles:
+            cycles.remove(uncut)
+            return [*cycles, Cycle(depth, min(uncut.accepted, last), last)]
     for _ in range(beyond):
         place = max(range(len(cycles)), key=lambda n: cycles[n].committed)
         longest = cycles[place]
@@ -153,7 +154,7 @@ def cycles_from_counts(drafts: int, reached: Sequence[int], committed: int, last
 
 
 def cycles_of_steps(steps: Sequence[int], depth: int) -> list[Cycle]:
-    """Cycles of one request whose every forward after prefill was seen, from the tokens each of them gave.
+    """The cycles of one request. Args: steps: tokens of each of its forwards after prefill.
 
     Raises: ValueError for more tokens than a forward can give.
     """
@@ -163,7 +164,7 @@ def cycles_of_steps(steps: Sequence[int], depth: int) -> list[Cycle]:
 
 
 def cycles_without_positions(forwards: int, committed: int) -> list[Cycle]:
-    """Cycles that say τ and nothing about positions: as many as there were forwards, tokens spread evenly.
+    """Cycles that give τ but no acceptance by position: one per forward, with the tokens spread evenly.
 
     Raises: ValueError for fewer tokens than forwards (each gives one at least), and for tokens without a forward.
     """
@@ -176,7 +177,7 @@ def cycles_without_positions(forwards: int, committed: int) -> list[Cycle]:
 
 
 def reached_of_histogram(histogram: Sequence[int], depth: int) -> tuple[int, list[int]]:
-    """Counts of forwards by accepted drafts → (forwards, drafts accepted at depth 1 … K at least).
+    """Forwards by number of accepted drafts → (all forwards, forwards that accepted depth d for d = 1 … K).
 
     >>> reached_of_histogram([1, 2, 1], 3)
     (4, [3, 1, 0])

@@ -1,4 +1,4 @@
-"""Where vLLM and SGLang say what their speculation accepted, and the cycles that follow from it."""
+"""Reads from vLLM and SGLang what their speculation accepted, and makes cycles of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from headstart.heads.errors import ConfigError, ServerError
 
 @dataclass
 class Reading:
-    """Counters of a server at one moment, or what they grew by; None where the server has no such counter."""
+    """A server's counters at one moment, or what they grew by.
+
+    Attributes:
+        finished: requests.
+        drafts: forwards that verified a draft; None where the server has no such counter.
+        accepted, reached: accepted drafts, and forwards that accepted depth 1, 2, …
+    """
 
     finished: int
     drafts: int | None
@@ -33,7 +39,7 @@ class Reading:
     reached: list[int]
 
     def since(self, before: Reading, where: str) -> Reading:
-        """What the counters grew by. Raises: ServerError where one went back or appeared or vanished."""
+        """What the counters grew by. Raises: ServerError where one became smaller, appeared or vanished."""
         pairs = [(self.finished, before.finished), (self.accepted, before.accepted)]
         pairs += [*zip(self.reached, before.reached, strict=False), (self.drafts or 0, before.drafts or 0)]
         same = len(self.reached) == len(before.reached) and (self.drafts is None) == (before.drafts is None)
@@ -50,7 +56,7 @@ class Reading:
 class Vllm:
     """vLLM: `vllm:spec_decode_*` counters on /metrics."""
 
-    #: fields of a request with tools: they are rendered, and their calls are not parsed, which would need a parser
+    #: fields of a request with tools. Without "none" vLLM would need a parser of their calls
     with_tools: ClassVar[dict[str, Any]] = {"tool_choice": "none"}
     DRAFTS = "vllm:spec_decode_num_drafts"
 
@@ -69,16 +75,16 @@ class Vllm:
                 '--speculative-config \'{"method": …, "model": …, "num_speculative_tokens": …}\''
             )
         self.depth = len(metrics.by_position("vllm:spec_decode_num_accepted_tokens_per_pos"))
-        #: tokens that a forward gives at most
+        #: most tokens that a forward gives
         self.most: int | None = self.depth + 1
-        #: forwards seen so far that verified a draft
+        #: forwards counted so far that verified a draft
         self.verified = 0
         self.tree = {"kind": "chain", "depth": self.depth, "label": f"chain{self.depth}"}
         self.drafter = f"speculation in vLLM {self.version}"
 
     @staticmethod
-    def asks(config: EvalConfig) -> dict[str, Any]:
-        """Fields of a request beyond OpenAI's: whatever the server's generation_config says, the loop's settings."""
+    def request_fields(config: EvalConfig) -> dict[str, Any]:
+        """Fields of a request beyond OpenAI's. They set what the server's generation_config would set otherwise."""
         return {"top_k": config.top_k, "repetition_penalty": config.repetition_penalty}
 
     def _metrics(self) -> Metrics:
@@ -105,11 +111,12 @@ class Vllm:
             metrics.by_position(f"{prefix}accepted_tokens_per_pos"),
         )
 
-    def counts(self, answers: list[Served]) -> bool:
-        """Whether the counters are needed, rather than what the answers themselves say."""
+    def needs_counters(self, answers: list[Served]) -> bool:
+        """Whether acceptance comes from the counters, and not from the answers themselves."""
         return True
 
     def settled(self, grown: Reading, answers: list[Served]) -> bool:
+        """Whether the counters hold all answers."""
         return grown.finished >= len(answers)
 
     def cycles(self, grown: Reading, answers: list[Served]) -> list[Cycle]:
@@ -128,11 +135,11 @@ class Vllm:
 
 
 class Sglang:
-    """SGLang: what it adds to each answer, its counter of verifications, or its mean accept length."""
+    """SGLang: acceptance comes from what it adds to each answer, its counter of verifications, or its mean length."""
 
     with_tools: ClassVar[dict[str, Any]] = {}
     VERIFICATIONS = "sglang:spec_verify_calls"
-    #: algorithms whose forwards accept one draft per step at most; others verify a block of draft tokens
+    #: algorithms whose forwards accept at most one draft per step; others verify a block of draft tokens
     STEPWISE = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
     def __init__(self, client: Client, model: str):
@@ -154,7 +161,7 @@ class Sglang:
         self.tree = {"kind": "chain" if width == 1 else "dynamic", "depth": self.depth, "k": width, "label": label}
         self.drafter = f"{one_line(algorithm or 'speculation', 40).lower()} in SGLang {self.version}"
         stepwise = (algorithm or "").upper() in self.STEPWISE
-        #: tokens that a forward gives at most, None where the server does not say or changes it as it runs
+        #: most tokens that a forward gives; None where the server does not say, or changes it while it runs
         self.most: int | None = (self.depth + 1 if stepwise and self.depth else max(self.depth + 1, total)) or None
         if info.get("speculative_adaptive") or not (self.depth or total):
             self.most = None
@@ -162,15 +169,12 @@ class Sglang:
         self._sources: set[str] = set()
 
     @staticmethod
-    def asks(config: EvalConfig) -> dict[str, Any]:
-        """Fields of a request beyond OpenAI's: the loop's settings in SGLang's spelling, and a wish for counts.
-
-        Versions that do not know a field leave it out.
-        """
+    def request_fields(config: EvalConfig) -> dict[str, Any]:
+        """As Vllm's, in SGLang's spelling; they also ask for counts, which versions without the field do not send."""
         if config.repetition_penalty != 1.0:
             raise ConfigError(
-                f"eval.repetition_penalty: found {config.repetition_penalty:g}; SGLang penalises what it generated and "
-                "Headstart's loop the prompt as well: they do not compare; set it to 1"
+                f"eval.repetition_penalty: found {config.repetition_penalty:g}; SGLang penalises generated tokens, "
+                "Headstart's loop those of the prompt as well, so that the two do not compare: set it to 1"
             )
         details = {"return_meta_info": True, "return_spec_tokens_details": True}
         return {"top_k": config.top_k or -1, "repetition_penalty": 1.0, **details}
@@ -190,11 +194,11 @@ class Sglang:
             return Reading(0, None, 0, [])
         return Reading(metrics.total("sglang:num_requests"), metrics.total(self.VERIFICATIONS), 0, [])
 
-    def counts(self, answers: list[Served]) -> bool:
+    def needs_counters(self, answers: list[Served]) -> bool:
         return not all("spec_verify_ct" in answer.details for answer in answers)
 
     def settled(self, grown: Reading, answers: list[Served]) -> bool:
-        if not self.counts(answers) or grown.drafts is None:
+        if not self.needs_counters(answers) or grown.drafts is None:
             return True
         return grown.finished >= len(answers) and (grown.drafts > 0 or not any(a.committed for a in answers))
 
@@ -231,10 +235,9 @@ class Sglang:
         return cycles_from_counts(forwards, reached, answer.committed, answer.steps[-1] if answer.seen else None)
 
     def _histogram(self, answer: Served) -> list[int] | None:
-        """Verifications by number of accepted drafts, under either of the names it has had."""
-        name = next(
-            (n for n in ("spec_correct_drafts_histogram", "spec_accept_histogram") if answer.details.get(n)), ""
-        )
+        """Verifications by number of accepted drafts; SGLang has had two names for them."""
+        names = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+        name = next((n for n in names if answer.details.get(n)), "")
         counts = optional(answer.details.get(name), list, f"{self.where}: {name}")
         if counts is None:
             return None
@@ -249,7 +252,7 @@ class Sglang:
         return checked
 
     def _forwards(self, grown: Reading, answers: list[Served], committed: int) -> tuple[int, str]:
-        if not self.counts(answers):
+        if not self.needs_counters(answers):
             name = f"{self.where}: spec_verify_ct"
             forwards = sum(whole(answer.details["spec_verify_ct"], name, 0, answer.limit) for answer in answers)
             _check_messages(forwards, answers)
@@ -279,14 +282,14 @@ class Sglang:
 
 
 def _check_messages(forwards: int, answers: list[Served]) -> None:
-    """Raises: ValueError where more messages brought tokens, each answer's first left out, than forwards made them."""
+    """Raises ValueError where more messages brought tokens than forwards made them (without each answer's first)."""
     messages = sum(max(len(answer.steps) - 1, 0) for answer in answers)
     if messages > forwards:
         raise ValueError(f"{forwards} forwards cannot have brought tokens in {messages} messages")
 
 
 def _page(client: Client) -> str:
-    """The metrics. Raises: ServerError where their last line is cut: the counters behind it would be missing."""
+    """The page of metrics. Raises: ServerError where it ends within a line, so that counters may be missing."""
     text = client.text("/metrics")
     if text and not text.endswith("\n"):
         raise ServerError(f"{client.url}/metrics: the page ends within a line: it is not whole")
@@ -299,7 +302,7 @@ def _version(info: dict[str, Any]) -> str:
 
 
 def _mean_length(info: dict[str, Any], where: str) -> float | None:
-    """Mean over the engines that say one; None where none does. Raises: ServerError for what is no such number."""
+    """Mean accept length over the engines that report one, or None. Raises: ServerError for a value that is none."""
     states = info.get("internal_states")
     name = f"{where}: avg_spec_accept_length"
     values = []

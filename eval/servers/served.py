@@ -1,10 +1,10 @@
-"""Measure a running vLLM or SGLang server: τ and acceptance follow from its own counters, as methods §0 defines them.
+"""Measures a running vLLM or SGLang server: its own counters give τ and acceptance as methods §0 defines them.
 
     headstart eval --engine vllm --url http://localhost:8000 --data prompts.jsonl
 
-Prompts go through the OpenAI-compatible API, `eval.batch_size` at a time, at temperature 0 and otherwise with the
+Prompts are sent through the OpenAI-compatible API, `eval.batch_size` at a time, at temperature 0 and otherwise with the
 settings of Headstart's loop. The server's metrics are read before and after every batch. Nobody else may use the server
-meanwhile: their requests would be counted.
+meanwhile: their requests would be counted as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headstart.eval.servers.probes import ENGINES, Reading, Sglang, Vllm
 from headstart.heads.errors import ConfigError, ServerError
 from headstart.heads.provenance import versions
 
-#: seconds until a server's counters hold the requests that it has answered, at most
+#: most seconds until a server's counters hold the requests that it has answered
 SETTLE = 10.0
 #: a server that has answered with so many tokens and drafted none does not speculate
 ENOUGH_TOKENS = 64
@@ -47,17 +47,17 @@ def evaluate_server(
 
     Args:
         engine: vllm or sglang.
-        model: served name (or the path it was loaded from); None where the server has one model only.
+        model: served name, or the path that it was loaded from; None where the server has one model only.
         key: API key of the server.
-        head_info: about the head that it drafts with, for the report.
+        head_info: what the report says about the head that the server drafts with.
     Raises: ConfigError for settings, DataError for the prompts, ServerError for everything about the server.
     """
     if engine not in ENGINES:
         raise ConfigError(f"--engine: found {engine!r}, expected one of {sorted(ENGINES)}")
     if config.temperature != 0:
         raise ConfigError(
-            f"eval.temperature: found {config.temperature:g}; a server is measured at temperature 0: its counters do "
-            "not tell what sampling accepts by position in a way that compares"
+            f"eval.temperature: found {config.temperature:g}; a server is measured at temperature 0, as what it "
+            "accepts by position when it samples does not compare: set it to 0"
         )
     if config.synthetic_acceptance is not None:
         raise ConfigError(
@@ -69,7 +69,7 @@ def evaluate_server(
             raise ConfigError(
                 f"eval.{name}: found {found}; a server is measured at one eval.batch_size and by itself: unset it"
             )
-    options = sampling(config) | ENGINES[engine].asks(config)
+    options = sampling(config) | ENGINES[engine].request_fields(config)
     prompts = eval_prompts(config)
     client = Client(url, key)
     name = served_model(client, model)
@@ -94,20 +94,19 @@ def evaluate_server(
 
 
 def sampling(config: EvalConfig) -> dict[str, Any]:
-    """What every request asks for beside its prompt and limit: the loop's settings, which both engines spell alike.
+    """Fields of every request that vLLM and SGLang spell alike: the settings of Headstart's loop.
 
-    Fields that a request leaves out are taken from the model's generation_config by the server (vLLM, SGLang). A seed
-    is not sent: nothing is drawn at temperature 0.
+    The server would take a missing field from the model's generation_config. There is no seed: nothing is drawn at
+    temperature 0.
     """
     neutral = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "ignore_eos": False}
     return {"temperature": 0.0, "top_p": config.top_p, "min_p": config.min_p, **neutral}
 
 
 def chat_fields(prompt: Prompt, answers: list[Message], config: EvalConfig, probe: Vllm | Sglang) -> dict[str, Any]:
-    """What a chat request says about the prompt: the server renders it by the target's template.
+    """Fields of a chat request for the prompt, which the server renders by the target's template.
 
-    Answers are the server's own messages, as a client sends them back: its parsers take thoughts and tool calls out of
-    the text.
+    Args: answers: earlier ones as the server gave them: its parsers have taken thoughts and tool calls out of the text.
     """
     fields: dict[str, Any] = {"messages": [wire_message(message) for message in prompt.messages(answers)]}
     if prompt.tools:
@@ -155,7 +154,7 @@ class _Measurement:
         return "/v1/chat/completions", {**body, **chat_fields(prompt, answers, self.config, self.probe)}
 
     def _ask(self, requests: list[tuple[str, dict[str, Any]]]) -> tuple[list[Served], Reading]:
-        """Answers, and what the counters grew by: a server books a step after it has sent its tokens."""
+        """Answers, and what the counters grew by. A server counts a forward only after it has sent its tokens."""
         before = self.probe.read()
         answers = self.client.generate(requests)
         give_up = time.monotonic() + SETTLE
@@ -169,7 +168,7 @@ class _Measurement:
                     f"{len(answers)} were answered; is a proxy or a second server in between?"
                 )
             time.sleep(0.02)
-        if self.probe.counts(answers) and grown.finished > len(answers):
+        if self.probe.needs_counters(answers) and grown.finished > len(answers):
             raise ServerError(
                 f"{self.client.url}: finished {grown.finished} requests while {len(answers)} were sent: somebody else "
                 "uses the server, and their acceptance would be counted. Measure when it is idle."
@@ -193,7 +192,7 @@ class _Measurement:
             raise ServerError(f"{self.client.url}: {error}; does somebody else use the server?") from error
         self.conversations.cut += sum(answer.finish == "length" and answer.tokens < answer.limit for answer in answers)
         results = self.tasks.setdefault(asked.task, TaskResults())
-        # counters tell the cycles of a batch, and not whose they were
+        # the counters give the cycles of a batch, not those of each prompt
         unit = id(asked.prompts[0]) if self.config.batch_size == 1 else asked.number
         results.cycles.setdefault(unit, []).extend(cycles)
         results.prompts |= {id(prompt) for prompt in asked.prompts}
@@ -209,7 +208,7 @@ class _Measurement:
 
 
 def _check_tau(cycles: list[Cycle], most: int | None) -> None:
-    """Raises: ValueError where more tokens were committed per forward than the deepest draft and one."""
+    """Raises ValueError where τ is more than `most`, the draft depth + 1."""
     tau = acceptance(cycles).tau
     if most is not None and tau > most:
         raise ValueError(f"found {tau:.2f} tokens per forward, expected {most} at most (draft depth + 1)")

@@ -9,19 +9,19 @@ import numpy as np
 
 from headstart.eval.decoding.decode import Cycle, Decoded
 
-#: drawn sets of prompts behind a 95 % interval
+#: samples of the prompts that are drawn for a 95 % interval
 RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a set of cycles says.
+    """Acceptance over a set of cycles.
 
     Attributes:
         tau: tokens committed per target forward after prefill. Forwards without a draft count as well. Tokens beyond a
             stop token or the length limit do not count, so forwards × tau is exactly what was decoded.
         per_position: share of the cycles with a draft in which depth d was accepted.
-        per_position_conditional: the same among those that accepted all earlier depths; None where there were none.
+        per_position_conditional: share of those that accepted depth d - 1 in which d was accepted too; None for none.
         forwards, tokens, drafts: target forwards, committed tokens, cycles with a draft.
     """
 
@@ -34,7 +34,7 @@ class Acceptance:
 
 
 def acceptance(cycles: Iterable[Cycle]) -> Acceptance:
-    """Summarise cycles of any number of rows. Without any forward (one-token answers) τ is 1 by convention."""
+    """Acceptance over the cycles of any rows. Without a forward (all answers have one token) τ is 1 by convention."""
     cycles = list(cycles)
     tokens = sum(cycle.committed for cycle in cycles)
     drafts = sum(cycle.drafted > 0 for cycle in cycles)
@@ -52,20 +52,27 @@ def acceptance(cycles: Iterable[Cycle]) -> Acceptance:
     )
 
 
-def bootstrap_tau(per_prompt: Sequence[Sequence[Cycle]], resamples: int, seed: int) -> tuple[float, float] | None:
-    """95 % interval of τ over prompts drawn with replacement; None with fewer than two prompts or no resamples.
+def bootstrap_tau(per_prompt: Sequence[Sequence[Cycle]], seed: int) -> list[float] | None:
+    """95 % interval of τ over prompts drawn with replacement; None with fewer than two prompts.
 
-    A resample without any forward (all answers have one token) has τ 1, as in `acceptance`.
+    A sample without any forward has τ 1, as in `acceptance`.
     """
-    if len(per_prompt) < 2 or resamples < 1:
+    if len(per_prompt) < 2:
         return None
-    tokens = np.array([sum(c.committed for c in cycles) for cycles in per_prompt], dtype=np.float64)
-    forwards = np.array([len(cycles) for cycles in per_prompt], dtype=np.float64)
-    chosen = np.random.default_rng(seed).integers(0, len(tokens), (resamples, len(tokens)))
-    drawn = forwards[chosen].sum(1)
-    taus = np.where(drawn > 0, tokens[chosen].sum(1) / np.maximum(drawn, 1), 1.0)
-    low, high = np.quantile(taus, (0.025, 0.975))
-    return float(low), float(high)
+    tokens, forwards = _resampled([(sum(c.committed for c in cycles), len(cycles)) for cycles in per_prompt], seed).T
+    return _interval(np.where(forwards > 0, tokens / np.maximum(forwards, 1), 1.0))
+
+
+def _resampled(rows: Sequence[Sequence[float]], seed: int) -> np.ndarray:
+    """Column sums of RESAMPLES samples of the rows, drawn with replacement: [RESAMPLES, columns]."""
+    table = np.array(rows, dtype=np.float64)
+    chosen = np.random.default_rng(seed).integers(0, len(table), (RESAMPLES, len(table)))
+    return table[chosen].sum(1)
+
+
+def _interval(values: np.ndarray) -> list[float]:
+    low, high = np.quantile(values, (0.025, 0.975))
+    return [float(low), float(high)]
 
 
 @dataclass
@@ -78,30 +85,28 @@ class Pace:
     seconds: float = 0.0
 
 
-def bootstrap_speedup(paces: Sequence[Pace], resamples: int, seed: int) -> tuple[float, float] | None:
+def bootstrap_speedup(paces: Sequence[Pace], seed: int) -> list[float] | None:
     """95 % interval of the speed-up over prompts drawn with replacement.
 
-    None with fewer than two prompts or no resamples, where a prompt was decoded in one way only, and where one way made
-    no token after the first of each prompt. Resamples without a plain token have no speed-up and are left out.
+    None with fewer than two prompts, where a prompt was decoded in one way only, and where one way made no token after
+    the first of each prompt. Samples without a plain token have no speed-up and are left out.
     """
-    if len(paces) < 2 or resamples < 1 or not all(pace.plain_s and pace.seconds for pace in paces):
+    if len(paces) < 2 or not all(pace.plain_s and pace.seconds for pace in paces):
         return None
     if not any(pace.plain_tokens for pace in paces) or not any(pace.tokens for pace in paces):
         return None
-    columns = [(pace.plain_tokens, pace.plain_s, pace.tokens, pace.seconds) for pace in paces]
-    table = np.array(columns, dtype=np.float64)
-    chosen = np.random.default_rng(seed).integers(0, len(table), (resamples, len(table)))
-    sums = table[chosen].sum(1)
+    sums = _resampled([(pace.plain_tokens, pace.plain_s, pace.tokens, pace.seconds) for pace in paces], seed)
     plain_tokens, plain_s, tokens, seconds = sums[sums[:, 0] > 0].T
-    if not len(plain_tokens):
-        return None
-    low, high = np.quantile(tokens / seconds / (plain_tokens / plain_s), (0.025, 0.975))
-    return float(low), float(high)
+    return _interval(tokens / seconds / (plain_tokens / plain_s)) if len(tokens) else None
+
+
+def speedup(speculative: float | None, plain: float | None) -> float | None:
+    """Ratio of two rates in tokens/s; None where one was not measured."""
+    return speculative / plain if speculative and plain else None
 
 
 def expected_tau(rates: Sequence[float]) -> float:
-    """τ = 1 + Σ_d Π_{i ≤ d} rate_i where a draft at level d is accepted with probability `rates[d - 1]`, given the
-    levels before it.
+    """τ = 1 + Σ_d Π_{i ≤ d} rate_i. Args: rates: probability of each level to be accepted, given the levels before it.
 
     The last cycle of an answer is cut by a stop token or the length limit, so the measured τ lies a little below.
     """
@@ -143,13 +148,8 @@ class Timed:
     def sum(cls, parts: Iterable[Timed]) -> Timed:
         total = cls()
         for part in parts:
-            total.prefill_s += part.prefill_s
-            total.decode_s += part.decode_s
-            total.tokens += part.tokens
-            total.first_s += part.first_s
-            total.token_s += part.token_s
-            total.rows += part.rows
-            total.cycles += part.cycles
+            for name in vars(total):
+                setattr(total, name, getattr(total, name) + getattr(part, name))
         return total
 
     @property
@@ -158,12 +158,12 @@ class Timed:
 
     @property
     def row_tokens_per_s(self) -> float | None:
-        """Tokens per second of a row while it decodes. Empty places of a batch, whose rows have ended, do not count."""
+        """Tokens per second of a row while it decodes: places of a batch whose rows have ended do not count."""
         return len(self.token_s) / sum(self.token_s) if self.token_s and sum(self.token_s) else None
 
     @property
-    def active(self) -> float | None:
-        """Rows that a cycle decoded on average: there are fewer once some rows of a batch have ended."""
+    def active_rows(self) -> float | None:
+        """Mean number of rows that a cycle decoded: it falls as rows of a batch end."""
         return self.rows / self.cycles if self.cycles else None
 
     def latency(self) -> dict[str, float | None] | None:

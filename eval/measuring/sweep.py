@@ -1,4 +1,4 @@
-"""Speed-up by batch size and by context length: up to where speculation gains."""
+"""Speed-up by batch size and by context length, and the batch size at which speculation stops to gain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from headstart.eval.config import EvalConfig
 from headstart.eval.drafters import Drafter
-from headstart.eval.measuring.metrics import Timed, acceptance
+from headstart.eval.measuring.metrics import Timed, acceptance, speedup
 from headstart.heads.errors import ConfigError
 from headstart.heads.targets.target import Target
 
@@ -71,7 +71,7 @@ def sweep(
     drafter: Drafter | None,
     config: EvalConfig,
     contexts: list[list[int]],
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Time `eval.batch_sizes` and `eval.context_lengths`.
 
@@ -81,12 +81,11 @@ def sweep(
     Returns: the report's `sweeps`: {"batch": {"points", "gain_ends", "says"}, "context": {"points", "note"}}; a sweep
         that was not asked for is left out. A point whose batch does not fit into memory ends its sweep.
     """
-    found: dict[str, Any] = {}
+    sweeps: dict[str, Any] = {}
     for name, values in (("batch", config.batch_sizes), ("context", config.context_lengths)):
         points = []
         for value in sorted(values):
-            if progress is not None:
-                progress(f"{name} {value}")
+            progress(f"{name} {value}")
             batch = value if name == "batch" else config.batch_size
             given = contexts if name == "batch" else [fit(context, value) for context in contexts]
             try:
@@ -96,12 +95,12 @@ def sweep(
                 points.append({name: value, "out_of_memory": True})
                 break
         if points:
-            found[name] = {"points": points}
-    if "batch" in found and drafter is not None:
-        found["batch"] |= gain_ends(found["batch"]["points"])
-    if "context" in found:
-        found["context"]["note"] = CONTEXT_NOTE
-    return found
+            sweeps[name] = {"points": points}
+    if "batch" in sweeps and drafter is not None:
+        sweeps["batch"] |= gain_ends(sweeps["batch"]["points"])
+    if "context" in sweeps:
+        sweeps["context"]["note"] = CONTEXT_NOTE
+    return sweeps
 
 
 def measure_point(
@@ -109,7 +108,7 @@ def measure_point(
 ) -> dict[str, Any]:
     """Decode the same rows plainly and speculatively: at least `eval.sweep_prompts` of them, `batch` at a time.
 
-    `speedup` is by the clock: the empty places of ended rows count. `row_speedup` is by the time that rows spent
+    `speedup` is by the clock: the places of ended rows stay empty. `row_speedup` is by the time that rows spent
     decoding, as on a server that fills those places at once.
     """
     batches = row_batches(contexts, max(batch, config.sweep_prompts), batch)
@@ -118,7 +117,7 @@ def measure_point(
     rates: dict[str, float | None] = {}
     row_rates: dict[str, float | None] = {}
     for way, name in ((None, "baseline"), (drafter, "speculative")):
-        if name == "speculative" and drafter is None:
+        if name == "speculative" and way is None:
             continue
         if config.warmup_tokens > 0:
             decoder.run(batches[0], way, config.warmup_tokens, config.seed)
@@ -129,12 +128,11 @@ def measure_point(
             answers += decoded.answers
         rates[name], row_rates[name] = timed.tokens_per_s, timed.row_tokens_per_s
         point |= {f"{name}_tokens_per_s": timed.tokens_per_s, f"{name}_latency": timed.latency()}
-        point[f"{name}_active_rows"] = timed.active
+        point[f"{name}_active_rows"] = timed.active_rows
         if way is not None:
             point["tau"] = acceptance(joined.from_iterable(answer.cycles for answer in answers)).tau
-    for key, found in (("speedup", rates), ("row_speedup", row_rates)):
-        plain, speculative = found["baseline"], found.get("speculative")
-        point[key] = speculative / plain if plain and speculative else None
+    for key, measured in (("speedup", rates), ("row_speedup", row_rates)):
+        point[key] = speedup(measured.get("speculative"), measured["baseline"])
     return point
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation measures, task by task, and the report made of it: for Headstart's own loop and for a server."""
+"""What an evaluation measures task by task, and the report of it, for Headstart's own loop and for servers alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.measuring.metrics import RESAMPLES, Pace, Timed, acceptance, bootstrap_speedup, bootstrap_tau
+from headstart.eval.measuring.metrics import Pace, Timed, acceptance, bootstrap_speedup, bootstrap_tau, speedup
 from headstart.eval.measuring.report import Report, Section
 from headstart.eval.prompts import describe_data
 from headstart.heads.provenance import command_line, git_revision, versions
@@ -20,11 +20,11 @@ class TaskResults:
 
     Attributes:
         prompts: id(prompt) of those that were asked.
-        cycles: by prompt, which is what the bootstrap draws; by batch where a server answered several prompts at once.
+        cycles: by id(prompt), or by batch where a server answered several prompts at once: the bootstrap draws these.
         plain, speculative: times of both ways of decoding.
-        paces: by prompt, at batch 1 only: in a larger batch a prompt's time depends on the other rows.
-        sequences, identical: answers that were decoded both ways, and those that came out the same.
-        divergences: where the others differ.
+        paces: by id(prompt), at batch 1 only: in a larger batch a prompt's time depends on the other rows.
+        sequences, identical: answers that were decoded in both ways, and those of them that are the same.
+        divergences: where the others differ first.
     """
 
     prompts: set[int] = field(default_factory=set)
@@ -43,30 +43,24 @@ def section_of(tasks: list[TaskResults], config: EvalConfig, identity: bool) -> 
     accepted = acceptance(cycle for cycles in units for cycle in cycles)
     plain = Timed.sum(results.plain for results in tasks)
     speculative = Timed.sum(results.speculative for results in tasks)
-    interval = bootstrap_tau(units, RESAMPLES, config.seed)
     paces = [pace for results in tasks for pace in results.paces.values()]
-    speeds = bootstrap_speedup(paces, RESAMPLES, config.seed)
     same = {name: sum(getattr(results, name) for results in tasks) for name in ("sequences", "identical")}
     return Section(
         prompts=sum(len(results.prompts) for results in tasks),
         forwards=accepted.forwards,
         tokens=accepted.tokens,
         tau=accepted.tau,
-        tau_ci95=None if interval is None else list(interval),
+        tau_ci95=bootstrap_tau(units, config.seed),
         per_position_acceptance=accepted.per_position,
         per_position_conditional=accepted.per_position_conditional,
         tokens_per_s=speculative.tokens_per_s,
         baseline_tokens_per_s=plain.tokens_per_s,
-        speedup=_ratio(speculative.tokens_per_s, plain.tokens_per_s),
+        speedup=speedup(speculative.tokens_per_s, plain.tokens_per_s),
         identity=same if identity else None,
-        speedup_ci95=None if speeds is None else list(speeds),
-        row_speedup=_ratio(speculative.row_tokens_per_s, plain.row_tokens_per_s),
+        speedup_ci95=bootstrap_speedup(paces, config.seed),
+        row_speedup=speedup(speculative.row_tokens_per_s, plain.row_tokens_per_s),
         latency={"baseline": plain.latency(), "speculative": speculative.latency()},
     )
-
-
-def _ratio(speculative: float | None, plain: float | None) -> float | None:
-    return speculative / plain if speculative and plain else None
 
 
 def report_of(
@@ -82,7 +76,7 @@ def report_of(
     Args:
         identity: see section_of.
         timing: further entries of the report's `timing`.
-        about: fields of the Report that say what was measured, and how.
+        about: the Report's other fields.
     """
     sampling, total = Sampling.from_config(config), section_of(list(tasks.values()), config, identity)
     divergences = [case for results in tasks.values() for case in results.divergences]

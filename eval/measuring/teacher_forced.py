@@ -1,9 +1,8 @@
 """Greedy acceptance from one teacher-forced pass, when the target's greedy answers are known.
 
-The greedy continuation is fixed, so what a drafter would draft at *every* position can be computed in one batched
-pass (K passes of a small head), and the decode loop's cycles follow by walking: accept, jump, accept, jump. The result
-equals the loop's τ exactly, up to rounding ties. (Averaging over all positions would not: a cycle starts where the last
-one ended.)
+The answers are fixed, so one batched pass (K passes of a small head) gives what a drafter would draft at *every*
+position. The decode loop's cycles follow from it: accept drafts, go to where they end, accept again. τ equals the
+loop's exactly, up to rounding ties. A mean over all positions would not: each cycle starts where the last one ended.
 
     python -m headstart.eval.measuring.teacher_forced --head DIR --target NAME --data tau_check.jsonl --depth 5
 
@@ -16,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -34,25 +34,20 @@ def teacher_forced_tau(
     head: Head,
     items: list[tuple[list[int], list[int]]],
     depth: int,
-    max_forward_tokens: int = 8192,
 ) -> Acceptance:
     """Acceptance of a greedy chain of `depth` over known greedy answers.
 
     Args:
         items: (prompt token ids, the target's greedy token ids incl. the stop token), as in `tau_check.jsonl`.
-        max_forward_tokens: padded tokens per batched forward.
     """
-    cycles: list[Cycle] = []
-    for row_cycles in teacher_forced_cycles(target, head, items, depth, max_forward_tokens):
-        cycles += row_cycles
-    return acceptance(cycles)
+    return acceptance(chain.from_iterable(teacher_forced_cycles(target, head, items, depth)))
 
 
 @torch.inference_mode()
 def teacher_forced_cycles(
     target: Target, head: Head, items: list[tuple[list[int], list[int]]], depth: int, max_forward_tokens: int = 8192
 ) -> list[list[Cycle]]:
-    """The decode loop's cycles of each item, in the order of `items`."""
+    """The decode loop's cycles of each item. Args: max_forward_tokens: padded tokens per batched forward."""
     cycles: list[list[Cycle]] = [[] for _ in items]
     order = sorted((n for n in range(len(items)) if len(items[n][1]) > 1), key=lambda n: sum(map(len, items[n])))
     while order:
@@ -85,13 +80,13 @@ def draft_everywhere(
     """Greedy drafts after every token of every answer but the last: per item, [answer length - 1][≤ depth] ids."""
     drafting = DRAFTERS.get(head.family)
     if drafting is None or drafting.draft_everywhere is None:
-        known = [name for name, known in DRAFTERS.items() if known.draft_everywhere is not None]
+        known = [name for name, other in DRAFTERS.items() if other.draft_everywhere is not None]
         raise ConfigError(f"teacher-forced drafts: found a head of the family {head.family}, expected one of {known}")
     documents = [[*prompt, *answer] for prompt, answer in items]
     longest = max(map(len, documents))
     tokens_BT = torch.tensor([doc + [0] * (longest - len(doc)) for doc in documents], device=target.device)
     hidden_BTD, streams = target.forward_documents(tokens_BT, head.spec.layer_ids)
-    # the draft row of root x_{p+1} is p: rows from the last prompt token to the one before the answer's last root
+    # root x_{p+1} is drafted for by row p: from the last prompt token to the one before the last root
     first_B1 = torch.tensor([[len(prompt) - 1] for prompt, _ in items], device=target.device)
     count = max(len(answer) for _, answer in items) - 1
     row_BA = (first_B1 + torch.arange(count, device=target.device)).clamp(max=longest - 2)

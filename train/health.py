@@ -35,7 +35,7 @@ class Health:
 
     Args:
         writer: knows the checkpoint that an error can name.
-        fetch_again: features of a pack once more; None where ranks fetch together only.
+        fetch_again: reads a pack's features once more; returns None where ranks can only fetch together.
     Attributes:
         flags: float32 [accumulation + 1], of the last window: one per pack, the last one of the gradient.
     """
@@ -62,7 +62,7 @@ class Health:
         self.flags[-1:] = self._bad_norm(norm)
 
     def _bad_norm(self, norm: Tensor) -> Tensor:
-        return (~torch.isfinite(norm)).float() / self.standing.size  # all ranks have the same norm, and add up
+        return (~torch.isfinite(norm)).float() / self.standing.size  # every rank adds its part of one flag
 
     def examine_previous(self, flags: list[float]) -> None:
         """Look at the flags that an exchange carried: in step n, those of window n - 1."""

@@ -52,7 +52,7 @@ class Observers:
 
     Attributes:
         validate: measures the head on held-out data.
-        watch: of the ranks, which then does not end this one while it writes a checkpoint.
+        watch: watches the other ranks. It lets this rank finish writing a checkpoint before it ends it.
         progress: whether a terminal shows how far the run is.
     """
 
@@ -69,14 +69,14 @@ class TrainResult:
         step: optimiser steps made in all.
         tokens, supervised_tokens: rows trained on, and positions supervised at depth 1, repeats counted.
         seconds: wall-clock of the loop, earlier parts of a resumed run included.
-        stopped: steps | epochs | seconds | signal.
+        stopped: what ended the run: steps | epochs | seconds | signal.
         metrics: the last validation.
         best: {"name", "value", "step"} of the best validation, or None.
         checkpoint: the final checkpoint directory.
         resumed_from: step the run continued from, 0 = started anew.
-        interrupted: whether the signal was Ctrl-C's here, not a scheduler's SIGTERM.
-        save_blocked_ms: longest time that a periodic checkpoint, due or taken, or a best head kept the next step from
-            starting; the wait for work that the device had been given before is not in it.
+        interrupted: whether that signal was SIGINT (Ctrl-C) on this rank, not a scheduler's SIGTERM.
+        save_blocked_ms: longest time that saving (a periodic checkpoint or a best head) delayed the next step. Waiting
+            for work that the device had queued before is not counted.
     """
 
     step: int
@@ -112,9 +112,8 @@ def train(
         data: see TrainData. A window's packs of one rank are held together (2 bytes × rows × D × (streams + 1) each in
             bfloat16).
         provenance: saved in every checkpoint (recipe, revision, versions); None = revision, versions, hardware.
-        final_checkpoint: False leaves nothing behind at the end (measurements); the result then names no checkpoint.
-        chain: drafts of the chain whose acceptance is walked: the evaluation's, or the head's depth where that is less
-            (None).
+        final_checkpoint: False writes no checkpoint at the end (for measurements); the result then names none.
+        chain: length of the drafted chain whose acceptance is walked (acceptance.walk); None = the head's depth.
     Raises:
         ConfigError: bad configuration or launch. DataError: nothing to train on. StorageError: disk full, or every
         checkpoint damaged. TrainingError: non-finite loss (sample ids named) or no supervised position.
@@ -205,12 +204,12 @@ class TrainingLoop:
             self._act_on_agreement()
             if (reason := standing.ended()) is not None:
                 return reason
-            if standing.state.unvalidated:  # the checkpoint was written, and the run ended in the validation
+            if standing.state.unvalidated:  # resumed from a checkpoint whose validation did not finish
                 self._evaluate(final=False)
             self.step()
             step = standing.state.step
-            save = saving.note_due(step)
-            if step % self.config.log_every == 0 or save:
+            save_due = saving.note_due(step)
+            if step % self.config.log_every == 0 or save_due:
                 self._record()
             last = standing.is_last(step)  # _finish saves and validates this one
             standing.state.unvalidated = self._validation_due(step) and not last
@@ -222,7 +221,7 @@ class TrainingLoop:
                 self._evaluate(final=False)
 
     def _act_on_agreement(self) -> None:
-        """Act on the exchange of the step before: a failed write, the flags of the window before it."""
+        """Act on what the last step's exchange said: a write failed, or an earlier window was not finite."""
         flags = self.standing.read_agreement(self.saving.writer.failed)
         if self.standing.agreed.write_failed:
             self.saving.write_all()
@@ -240,7 +239,7 @@ class TrainingLoop:
         self._note_step(window)
 
     def _count(self, window: Window) -> torch.Tensor:
-        """The positions that the loss of this window is divided by, of all ranks: float32 [T]."""
+        """N_t: the positions that carry each term's loss in this window, summed over the ranks: float32 [T]."""
         write_failed, may_save = self.saving.poll()
         counts_T = window_counts(self.head, window.batches, self.device)
         return self.standing.exchange(counts_T, self.health.flags, write_failed, may_save)
@@ -261,7 +260,7 @@ class TrainingLoop:
         return sums
 
     def _fetch_next(self) -> None:
-        """Make the next window's features while gradients travel; a sharded target's layers travel the same wires."""
+        """Make the next window's features while gradients are summed. A sharded target would need the same network."""
         standing = self.standing
         self.meters.mark()
         more = standing.budget.finished(standing.state.step + 1, standing.agreed.elapsed) is None
@@ -275,7 +274,7 @@ class TrainingLoop:
         ids = {place: batch.sample_ids for place, batch in zip(window.places, window.batches, strict=True)}
         health.note_window(sums.bad_P, norm, WindowSamples(self.standing.state.step, window.packs, ids))
         skipped = health.must_skip()
-        self.saving.writer.protect()
+        self.saving.writer.protect()  # the step below changes what a checkpoint may still be copying
         if not skipped:
             norm = parallel.step(norm)
             health.note_norm(norm)
@@ -330,7 +329,7 @@ class TrainingLoop:
         """Final record, checkpoint and validation. Returns the last checkpoint."""
         standing, saving, state = self.standing, self.saving, self.standing.state
         if state.finished is not None and state.finished[0] == state.step and reason != "signal":
-            return saving.writer.store.paths()[0]  # it had finished before
+            return saving.writer.store.paths()[0]  # an earlier process finished this run
         if self.meters.steps:
             self._record()
         if reason == "signal":

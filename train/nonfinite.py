@@ -63,7 +63,7 @@ def dump(
     Args:
         flags: one per pack of the window, 1 where its loss is not finite; the last one is the gradient's.
         rate: learning rate.
-        fetch: features of a pack once more; None where ranks can only fetch together.
+        fetch: see Health.
     Returns: one sentence that names the step and the samples.
     """
     step, packs, mine = window.step, window.packs, window.own_ids

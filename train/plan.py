@@ -116,7 +116,7 @@ class Plan:
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter], bytes_each: int | None = None) -> int:
-    """Bytes of parameters, each counted once. Args: bytes_each: of a number; None = as the parameter's dtype has."""
+    """Bytes of parameters, each counted once. Args: bytes_each: bytes of one number; None = those of its dtype."""
     unique = {id(p): p for p in parameters}.values()
     return sum(p.numel() * (bytes_each or p.element_size()) for p in unique)
 
@@ -215,7 +215,7 @@ def expected_rate(target: Target, head: Head, layout: Layout, card_flops: float)
         card_flops: FLOP/s of one card in large matrix products.
     """
     rows, anchors = layout.pack_tokens, round(layout.pack_tokens * layout.supervised)
-    # as if the pack were one document: a row fewer at each depth
+    # those of a pack that is one document: each depth has a row fewer
     counts = [max(min(anchors, rows - 1) - depth, 0) for depth in range(1, head.depth + 1)]
     target_parameters = parameters_per_row(target) if layout.features == "online" else 0
     busy = layout.ranks * busy_share(layout.accumulation, layout.ranks)

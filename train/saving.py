@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headstart.train.checkpoints.resume import capture, state_values
+from headstart.train.checkpoints.resume import make_checkpoint, state_values
 from headstart.train.checkpoints.writer import CheckpointWriter, write_all
 from headstart.train.health import Health
 from headstart.train.sharing.distributed import from_main, on_main
@@ -48,9 +48,9 @@ class Saving:
         self.blocked = 0.0
         #: whether a periodic checkpoint is due and not taken yet
         self._due = False
-        #: whether it found the one before still being written
+        #: whether it waits because the checkpoint before it is still being written
         self._put_off = False
-        #: seconds that all ranks took to learn whether it may be taken
+        #: seconds that ranks took to agree whether it may be taken
         self._asked = 0.0
 
     def prepare(self, checkpoints: bool, best: bool) -> None:
@@ -112,7 +112,7 @@ class Saving:
         return on_main(lambda: self.writer.store.paths()[0])
 
     def _take(self) -> None:
-        checkpoint = capture(self.standing, self.parallel, self.writer.copies, self.provenance)
+        checkpoint = make_checkpoint(self.standing, self.parallel, self.writer.copies, self.provenance)
         if checkpoint is not None:
             self.writer.save(checkpoint)
         self._due, self.saved_step = False, self.standing.state.step
@@ -133,8 +133,10 @@ class Saving:
     def write_all(self) -> None:
         """Wait until everything is on disk. A full disk pauses the run (writer.write_all)."""
         standing = self.standing
-        stopped = lambda: standing.signal.received is not None  # noqa: E731
-        standing.leave_out(write_all(self.writer, standing.config.disk_wait, stopped, standing.reporter.say))
+        paused = write_all(
+            self.writer, standing.config.disk_wait, lambda: standing.signal.received is not None, standing.reporter.say
+        )
+        standing.leave_out(paused)
 
     # -- the best head ---------------------------------------------------------------------------------------------
 

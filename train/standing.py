@@ -1,7 +1,7 @@
 """Where a run stands: what it has done, how much of its budget is left, what its ranks agree on, what it has told.
 
-Ranks must take the same turn at the same step: all go on, or all end. What decides (rank 0's clock, a signal that one
-of them got, a failed write) therefore travels in the one all-reduce that a step makes anyway:
+All ranks must do the same after a step: go on, or end. What decides (rank 0's clock, a signal that one of them got, a
+failed write) therefore travels in the one all-reduce that a step makes anyway:
 
     counts_T = standing.exchange(counts_T, flags, …)   step n: summed on the device, nobody waits
     …                                                  the device computes step n
@@ -160,7 +160,7 @@ class Standing:
         return "signal" if self.agreed.stop else self.budget.finished(self.state.step, self.agreed.elapsed)
 
     def is_last(self, step: int) -> bool:
-        """Whether the steps or epochs of the budget end with `step`; a clock does not end here."""
+        """Whether `step` is the last of the steps or epochs of the budget. A limit of time is not looked at."""
         return self.budget.finished(step, 0.0) is not None
 
     # -- agreement between ranks -----------------------------------------------------------------------------------
@@ -175,15 +175,15 @@ class Standing:
         Returns: the sums of `counts_T`, on the device.
         """
         clock = self.elapsed() if self.rank == 0 else 0.0
-        control = torch.tensor([clock, self.signal.received is not None, write_failed, may_save], dtype=torch.float32)
-        control = to_device(control, counts_T.device, non_blocking=True)
+        told = torch.tensor([clock, self.signal.received is not None, write_failed, may_save], dtype=torch.float32)
+        told = to_device(told, counts_T.device, non_blocking=True)
         self._counts = len(counts_T)
-        return self._agreement.exchange(torch.cat([counts_T, control, flags]))[: self._counts]
+        return self._agreement.exchange(torch.cat([counts_T, told, flags]))[: self._counts]
 
     def read_agreement(self, write_failed: bool) -> list[float] | None:
-        """Take over what the exchange of the step before says. Returns its flags, None before the first step.
+        """Read into `agreed` what the last step's exchange said. Returns its flags, None before the first step.
 
-        Args: write_failed: rank 0's present answer, which a run of one rank acts on at once.
+        Args: write_failed: whether a write has failed by now. One rank alone acts on this, not on the older answer.
         """
         if self.size == 1:
             self.agreed = Agreed(self.elapsed(), self.signal.received is not None, write_failed)
@@ -196,6 +196,6 @@ class Standing:
         return values[self._counts + AGREED :]
 
     def exchanged_flags(self) -> list[float] | None:
-        """The flags of the last exchange, None before the first; waits for it where it is still under way."""
+        """The flags of the last exchange, None before the first. Waits until the exchange is over."""
         values = self._agreement.read()
         return None if values is None else values[self._counts + AGREED :]

@@ -148,8 +148,8 @@ def idle_note(accumulation: int, ranks: int) -> str | None:
     if busy == 1.0:
         return None
     return (
-        f"train.accumulation={accumulation} over {ranks} ranks leaves {1 - busy:.0%} of them without a pack at any "
-        f"time: a multiple of {ranks}, such as {math.ceil(accumulation / ranks) * ranks}, keeps all busy"
+        f"train.accumulation={accumulation} over {ranks} ranks leaves ranks idle {1 - busy:.0%} of the time: "
+        f"a multiple of {ranks}, such as {math.ceil(accumulation / ranks) * ranks}, keeps all busy"
     )
 
 
@@ -176,8 +176,8 @@ def naming_samples(
     """Turn a failure inside, whatever it is, into a TrainingError that names the samples. Our own errors pass.
 
     Args:
-        samples, place: those of the pack whose features are made; None where this rank has none.
-        alone: whether this rank may ask for single samples, to name only those that fail.
+        samples, place: of the pack whose features are made; None where this rank has no pack.
+        alone: whether this rank may fetch the samples one by one, to name only those that fail.
     """
     try:
         yield
@@ -237,7 +237,7 @@ class Fetcher:
         return batches
 
     def again(self, pack: Pack) -> FeatureBatch | None:
-        """The features of a pack once more, to look at them; None where ranks can only fetch together."""
+        """The features of a pack once more, for an error's report; None where ranks can only fetch together."""
         return None if self.lockstep else self._get(pack)
 
     def _get(self, pack: Pack) -> FeatureBatch:
@@ -283,11 +283,9 @@ class WindowFeed:
     """The windows of a run with this rank's features.
 
     Args:
-        last_pack: number of packs of the whole run, which cuts its last window; None = no limit.
+        last_pack: packs of the whole run, after which the last window is cut off; None = no limit.
         head: chooses the rows that training runs.
         device_idle: whether the device has nothing to do, so that time spent here is time lost.
-    Attributes:
-        waited: seconds lost that way since `take_waited`.
     """
 
     def __init__(

@@ -161,7 +161,8 @@ def test_ranks_that_wait_are_told_and_counted(headstart: Callable, recipe: Path)
 
     idle, busy = plan(2), plan(8)
     assert idle["hours"] == pytest.approx(4 * busy["hours"], rel=1e-3)
-    notes = [note for note in idle["notes"] if note.startswith("train.accumulation=2 over 8 ranks leaves 75%")]
+    told = "train.accumulation=2 over 8 ranks leaves ranks idle 75% of the time"
+    notes = [note for note in idle["notes"] if note.startswith(told)]
     assert len(notes) == 1 and not [note for note in busy["notes"] if "train.accumulation" in note]
 
 

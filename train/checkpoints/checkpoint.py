@@ -292,10 +292,12 @@ class CheckpointStore:
         latest = self.directory / "latest"
         if faults or latest.exists():
             listed = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
-            what = f"all {len(faults)} checkpoints are damaged ({listed})" if faults else f"{latest.name} names one"
+            what = f"the one that {latest.name} names is gone"
+            if faults:
+                what = f"all {len(faults)} checkpoints are damaged ({listed})"
             raise StorageError(
-                f"{self.directory}: no checkpoint can be used, though {what}. Put a copy of one back if you have it, "
-                "start over with train.resume=false (what is there is kept in previous/), or choose another place with "
+                f"{self.directory}: no checkpoint can be used: {what}. Put back a copy of one if you have it, start "
+                "over with train.resume=false (what is there is kept in previous/), or choose another place with "
                 "run_dir=…"
             )
         return None

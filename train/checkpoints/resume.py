@@ -1,4 +1,4 @@
-"""How a run is captured in a checkpoint, and how it continues from one."""
+"""How a checkpoint is made of a run, and how a run continues from one."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ from headstart.train.tracking.track import last_step
 #: settings that may differ when a run continues, without a note about it
 SILENT = {"log_every", "save_every", "keep", "resume", "tracker", "project", "prefetch", "tau_every", "tau_prompts"}
 SILENT |= {"parallel", "capture", "tau_tokens", "tau_depth", "eval_every", "select", "nonfinite", "disk_wait"}
-
-
 #: what training leaves in a run directory
 TRAINED = ("checkpoints", "metrics.jsonl", "tensorboard", "wandb")
 
 
-def capture(
+def make_checkpoint(
     standing: Standing, parallel: Parallel, copies: HostCopies, provenance: dict[str, Any]
 ) -> Checkpoint | None:
-    """The checkpoint of this moment on rank 0 (None elsewhere); all ranks take part.
+    """The run as it is now, on rank 0; None on the others, which must call it too.
 
     Its tensors are complete when `copies` are ready.
     """
@@ -110,8 +108,8 @@ def _keep_orphans(standing: Standing) -> None:
         return  # it ended before its first checkpoint: nothing is lost
     place = _set_aside(standing)
     standing.reporter.say(
-        f"WARNING: no checkpoint is there, though metrics.jsonl goes to step {last}: training starts at step 0. What "
-        f"was there is kept in {place}"
+        f"WARNING: there is no checkpoint, though metrics.jsonl goes to step {last}: training starts at step 0. What "
+        f"the earlier run left is kept in {place}"
     )
 
 

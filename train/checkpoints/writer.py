@@ -53,7 +53,7 @@ class HostCopies:
         return buffer
 
     def take(self, group: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Begin to copy; the copies by name. On a GPU they are complete only when `ready` says so."""
+        """Begin to copy the tensors. Returns the copies by name; on a GPU they are complete when `ready` says so."""
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if self._stream is None or tensor.device.type != "cuda":
@@ -69,7 +69,7 @@ class HostCopies:
         return copies
 
     def protect(self) -> None:
-        """Let the device start later work only after the copies. To be called before anything changes the tensors."""
+        """Make the device finish the copies before its next work. Call it before anything changes the tensors."""
         if self._done is not None:
             torch.cuda.current_stream().wait_event(self._done)
 
@@ -222,7 +222,7 @@ class CheckpointWriter:
             raise error
 
     def retry(self) -> bool:
-        """Wait, write again what found the disk full, and return whether everything is written.
+        """Wait for the writes, repeat those that found the disk full, and return whether everything is written.
 
         Raises: what a write raised, unless that was a full disk.
         """

@@ -85,18 +85,18 @@ def _meeting_store(rank: int, size: int, wait_s: float, environment: Mapping[str
     )  # fmt: skip
 
 
-def _all_say(
-    word: str, calls: dist.Store, size: int, deadline: float, stopping: Callable[[], bool] = lambda: False
+def _barrier(
+    name: str, store: dist.Store, size: int, deadline: float, stopping: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Say `word` and wait until all ranks have said it. False when `deadline` (of time.monotonic) comes first.
+    """Wait until all ranks are here. Returns False when `deadline` (of time.monotonic) comes first.
 
-    Raises: Terminated when a rank, this or another, is `stopping`.
+    Raises: Terminated when this rank is `stopping`, or another is.
     """
-    calls.add(word, 1)
-    while calls.add(word, 0) < size:
+    store.add(name, 1)
+    while store.add(name, 0) < size:
         if stopping():
-            calls.set("stopped", "")
-        if calls.check(["stopped"]):
+            store.set("stopped", "")
+        if store.check(["stopped"]):
             raise Terminated
         if time.monotonic() >= deadline:
             return False
@@ -109,12 +109,12 @@ def meet(
 ) -> dist.Store | None:
     """Wait until every rank of this launch has come. One rank alone does nothing.
 
-    The process group has a timeout of hours, which is that of its collectives. With a wrong address it would wait that
-    long without a word.
+    The process group has a timeout of hours, because its collectives need it. With a wrong address, joining it would
+    hang for those hours without a message. So the ranks meet here first, with a shorter timeout.
 
-    SIGTERM may come meanwhile. Once a rank has come, the others count on it, so `startup` holds the signal back from
-    then on. A rank that got one says so, and all end. The ranks meet twice, so that none goes on with one that has
-    ended: after the second time, a signal waits until the training handles it.
+    SIGTERM may come meanwhile. Once a rank is here, the others count on it, so `startup` holds the signal back. At a
+    first barrier, a rank that got the signal tells the others, and all end. A second barrier makes sure that no rank
+    goes on while another ends: past the first, a signal waits until training handles it.
 
     Args:
         wait_s: seconds to wait for the last rank.
@@ -136,13 +136,13 @@ def meet(
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = _meeting_store(rank, size, wait_s, environment, agent)
-        calls = dist.PrefixStore("headstart/meet", store)
+        ranks = dist.PrefixStore("headstart/meet", store)
         if startup is not None:
             startup.hold()
-        calls.set(str(rank), "")
+        ranks.set(str(rank), "")
         stopping = (lambda: startup.received) if startup is not None else (lambda: False)
-        if not (_all_say("came", calls, size, deadline, stopping) and _all_say("goes on", calls, size, deadline)):
-            gone = [str(r) for r in range(size) if not calls.check([str(r)])]
+        if not (_barrier("came", ranks, size, deadline, stopping) and _barrier("goes on", ranks, size, deadline)):
+            gone = [str(r) for r in range(size) if not ranks.check([str(r)])]
             raise ConfigError(
                 f"launch: rank {rank} waited {wait_s:.0f} s at {place}, and of {size} ranks these did not "
                 f"{'come' if gone else 'go on'}: {', '.join(gone) or 'unknown'}. {remedy}."

@@ -45,10 +45,10 @@ def make_accelerator(device: torch.device | str, startup: StartupSignals | None 
 
 
 def check_layout(kind: str, config: TrainConfig, target: TargetConfig, ranks: int, node_ranks: int) -> None:
-    """Raise ConfigError where so many ranks cannot hold head and target as asked. Nothing is loaded for it.
+    """Raise ConfigError where this number of ranks cannot share head and target as asked. Nothing is loaded for it.
 
     Args:
-        kind: how ranks share the head; see resolve_kind. auto = the launch will decide, and no rule of a kind applies.
+        kind: how ranks share the head; see resolve_kind. auto = the launch decides; no kind's rules are checked then.
         node_ranks: ranks of one machine.
     """
     check_kind(kind, config, ranks)
@@ -67,8 +67,8 @@ def recompute_activations(head: Head) -> None:
     """Switch `train.activation_checkpointing` on. Raises ConfigError for a head without a decoder layer."""
     if not head.draft_layers:
         raise ConfigError(
-            f"train.activation_checkpointing: {head.family} has no decoder layer to make activations of again: "
-            "set it to false"
+            f"train.activation_checkpointing: {head.family} has no decoder layer whose activations could be "
+            "recomputed: set it to false"
         )
     for layer in head.draft_layers:
         layer.recompute = True

@@ -2,9 +2,9 @@
 
 Rank 0 hosts a small key-value store. A thread of every rank raises a counter there once a second (its beat) and looks
 at the others. A rank of the same machine counts as dead when its process is gone, a rank of another machine when its
-beat has not moved for `limit_s`. A rank that fails leaves a word in the store, and the others report that instead of a
-broken connection. A store that does not answer blocks the thread, so a second thread notices when the first one stands
-still.
+beat has not moved for `limit_s`. A rank that fails leaves its error in the store, and the others report that instead of
+a broken connection. A store that does not answer blocks the thread, so a second thread notices when the first one is
+stuck.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Watch:
         self._reason = ""
         #: exit code of a rank that ends because of another
         self.code = 1
-        #: waits for files being written, at most so many seconds, and says whether there were any; set by who writes
+        #: waits at most so many seconds for files being written, and returns whether there were any; the loop sets it
         self.wait_for_writes: Callable[[float], bool] = lambda seconds: False
         self._stop = threading.Event()
         self.rank = 0
@@ -128,17 +128,14 @@ class Watch:
             word = f"{FAILED}{kind.__name__}: {error}"
         elif kind is not None and issubclass(kind, KeyboardInterrupt):
             word = STOPPED
-        self._say_word(word)
-        if self.rank == 0:
-            self._leave_last()
-        self._stop.set()
-        self._thread.join(timeout=self.interval_s + 1.0)
-
-    def _say_word(self, word: str) -> None:
         try:
             self._words.set(f"word/{self.rank}", word[:2000])
         except RuntimeError:
             pass  # rank 0 is gone: nobody is left to be told
+        if self.rank == 0:
+            self._leave_last()
+        self._stop.set()
+        self._thread.join(timeout=self.interval_s + 1.0)
 
     def _leave_last(self) -> None:
         """Rank 0 hosts the store, so it waits a few seconds for the others to leave."""
@@ -167,13 +164,13 @@ class Watch:
             self._end_without_launcher()
             try:
                 self._beats.set(f"beat/{self.rank}", str(beat))
-                reason = self._look(seen)
+                reason = self._find_lost(seen)
             except RuntimeError:
                 reason = "rank 0 is gone (its store does not answer)"
                 if self._stop.is_set():
                     return
             if reason:
-                self._lose(reason)
+                self._end(reason)
                 return
             self._rounds += 1
 
@@ -189,18 +186,19 @@ class Watch:
             self._end_without_launcher()
 
     def _watch_store(self) -> None:
-        """End this rank when the other thread stands still.
+        """End this rank when the other thread is stuck.
 
-        It counts its own rounds instead of seconds: where the whole process was paused, nothing is wrong.
+        It counts its own rounds instead of seconds, because a pause of the whole process is no fault.
         """
         seen, still = -1, 0.0
         while not self._stop.wait(self.interval_s):
             seen, still = (seen, still + self.interval_s) if self._rounds == seen else (self._rounds, 0.0)
             if still > self.limit_s and not self._lost.is_set():
-                self._lose(f"rank 0 has been silent for {still:.0f} s (its store does not answer)")
+                self._end(f"rank 0 has been silent for {still:.0f} s (its store does not answer)")
                 return
 
-    def _lose(self, reason: str) -> None:
+    def _end(self, reason: str) -> None:
+        """Give the main thread time to end by itself and to finish a write, then end the process."""
         self._reason = f"{reason}; this job ends here. The same command continues from the last checkpoint."
         self._lost.set()
         if self._stop.wait(GRACE_S) or (self.wait_for_writes(WRITE_S) and self._stop.wait(1.0)):
@@ -210,7 +208,11 @@ class Watch:
         print(f"rank {self.rank}: {kind}{self._reason}", file=sys.stderr, flush=True)
         os._exit(self.code)
 
-    def _look(self, seen: dict[int, tuple[str, float]]) -> str:
+    def _find_lost(self, seen: dict[int, tuple[str, float]]) -> str:
+        """Why this job cannot go on; empty when all ranks are there.
+
+        Args: seen: rank → its last beat, and when that was first seen.
+        """
         others = [r for r in range(self.size) if r != self.rank]
         words = dict(zip(others, self._beats.multi_get([f"word/{r}" for r in others]), strict=True))
         for r, word in words.items():

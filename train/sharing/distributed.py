@@ -111,8 +111,8 @@ def require_shared(run_dir: Path, wait_s: float = SHARED_WAIT_S) -> None:
 class Agreement:
     """A vector that is summed over the ranks on the device, and that the host reads a step later.
 
-    `exchange` sums on the device and starts a copy to the host. `read` waits for that copy alone, which is long there
-    when a later step asks for it, so the device never idles. All ranks read the same sums and decide alike.
+    `exchange` sums on the device and starts a copy to the host. `read` waits for that copy alone. It
+    arrived long before a later step asks for it, so the device never idles. All ranks read the same and decide alike.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """How the ranks of a run share the head: whole on each (DDP, captured graphs), FSDP2 shards, or DeepSpeed ZeRO.
 
-Whatever the kind, one window ends with the same update: gradients of L summed over all ranks, clipped by the global
-norm, one AdamW step; and a checkpoint holds whole float32 tensors by name, so a run may change kind when it resumes.
+All kinds make the same update of a window: the gradient of the loss L summed over all ranks, clipped by its global
+norm, then one AdamW step. A checkpoint holds whole float32 tensors by name, so a run may change its kind when it
+resumes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from headstart.train.optim import build_optimizer
 from headstart.train.sharing.distributed import is_distributed
 from headstart.train.sharing.gradients import FlatGradients, fill_gradients
 
-#: the argument of DDP, as this torch names it, that copies rank 0's buffers to all ranks at every forward pass
-LEAVE_BUFFERS = next(
+#: this torch's name for the argument of DDP that sends rank 0's buffers to all ranks at every forward pass
+SEND_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -53,7 +54,7 @@ def resolve_kind(config: TrainConfig, accelerator: Accelerator) -> str:
 
 
 def check_kind(kind: str, config: TrainConfig, ranks: int) -> None:
-    """Raise ConfigError where so many ranks, or these settings, do not go with `kind`."""
+    """Raise ConfigError where `kind` does not work with this number of ranks or with these settings."""
     if kind == "fsdp2" and ranks < 2:
         raise ConfigError(
             "train.parallel: found fsdp2 with one rank, expected two or more: launch more ranks, or set "
@@ -160,7 +161,7 @@ class Parallel:
         own = self.head.state_dict()
         check_head_names(set(tensors), set(own))
         for name, tensor in tensors.items():
-            own[name].copy_(like(tensor, own[name]))
+            own[name].copy_(placed_like(own[name], tensor))
 
     def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
         """Give every parameter its saved moments. Learning rate, decay and betas stay the recipe's.
@@ -173,7 +174,7 @@ class Parallel:
         for path, tensor in tensors.items():
             key, name = path.split("/", 1)
             whole = name in own and tensor.ndim > 0
-            saved.setdefault(name, {})[key] = like(tensor, own[name]) if whole else tensor
+            saved.setdefault(name, {})[key] = placed_like(own[name], tensor) if whole else tensor
         wanted = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
         check_optimizer_names(set(saved), set(wanted))
         if saved:
@@ -208,8 +209,8 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach() if full is None else full().detach()
 
 
-def like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """`whole` on the device of `tensor` and sharded as that is. Every rank has `whole`, so nothing is sent."""
+def placed_like(tensor: Tensor, whole: Tensor) -> Tensor:
+    """`whole`, sharded and placed as `tensor` is. Every rank has `whole`, so nothing is sent."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return whole
@@ -243,7 +244,7 @@ class Replicated(Parallel):
                 module,
                 device_ids=[accelerator.device.index] if cuda else None,
                 gradient_as_bucket_view=True,
-                **{LEAVE_BUFFERS: False},
+                **{SEND_BUFFERS: False},
             )
 
     def no_sync(self) -> AbstractContextManager[Any]:

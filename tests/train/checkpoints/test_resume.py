@@ -90,7 +90,7 @@ def test_checkpoints_that_are_gone_are_not_a_fresh_start(tmp_path, left, capsys)
         shutil.rmtree(path)
     if left == "latest":
         with pytest.raises(
-            StorageError, match="no checkpoint can be used, though latest names one.*train.resume=false"
+            StorageError, match="no checkpoint can be used: the one that latest names is gone.*train.resume=false"
         ):
             run(tmp_path, **chosen)
         assert (tmp_path / "metrics.jsonl").read_text() == before
@@ -99,7 +99,7 @@ def test_checkpoints_that_are_gone_are_not_a_fresh_start(tmp_path, left, capsys)
     head, source = FakeHead(noise=0.1), FakeSource(make_documents())
     train(head, data_of(source), teacher(), config(), tmp_path)
     said = " ".join(capsys.readouterr().err.split())
-    assert "WARNING: no checkpoint is there, though metrics.jsonl goes to step 7: training starts at step 0" in said
+    assert "WARNING: there is no checkpoint, though metrics.jsonl goes to step 7: training starts at step 0" in said
     assert (tmp_path / "previous/1-train/metrics.jsonl").read_text() == before
     assert (tmp_path / "previous/1-train/checkpoints/best/head.safetensors").is_file()
 

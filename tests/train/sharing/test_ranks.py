@@ -386,7 +386,7 @@ def test_a_full_disk_pauses_every_rank_until_there_is_room(ranks):
             assert torch.equal(value, found[rank]["paused"]["weights"][name])
     assert found[0]["paused"]["attempts"] == [2, 4, 4, 4, 4, 6] and found[1]["paused"]["attempts"] == []
     idle, paused, again = found[0]["paused"]["said"]
-    assert idle.startswith("NOTE: train.accumulation=3 over 2 ranks leaves 25% of them without a pack") and "4," in idle
+    assert idle.startswith("NOTE: train.accumulation=3 over 2 ranks leaves ranks idle 25% of the time") and "4," in idle
     assert "the disk is full" in paused and "paused" in paused and "train.disk_wait" in paused
     assert "there is room again" in again
     assert losses(out / "paused") == losses(out / "plain")

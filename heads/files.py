@@ -71,18 +71,18 @@ def short_path(path: Path | str, most: int = 300) -> str:
 
 
 @contextmanager
-def explain_read(path: Path | str) -> Iterator[None]:
-    """Turn errors of reading `path` into a DataError that names the path and the cause."""
+def explain_read(path: Path | str, kind: type[HeadstartError] = DataError) -> Iterator[None]:
+    """Turn errors of reading `path` into one of this kind that names the path and the cause."""
     try:
         yield
     except FileNotFoundError:
-        raise DataError(f"{short_path(path)}: no such file") from None
+        raise kind(f"{short_path(path)}: no such file") from None
     except OSError as error:
-        raise DataError(f"{short_path(path)}: cannot be read ({error.strerror or error})") from error
+        raise kind(f"{short_path(path)}: cannot be read ({error.strerror or error})") from error
     except ValueError as error:  # a null character in the name
         if "null" not in str(error):
             raise
-        raise DataError(f"{short_path(path)!r}: no name that a file can have ({error})") from error
+        raise kind(f"{short_path(path)!r}: no name that a file can have ({error})") from error
 
 
 def is_file(path: Path | str) -> bool:

@@ -26,32 +26,20 @@ LIMITS = {
     "max_position_embeddings": (1, 1 << 26),
 }
 
-#: config fields that change what a llama layer computes, with the values that leave it a plain one
-PLAIN = {
-    "attention_bias": (False, None),
-    "bias": (False, None),
-    "mlp_bias": (False, None),
-    "norm_output": (False, None),
-    "norm_before_fc": (False, None),
-    "fc_norm": (False, None),
-    "use_qk_norm": (False, None),
-    "qk_norm": (False, None),
-    "quantization_config": (None,),
-    "sliding_window": (None,),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "attention_multiplier": (None,),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "scale_emb": (None, 1, 1.0),
+#: config fields that change what a llama layer computes → the values with which it computes what a plain one does
+PLAIN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("attention_bias", "bias", "mlp_bias", "norm_output", "norm_before_fc", "fc_norm", "use_qk_norm", "qk_norm"),
+        (None, False),
+    ),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "scale_emb", "logits_scaling"), (None, 1)),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "sliding_window"), (None,)),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "quantization_config"), (None,)),
+    **dict.fromkeys(("ptd_token_id", "mask_token_id"), (None,)),
+    "logit_scale": (None, 1),
     "no_rope_layers": (None, []),
-    "parallel_drafting": (False, None),
-    "ptd_token_id": (None,),
-    "mask_token_id": (None,),
-    "attention_dropout": (None, 0, 0.0),
+    "parallel_drafting": (None, False),
+    "attention_dropout": (None, 0),
     "pretraining_tp": (None, 0, 1),
     "layer_types": (None, ["full_attention"]),
 }
@@ -102,22 +90,15 @@ def require_plain(config: dict[str, Any], where: str, allowed: tuple[str, ...] =
     Raises: FormatError naming the field and its value.
     """
     for name, neutral in PLAIN.items():
-        if name not in config or name in allowed:
+        value = config.get(name)
+        if name in allowed or (name == "sliding_window" and config.get("use_sliding_window") is False):
             continue
-        value = config[name]
-        if name == "sliding_window" and config.get("use_sliding_window") is False:
-            continue
-        if not any(
-            value is plain if plain is None or isinstance(plain, bool) else _same(value, plain) for plain in neutral
-        ):
+        # 0 == False and 1 == True in Python
+        if not any(value == plain and isinstance(value, bool) is isinstance(plain, bool) for plain in neutral):
             raise FormatError(
                 f"{where}: {name} is {value!r}: this head computes something that Headstart's does not, and reading it "
                 "without would draft wrongly in silence. Convert it with the tool that trained it, or train a new head."
             )
-
-
-def _same(value: Any, plain: Any) -> bool:
-    return type(value) is not bool and value == plain
 
 
 def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -132,9 +113,7 @@ def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
             raise FormatError(f"{where}: {name} is {value!r}, expected an object or null")
     theta = None if config.get("rope_theta") is None else number(config, "rope_theta", where)
     modern = _rope(new, config, where) if new else None
-    legacy = None
-    if old or theta is not None:
-        legacy = _rope({"rope_theta": theta, **(old or {})} if theta is not None else dict(old or {}), config, where)
+    legacy = _rope({"rope_theta": theta, **(old or {})}, config, where) if old or theta is not None else None
     if modern is not None and legacy is not None:
         if theta is None:  # scaling alone says nothing about theta
             legacy["rope_theta"] = modern["rope_theta"]
@@ -198,21 +177,15 @@ def llama_dims(config: dict[str, Any], where: str, target_layers: int) -> HeadDi
         hidden_act=act,
         max_position_embeddings=integer(config, "max_position_embeddings", where, default=2048),
         rope_parameters=rope,
-        bos_token_id=_token(config.get("bos_token_id")),
-        eos_token_id=_tokens(config.get("eos_token_id"), where),
+        bos_token_id=bos if type(bos := config.get("bos_token_id")) is int else None,
+        eos_token_id=_end_tokens(config.get("eos_token_id"), where),
     )
 
 
-def _token(value: Any) -> int | None:
-    return value if type(value) is int else None
-
-
-def _tokens(value: Any, where: str) -> int | list[int] | None:
-    if not isinstance(value, list):
-        return _token(value)
-    if len(value) > 64 or not are_integers(value):
+def _end_tokens(value: Any, where: str) -> int | list[int] | None:
+    if isinstance(value, list) and (len(value) > 64 or not are_integers(value)):
         raise FormatError(f"{where}: eos_token_id is a list of {len(value)}, expected at most 64 integers")
-    return value
+    return value if type(value) is int or isinstance(value, list) else None
 
 
 def dims_from_json(value: Any, where: str, rope: bool = True) -> HeadDims:

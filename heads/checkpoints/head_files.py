@@ -129,8 +129,15 @@ class HeadFiles:
         return {}
 
     def contents(self, head: Head) -> Contents:
-        """What `save_head` writes."""
-        return compact(head, self.compact_note)
+        """What `save_head` writes. Here the compact form: the state dict as it is."""
+        config = {
+            "architectures": [compact_architecture(head.family)],
+            "model_type": f"headstart_{head.family}",
+            "hidden_size": head.dims.hidden_size,
+            "vocab_size": head.dims.vocab_size,
+            "note": self.compact_note,
+        }
+        return Contents(COMPACT, config, HeadFiles.tensors(self, head))
 
     def portable(self, head: Head) -> Contents:
         """What `export` writes for all engines that take one form; for a family that no engine serves, what is saved.
@@ -151,17 +158,6 @@ class HeadFiles:
         return min(4 if chain is None else chain, depth)
 
 
-def compact(head: Head, note: str) -> Contents:
-    """The form that only Headstart reads: the state dict as it is, under an architecture that engines refuse."""
-    config = {
-        "architectures": [compact_architecture(head.family)],
-        "model_type": f"headstart_{head.family}",
-        "hidden_size": head.dims.hidden_size,
-        "vocab_size": head.dims.vocab_size,
-        "note": note,
-    }
-    return Contents(COMPACT, config, {name: tensor.detach() for name, tensor in head.state_dict().items()})
-
-
 def compact_architecture(family: str) -> str:
+    """What config.json of the compact form names; engines refuse it."""
     return f"Headstart{family.capitalize()}Model"

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.heads.errors import FormatError
-from headstart.heads.files import open_regular, read_bounded, require_regular
+from headstart.heads.files import explain_read, open_regular, read_bounded, require_regular
 
 MAX_JSON_BYTES = 64 << 20
 #: objects and lists inside one another; a config has five
@@ -59,7 +59,14 @@ class TensorInfo:
 
 @dataclass
 class RawCheckpoint:
-    """A directory as found: parsed config, parsed sidecar (ours), tensor headers, and a way to read one tensor."""
+    """A head directory on disk: its JSON files parsed, the headers of its weight files, and a way to read one tensor.
+
+    Attributes:
+        config: config.json.
+        sidecar: headstart.json; None where there is none.
+        tensors: name → what the header of its file says of it.
+        readers: weight file → what reads one of its tensors by name.
+    """
 
     directory: Path
     config: dict[str, Any]
@@ -86,19 +93,17 @@ class RawCheckpoint:
 
 def safe_child(directory: Path, name: str, named_in: str) -> Path:
     """`directory / name` for a file name found inside a file; refuses anything that leaves the directory."""
-    if not isinstance(name, str) or not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
+    if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
         raise FormatError(f"{named_in}: names the file {name!r}; only plain file names in the same directory are read")
     return directory / name
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON object of bounded size and depth. Raises FormatError naming the file."""
+    with explain_read(path, FormatError):
+        content = read_bounded(path, MAX_JSON_BYTES)
     try:
-        value = parse_json(read_bounded(path, MAX_JSON_BYTES))
-    except FileNotFoundError:
-        raise FormatError(f"{path}: no such file; a head directory needs it") from None
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from error
+        value = parse_json(content)
     except ValueError as error:
         raise FormatError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
@@ -146,25 +151,19 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
     Raises: FormatError for a truncated, oversized or inconsistent file, or a dtype heads do not use.
     """
+    with explain_read(path, FormatError), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise FormatError(f"{path}: {size} bytes, too short for a safetensors file: it is truncated; copy it again")
+        length = struct.unpack("<Q", prefix)[0]
+        if length > MAX_HEADER_BYTES or 8 + length > size:
+            raise FormatError(
+                f"{path}: the header claims {length} bytes and the file has {size}: truncated, or no safetensors file"
+            )
+        content = file.read(length)
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise FormatError(
-                    f"{path}: {size} bytes is too short for a safetensors file: it is truncated; copy it again"
-                )
-            length = struct.unpack("<Q", prefix)[0]
-            if length > MAX_HEADER_BYTES or 8 + length > size:
-                raise FormatError(
-                    f"{path}: the header claims {length} bytes and the file has {size}: truncated, or no "
-                    "safetensors file"
-                )
-            header = parse_json(file.read(length))
-    except FileNotFoundError:
-        raise FormatError(f"{path}: no such file") from None
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from error
+        header = parse_json(content)
     except ValueError as error:
         raise FormatError(f"{path}: the safetensors header is not valid JSON ({error}); copy the file again") from error
     if not isinstance(header, dict):
@@ -194,12 +193,9 @@ def _entry(path: Path, name: str, entry: Any, available: int) -> tuple[TensorInf
         raise FormatError(
             f"{path}: {name} has dtype {dtype!r}; heads are read in {', '.join(DTYPES)}: export it unquantised"
         )
-    integers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-    if (
-        not integers
-        or not all(type(value) is int and value >= 0 for value in [*shape, *offsets])
-        or len(shape) > MAX_RANK
-    ):
+    lists = isinstance(shape, list) and isinstance(offsets, list)
+    numbers = [*shape, *offsets] if lists and len(shape) <= MAX_RANK and len(offsets) == 2 else [None]
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise FormatError(
             f"{path}: {name} has shape {shape!r} at {offsets!r}; expected up to {MAX_RANK} sizes and two byte offsets"
         )
@@ -236,17 +232,16 @@ def open_pickle(path: Path) -> Opened:
 
     Checksums of an archive's members are compared first; the older layout, a plain pickle, has none.
     """
-    try:
+    with explain_read(path, FormatError):
         require_regular(path)
         size = path.stat().st_size
+    try:
         zipped = zipfile.is_zipfile(path)
         if zipped:
             _verify_archive(path, size)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True if zipped else None)
     except FormatError:
         raise
-    except FileNotFoundError:
-        raise FormatError(f"{path}: no such file") from None
     except pickle.UnpicklingError as error:
         raise FormatError(
             f"{path}: holds more than tensors, so it is not opened ({str(error).splitlines()[0]}). "
@@ -303,8 +298,9 @@ def open_checkpoint(directory: Path) -> RawCheckpoint:
     Raises: FormatError naming the file and what is wrong with it.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        raise FormatError(f"{directory}: no such directory; expected a head directory with config.json and weights")
+    if not os.path.lexists(directory / "config.json"):
+        lacks = "no config.json in it" if directory.is_dir() else "no such directory"
+        raise FormatError(f"{directory}: {lacks}; expected a head directory with config.json and weights")
     config = read_json_object(directory / "config.json")
     sidecar = directory / "headstart.json"
     raw = RawCheckpoint(directory, config, read_json_object(sidecar) if os.path.lexists(sidecar) else None, {})
@@ -329,12 +325,11 @@ def _open_weights(directory: Path) -> dict[Path, Opened]:
     shards = sorted(directory.glob("*.safetensors"))
     if len(shards) == 1:
         return {shards[0]: open_safetensors(shards[0])}
-    names = ", ".join(single for _, single in WEIGHT_FILES)
     if shards:
         raise FormatError(
             f"{directory}: {len(shards)} safetensors files and no model.safetensors.index.json that says which to read"
         )
-    raise FormatError(f"{directory}: no weights; expected one of {names}")
+    raise FormatError(f"{directory}: no weights; expected one of {', '.join(single for _, single in WEIGHT_FILES)}")
 
 
 def _open_file(path: Path) -> Opened:
@@ -344,15 +339,12 @@ def _open_file(path: Path) -> Opened:
 def _open_shards(directory: Path, index: str) -> dict[Path, Opened]:
     path = directory / index
     weight_map = read_json_object(path).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
+    files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not files or not all(isinstance(file, str) for file in files):
         raise FormatError(f"{path}: weight_map is missing or malformed; expected tensor name → file name")
     suffix = ".safetensors" if index.endswith(".safetensors.index.json") else ".bin"
     opened: dict[Path, Opened] = {}
-    for name in dict.fromkeys(weight_map.values()):
+    for name in dict.fromkeys(files):
         shard = safe_child(directory, name, str(path))
         if shard.suffix != suffix:
             raise FormatError(f"{path}: names {shard.name!r}, expected {suffix} files")

@@ -24,8 +24,9 @@ from headstart.data.samples import Sample, answer_turns, check_vocabulary
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import DataError, StorageError, TargetError
 from headstart.heads.files import read_json, require_disk, sha256_file, write_json, write_safetensors
+from headstart.heads.numerics import DTYPES
 from headstart.heads.provenance import provenance
-from headstart.heads.targets.target import DTYPES, Target
+from headstart.heads.targets.target import Target
 
 SCHEMA = 1
 #: fields of a fingerprint in which a store must equal the target; the name may differ, because it only says where the
@@ -124,7 +125,11 @@ def build_store(
     manifest = _continue(
         directory,
         Manifest(
-            list(spec.layer_ids), str(stored).removeprefix("torch."), target.fingerprint(), index_of(samples), shards,
+            list(spec.layer_ids),
+            str(stored).removeprefix("torch."),
+            target.fingerprint(),
+            index_of(samples),
+            shards,
             provenance=provenance(target.device),
         ),  # fmt: skip
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: names of dtypes in a recipe
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def wide(x: Tensor) -> Tensor:
     """At least float32: float64 stays (reference tests), everything else becomes float32."""

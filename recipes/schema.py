@@ -17,8 +17,9 @@ from headstart.heads.families import FAMILIES
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.export import check_export as check_engines
 from headstart.heads.formats.hub import check_published_name
+from headstart.heads.numerics import DTYPES
 from headstart.heads.repository import check_head_name
-from headstart.heads.targets.target import DTYPES, TARGET_KINDS, TargetConfig
+from headstart.heads.targets.target import TARGET_KINDS, TargetConfig
 from headstart.recipes.read import shown
 from headstart.train.config import TrainConfig
 

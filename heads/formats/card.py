@@ -41,22 +41,20 @@ def render_card(
         plots: file names of images beside the card.
     """
     side, report = published(side), None if report is None else published(report)
-    family = side["type"]
-    target = side.get("target") or {}
+    family, target = side["type"], side.get("target") or {}
     parts = [
         _front_matter(family, target, license_id),
         f"# {markdown(repo_id.split('/')[-1])}",
         _summary(family, target, side, flag_of(report or {})),
-    ]
-    parts += [_results(report), *(f"![{name.removesuffix('.png')}]({name})" for name in plots)]
-    parts += [
+        _results(report),
+        *(f"![{name.removesuffix('.png')}]({name})" for name in plots),
         tuned_table(side),
-        _launch(repo_id, target, engines, side),
+        _use(repo_id, target, engines, side),
+        _data(side),
         _training(side),
-        _provenance(side),
         _licence(target),
+        _citation(family),
     ]
-    parts.append(_citation(family))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -84,9 +82,8 @@ def _summary(family: str, target: dict[str, Any], side: dict[str, Any], flag: st
         more += f" The results below were not measured so: they are {flag}."
     name = markdown(target.get("name", "an unnamed target"))
     return (
-        f"{FAMILIES[family].paper.method} draft head for **{name}**{revision}. It proposes tokens "
-        "that the target verifies: with greedy or lossless sampled verification the output is the target's "
-        f"own.{more}\n\n{facts}."
+        f"{FAMILIES[family].paper.method} draft head for **{name}**{revision}. It proposes tokens that the target "
+        f"verifies: with greedy or lossless sampled verification the output is the target's own.{more}\n\n{facts}."
     )
 
 
@@ -107,23 +104,22 @@ def _results(report: dict[str, Any] | None) -> str:
         shown = ("–" if value is None else f"{value:.2f}" for value in speeds)
         cells.append((name, str(row["prompts"]), f"{row['tau']:.3f}", rates, *shown))
     identity = report.get("greedy_identity")
-    said = (
+    same = (
         f" Identical to plain decoding: {identity['identical']} of {identity['sequences']} sequences."
         if identity
         else ""
     )
     tree = markdown(report["tree"]["label"] if isinstance(report["tree"], dict) else report["tree"])
     where = markdown(f"{report['dtype']}, batch {report['batch_size']}, {report['device']}")
-    note = (
-        f"τ = tokens committed per target forward (plain decoding = 1). {tree}, temperature {report['temperature']:g}"
-    )
+    legend = "τ = tokens committed per target forward (plain decoding = 1)."
+    setting = f"{tree}, temperature {report['temperature']:g}, {where}."
     warning = f"**{MEANINGS[flag]}.** Lossless verification would give other numbers." if flag else ""
     notes = "\n".join(f"- {markdown(note)}" for note in report.get("notes") or [])
-    parts = ("## Results", warning, "\n".join(table(columns, cells)), f"{note}, {where}.{said}", notes)
+    parts = ("## Results", warning, "\n".join(table(columns, cells)), f"{legend} {setting}{same}", notes)
     return "\n\n".join(part for part in parts if part)
 
 
-def _launch(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
+def _use(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
     base = hub_name(target) or "TARGET"
     shown = [
         f"{FORMATS[engine].title}:\n\n{fenced(command, 'bash')}"
@@ -136,7 +132,7 @@ def _launch(repo_id: str, target: dict[str, Any], engines: list[str], side: dict
     return "## Use\n\n" + "\n\n".join(shown)
 
 
-def _training(side: dict[str, Any]) -> str:
+def _data(side: dict[str, Any]) -> str:
     """What it was trained on, and how much of it."""
     recipe, rest = side.get("recipe") or {}, side.get("provenance") or {}
     data = recipe.get("data") or {}
@@ -151,11 +147,8 @@ def _training(side: dict[str, Any]) -> str:
     ]
     if isinstance(trained.get("supervised_tokens"), int) and isinstance(trained.get("step"), int):
         facts.append(f"{trained['supervised_tokens']:,} supervised tokens seen in {trained['step']:,} steps")
-    if not lines and not facts:
-        return ""
-    return "\n".join(
-        ["## Data", "", *lines, *([""] if lines and facts else []), *(["; ".join(facts) + "."] if facts else [])]
-    )
+    parts = ["\n".join(lines), "; ".join(facts) + "." if facts else ""]
+    return "\n\n".join(["## Data", *filter(None, parts)]) if lines or facts else ""
 
 
 def _source(source: dict[str, Any]) -> str:
@@ -170,19 +163,13 @@ def _source(source: dict[str, Any]) -> str:
 
 def _citation(family: str) -> str:
     _, title, authors, arxiv = FAMILIES[family].paper
-    entry = [
-        f"@article{{{family}-{arxiv},",
-        f"  title = {{{title}}},",
-        f"  author = {{{authors}}},",
-        f"  journal = {{arXiv:{arxiv}}},",
-        f"  year = {{20{arxiv[:2]}}}",
-        "}",
-    ]
+    fields = {"title": title, "author": authors, "journal": f"arXiv:{arxiv}", "year": f"20{arxiv[:2]}"}
+    entry = ",\n".join([f"@article{{{family}-{arxiv}", *(f"  {key} = {{{value}}}" for key, value in fields.items())])
     said = f"Method: *{title}*, arXiv [{arxiv}](https://arxiv.org/abs/{arxiv}). Trained with Headstart."
-    return f"## Citation\n\n{said}\n\n```bibtex\n" + "\n".join(entry) + "\n```"
+    return f"## Citation\n\n{said}\n\n```bibtex\n{entry}\n}}\n```"
 
 
-def _provenance(side: dict[str, Any]) -> str:
+def _training(side: dict[str, Any]) -> str:
     rest = side.get("provenance") or {}
     kept = {key: rest[key] for key in ("git_revision", "versions", "device", "training", "data") if key in rest}
     blocks = []
@@ -209,9 +196,8 @@ def _folded(title: str, value: dict[str, Any]) -> str:
 
 
 def _licence(target: dict[str, Any]) -> str:
+    name = markdown(target.get("name", "its target"))
     return (
-        "## Licence\n\nThe head was trained on outputs and hidden states of "
-        f"{markdown(target.get('name', 'its target'))} "
-        "and may hold rows of "
-        "its output matrix: the target's licence applies to it as well."
+        f"## Licence\n\nThe head was trained on outputs and hidden states of {name} and may hold rows of its output "
+        "matrix: the target's licence applies to it as well."
     )

@@ -60,13 +60,7 @@ class CheckReport:
 
     def to_json(self) -> dict[str, Any]:
         engines = {name: {**asdict(v), "verdict": v.verdict.value} for name, v in self.engines.items()}
-        return {
-            "directory": self.directory,
-            "family": self.family,
-            "layout": self.layout,
-            "engines": engines,
-            "doubts": self.doubts,
-        }
+        return {**vars(self), "engines": engines}
 
     def render(self) -> str:
         """Plain text: one line per engine, its reasons below."""
@@ -90,7 +84,7 @@ def check_directory(path: Path, target_dims: HeadDims | None = None) -> CheckRep
     raw = open_checkpoint(Path(path))
     report = check_checkpoint(raw, target_dims)
     doubts, faults = weight_doubts(look_at(raw))
-    report.doubts += [*doubts, *epsilon_doubts(raw.config)]
+    report.doubts = [*doubts, *epsilon_doubts(raw.config)]
     faults += [f"{name} is there twice, also as model.{name}: keep one of them" for name in doubled_names(raw)]
     for fault in faults:
         for key in FORMATS:
@@ -110,11 +104,10 @@ def check_checkpoint(raw: RawCheckpoint, target_dims: HeadDims | None = None) ->
         for key in FORMATS:
             add_changes(engines[key], sealed, raw)
     if len(raw.readers) > 1:
-        whole = ["headstart"] if seen.family in FAMILIES else []
-        for key in [*whole, *(key for key, engine in FORMATS.items() if engine.reads_shards(seen.family))]:
-            engines[key].add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
-    layout = mapped.layout if mapped is not None else None
-    return CheckReport(str(raw.directory), seen.family, layout, engines)
+        for key, verdict in engines.items():
+            if FORMATS[key].reads_shards(seen.family) if key in FORMATS else seen.family in FAMILIES:
+                verdict.add(Verdict.LOADS, f"weights in {len(raw.readers)} files: all of them are read")
+    return CheckReport(str(raw.directory), seen.family, None if mapped is None else mapped.layout, engines)
 
 
 def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdict, TensorMap | None]:
@@ -152,15 +145,15 @@ def check_embeddings(path: Path, embed_VD: Tensor) -> None:
     name = next((n for n in raw.tensors if n.endswith("embed_tokens.weight")), None)
     if name is None:
         return
-    own_VD = raw.read(name)
+    own_VD, embed_VD = raw.read(name), embed_VD.cpu()
     if own_VD.shape != embed_VD.shape:
         raise FormatError(f"{path}: {name} is {list(own_VD.shape)}, the target's embedding {list(embed_VD.shape)}")
     coarse = torch.bfloat16 if torch.bfloat16 in (own_VD.dtype, embed_VD.dtype) else torch.float16
     allowed = 2 * torch.finfo(coarse).eps
-    worst = ((own_VD.float() - embed_VD.cpu().float()).abs() / embed_VD.cpu().float().abs().clamp(min=1e-3)).max()
-    if float(worst) > allowed:
+    worst = float(((own_VD.float() - embed_VD.float()).abs() / embed_VD.float().abs().clamp(min=1e-3)).max())
+    if worst > allowed:
         raise FormatError(
-            f"{path}: {name} differs from the target's embedding (relative {float(worst):.3g}): the head was "
+            f"{path}: {name} differs from the target's embedding (relative {worst:.3g}): the head was "
             "trained with its own or for another target. Serve it where its embeddings are read, or name the target "
             "it was trained for."
         )

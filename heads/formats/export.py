@@ -21,9 +21,10 @@ from headstart.heads.formats.check import CheckReport, check_checkpoint, check_d
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.loading import compare_settings
-from headstart.heads.formats.portable import DTYPES, files_of, write_directory
+from headstart.heads.formats.portable import files_of, write_directory
 from headstart.heads.formats.recognise import map_foreign
 from headstart.heads.formats.shards import shard_bytes
+from headstart.heads.numerics import DTYPES
 
 PORTABLE = "portable"
 
@@ -68,7 +69,7 @@ def export_head(
     limit = shard_bytes(config.max_shard_size)
     reports = {}
     for index, name in enumerate(config.engines):
-        place = Path(directory) if index == 0 else Path(directory) / name
+        place = directory if index == 0 else directory / name
         write_directory(head, place, contents(head, name, provenance), provenance, DTYPES[config.dtype], limit)
         reports[name] = check_directory(place, head.dims)
         _require_right(reports[name], name, head.family, config.force)

@@ -27,14 +27,8 @@ from headstart.heads.repository import check_repository
 
 T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched
-HEAD_FILES = [
-    "config.json",
-    SIDECAR,
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model.bin",
-    "medusa_lm_head.pt",
-]
+HEAD_FILES = ["config.json", SIDECAR, "*.safetensors", "*.safetensors.index.json"]
+HEAD_FILES += ["pytorch_model.bin", "medusa_lm_head.pt"]
 #: "*" in a pattern also stands for "/"
 BELOW = "*/*"
 #: weight files that exports write; of those in the repository, the ones that an export does not bring are removed
@@ -76,26 +70,24 @@ def push_export(
     name = config.push_to_hub or ""
     check_published_name(name)
     api = api or HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+    complete = f"The export is complete in {directory}."
     if not (api.token or get_token()):
         raise ConfigError(
             "export.push_to_hub: no Hugging Face token found. Run `hf auth login`, or set HF_TOKEN to a token "
-            f"with write access, then run the same command again. The export is complete in {directory}."
+            f"with write access, then run the same command again. {complete}"
         )
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
-            f"export.push_to_hub: HF_HUB_OFFLINE is set: unset it and run the same command again. The export is "
-            f"complete in {directory}."
+            f"export.push_to_hub: HF_HUB_OFFLINE is set: unset it and run the same command again. {complete}"
         )
     directory = Path(directory)
     names = list(environment)
     side = _cleared(directory, names)
     checked = check_directory(directory)
     loads = [engine for engine in checked.engines if checked.loads(engine)]
-    if report is not None and report.get("synthetic"):
-        # acceptance that was asked for says nothing about this head
-        report = None
-    report = None if report is None else published(report, names)
-    plots = draw_plots(report, directory) if report is not None else []
+    # synthetic acceptance says nothing about this head
+    report = None if report is None or report.get("synthetic") else published(report, names)
+    plots = [] if report is None else draw_plots(report, directory)
     card = render_card(name, side, report, loads, _licence(api, side), plots)
     write_text(directory / "README.md", card)
     if report is not None:
@@ -119,18 +111,14 @@ def push_export(
     return _patiently(upload, directory, name, sleep)
 
 
-def _sidecar(directory: Path) -> dict[str, Any]:
-    if not (directory / SIDECAR).is_file():
-        raise FormatError(f"{directory}: no {SIDECAR}; push a directory that `headstart export` wrote")
-    return read_json(directory / SIDECAR)
-
-
 def _cleared(directory: Path, environment: list[str]) -> dict[str, Any]:
     """headstart.json without what others must not see. It is rewritten where an older version left such things in.
 
     Raises: FormatError without one, and where config.json names a directory of this machine.
     """
-    side = _sidecar(directory)
+    if not (directory / SIDECAR).is_file():
+        raise FormatError(f"{directory}: no {SIDECAR}; push a directory that `headstart export` wrote")
+    side = read_json(directory / SIDECAR)
     environment = [*environment, *variables(json.dumps(side))]
     cleared = seal(published(side, environment))
     if cleared != side:
@@ -181,9 +169,8 @@ def _patiently(work: Callable[[], T], directory: Path, name: str, sleep: Callabl
             problem = error
         if wait is None:
             raise StorageError(
-                f"export.push_to_hub: the Hub stays out of reach ({type(problem).__name__}: {problem}). The "
-                "export is complete in "
-                f"{directory}; run the same command again: files that arrived are not sent twice."
+                f"export.push_to_hub: the Hub stays out of reach ({type(problem).__name__}: {problem}). The export is "
+                f"complete in {directory}; run the same command again: files that arrived are not sent twice."
             ) from problem
         sleep(wait)
     raise AssertionError("unreachable")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,19 +48,23 @@ def map_head(raw: RawCheckpoint, dims: HeadDims | None) -> tuple[TensorMap, Head
 def _map_ours(raw: RawCheckpoint, target: HeadDims | None) -> tuple[TensorMap, HeadConfig]:
     where, side = str(raw.directory / SIDECAR), raw.sidecar or {}
     verify_seal(raw, where, side)
-    family = side.get("type")
-    config = family_config(family, side.get("config"), where)
-    dims = dims_from_json(side.get("dims"), where, rope=FAMILIES[family].files.has_rope)
+    config, dims = exported_settings(side, where)
     if target is not None:
         for name in ("hidden_size", "vocab_size", "num_layers"):
             require_equal(where, f"dims.{name}", getattr(dims, name), getattr(target, name))
     if side.get("layout") == COMPACT:
         return _map_compact(raw, config, dims), config
-    if (other := recognise(raw)) != family:
-        raise FormatError(f"{where}: says {family} and the other files are {other}'s; copy the directory again")
-    mapped = FAMILIES[family].files.read(raw, dims)
+    if (family := recognise(raw)) != side["type"]:
+        raise FormatError(f"{where}: says {side['type']} and the other files are {family}'s; copy the directory again")
+    mapped = FAMILIES[side["type"]].files.read(raw, dims)
     compare_settings(mapped, config, dims, where)
     return replace(mapped, dims=dims, layout=f"Headstart {side.get('layout')}"), config
+
+
+def exported_settings(side: dict[str, Any], where: str) -> tuple[HeadConfig, HeadDims]:
+    """The head config and the target's dimensions in headstart.json. Raises: FormatError naming the field."""
+    config = family_config(side.get("type"), side.get("config"), where)
+    return config, dims_from_json(side.get("dims"), where, rope=FAMILIES[side["type"]].files.has_rope)
 
 
 def compare_settings(mapped: TensorMap, config: HeadConfig, dims: HeadDims, where: str) -> None:

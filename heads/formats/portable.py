@@ -28,8 +28,6 @@ from headstart.heads.files import remove_leftovers, require_disk, sha256_file, w
 from headstart.heads.formats.shards import earlier_files, split_into_files, write_files
 from headstart.heads.formats.sidecar import SIDECAR, seal, sidecar
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 def save_head(
     head: Head,

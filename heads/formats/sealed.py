@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.heads.checkpoints.geometry import dims_from_json
 from headstart.heads.checkpoints.head_files import COMPACT
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import FAMILIES
-from headstart.heads.formats.loading import skeleton
-from headstart.heads.formats.sidecar import SIDECAR, changed_files, family_config, verify_sidecar
+from headstart.heads.formats.loading import exported_settings, skeleton
+from headstart.heads.formats.sidecar import SIDECAR, changed_files, verify_sidecar
 from headstart.heads.formats.verdicts import EngineVerdict, Verdict
 
 #: fields that exports for different engines write differently
@@ -42,11 +41,9 @@ def read_sealed(raw: RawCheckpoint) -> Sealed | None:
     where = str(raw.directory / SIDECAR)
     try:
         verify_sidecar(where, side)
-        settings = family_config(side.get("type"), side.get("config"), where)
-        files = FAMILIES[side["type"]].files
-        dims = dims_from_json(side.get("dims"), where, rope=files.has_rope)
+        settings, dims = exported_settings(side, where)
         head = skeleton(settings, dims, where)
-        config = {} if side.get("layout") == COMPACT else files.config_json(head)
+        config = {} if side.get("layout") == COMPACT else FAMILIES[side["type"]].files.config_json(head)
     except (FormatError, ConfigError):
         return None
     return Sealed(dims, config, changed_files(raw, side))
@@ -56,21 +53,18 @@ def add_changes(verdict: EngineVerdict, sealed: Sealed, raw: RawCheckpoint) -> N
     """Add what was changed to an engine's verdict. An engine that refuses the directory needs no warning."""
     if not sealed.changed or verdict.refused:
         return
+    meant = f"if the change is meant, delete {SIDECAR}"
     for name in sealed.changed:
         if name != "config.json":
-            verdict.add(
-                Verdict.WRONG,
-                f"{name} is not the file that was exported (sha256 differs from {SIDECAR}), which no engine compares: "
-                f"copy it again or, if the change is meant, delete {SIDECAR}",
+            reason = (
+                f"{name} is not the file that was exported (sha256 differs from {SIDECAR}), which no engine compares"
             )
+            verdict.add(Verdict.WRONG, f"{reason}: copy it again or, {meant}")
     if "config.json" not in sealed.changed:
         return
     differing = [key for key in sealed.config if key not in SPELLED and raw.config.get(key) != sealed.config[key]]
     for key in differing:
-        verdict.add(
-            Verdict.WRONG,
-            f"config.json: {key} is {raw.config.get(key)!r}, exported as {sealed.config[key]!r}: put it back or, if "
-            f"the change is meant, delete {SIDECAR}",
-        )
+        reason = f"config.json: {key} is {raw.config.get(key)!r}, exported as {sealed.config[key]!r}"
+        verdict.add(Verdict.WRONG, f"{reason}: put it back or, {meant}")
     if not differing:
         verdict.add(Verdict.LOADS, "config.json was changed after the export, in nothing that the head depends on")

@@ -43,9 +43,15 @@ MAX_ITEMS = 64
 def sidecar(
     head: Head, settings: HeadConfig, layout: str, provenance: dict[str, Any], digests: dict[str, str]
 ) -> dict[str, Any]:
+    """headstart.json of a head, not sealed yet.
+
+    Args:
+        settings: the head config that the files stand for.
+        provenance: as for `save_head`.
+        digests: name of every other file → its sha256.
+    """
     rest = published(provenance)
     tuned = rest.pop("tuned", None)
-    noted = {"tuned": tuned} if tuned else {}
     return {
         "schema": SCHEMA,
         "type": head.family,
@@ -58,7 +64,7 @@ def sidecar(
         "recipe": rest.pop("recipe", None),
         "provenance": rest,
         "sha256": digests,
-        **noted,
+        **({"tuned": tuned} if tuned else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""What reading or running a model raises, in a library's code or its own, becomes a TargetError with a remedy."""
+"""Turns errors of reading or running a model (a library's, or its own code's) into a TargetError with a remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads.errors import HeadstartError, TargetError
 
-#: what stays as it is: our own messages, memory that runs out, a rank that waits for another
+#: errors that pass unchanged: our own, memory that is used up, and another rank that does not answer
 KEPT = (HeadstartError, torch.OutOfMemoryError, torch.distributed.DistError)
 
 
@@ -26,7 +26,7 @@ def explained(message: Callable[[Exception], str]) -> Iterator[None]:
 
 @contextmanager
 def explained_loading(name: str, hub_refusal: str | None) -> Iterator[None]:
-    """Around reading a target. Args: hub_refusal: why the Hub was left out, or None."""
+    """Errors of reading a target get a message with a remedy. Args: hub_refusal: why the Hub was not asked, or None."""
     from headstart.heads.targets.fetch import TARGETS
 
     def message(error: Exception) -> str:
@@ -52,7 +52,7 @@ def explained_loading(name: str, hub_refusal: str | None) -> Iterator[None]:
 
 @contextmanager
 def explained_forward(name: str) -> Iterator[None]:
-    """Around a forward of a target. Args: name: what the message begins with."""
+    """Errors of a target's forward get a message that begins with `name`."""
 
     def message(error: Exception) -> str:
         return (

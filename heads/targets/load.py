@@ -1,4 +1,4 @@
-"""Loading the frozen target: from a registered name, a directory or the Hub, whole or in shards."""
+"""Loads the frozen target: from a registered name, a directory or the Hub, whole or in shards."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, DataError, TargetError
 from headstart.heads.files import explain_read, read_bounded
+from headstart.heads.numerics import DTYPES
 from headstart.heads.targets.explained import explained_loading
 from headstart.heads.targets.sharded import (
     ShardedTarget,
@@ -23,10 +24,10 @@ from headstart.heads.targets.sharded import (
     shard_group,
     with_buffers,
 )
-from headstart.heads.targets.target import DTYPES, TARGET_KINDS, Target, TargetConfig
+from headstart.heads.targets.target import TARGET_KINDS, Target, TargetConfig
 from headstart.heads.targets.template_date import fix_dates
 
-#: the longest chat templates have some tens of KiB
+#: most bytes of a chat template; the longest have some tens of KiB
 MAX_TEMPLATE_BYTES = 1 << 22
 
 
@@ -43,9 +44,9 @@ def load_target(config: TargetConfig) -> Target:
         raise ConfigError(f"target.parallel: found {config.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
     place, shared, hub_refusal = locate(config)
     with explained_loading(config.name, hub_refusal):
-        if config.parallel == "fsdp2":
-            return load_sharded(config, device, dtype)
         tokenizer = load_tokenizer(config, place, shared)
+        if config.parallel == "fsdp2":
+            return _ready(*_load_sharded(config, place, shared, tokenizer, device, dtype))
         spread = {"device_map": "auto"} if config.parallel == "device_map" else {}
 
         def make(attention: str) -> Any:
@@ -59,22 +60,28 @@ def load_target(config: TargetConfig) -> Target:
         model, notes = with_attention(make, config.attn_implementation)
         revision = getattr(model.config, "_commit_hash", None) or config.revision
         target = Target(model if spread else model.to(device), tokenizer, config, revision)
+    return _ready(target, notes)
+
+
+def _ready(target: Target, notes: list[str]) -> Target:
+    """The target with these notes, compiled where its config asks for it."""
     target.notes = [*notes, *target.notes]
-    if config.compile:
+    if target.config.compile:
         target.compile()
     return target
 
 
-def load_sharded(config: TargetConfig, device: torch.device, dtype: torch.dtype) -> ShardedTarget:
-    """Load a target from a directory or the Hub straight into shards; all ranks call it.
+def _load_sharded(
+    config: TargetConfig, place: str, shared: dict[str, Any], tokenizer: Any, device: torch.device, dtype: torch.dtype
+) -> tuple[ShardedTarget, list[str]]:
+    """A target whose weights go from the files straight into shards, and its notes; all ranks call it.
 
+    Args: place, shared: as `locate` gives them.
     Raises: TargetError when the files do not hold exactly the model's tensors; ConfigError, see shard_group.
     """
     from transformers import AutoConfig
 
     group = shard_group(config.shard_ranks)
-    place, shared, _ = locate(config)
-    tokenizer = load_tokenizer(config, place, shared)
     directory, revision = model_directory(place, config.revision, bool(shared["local_files_only"]))
     settings = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     check_plain(settings, config.name)
@@ -82,15 +89,11 @@ def load_sharded(config: TargetConfig, device: torch.device, dtype: torch.dtype)
     model, notes = model_on_meta(settings, config, dtype=dtype)
     load_generation_config(model, directory)
     output_shard_VD = fill(model, WeightFiles(directory), device, group)
-    target = ShardedTarget(model, tokenizer, config, revision, group, output_shard_VD)
-    target.notes = [*notes, *target.notes]
-    if config.compile:
-        target.compile()
-    return target
+    return ShardedTarget(model, tokenizer, config, revision, group, output_shard_VD), notes
 
 
 def model_directory(place: str, revision: str | None, local: bool) -> tuple[Path, str | None]:
-    """(local directory of the model's files, revision); a Hub model is fetched once per machine by the Hub's client."""
+    """The local directory of the model's files, and their revision. A model of the Hub is fetched once per machine."""
     if Path(place).is_dir():
         return Path(place), revision
     from huggingface_hub import snapshot_download
@@ -117,15 +120,14 @@ def weightless_target(config: TargetConfig) -> Target:
         settings = AutoConfig.from_pretrained(place, **shared)
         check_quantisation(settings)
         model, notes = model_on_meta(settings, config)
-    load_generation_config(model, place, config.revision, shared["local_files_only"])
-    with explained_loading(config.name, hub_refusal):
+        load_generation_config(model, place, config.revision, shared["local_files_only"])
         target = Target.from_model(model, tokenizer, config)
     target.notes = [*notes, *target.notes]
     return target
 
 
 def model_on_meta(settings: Any, config: TargetConfig, **options: Any) -> tuple[Any, list[str]]:
-    """A model of these settings without weights, and what `with_attention` says of it."""
+    """A model of these settings on the meta device, and the notes of `with_attention`."""
     from transformers import AutoModelForCausalLM
 
     def make(attention: str) -> Any:
@@ -140,7 +142,7 @@ def model_on_meta(settings: Any, config: TargetConfig, **options: Any) -> tuple[
 def load_generation_config(
     model: nn.Module, place: Path | str, revision: str | None = None, local: bool = False
 ) -> None:
-    """A model without one stops at its tokenizer's and config's end tokens."""
+    """Give the model its generation config. Without one it stops at the end tokens of its tokenizer and its config."""
     from transformers import GenerationConfig
 
     with suppress(OSError):
@@ -158,13 +160,14 @@ def check_quantisation(settings: Any) -> None:
         AutoHfQuantizer.from_config(quantised, pre_quantized=True).validate_environment()
     except ImportError:
         raise
-    except Exception:  # another machine than the one that will load it: no GPU, another device map
+    except Exception:  # no GPU, another device map: another machine will load it
         return
 
 
 def check_shardable(target: Target) -> None:
-    """Refuse what `load_sharded` would refuse, without weights: buffers, and names of tensors where the files are here.
+    """Refuse a target without weights that cannot be loaded in shards: by its buffers and its files' tensor names.
 
+    Names are compared if the files are on this machine.
     Raises: TargetError naming the first that cannot be sharded.
     """
     model, (place, _, _) = target.model, locate(target.config)
@@ -193,10 +196,11 @@ def target_dims(name: str) -> HeadDims:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that a recipe names. A card named by its number becomes the current one: kernels are launched and
-    graphs captured there, wherever their tensors are.
+    """The device that a recipe names.
 
-    Raises: ConfigError for what is no device, and for a card that is not there.
+    A GPU that is named by its number becomes the current one, because kernels are launched and graphs captured on the
+    current one, wherever their tensors are.
+    Raises: ConfigError for what is no device, and for a GPU that is not there.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -220,7 +224,10 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def locate(config: TargetConfig) -> tuple[str, dict[str, Any], str | None]:
-    """(directory or Hub id, keyword arguments of every `from_pretrained`, why the Hub is left out)."""
+    """Where a target is, for transformers.
+
+    Returns: its directory or Hub id; arguments for every `from_pretrained`; why the Hub is not asked, or None.
+    """
     from headstart.heads.targets.fetch import locate_target
 
     if config.name == "???":
@@ -234,7 +241,10 @@ def locate(config: TargetConfig) -> tuple[str, dict[str, Any], str | None]:
 
 
 def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> Any:
-    """The tokenizer, with the recipe's chat template, which shows one day. Raises TargetError for a missing file."""
+    """The tokenizer, with the recipe's chat template if it names one; a date in the template is fixed to one day.
+
+    Raises: TargetError for a template file that cannot be read.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(place, **shared)
@@ -254,7 +264,7 @@ def read_template(path: Path) -> str:
 
 
 def with_attention(make: Callable[[str], Any], attention: str) -> tuple[Any, list[str]]:
-    """`make(attention)`, with eager attention where the model has no sdpa; and what there is to say about it."""
+    """`make(attention)`, or `make("eager")` if the model has no sdpa attention; and a note that says so."""
     try:
         return make(attention), []
     except ValueError as error:
@@ -265,10 +275,10 @@ def with_attention(make: Callable[[str], Any], attention: str) -> tuple[Any, lis
 
 
 def require_whole(name: str, model: nn.Module, found: dict[str, Any]) -> None:
-    """Refuse a model of which transformers made parameters up: they are random, and nothing else would tell.
+    """Refuse a model with parameters that were not in its files: transformers fills them with random values.
 
     Args: found: its loading info, `missing_keys` and `mismatched_keys` (name, shape in the file, shape in the model).
-    Raises: TargetError naming the first.
+    Raises: TargetError naming the first such parameter.
     """
     wrong = [f"{key} is {list(has)}, expected {list(wants)}" for key, has, wants in sorted(found["mismatched_keys"])]
     learned = {key for key, _ in model.named_parameters(remove_duplicate=False)}

@@ -1,10 +1,10 @@
-"""Where a transformers model keeps its text decoder, its layers and its final norm, whatever wraps them."""
+"""Finds the text decoder, the layers and the final norm of a transformers model, in whatever wrappers they are."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ def text_decoder(model: Any) -> nn.Module:
         except (AttributeError, NotImplementedError):
             inner = found
         if inner is not None and inner is _output_of(found):
-            inner = getattr(found, "base_model", found)  # ModernBERT calls its output matrix `decoder`
+            inner = getattr(found, "base_model", found)  # ModernBERT's `decoder` is its output matrix
         if inner is found and _output_of(found) is not None:
-            # a language model that takes itself for its decoder (Llama 4): the part that holds its embeddings
+            # Llama 4 gives itself as its decoder: take the part that holds the embeddings
             table = found.get_input_embeddings()
             inner = next((part for part in found.children() if part is not table and table in part.modules()), None)
         if inner is None:
@@ -85,12 +85,10 @@ def record_layer_inputs(model: Any, layer_ids: tuple[int, ...]) -> Iterator[dict
 
         return save
 
-    handles = [layers[k].register_forward_pre_hook(hook(k), with_kwargs=True) for k in layer_ids]
-    try:
+    with ExitStack() as hooks:
+        for k in layer_ids:
+            hooks.enter_context(layers[k].register_forward_pre_hook(hook(k), with_kwargs=True))
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -104,28 +102,28 @@ def counted_calls(layers: nn.ModuleList) -> Iterator[list[int]]:
 
         return count
 
-    handles = [layer.register_forward_pre_hook(hook(number)) for number, layer in enumerate(layers)]
-    try:
+    with ExitStack() as hooks:
+        for number, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_pre_hook(hook(number)))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def keep_first_frequencies(model: Any) -> None:
-    """Have LongRoPE and dynamic rope turn every position by their first frequencies, however long a forward is.
+    """Make LongRoPE and dynamic rope rotate every position by their first frequencies, however long a forward is.
 
-    transformers takes others, for all positions of a forward, once one of them is beyond the original length. The last
-    trees of a context reach past its end, and would be verified by another model than decoded the rest.
+    transformers takes other frequencies for a whole forward as soon as one of its positions is beyond the original
+    length. The last trees of a context reach beyond it: their verification would see another model than all before.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for prefix, kind in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
             stem = f"{prefix}_" if prefix else ""
             first = getattr(module, f"{stem}original_inv_freq", None)
-            if kind == "longrope" and first is not None:
+            if first is None:
+                continue
+            if kind == "longrope":
                 setattr(module, f"{stem}long_inv_freq", first.detach().clone())
-            elif kind == "dynamic" and first is not None:
-                # what is not longer than these is not computed again
+            elif kind == "dynamic":
+                # transformers computes others only for a forward that is longer than these
                 module.original_max_seq_len = sys.maxsize
                 setattr(module, f"{stem}max_seq_len_cached", sys.maxsize)

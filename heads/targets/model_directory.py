@@ -1,4 +1,4 @@
-"""A local model directory before transformers opens it: what is no file, and JSON that no parser takes, is named."""
+"""Checks a local model directory before transformers opens it: for pipes and devices, and for JSON that is none."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from headstart.heads.errors import HeadstartError, TargetError
 from headstart.heads.files import explain_read, read_json, require_regular
 
-#: what transformers opens by name
+#: endings of the files that transformers opens
 SUFFIXES = {".json", ".jinja", ".model", ".txt", ".safetensors", ".bin", ".py"}
 #: JSON objects that decide what the model is; a few KiB each
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json")
 
 
 def check_model_directory(directory: Path) -> None:
-    """Raise TargetError naming the first file that would hang or crash whoever reads it.
+    """Raise TargetError naming the first file that would hang or crash its reader.
 
-    A pipe nobody writes to is waited for without end, a device never ends, and JSON nested thousands deep ends the
-    parser with an error that names no file.
+    Reading a pipe that nobody writes to, or a device, never ends. JSON nested thousands deep stops the parser with an
+    error that names no file.
     """
     try:
         with explain_read(directory):

@@ -1,9 +1,9 @@
-"""What a target computes is measured on a few tokens when it is loaded, not guessed from the names of config fields.
+"""Measures how a target computes its logits when it is loaded, instead of guessing it from names of config fields.
 
-The teacher must give the model's own logits, or every soft loss learns another distribution (its argmax would hide
-that). So the values that leave the output matrix are replaced by known ones in one row of a short forward, and what the
-model makes of them shows its rule: a factor, a soft-cap, or something that heads cannot copy. The other row is an
-ordinary forward: its logits and hidden states are compared with the teacher's and with what hooks capture.
+The teacher must give the model's own logits. Otherwise every soft loss learns another distribution, and the argmax
+would not show it. A short forward of two rows tells. In one row the products of the output matrix are replaced by known
+numbers, and the logits that the model makes of them show its rule: a factor, a soft-cap, or one that heads cannot copy.
+The other row is left alone. Its logits are compared with the teacher's, its hidden states with those that hooks see.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headstart.heads.targets.locate import counted_calls, decoder_layers, record
 
 #: tokens of the probe
 LENGTH = 8
-#: largest relative error of a row that rounding explains
+#: largest relative error of a row that can be rounding
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-#: how near a measured number must be to one of the config to be taken for it
+#: a measured number is taken for a number of the config if their relative difference is below this
 SNAP = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-3, torch.bfloat16: 5e-3}
-#: products below this show the factor alone, soft-caps being far larger
+#: below this a product shows the factor alone: a soft-cap, which is far larger, does not change it
 SMALL = 3e-3
 
 
@@ -39,7 +39,7 @@ class OutputRule:
     """What a model makes of the product z of its output matrix: `softcap · tanh(scale · z / softcap)`.
 
     Attributes:
-        softcap: None: `scale · z`.
+        softcap: None for a model without one, whose logits are `scale · z`.
     """
 
     scale: float = 1.0
@@ -52,12 +52,12 @@ class OutputRule:
 
 @dataclass
 class Seen:
-    """What hooks saw of one forward.
+    """What hooks saw of one forward; None for what was not called as a module.
 
     Attributes:
-        hidden_BTD: what the decoder returned, post-norm.
-        read_BTD: what the output matrix read. None: the matrix was not called as a module.
-        product_BTV: what it gave; the last row's was replaced.
+        hidden_BTD: output of the decoder, post-norm.
+        read_BTD: input of the output matrix.
+        product_BTV: output of the output matrix, in the last row the known numbers that replaced it.
     """
 
     hidden_BTD: Tensor | None = None
@@ -66,7 +66,7 @@ class Seen:
 
 
 def ramp_like(product_TV: Tensor) -> Tensor:
-    """Values of both signs from 1e-3 to 1e4 (1e3 where more would overflow), as many as the product of one row has."""
+    """Known numbers for the product of one row: both signs, sizes from 1e-3 to 1e4 (1e3 in float16)."""
     count, top = product_TV.numel(), 3 if product_TV.dtype == torch.float16 else 4
     size_N = torch.logspace(-3, top, count, dtype=torch.float64, device="cpu")
     size_N[1::2] *= -1
@@ -74,7 +74,7 @@ def ramp_like(product_TV: Tensor) -> Tensor:
 
 
 def known_number(value: float, config: Any, tolerance: float) -> float:
-    """`value` without the rounding of the measurement: 1, or a number of the config, or its inverse, near to it."""
+    """A measured value without its rounding: 1, a number of the config or the inverse of one, if it is near to it."""
     texts = [config.get_text_config(), config]
     numbers = [n for c in texts for n in vars(c).values() if isinstance(n, int | float) and not isinstance(n, bool)]
     candidates = [1.0, *(float(n) for n in numbers if n), *(1 / n for n in numbers if n)]
@@ -83,7 +83,7 @@ def known_number(value: float, config: Any, tolerance: float) -> float:
 
 
 def fit_factor(x: Tensor, y: Tensor, tolerance: float) -> float | None:
-    """a of y = a · x by least squares, or None where a row of it differs by more than `tolerance`."""
+    """The factor a of y = a · x by least squares; None if the relative error is above `tolerance`."""
     x, y = x.double(), y.double()
     total = float((x * x).sum())
     factor = float((x * y).sum()) / total if total else math.nan
@@ -92,7 +92,7 @@ def fit_factor(x: Tensor, y: Tensor, tolerance: float) -> float | None:
 
 
 def fit_rule(z: Tensor, y: Tensor, config: Any, dtype: torch.dtype) -> OutputRule | None:
-    """The rule by which known products z [N] became the logits y [N]; None where it is no OutputRule."""
+    """The rule that made the logits y [N] of the products z [N]; None if no OutputRule does."""
     tolerance, snap = TOLERANCE[dtype], SNAP[dtype]
     z, y = z.double().flatten(), y.double().flatten()
     if not bool(torch.isfinite(y).all()):
@@ -101,12 +101,9 @@ def fit_rule(z: Tensor, y: Tensor, config: Any, dtype: torch.dtype) -> OutputRul
     scale = fit_factor(z[small], y[small], tolerance)
     if scale is None or scale == 0:
         return None
-    for softcap in (None, _softcap(z, y, scale)):
-        if softcap is not None and not math.isfinite(softcap):
-            continue
-        rule = OutputRule(
-            known_number(scale, config, snap), None if softcap is None else known_number(softcap, config, snap)
-        )
+    for softcap in (math.inf, _softcap(z, y, scale)):  # an infinite one is none
+        known = known_number(softcap, config, snap) if math.isfinite(softcap) else None
+        rule = OutputRule(known_number(scale, config, snap), known)
         if bool(((rule.apply(z) - y).abs() <= tolerance * y.abs() + 1e-9).all()):
             return rule
     return None
@@ -142,21 +139,21 @@ def watched(model: Any, decoder: nn.Module) -> Iterator[Seen]:
         seen.product_BTV[-1] = ramp_like(output[-1])
         return seen.product_BTV.clone()
 
-    handles = [
+    matrix = model.get_output_embeddings()
+    with (
         decoder.register_forward_hook(after_decoder),
-        model.get_output_embeddings().register_forward_hook(after_matrix, with_kwargs=True),
-    ]
-    try:
+        matrix.register_forward_hook(after_matrix, with_kwargs=True),
+    ):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def without_traces(model: nn.Module) -> Iterator[None]:
-    """Take away what a forward leaves on a model's modules: transformers installs hooks, for good, when it is first
-    asked for hidden states, and torch.compile would break its graph of a layer at each of them."""
+    """Remove the hooks that a forward leaves on a model's modules.
+
+    transformers installs them for good when it is first asked for hidden states. torch.compile would break a layer's
+    graph at each of them.
+    """
     flag = "_output_capturing_hooks_installed"
     before = [(m, set(m._forward_hooks), set(m._forward_pre_hooks), flag in vars(m)) for m in model.modules()]
     try:
@@ -171,20 +168,21 @@ def without_traces(model: nn.Module) -> Iterator[None]:
 
 
 def probe_tokens(vocab_size: int, device: torch.device) -> Tensor:
-    """int64 [2, T], both rows alike: drawn from the whole vocabulary, the same ones for every call."""
+    """Tokens drawn from the whole vocabulary, int64 [2, T]: the same in both rows and at every call."""
     tokens_T = torch.randint(vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(0), device="cpu")
     return tokens_T.expand(2, LENGTH).to(device)
 
 
 @torch.no_grad()
 def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = True) -> Teacher:
-    """`teacher` (matrix and bias alone) with the factor and soft-cap that the model puts on its logits.
+    """`teacher`, which has the matrix and the bias alone, with the factor and the soft-cap of the model's logits.
 
-    Two forwards of eight tokens; every rank of a sharded target makes them.
+    It takes two forwards of eight tokens; of a sharded target, every rank makes them.
+
     Args:
-        states: compare hidden states as well. A sharded model, whose layers are of other classes, gives none itself.
-    Raises: TargetError when the model cannot run, its logits follow another rule, or its hidden states are not what is
-    captured: naming what was found.
+        states: compare hidden states as well. A sharded model does not return any: its layers are of other classes.
+    Raises: TargetError when the model cannot run, its logits follow another rule, or its hidden states are not those
+        that hooks capture; it says what was found.
     """
     layers = model.config.get_text_config().num_hidden_layers
     tokens_BT = probe_tokens(teacher.weight_VD.shape[0], model.get_input_embeddings().weight.device)
@@ -207,7 +205,8 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
     captured = seen.hidden_BTD[0]
     _require_finite(f"{name}: its last hidden states", captured)
     _require_finite(f"{name}: its logits", answer.logits[0])
-    # another forward: in a mixture of experts rounding sends a token elsewhere now and then, a fault shifts every row
+    # the median row: between two forwards, rounding sends a token of a mixture of experts to other experts now and
+    # then; a fault shifts every row
     last_TD, what = alone.last_hidden_state[0], f"{name}: the last hidden state of its decoder alone"
     _require_near(what, last_TD, captured, tolerance, median=True)
     if states:
@@ -221,7 +220,7 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
 
 
 def _require_finite(what: str, values: Tensor) -> None:
-    """Raises: TargetError for NaN and +inf; a model may forbid a token by -inf."""
+    """Raises: TargetError for NaN and +inf. -inf is allowed: some models forbid a token by it."""
     if not bool((values < torch.inf).all()):
         dtype = str(values.dtype).removeprefix("torch.")
         wider = "set target.dtype=bfloat16 or float32, which hold larger values, or " if dtype == "float16" else ""
@@ -257,7 +256,7 @@ def _with_rule(teacher: Teacher, seen: Seen, logits_BTV: Tensor, config: Any, na
         )
     width = min(seen.product_BTV.shape[-1], logits_BTV.shape[-1])
     product_TV = seen.product_BTV[-1, :, :width]
-    # the coarser of the two: some models multiply in float32 and round what they give
+    # the coarser dtype: some models multiply in float32 and round the logits
     dtype = max(product_TV.dtype, logits_BTV.dtype, key=lambda kind: TOLERANCE.get(kind, 0.0))
     rule = fit_rule(product_TV, logits_BTV[-1, :, :width].to(product_TV.device), config, dtype)
     if rule is None:
@@ -270,18 +269,19 @@ def _with_rule(teacher: Teacher, seen: Seen, logits_BTV: Tensor, config: Any, na
 
 
 def _input_factor(teacher: Teacher, hidden_TD: Tensor, read_TD: Tensor, config: Any, name: str) -> float:
-    """Factor on what the output matrix reads (MiniCPM): as good as one behind it, where it has no bias."""
+    """The factor between the last hidden state and the input of the output matrix (MiniCPM).
+
+    Without a bias it is the same as a factor on the product.
+    """
     tolerance = TOLERANCE[hidden_TD.dtype]
-    factor = None
-    if read_TD.shape == hidden_TD.shape:
-        factor = fit_factor(hidden_TD, read_TD.to(hidden_TD.device), tolerance)
+    same = read_TD.shape == hidden_TD.shape
+    factor = fit_factor(hidden_TD, read_TD.to(hidden_TD.device), tolerance) if same else None
     if factor is not None:
         factor = known_number(factor, config, SNAP[hidden_TD.dtype])
     if factor is None or (factor != 1.0 and teacher.bias_V is not None):
         raise TargetError(
             f"{name}: its output matrix does not read the last hidden state"
-            + ("" if factor is None else f" but {factor:.4g} times it, and adds a bias")
-            + ": a teacher cannot copy that"
+            f"{'' if factor is None else f' but {factor:.4g} times it, and adds a bias'}: a teacher cannot copy that"
         )
     return factor
 
@@ -303,7 +303,7 @@ def _require_near(what: str, found: Tensor, expected: Tensor, tolerance: float, 
 
 
 class _Given(BaseModelOutputWithPast):
-    """A decoder's output without a decoder: whatever else a model asks of it is None."""
+    """The output of a decoder that did not run. Every field but `last_hidden_state` is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -313,16 +313,16 @@ class _Given(BaseModelOutputWithPast):
 
 @torch.no_grad()
 def rule_without_weights(model: Any) -> OutputRule | None:
-    """The rule of a model on the meta device: its decoder is given random hidden states, its matrix known products.
+    """The rule of a model on the meta device. Random hidden states replace its decoder's, known numbers its products.
 
-    Returns: None where the model's own code asks for more than that; loading it will tell.
-    Raises: TargetError where the rule is none that a teacher can copy.
+    Returns: None if the model's own code needs more than that; the rule is then measured when it is loaded.
+    Raises: TargetError for a rule that a teacher cannot copy.
     """
     text, matrix = model.config.get_text_config(), model.get_output_embeddings()
     noise = torch.Generator().manual_seed(0)
     hidden_BTD = torch.randn(1, LENGTH, text.hidden_size, generator=noise, device="cpu")
     given, rows, decoder = _Given(last_hidden_state=hidden_BTD), matrix.weight.shape[0], text_decoder(model)
-    # whichever of the wrappers the model calls
+    # the model calls one of the two
     without = [module for module in {decoder, model.base_model} if module is not model]
     for module in without:
         module.forward = lambda *args, **kwargs: given
@@ -345,9 +345,9 @@ def rule_without_weights(model: Any) -> OutputRule | None:
 
 @torch.no_grad()
 def require_single_pass(model: Any, name: str) -> None:
-    """Refuse a model on the meta device that runs its layers several times: their forwards only pass on their input.
+    """Refuse a model on the meta device that runs a layer several times. Its layers here only pass on their input.
 
-    Where the model's own code asks for more than that, loading it will tell.
+    Nothing is refused if the model's own code needs more than that; `measured_teacher` asks again when it is loaded.
     Raises: TargetError, as measured_teacher would.
     """
     layers, decoder = decoder_layers(model), text_decoder(model)

@@ -4,7 +4,8 @@ Every rank keeps 1/n of each decoder layer (FSDP2) and, where the target does no
 gathered for its own forward only. Weights go from the files straight to the shards: the model is built without memory
 and each rank reads its rows. The input embedding and the final norm stay whole, because draft heads read them.
 
-The ranks' forwards meet at every layer, so all ranks must make the same number of them: `in_step`, `idle`.
+Ranks exchange weights at every layer of a forward. So all ranks must make the same number of forwards: `in_step` and
+`idle` add empty ones.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from headstart.heads.files import read_json
 from headstart.heads.targets.locate import decoder_layers, text_decoder
 from headstart.heads.targets.target import Target, TargetConfig, length_groups, sample_weight
 
-#: tensors of older checkpoints that are computed, not learned
+#: tensors in older checkpoints that a model computes itself
 COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
 REMEDY = "set target.parallel=none (whole on every rank) or device_map (one process, layers over its GPUs)"
 
@@ -39,7 +40,7 @@ class RowsTeacher(Teacher):
     """The output head's rows of one draft vocabulary; `weight_VD` is [U, D]."""
 
     def logits(self, hidden_AD: Tensor, ids_U: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """[A, U]: the columns of the draft vocabulary, whichever way it is named."""
+        """Logits of the draft vocabulary, [A, U]. Raises: TargetError where others are asked for."""
         if ids_U is None or ids_U.shape[0] != self.weight_VD.shape[0]:
             raise TargetError(
                 f"sharded target: found a request for {'all' if ids_U is None else ids_U.shape[0]} logits, expected "
@@ -49,7 +50,7 @@ class RowsTeacher(Teacher):
 
 
 def rows_of(total: int, rank: int, size: int) -> tuple[int, int]:
-    """First and last + 1 of the rows that a rank holds, as torch.chunk shares them out."""
+    """Rows first … last - 1 that a rank holds, as torch.chunk divides them: (first, last)."""
     chunk = -(-total // size)
     return min(rank * chunk, total), min((rank + 1) * chunk, total)
 
@@ -74,7 +75,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class WeightFiles:
-    """The safetensors files of a model directory, by tensor name."""
+    """The safetensors files of a model directory; tensors are read from them by name."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -115,13 +116,13 @@ class ShardedTarget(Target):
     ):
         super().__init__(model, tokenizer, config, revision)
         self.group, self.parts = group, dist.get_world_size(group)
-        #: this rank's rows of the output head; None: it is the embedding, which is whole
+        #: this rank's rows of the output head; None if it is tied to the embedding, which every rank has whole
         self._output_shard_VD = output_shard_VD
-        self._planned = 0
-        self._made = 0
+        #: forwards of one extraction that all ranks make, and those that this rank has made
+        self._planned = self._made = 0
 
     def keep_rows(self, ids_U: Tensor | None) -> None:
-        """From here on the head needs these rows of the output head only: let the whole matrix go."""
+        """Keep these rows of the output head, which are all that training needs, and free the whole matrix."""
         if ids_U is None or self._output_shard_VD is None:
             return
         self.weight_hash()  # while there is a whole matrix to sample
@@ -152,7 +153,7 @@ class ShardedTarget(Target):
             self._planned = before
 
     def idle(self, passes: int) -> None:
-        """Take part in the others' extraction of a pack without one of one's own."""
+        """Make the forwards of an extraction for which the other ranks have a pack and this one has none."""
         self._made = 0
         self._fill_passes(passes)
         self.teacher_argmax(self.embed_VD.new_zeros(1, self.dims.hidden_size), torch.zeros(0, dtype=torch.int64))
@@ -171,7 +172,7 @@ class ShardedTarget(Target):
 
     @torch.no_grad()
     def teacher_argmax(self, hidden_RD: Tensor, row_A: Tensor, chunk: int = 4096) -> Tensor:
-        """As Target.teacher_argmax; the rows of the output head pass through every rank, one rank's part at a time."""
+        """As Target.teacher_argmax. Every rank gets the rows of the output head in turn, one rank's part at a time."""
         self._fill_passes(self._planned)
         if self._output_shard_VD is None:
             return super().teacher_argmax(hidden_RD, row_A, chunk)
@@ -194,13 +195,13 @@ class ShardedTarget(Target):
                 logits = part.logits(hidden_AD[rows])
                 index_A = logits.argmax(-1)
                 found_A = logits.gather(-1, index_A[:, None])[:, 0]
-                better_A = found_A > best_A[rows]  # at a tie the lower id stays, as argmax has it
+                better_A = found_A > best_A[rows]  # a tie keeps the lower id, as argmax does
                 best_A[rows] = torch.where(better_A, found_A, best_A[rows])
                 argmax_A[rows] = torch.where(better_A, index_A + first, argmax_A[rows])
         return argmax_A
 
     def weight_hash(self) -> str:
-        """As Target.weight_hash; all ranks take part, one tensor is whole at a time."""
+        """As Target.weight_hash. All ranks call it: tensors are gathered one at a time."""
         if self._weight_hash is None:
             samples: dict[str, bytes] = {}
             for name, weight in self.model.state_dict().items():
@@ -211,7 +212,7 @@ class ShardedTarget(Target):
 
 
 def shard_size(size: int | None, ranks: int, node_ranks: int) -> int:
-    """Ranks that share one copy: `size`, or those of a node.
+    """How many ranks share one copy: `size`, by default the ranks of a node.
 
     Raises: ConfigError when there are no ranks to shard over or the size does not divide them.
     """
@@ -227,7 +228,7 @@ def shard_size(size: int | None, ranks: int, node_ranks: int) -> int:
 
 
 def shard_group(size: int | None) -> dist.ProcessGroup:
-    """The group of this rank's copy; consecutive ranks share one. Raises: see shard_size."""
+    """The group of the ranks that share this rank's copy: consecutive ones. Raises: see shard_size."""
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     size = shard_size(size, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     group, _ = dist.new_subgroups(group_size=size) if size < world else (dist.group.WORLD, None)
@@ -235,11 +236,11 @@ def shard_group(size: int | None) -> dist.ProcessGroup:
 
 
 def fill(model: nn.Module, files: Weights, device: torch.device, group: dist.ProcessGroup | None) -> Tensor | None:
-    """Shard a model that has no memory yet, and read this rank's rows of every weight.
+    """Shard a model on the meta device, then read this rank's rows of every weight.
 
     Args:
-        group: ranks to shard over; None: whole.
-    Returns: this rank's rows of the output head; None when it is whole or tied to the input embedding.
+        group: ranks to shard over; None: this rank takes the whole model.
+    Returns: this rank's rows of the output head; None without a group, or when it is tied to the input embedding.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -279,7 +280,7 @@ def fill(model: nn.Module, files: Weights, device: torch.device, group: dist.Pro
 
 
 def check_names(model: nn.Module, files: Weights, tied: bool) -> dict[str, nn.Parameter]:
-    """The model's parameters by name, tied ones once. Raises TargetError unless the files hold just these."""
+    """The model's parameters by name, tied ones once. Raises: TargetError unless the files hold exactly these."""
     names = dict(model.named_parameters())
     spare = {name for name in files.file_of if COMPUTED.match(name)}
     if tied:
@@ -294,7 +295,7 @@ def check_names(model: nn.Module, files: Weights, tied: bool) -> dict[str, nn.Pa
 
 
 def restore_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute again what a model without memory could not: rotary frequencies, by building their modules anew."""
+    """Fill the buffers of a model that was built on the meta device: build the modules that compute them anew."""
     for name, module in with_buffers(model):
         owner, _, leaf = name.rpartition(".")
         fresh = type(module)(config=module.config).to(device)

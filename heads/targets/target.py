@@ -1,4 +1,4 @@
-"""The frozen target model: features, output head, and the facts other rooms need about it. See load.py for loading."""
+"""The frozen target model: its features, its output head, and its dimensions. load.py loads it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from headstart.heads.targets.template_date import shown_date
 
 #: values of target.parallel
 TARGET_KINDS = ("none", "fsdp2", "device_map")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -71,7 +70,11 @@ def sample_weight(name: str, weight: Tensor) -> bytes:
 
 
 def length_groups(lengths: tuple[int, ...], max_tokens: int, waste: float = 1.25) -> list[list[int]]:
-    """Group documents of similar length so that padding costs at most `waste` × the real tokens (+ one row)."""
+    """Group documents of similar length: with padding a group has at most `waste` times its real tokens.
+
+    Args: max_tokens: of a group of several documents, padding included.
+    Returns: groups of indices of documents, the longest document first.
+    """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     total = 0
@@ -100,9 +103,9 @@ class Target:
         stop_token_ids: every id that ends generation (generation config and tokenizer).
     """
 
-    #: padded tokens of one feature forward
+    #: most tokens of one feature forward, padding included
     max_forward_tokens = 32768
-    #: whether the forwards of all ranks meet (sharded.py)
+    #: whether all ranks must make the same number of forwards (sharded.py)
     lockstep = False
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: TargetConfig, revision: str | None = None):
@@ -120,21 +123,21 @@ class Target:
             )
         self.embed_VD: Tensor = model.get_input_embeddings().weight
         norm_D, place = final_norm(model), self.embed_VD.device
-        # rows past the vocabulary are padding of the matrix, not tokens; a device map may end on another GPU
+        # rows beyond the vocabulary are padding; a device map may put the matrix on another GPU than the embeddings
         matrix = Teacher(
             output.weight[:vocab].to(place), None if bias is None else bias[:vocab].to(place),
             norm_D=None if norm_D is None else norm_D.to(place),
         )  # fmt: skip
         self.teacher = self._measured(matrix)
-        #: what a user should know of it
+        #: sentences that a user should read
         self.notes: list[str] = self._facts()
         self.stop_token_ids = self._stop_token_ids()
         self._weight_hash: str | None = None
 
     def compile(self) -> None:
-        """Compile the decoder layers for feature extraction; they share one graph, which the first forward makes.
+        """Compile the decoder layers for feature extraction. They share one graph, which the first forward makes.
 
-        Hooks stay outside it, so features are read as before.
+        Hooks stay outside the graph, so features are read as without it.
         """
         for layer in decoder_layers(self.model):
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -198,9 +201,10 @@ class Target:
 
     @torch.no_grad()
     def forward_documents(self, tokens_BT: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:
-        """Right-padded documents → (last hidden [B, T, D], post-norm; {layer id: its pre-norm input [B, T, D]}).
+        """Run the target over right-padded documents.
 
-        No attention mask is needed: attention is causal, and what stands after a document cannot reach it.
+        No attention mask is needed: attention is causal, so the padding after a document cannot change it.
+        Returns: last hidden states [B, T, D], post-norm; layer id → its input [B, T, D], pre-norm.
         """
         with record_layer_inputs(self.model, layer_ids) as streams:
             output = text_decoder(self.model)(input_ids=tokens_BT, use_cache=False)
@@ -252,7 +256,10 @@ class Target:
             )
 
     def weight_hash(self) -> str:
-        """sha256 over names, shapes and 4,096 sampled values of every weight; dtypes that hold them agree."""
+        """sha256 over names, shapes and 4,096 sampled values of every weight.
+
+        The values are rounded to bfloat16, so all dtypes that hold the weights exactly give the same hash.
+        """
         if self._weight_hash is None:
             state = self.model.state_dict()
             self._weight_hash = self.join_samples({name: sample_weight(name, w) for name, w in state.items()})
@@ -269,14 +276,14 @@ class Target:
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
     def held_besides(self) -> list[Tensor]:
-        """What a sharded target keeps outside its model."""
+        """Tensors that a sharded target keeps outside its model."""
         return []
 
     def keep_rows(self, ids_U: Tensor | None) -> None:
-        """Training needs these rows of the output head from here on (None: all): a sharded target lets the rest go."""
+        """Tell the target which rows of its output head training needs (None: all). A sharded one frees the others."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """What an artefact made from this target must match later."""
+        """What identifies the target: an artefact that was made from it works with a target of equal values only."""
         tokenizer_hash = template_hash = None
         if self.tokenizer is not None:
             backend = getattr(self.tokenizer, "backend_tokenizer", None)

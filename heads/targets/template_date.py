@@ -1,4 +1,4 @@
-"""The date that a chat template shows: one for a whole run, so that what is rendered today renders alike tomorrow."""
+"""Fixes the date that a chat template shows: one day for a whole run, also if the run is continued on the next day."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.heads.errors import ConfigError
 
-#: directives of strftime that templates ask for
+#: letters of the strftime directives that templates use
 DIRECTIVES = "aAbBdmyYjeHIMSp"
 MARK = re.compile(r"\A\{# date (\d{4}-\d\d-\d\d) #\}")
 
@@ -24,7 +24,10 @@ def parse_date(text: str) -> date:
 
 
 def fix_date(template: str, text: str | None = None) -> str:
-    """The template with `strftime_now` answered for noon of one day (`text`, null: today, UTC); others as they are."""
+    """A template in which `strftime_now` gives noon of one day. A template without it is returned unchanged.
+
+    Args: text: the day, like 2026-01-31; None: today in UTC.
+    """
     if "strftime_now" not in template or MARK.match(template):
         return template
     noon = datetime.combine(parse_date(text) if text else datetime.now(UTC).date(), time(12))
@@ -32,19 +35,19 @@ def fix_date(template: str, text: str | None = None) -> str:
     for letter in DIRECTIVES:
         value = noon.strftime(f"%{letter}")
         filters += f"|replace('%-{letter}', '{value.lstrip('0 ') or '0'}')|replace('%{letter}', '{value}')"
-    # a macro hides the function of the same name; a line of its own leaves the template's first line where it was
+    # a macro replaces the function of the same name; it stands on a line of its own, before the template's first
     macro = f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}"
     return f"{{# date {noon:%Y-%m-%d} #}}{macro}\n{template}"
 
 
 def fixed_date(template: str) -> str | None:
-    """The date that `fix_date` gave the template, like 2026-01-31; None where it shows none."""
+    """The date that `fix_date` gave the template, like 2026-01-31; None if it shows none."""
     found = MARK.match(template)
     return found.group(1) if found else None
 
 
 def shown_date(tokenizer: Any) -> str | None:
-    """The date that the tokenizer's chat templates show since `fix_dates`; None where they show none."""
+    """The date that `fix_dates` gave the tokenizer's chat templates; None if they show none."""
     templates = getattr(tokenizer, "chat_template", None)
     every = templates.values() if isinstance(templates, dict) else [templates]
     return next((found for template in every if isinstance(template, str) and (found := fixed_date(template))), None)

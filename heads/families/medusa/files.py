@@ -57,14 +57,9 @@ class MedusaFiles(HeadFiles):
         return named(raw.config) or bool(spelling.names and not spelling.strangers)
 
     def spell(self, raw: RawCheckpoint) -> Spelling:
-        names, strangers = {}, []
-        for name in raw.tensors:
-            ours = portable_name(name)
-            if ours is None:
-                strangers.append(name)
-            else:
-                names[ours] = name
-        return Spelling(raw.config, names, strangers)
+        portable = {name: portable_name(name) for name in raw.tensors}
+        names = {ours: name for name, ours in portable.items() if ours is not None}
+        return Spelling(raw.config, names, [name for name, ours in portable.items() if ours is None])
 
     def read(self, raw: RawCheckpoint, target: HeadDims | None) -> TensorMap:
         """Heads are counted by the tensors, as some published configs name fewer heads than their file has."""
@@ -80,11 +75,10 @@ class MedusaFiles(HeadFiles):
         if not heads or not layers:
             raise FormatError(f"{raw.directory}: no Medusa residual blocks among {some(raw.tensors)}")
         dims, own = self._sizes(raw, names, target, where)
-        expected = {f"blocks.{i}.layers.{j}.weight" for i in range(heads) for j in range(layers)}
-        biases = {f"blocks.{i}.layers.{j}.bias" for i in range(heads) for j in range(layers)}
+        blocks = [f"blocks.{i}.layers.{j}" for i in range(heads) for j in range(layers)]
+        biases = {f"{block}.bias" for block in blocks}
         has_bias = any(name.endswith(".bias") for name in names)
-        if has_bias:
-            expected |= biases
+        expected = {f"{block}.weight" for block in blocks} | (biases if has_bias else set())
         unused: dict[str, str] = {}
         if own:
             expected |= {f"lm_heads.{i}.weight" for i in range(heads)}

@@ -1,0 +1,12 @@
+"""From conversations to the packs of hidden states that a head trains on.
+
+    sources.py, hub.py          files and Hub datasets → records
+    records.py, messages.py     a record of any layout → Conversation
+    prompts.py, distill.py      a Conversation → a prompt, which the target answers
+    chat.py                     a Conversation → token ids, and which of them are supervised (the mask). It renders the
+                                text (rendering.py), finds the answers in it (turns.py) and checks that nothing is
+                                missing (pieces.py)
+    prepare.py, samples.py      all of them → Samples, with a report of what is dropped or cut
+    split.py, packing.py        Samples → training and held-out ones; which of them share a pack
+    features.py                 a pack → FeatureBatch with the target's hidden states: live, from memory.py or store.py
+"""

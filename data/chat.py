@@ -45,7 +45,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Tokens:
     """A tokenised text.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Cut:
         """Index of the first token from `first` on that begins at `character` or later."""
         return next((i for i in range(first, len(self.ids)) if self.offsets[i][0] >= character), len(self.ids))
 
-    def anchor(self, character: int, origin: int = 0) -> int:
+    def word_before(self, character: int, origin: int = 0) -> int:
         """The token that begins the word WORDS_BEFORE words before `character`; `origin` if that comes later."""
         token = min(bisect_left(self.offsets, (character, 0), origin), len(self.ids) - 1)
         seen = 0
@@ -181,9 +181,9 @@ class ChatFormat:
         if not starts or min(starts) < len(head):
             return None
         if head != self._head[0]:
-            cut = _Cut(*self._tokens(head), [], [])
+            tokens = _Tokens(*self._tokens(head), [], [])
             # whatever follows, only the last words of `head` can be tokenised in another way
-            self._head = head, cut.ids[: cut.anchor(len(head))]
+            self._head = head, tokens.ids[: tokens.word_before(len(head))]
         ids = self._head[1][: max_length + 1]
         return Encoded(ids, [-1] * len(ids), "length") if len(ids) > max_length else None
 
@@ -192,21 +192,22 @@ class ChatFormat:
     ) -> Encoded:
         text = turns[-1].text
         spans = [(turn, start, end) for turn in turns for start, end in turn.spans]
-        cut = self._split(text, [start for _, start, _ in spans])
-        turn_ids = [-1] * len(cut.ids)
-        stop_at = len(cut.ids)
+        tokens = self._split(text, [start for _, start, _ in spans])
+        turn_ids = [-1] * len(tokens.ids)
+        stop_at = len(tokens.ids)
         broken = 0
         over: Turn | None = None
         for number, (turn, start, end) in enumerate(spans):
             if turn is over:
                 continue  # the template's tags go on after a stop token, but nothing is generated there
-            first, final = cut.starts[number], number + 1 == len(spans)
+            first, final = tokens.starts[number], number + 1 == len(spans)
             # the next token may be the stop token: the tags leave it out, or it also begins the next message (GLM)
-            limit = cut.after(end, first) + 1
-            stop = next((i for i in range(first, min(limit, len(cut.ids))) if cut.ids[i] in self.stop_token_ids), None)
+            limit = tokens.after(end, first) + 1
+            answer = range(first, min(limit, len(tokens.ids)))
+            stop = next((i for i in answer if tokens.ids[i] in self.stop_token_ids), None)
             if stop is None:
-                past = self._content_end(text, cut, number, messages[turn.index], start, end)
-                past = cut.after(end, first) if past is None and tagged else past
+                past = self._content_end(text, tokens, number, messages[turn.index], start, end)
+                past = tokens.after(end, first) if past is None and tagged else past
                 if past is None:
                     raise UnmaskableError(
                         "chat template: an answer has no stop token and its text is not found in the rendering",
@@ -215,15 +216,17 @@ class ChatFormat:
                     )
             else:
                 past, over = stop + 1, turn
-                broken += bool(text[cut.offsets[stop][1] : turn.spans[-1][1]].strip())
+                broken += bool(text[tokens.offsets[stop][1] : turn.spans[-1][1]].strip())
                 if final and finish_reason == "length":
                     past = stop  # the answer was cut: its end was never generated
             turn_ids[first:past] = [number] * (past - first)
             if final and finish_reason == "length":
                 stop_at = past
-        return Encoded(cut.ids[:stop_at], turn_ids[:stop_at], finish_reason, broken)
+        return Encoded(tokens.ids[:stop_at], turn_ids[:stop_at], finish_reason, broken)
 
-    def _content_end(self, text: str, cut: _Cut, number: int, message: Message, start: int, end: int) -> int | None:
+    def _content_end(
+        self, text: str, tokens: _Tokens, number: int, message: Message, start: int, end: int
+    ) -> int | None:
         """Index after the last token of an answer without a stop token (templates of base models).
 
         None if the answer's text is not found between the characters `start` and `end`.
@@ -235,25 +238,25 @@ class ChatFormat:
         stop = place + len(said)
         if message.get("tool_calls"):  # which follow the content
             stop = start + len(text[start:end].rstrip())
-        return None if place < 0 else self._shared(text, cut, stop, cut.origins[number])[0]
+        return None if place < 0 else self._shared(text, tokens, stop, tokens.origins[number])[0]
 
-    def _split(self, text: str, cuts: list[int]) -> _Cut:
-        """Tokens of `text`, and the token at every character position in `cuts` (ascending).
+    def _split(self, text: str, starts: list[int]) -> _Tokens:
+        """Tokens of `text`, and the token at every character position in `starts` (ascending).
 
         A prompt's ids must be the first ids of the whole, as in serving. Where one token would hold characters of both
         sides (the prompt ends with a newline, the answer begins with one), the two sides are tokenised apart.
         """
-        whole = _Cut(*self._tokens(text), [], [])
-        for cut in cuts:
-            start, all_shared = self._shared(text, whole, cut)
+        whole = _Tokens(*self._tokens(text), [], [])
+        for character in starts:
+            first, all_shared = self._shared(text, whole, character)
             if not all_shared:
                 break
-            whole.starts.append(start)
+            whole.starts.append(first)
             whole.origins.append((0, 0))
         else:
             return whole
-        pieces = _Cut([], [], [], [], [])
-        for begin, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        pieces = _Tokens([], [], [], [], [])
+        for begin, stop in zip([0, *starts], [*starts, len(text)], strict=True):
             ids, offsets, words = self._tokens(text[begin:stop])
             pieces.ids.extend(ids)
             pieces.offsets.extend((a + begin, b + begin) for a, b in offsets)
@@ -263,24 +266,25 @@ class ChatFormat:
             raise RefusedError(
                 "a token reaches over the start of an answer and the tokenizer cannot encode the sides apart"
             )
-        starts = pieces.starts[:-1]
-        return _Cut(pieces.ids, pieces.offsets, pieces.words, starts, list(zip(cuts, starts, strict=True)))
+        firsts = pieces.starts[:-1]
+        return _Tokens(pieces.ids, pieces.offsets, pieces.words, firsts, list(zip(starts, firsts, strict=True)))
 
-    def _shared(self, text: str, cut: _Cut, position: int, origin: tuple[int, int] = (0, 0)) -> tuple[int, bool]:
+    def _shared(self, text: str, tokens: _Tokens, position: int, origin: tuple[int, int] = (0, 0)) -> tuple[int, bool]:
         """How many first tokens `text[:position]` has in common with `text`, and whether these are all that it has.
 
         Only the last words before `position` are tokenised again, because what comes before a word does not change its
-        tokens. If even their first token differs, the tokenizer is one without words: then everything from `origin` is.
+        tokens. If even the first of their tokens differs, this tokenizer does not split texts into words; then
+        everything from `origin` on is tokenised again.
 
         Args: origin: the character, and its token, at which this piece of the text begins.
         """
         begun, first = origin
-        token = cut.anchor(position, first)
+        token = tokens.word_before(position, first)
         # the offsets of some tokenizers leave out the space before a word, so begin where the token before ends
-        tries = [(cut.offsets[token - 1][1], token)] if token > first else []
+        tries = [(tokens.offsets[token - 1][1], token)] if token > first else []
         for begin, token in [*tries, (begun, first)]:
             mine = self._ids(text[begin:position])
-            alike = len(os.path.commonprefix([mine, cut.ids[token : token + len(mine)]]))
+            alike = len(os.path.commonprefix([mine, tokens.ids[token : token + len(mine)]]))
             if alike:
                 break
         return token + alike, alike == len(mine)
@@ -297,7 +301,7 @@ class ChatFormat:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _probe(self) -> None:
-        """Raise TemplateError, once, for a template in which no conversation's answers can be told."""
+        """Raise TemplateError for a template that never tells which tokens are the assistant's. Looks once only."""
         if self._probed:
             return
         self._probed = True

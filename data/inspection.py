@@ -42,7 +42,7 @@ def _quantiles(values: Sequence[int]) -> dict[str, int]:
 def render_sample(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
     """Consecutive `(text, supervised)` pieces; a new piece also starts where one assistant turn follows another.
 
-    Special tokens are shown. Runs are decoded whole, so that characters made of several tokens stay legible.
+    Special tokens are shown. A piece is decoded as a whole, because a character may be made of several tokens.
     """
     pieces: list[tuple[str, bool]] = []
     start = 0

@@ -1,7 +1,7 @@
 """Which documents share a pack: whole documents within a token budget, the same packs for any number of ranks.
 
-Ranks work on packs of one window at the same time, and all wait for the slowest. So packs are filled equally: with
-tokens, because the target's forward costs by them, and with supervised tokens, because the head's steps do.
+Ranks work on packs of one window at the same time, and all wait for the slowest. So packs get equally many tokens,
+which decide what the target's forward costs, and equally many supervised tokens, which decide what the head's costs.
 """
 
 from __future__ import annotations
@@ -77,8 +77,11 @@ def _spread(
 ) -> list[list[int]] | None:
     """The documents in `count` packs with about equal loads, or None if this rule finds no room.
 
-    The longest documents come first. Each goes to the pack where it adds least to Σ packs ‖load‖². A load is (tokens,
-    supervised tokens), each in units of its mean. Documents longer than the budget have packs of their own.
+    The longest documents come first. Each goes to the pack with room where it adds least to Σ_packs ‖load‖². A load is
+    (tokens, supervised tokens), each divided by its mean over the documents. Documents longer than the budget have
+    packs of their own.
+
+    Shape legend: p packs, n documents, c columns of a load.
     """
     alone = [[i] for i in documents if lengths[i] > budget]
     rest = sorted((i for i in documents if lengths[i] <= budget), key=lambda i: -lengths[i])

@@ -120,7 +120,7 @@ def _holds_value(text: _Text, value: Any) -> bool:
     if any(text.holds(form) for form in {str(value), *dumps}):
         return True
     if isinstance(value, dict):
-        given = {str(key): inside for key, inside in value.items() if inside is not None}  # null may go
+        given = {str(key): inside for key, inside in value.items() if inside is not None}  # null may be left out
         return all(text.holds(key) and _holds_value(text, inside) for key, inside in given.items())
     return isinstance(value, list) and all(inside is None or _holds_value(text, inside) for inside in value)
 

@@ -44,7 +44,7 @@ class TokenizeReport:
         truncated: ids of samples cut at max_length.
         open_ended: samples whose last answer has no end-of-turn token (finish_reason "length").
         split: conversations that became several samples because the template rewrites earlier turns.
-        broken: ids of samples that have an answer with a stop token inside.
+        broken: ids of samples with an answer that has text after a stop token.
         greetings: conversations that begin with an assistant message before any question; it is context only.
         unread: field that is not read → number of conversations that have it.
         template: lines about how the chat template is used.
@@ -148,7 +148,7 @@ def tokenize(
         as_ints = lambda ids: np.asarray(ids, np.int32)  # noqa: E731
         return [(as_ints(e.token_ids), as_ints(e.turn_ids), e.finish_reason, e.broken) for e in encoded]
 
-    for conversation, encoded in share(conversations, encode, ranks):
+    for conversation, encoded in encode_on_ranks(conversations, encode, ranks):
         report.conversations += 1
         for field_name in conversation.unread:
             report.unread[field_name] = report.unread.get(field_name, 0) + 1
@@ -181,12 +181,12 @@ def _encode(
     return chat.encode(conversation.messages, finish, config.turns, tools, config.max_length)
 
 
-def share(
+def encode_on_ranks(
     conversations: Iterable[Conversation], encode: Callable[[Conversation], T], ranks: Ranks
 ) -> Iterator[tuple[Conversation, T]]:
     """Every conversation with the result of `encode`, in order. Each rank encodes a part of every block.
 
-    If some ranks fail, all raise the error that a single process would have met first.
+    Where ranks fail, all raise the error that one process alone would have met first.
     Raises: DataError when the ranks do not read the same conversations.
     """
     if ranks.size == 1:
@@ -207,7 +207,7 @@ def share(
             except Exception as error:
                 failed = number, ranks.rank, error
                 break
-        # a record's place is left out: it may name another path on another machine
+        # without `where`: the file may have another path on another machine
         read = zlib.crc32(repr([replace(row, where="") for row in block]).encode("utf-8", "replace"))
         parts = ranks.gather((made, _portable(failed), len(block), read))
         failures = [part[1] for part in parts if part[1] is not None]

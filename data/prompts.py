@@ -68,8 +68,8 @@ def prompt_of(conversation: Conversation, asked: str = "each") -> Prompt:
       user message is history. If tools were called, only the last question is asked: the recorded results do not fit
       other calls that the target might make.
 
-    The record's token ids are used where they must belong to the first question: there is one question, or there are as
-    many questions as token turns. Otherwise the text is rendered.
+    The record's token ids are used where they are certain to belong to the first question: there is one question, or
+    there are as many questions as token turns. Otherwise the text is rendered.
 
     Raises: DataError naming the record, if it asks nothing.
     """

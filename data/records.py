@@ -31,7 +31,7 @@ FINISH = {
     "stop": "stop", "eos": "stop", "eos_token": "stop", "end_turn": "stop", "tool_calls": "stop",
     "function_call": "stop", "length": "length", "max_tokens": "length", "content_filter": "length",
 }  # fmt: skip
-#: layout → the field that tells it; a record has the first layout whose field it has
+#: layout → the field by which it is recognised; a record with several of them has the first of these layouts
 LAYOUTS = {
     "messages": "messages",
     "sharegpt": "conversations",
@@ -43,12 +43,12 @@ LAYOUTS = {
     "instruction": "instruction",
 }
 IDS = ("id", "question_id", "conversation_id", "task_id", "prompt_id", "unique_id")
-#: fields by which records of other projects give the model more to read; they are not read here, but reported
+#: fields in which records of other projects hold more text for the model. They are not read here, but reported
 ELSEWHERE = (
     "system_prompt", "system_message", "instructions", "history", "context", "documents", "input", "tool_calls",
     "reasoning_content", "reasoning", "thinking", "enable_thinking",
 )  # fmt: skip
-#: the question about a function's head of HumanEval
+#: the question that is made of a HumanEval record, whose prompt is the head of a function
 COMPLETE = "Complete the following Python function. Return the whole function.\n\n```python\n{}\n```"
 #: largest token id, because they are kept as int32
 MOST_ID = 2**31 - 1

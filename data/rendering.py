@@ -1,8 +1,9 @@
 """Messages → text by the tokenizer's chat template, in the form in which the template takes them.
 
-Templates differ in what they take: a content as text or as a list of parts, the arguments of a tool call as an object
-or as JSON text, the empty content beside a tool call as "" or as null. A wrong form raises no error: the content is
-missing from the text, or is encoded twice. So a small conversation is rendered in every form (`find_form`).
+Templates differ in the form of message that they take: a content as text or as a list of parts, the arguments of a tool
+call as an object or as JSON text, the empty content beside a tool call as "" or as null. A wrong form raises no error:
+the content is missing from the text, or is encoded twice. So a small conversation is rendered in every form
+(`find_form`), and the first that works is used.
 """
 
 from __future__ import annotations

@@ -57,14 +57,16 @@ class Sample:
 
 
 def supervise_everything(sample: Sample) -> Sample:
-    """The sample with all tokens but COPIED ones supervised, as one turn (`data.supervise=all`); answer_ids keeps its
-    answers."""
+    """The sample with all tokens but COPIED ones supervised, as one turn (`data.supervise=all`).
+
+    `answer_ids` remembers which of them are answers.
+    """
     turn_ids = np.where(sample.turn_ids == COPIED, sample.turn_ids, np.zeros_like(sample.turn_ids))
     return replace(sample, turn_ids=turn_ids, answer_ids=sample.turn_ids)
 
 
 def answer_turns(samples: Sequence[Sample]) -> list[Tensor] | None:
-    """`answers` of FeatureBatch.pack, None where each sample's supervised turns are its answers."""
+    """`answers` for FeatureBatch.pack; None where every sample supervises its answers and nothing else."""
     if all(sample.answer_ids is None for sample in samples):
         return None
     found = [sample.turn_ids if sample.answer_ids is None else sample.answer_ids for sample in samples]

@@ -1,9 +1,9 @@
 """Chooses the held-out conversations, and keeps their answers out of training.
 
-The first prompt decides. So everything that begins alike is on one side: a conversation that was logged twice, several
-answers to one prompt, later logs of a conversation that grew, samples that a template made of one conversation. The
-choice depends on (seed, prompt) alone: more data does not move a conversation to the other side. An exception are
-prompts that begin too many conversations; they are not held out.
+The first prompt of a conversation decides. So everything that begins alike is on one side: a conversation that was
+logged twice, several answers to one prompt, a conversation that was logged again after it grew, the samples that a
+template made of one conversation. The choice depends on (seed, prompt) alone: more data does not move a conversation to
+the other side. Prompts that begin too many conversations are the exception; they are not held out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from headstart.heads.errors import ConfigError
 SPLIT_RULE = "first prompt, without copied answers"
 #: a warning is shown for fewer held-out prompts than this, which do not tell two heads apart
 FEWEST_HELD_OUT = 20
-#: a prompt is not held out if it begins more than this many times the conversations that are wanted, or that a prompt
-#: begins on average: most of the data could go with it
+#: a prompt that begins too many conversations is not held out, because most of the data could go with it. Too many is
+#: more than this times the larger of two numbers: conversations to hold out in all, and conversations per prompt
 LARGEST = 1.5
-#: an answer of at least so many tokens that is held out too counts as a copy in any context. Shorter ones ("Yes.", a
-#: number, a label) answer unrelated prompts; they count as copies only in the same context
+#: an answer that is also held out counts as a copy in any context if it has at least so many tokens. Shorter ones
+#: ("Yes.", a number, a label) answer unrelated prompts; they count as copies only in the same context
 SHORTEST_COPY = 16
 
 
@@ -174,16 +174,16 @@ def without_copies(train: Sequence[Sample], held_out: Sequence[Sample]) -> tuple
     Returns: the samples, the number of copied answers, and the ids of samples that were removed because they have no
         other answer.
     """
-    known = {text for sample in held_out for _, _, texts in _answers(sample) for text in texts}
+    known = {digest for sample in held_out for _, _, digests in _answer_spans(sample) for digest in digests}
     kept: list[Sample] = []
     copies: list[str] = []
     answers = 0
     for sample in train:
-        found = [(start, stop) for start, stop, texts in _answers(sample) if not known.isdisjoint(texts)]
-        if found:
-            answers += len(found)
+        copied = [(start, stop) for start, stop, digests in _answer_spans(sample) if not known.isdisjoint(digests)]
+        if copied:
+            answers += len(copied)
             turn_ids = sample.turn_ids.copy()
-            for start, stop in found:
+            for start, stop in copied:
                 turn_ids[start:stop] = COPIED
             sample = replace(sample, turn_ids=turn_ids)
             if not sample.supervised:
@@ -193,9 +193,11 @@ def without_copies(train: Sequence[Sample], held_out: Sequence[Sample]) -> tuple
     return kept, answers, copies
 
 
-def _answers(sample: Sample) -> Iterator[tuple[int, int, list[bytes]]]:
-    """(first token, token after the last, hashes) of every answer. Hashed are the answer with all that precedes it and,
-    if it is long enough, the answer alone."""
+def _answer_spans(sample: Sample) -> Iterator[tuple[int, int, list[bytes]]]:
+    """(first token, token after the last, digests) of every answer.
+
+    The digests are that of the answer with everything before it and, if it is long enough, that of the answer alone.
+    """
     tokens, turns = sample.token_ids.astype("<i4"), sample.turn_ids
     edges = np.flatnonzero(np.diff(turns, prepend=-1, append=-1)).tolist()
     context, done = hashlib.blake2b(b"context", digest_size=16), 0
@@ -204,7 +206,7 @@ def _answers(sample: Sample) -> Iterator[tuple[int, int, list[bytes]]]:
             continue
         context.update(tokens[done:stop].tobytes())
         done = stop
-        texts = [context.digest()]
+        digests = [context.digest()]
         if stop - start >= SHORTEST_COPY:
-            texts.append(hashlib.blake2b(tokens[start:stop].tobytes(), digest_size=16).digest())
-        yield start, stop, texts
+            digests.append(hashlib.blake2b(tokens[start:stop].tobytes(), digest_size=16).digest())
+        yield start, stop, digests

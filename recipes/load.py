@@ -1,4 +1,4 @@
-"""Makes a recipe of its files: inherit, merge, override, validate.
+"""Makes a recipe from its files: inherit, merge, override, validate.
 
 Layers, later ones win: the schema's defaults ← the recipe that `inherit:` names (and what that inherits) ← the
 recipe ← `key=value` overrides. Mappings merge key by key, lists are replaced (`key[0]=value` changes one entry). A
@@ -31,7 +31,7 @@ from headstart.recipes.read import (
     PARSING,
     SHOWN,
     Layer,
-    edited,
+    apply_edit,
     first_line,
     nested,
     read_layer,
@@ -142,7 +142,7 @@ def build_recipe(layers: Sequence[Layer], name: str | None = None) -> Recipe:
     """Validate each layer against the schema and merge them; `name` is the run's name where no layer gives one."""
     head_type, layers = _settle_head(layers)
     if head_type not in FAMILIES:
-        where = _who_says_head_type(layers)
+        where = _place_of_head_type(layers)
         known = ", ".join(sorted(FAMILIES))
         raise ConfigError(f"{where}: head.type: found {shown(head_type)}, expected one of {known}")
     schema = recipe_class(head_type)
@@ -200,7 +200,7 @@ def merge(layers: Sequence[Layer], schema: type) -> Any:
     merged = OmegaConf.structured(schema)
     known = sorted(all_keys(schema))
     for layer in map(_without_retired, layers):
-        layer = _edited(layer, merged, schema, known) if layer.edit is not None else layer
+        layer = _whole_list(layer, merged, schema, known) if layer.edit is not None else layer
         check_keys(layer, layer.values, schema, "", known)
         try:
             merged = typing.cast(DictConfig, OmegaConf.merge(merged, layer.values))
@@ -241,7 +241,7 @@ def _unresolved(layers: Sequence[Layer], label: str, error: BaseException) -> Co
     """The error for a value that refers to a key or an environment variable that does not exist."""
     key = str(getattr(error, "full_key", None) or "")
     # run_dir is usually made of the name
-    said = [layer for name in (key, "name" if key == "run_dir" else key) for layer in layers if layer.says(name)]
+    said = [layer for name in (key, "name" if key == "run_dir" else key) for layer in layers if layer.gives(name)]
     where = said[-1].where(key) if said else label
     raised = re.fullmatch(r"\w+ raised while resolving interpolation: \"?(.*?)\"?", first_line(error))
     cause = raised[1] if raised else first_line(error)
@@ -250,7 +250,7 @@ def _unresolved(layers: Sequence[Layer], label: str, error: BaseException) -> Co
     return ConfigError(f"{where}: {f'{key}: ' if key else ''}{cause}{remedy}")
 
 
-def _edited(layer: Layer, merged: DictConfig, schema: type, known: list[str]) -> Layer:
+def _whole_list(layer: Layer, merged: DictConfig, schema: type, known: list[str]) -> Layer:
     """The layer that gives the whole list in which `layer` changes an entry."""
     edit = layer.edit
     assert edit is not None
@@ -259,7 +259,7 @@ def _edited(layer: Layer, merged: DictConfig, schema: type, known: list[str]) ->
     found: Any = OmegaConf.to_container(merged, resolve=False)
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
-    path, value = edited(edit, found, layer.label)
+    path, value = apply_edit(edit, found, layer.label)
     return Layer(layer.label, nested(path, value))
 
 
@@ -281,9 +281,8 @@ def _settle_head(layers: Sequence[Layer]) -> tuple[str, list[Layer]]:
     return family, kept
 
 
-def _who_says_head_type(layers: Sequence[Layer]) -> str:
-    names = [layer for layer in layers if isinstance(layer.values.get("head"), dict) and "type" in layer.values["head"]]
-    return names[-1].where("head.type")
+def _place_of_head_type(layers: Sequence[Layer]) -> str:
+    return [layer for layer in layers if layer.gives("head.type")][-1].where("head.type")
 
 
 def to_dict(recipe: Recipe | Evaluation | Exporting) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Layer:
         """`file:line`, or the label alone for overrides."""
         return f"{self.label}:{self.lines[key]}" if key in self.lines else self.label
 
-    def says(self, key: str) -> bool:
+    def gives(self, key: str) -> bool:
         """Whether the layer gives a value for a dotted key."""
         found: Any = self.values
         for name in key.split("."):
@@ -105,7 +105,7 @@ def read_layer(path: Path) -> Layer:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     try:
-        _require_modest(text, str(path))
+        _require_small(text, str(path))
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None:
             return Layer(str(path), {})
@@ -124,7 +124,7 @@ def read_layer(path: Path) -> Layer:
     return layer
 
 
-def _require_modest(text: str, where: str) -> None:
+def _require_small(text: str, where: str) -> None:
     """Raise ConfigError for text that is nested too deeply or has a number with too many digits for the parser."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -189,8 +189,8 @@ def read_overrides(overrides: Sequence[str]) -> list[Layer]:
     """
     layers: list[Layer] = [Layer("override", {})]
     for text in overrides:
-        said, equals, value_text = text.partition("=")
-        key = said.strip()
+        left, equals, value_text = text.partition("=")
+        key = left.strip()
         if not equals or not key:
             raise ConfigError(f"override {shown(text)}: expected key=value, e.g. train.lr=1e-4")
         path = _path(key, text)
@@ -237,7 +237,7 @@ def _path(key: str, text: str) -> tuple[str | int, ...]:
 
 def _value(value: str, text: str) -> Any:
     try:
-        _require_modest(value, "value")
+        _require_small(value, "value")
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]  # type: ignore
     except ConfigError as error:
         raise ConfigError(f"override {shown(text)}: {error}") from None
@@ -268,7 +268,7 @@ def nested(path: Sequence[str], value: Any) -> dict[str, Any]:
     return typing.cast(dict[str, Any], value)
 
 
-def edited(edit: Edit, found: Any, label: str) -> tuple[tuple[str, ...], Any]:
+def apply_edit(edit: Edit, found: Any, label: str) -> tuple[tuple[str, ...], Any]:
     """Apply an edit to the list of earlier layers; returns the list's path and the new list.
 
     Args: found: the value at that path; it is not changed.
@@ -276,10 +276,11 @@ def edited(edit: Edit, found: Any, label: str) -> tuple[tuple[str, ...], Any]:
     """
     first = next(n for n, part in enumerate(edit.path) if isinstance(part, int))
     names = typing.cast(tuple[str, ...], edit.path[:first])
-    return names, _with(found, edit.path[first:], edit, ".".join(names), label)
+    return names, _changed(found, edit.path[first:], edit, ".".join(names), label)
 
 
-def _with(found: Any, path: tuple[str | int, ...], edit: Edit, name: str, label: str) -> Any:
+def _changed(found: Any, path: tuple[str | int, ...], edit: Edit, name: str, label: str) -> Any:
+    """`found` with the edit's value at `path`; `name` is the key of `found`, for messages."""
     if not path:
         return edit.value
     part = path[0]
@@ -291,9 +292,8 @@ def _with(found: Any, path: tuple[str | int, ...], edit: Edit, name: str, label:
         if not 0 <= part < len(found):
             entries = f"{len(found)} entries, [0] to [{len(found) - 1}]" if found else "no entries"
             raise ConfigError(f"{label}: {edit.key}: {name} has {entries}: give it whole, {name}=[…]")
-        return [
-            _with(item, path[1:], edit, f"{name}[{part}]", label) if n == part else item for n, item in enumerate(found)
-        ]
+        entry = _changed(found[part], path[1:], edit, f"{name}[{part}]", label)
+        return [*found[:part], entry, *found[part + 1 :]]
     inner = dict(found) if isinstance(found, dict) else {}
-    inner[part] = _with(inner.get(part), path[1:], edit, f"{name}.{part}", label)
+    inner[part] = _changed(inner.get(part), path[1:], edit, f"{name}.{part}", label)
     return inner

@@ -12,14 +12,14 @@ TREE_KINDS = ("chain", "dynamic", "static")
 DRAFTER_SETTINGS = ("auto", "ngram", "none")
 ACCEPTANCE = ("lossless", "typical")
 ENGINES = ("auto", "fused", "transformers")
-#: settings that earlier versions had → the value that is always used now; old recipes and runs name them
+#: settings of earlier versions, which old recipes and runs still name → the value that is always used now
 RETIRED = {"kv_bucket": 128, "prefill_chunk": 512, "bootstrap": 1000}
-#: limits far above any use: beyond them, memory and time would run out
+#: largest values: far above any use, so that a typing error does not use up memory or time
 MOST = {
     "depth": 1024, "k": 4096, "total_tokens": 1 << 16, "ngram_min": 1024, "ngram_max": 1024,
     "warmup_tokens": 1 << 16, "batch_sizes": 1 << 16, "sweep_prompts": 1 << 20, "repeats": 10**4,
 }  # fmt: skip
-#: fields that are a count or null
+#: fields that hold a count or null
 LIMITS = ("limit", "limit_per_task", "max_turns")
 
 
@@ -79,12 +79,12 @@ class EvalConfig:
     typical_epsilon: float = 0.09
     #: Typical acceptance: the factor δ of the threshold that falls with the entropy.
     typical_delta: float = 0.3
-    #: Accept by chance instead of asking the target, to see what a head of that quality would gain (lossy). Give one
-    #: probability for every level, or a list with one per level, each given that the earlier levels were accepted.
-    #: Levels beyond the list are refused.
+    #: Accept drafts at random, to see what a head of that quality would gain (lossy). Give one probability for all
+    #: levels, or a list with one per level, which hold where all earlier levels were accepted. Levels beyond the list
+    #: are never accepted.
     synthetic_acceptance: Any = None
-    #: How the target's forward runs: auto (fused kernels and captured cycles on a GPU where the target's layers allow
-    #: them), fused, or transformers (the model's own forward).
+    #: How the target's forward runs: auto (fused kernels and captured cycles, on a GPU and for layers that allow it),
+    #: fused, or transformers (the model's own forward).
     engine: str = "auto"
     #: Measure again which kernels are fastest, even if an earlier run did so on such a card. The choices are kept in
     #: ~/.cache/headstart/kernels.
@@ -146,7 +146,7 @@ class TuneConfig:
 
 
 def check_config(config: EvalConfig) -> None:
-    """Refuse what cannot be evaluated. Raises ConfigError naming the field, the value and the remedy."""
+    """Check every value by itself. Raises ConfigError naming the field, what was found and what was expected."""
     for name, value, allowed in (
         ("eval.tree.kind", config.tree.kind, TREE_KINDS),
         ("eval.drafter", config.drafter, DRAFTER_SETTINGS),
@@ -172,8 +172,16 @@ def check_config(config: EvalConfig) -> None:
         *((f"eval.context_lengths[{n}]", length, 2) for n, length in enumerate(config.context_lengths)),
     ):
         _check_whole(name, number, low)
-    if not 0 <= config.temperature < math.inf:
-        raise ConfigError(f"eval.temperature: found {config.temperature}, expected a finite number of at least 0")
+    for name, holds, expected in (
+        ("temperature", 0 <= config.temperature < math.inf, "a finite number of at least 0"),
+        ("top_p", 0 < config.top_p <= 1, "0 < top_p ≤ 1 (1 keeps every token)"),
+        ("min_p", 0 <= config.min_p < 1, "0 ≤ min_p < 1 (0 keeps every token)"),
+        ("repetition_penalty", 0 < config.repetition_penalty < math.inf, "more than 0 (1 = off)"),
+        ("typical_epsilon", 0 < config.typical_epsilon <= 1, "0 < epsilon ≤ 1"),
+        ("typical_delta", 0 < config.typical_delta < math.inf, "more than 0"),
+    ):
+        if not holds:
+            raise ConfigError(f"eval.{name}: found {getattr(config, name)}, expected {expected}")
     paths = config.tree.paths
     if paths is not None and not (
         isinstance(paths, list | tuple)
@@ -182,20 +190,10 @@ def check_config(config: EvalConfig) -> None:
         and all(type(rank) is int and 0 <= rank < MOST["total_tokens"] for path in paths for rank in path)
     ):
         raise ConfigError(f"eval.tree.paths: found {paths!r}, expected lists of ranks, e.g. [[0], [1], [0, 0]]")
-    if not 0 < config.top_p <= 1:
-        raise ConfigError(f"eval.top_p: found {config.top_p}, expected 0 < top_p ≤ 1 (1 keeps every token)")
-    if not 0 <= config.min_p < 1:
-        raise ConfigError(f"eval.min_p: found {config.min_p}, expected 0 ≤ min_p < 1 (0 keeps every token)")
     synthetic_rates(config)
     for name, sweep in (("batch_sizes", config.batch_sizes), ("context_lengths", config.context_lengths)):
         if len(set(sweep)) < len(sweep):
             raise ConfigError(f"eval.{name}: found {list(sweep)}, expected every value once")
-    if not 0 < config.repetition_penalty < math.inf:
-        raise ConfigError(f"eval.repetition_penalty: found {config.repetition_penalty}, expected more than 0 (1 = off)")
-    if not 0 < config.typical_epsilon <= 1:
-        raise ConfigError(f"eval.typical_epsilon: found {config.typical_epsilon}, expected 0 < epsilon ≤ 1")
-    if not 0 < config.typical_delta < math.inf:
-        raise ConfigError(f"eval.typical_delta: found {config.typical_delta}, expected more than 0")
 
 
 def _check_whole(name: str, number: Any, low: int) -> None:
@@ -211,7 +209,7 @@ def _check_whole(name: str, number: Any, low: int) -> None:
 
 
 def check_tune(config: TuneConfig) -> None:
-    """Raises ConfigError naming the field, the value and the remedy."""
+    """As `check_config`, for the node `tune`."""
     for name, values, low in (
         ("batch_sizes", config.batch_sizes, 1),
         ("k", config.k, 1),
@@ -249,9 +247,9 @@ def synthetic_rates(config: EvalConfig) -> tuple[float, ...] | None:
 
 
 def tree_label(tree: TreeConfig, nodes: int) -> str:
-    """`chain5`, `tree60`, `static63`, or `plain`: the name under which results are filed.
+    """The tree's name in reports: `chain5`, `tree60`, `static63` or `plain`.
 
-    Args: nodes: the most that the drafter can draft (a head may have fewer depths than `tree.depth`).
+    Args: nodes: most nodes that the drafter drafts (a head may have fewer depths than `tree.depth`).
     """
     if nodes == 0:
         return "plain"

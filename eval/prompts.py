@@ -1,6 +1,6 @@
-"""What `eval.data` names: JSONL files and Hub datasets of prompts, in every layout of `data/records.py`.
+"""Reads the prompts of `eval.data`: JSONL files and Hub datasets, in every layout of `data/records.py`.
 
-Spec-Bench, MT-bench, HumanEval, GSM8K, MATH and Alpaca are read in the layouts in which they are published.
+Spec-Bench, MT-bench, HumanEval, GSM8K, MATH and Alpaca are read as they are published.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from headstart.eval.config import EvalConfig
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.files import explain_read, is_file, require_regular, sha256_file
 
-#: categories of MT-bench, which Spec-Bench's files list one by one: one of its six tasks
+#: categories of MT-bench. Spec-Bench's files name these eight instead of its task MT-bench
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+#: Spec-Bench's other five tasks
 SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz")
 
@@ -50,7 +51,7 @@ class EvalSource:
 
 
 def eval_sources(data: Any) -> list[EvalSource]:
-    """What `eval.data` names.
+    """The sources that `eval.data` names.
 
     Args:
         data: one of, or a list of: a JSONL file (also .gz), `workload:NAME`, a Hub dataset `user/name` (its split
@@ -78,7 +79,7 @@ def _source(item: Any, where: str) -> EvalSource:
             name = "/".join(part for part in (config.dataset.split("/")[-1], config.subset) if part)
             return EvalSource(name, dataset=config)
         if config.limit is not None:
-            raise ConfigError(f"{where}.limit: found {config.limit}; files are cut by eval.limit, datasets by limit")
+            raise ConfigError(f"{where}.limit: found {config.limit} for a file; limit is for datasets: set eval.limit")
         item = config.path
     if not isinstance(item, str | Path):
         raise ConfigError(f"{where}: found {item!r}, expected a JSONL file, a dataset user/name, or a mapping")
@@ -100,17 +101,16 @@ def _source(item: Any, where: str) -> EvalSource:
 
 
 def describe_data(data: Any) -> dict[str, Any]:
-    """{"path", "sha256"} for reports and for telling whether inputs changed; a dataset counts by its name and split."""
-    sources = eval_sources(data)
-    if len(sources) == 1 and sources[0].path is not None:
-        return {"path": str(sources[0].path), "sha256": sha256_file(sources[0].path)}
+    """{"path", "sha256"} for reports, and to see whether inputs changed. A dataset is hashed by its settings."""
     parts = []
-    for source in sources:
+    for source in eval_sources(data):
         if source.path is not None:
             parts.append({"path": str(source.path), "sha256": sha256_file(source.path)})
         else:
             assert source.dataset is not None
             parts.append({k: v for k, v in asdict(source.dataset).items() if v is not None and k != "format"})
+    if len(parts) == 1 and "sha256" in parts[0]:
+        return parts[0]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return {"path": ", ".join(part.get("path") or part["dataset"] for part in parts), "sha256": digest, "parts": parts}
 
@@ -121,9 +121,9 @@ def data_label(data: Any) -> str:
 
 
 def eval_prompts(config: EvalConfig) -> list[Prompt]:
-    """The prompts of an evaluation. Raises: ConfigError where `eval.data` names none; as `load_prompts`."""
+    """The prompts of an evaluation. Raises: ConfigError where `eval.data` is not set; as `load_prompts`."""
     if config.data is None:
-        raise ConfigError("eval.data is not set: give --data FILE.jsonl, or eval.data=FILE.jsonl: a file of prompts")
+        raise ConfigError("eval.data is not set: give a file of prompts by --data FILE.jsonl or eval.data=FILE.jsonl")
     return load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
 
 
@@ -134,12 +134,12 @@ def load_prompts(
     max_turns: int | None = None,
     task_field: str = "auto",
 ) -> list[Prompt]:
-    """Prompts of every source that `eval.data` names; a conversation is asked its last question (`prompt_of`).
+    """Prompts of every source that `eval.data` names; of a conversation the last question is asked (`prompt_of`).
 
-    Of several sources, records that name no task get the source's name as task, and ids start with it. Spec-Bench's
-    files get its six tasks: MT-bench's eight categories count as `mt_bench` (unless `task_field` is set).
+    With several sources, ids start with the source's name, and a record without a task gets that name as its task. In
+    Spec-Bench's files MT-bench's eight categories become one task `mt_bench`, unless `task_field` is set.
 
-    Args: limit: first prompts of each source; limit_per_task: first prompts of each task.
+    Args: limit: first prompts of each source; limit_per_task: first prompts of each task; max_turns: first turns.
     Raises: DataError naming file, line and field.
     """
     sources = eval_sources(data)
@@ -149,7 +149,8 @@ def load_prompts(
         needed = limit if limit_per_task is None else None
         records = islice(source.records(needed), limit)
         parsed = [parse_record(record, where, number, task_field=task_field) for where, number, record in records]
-        read = [_named(prompt_of(conversation, "last")) for conversation in parsed]
+        asked = [prompt_of(conversation, "last") for conversation in parsed]
+        read = [replace(prompt, task=prompt.task or "all") for prompt in asked]
         if not read:
             raise DataError(f"{source.path or source.name}: holds no prompts; expected one JSON object per line")
         if task_field == "auto" and SPEC_BENCH <= {prompt.task for prompt in read}:
@@ -168,10 +169,6 @@ def load_prompts(
     return kept
 
 
-def _named(prompt: Prompt) -> Prompt:
-    return replace(prompt, task=prompt.task or "all")
-
-
 def _other(task: str | None, name: str) -> str:
-    """`name` in the place of "all", which is the name of the total."""
+    """`name` for the task "all", which is the name of the total."""
     return name if task in (None, "all") else str(task)

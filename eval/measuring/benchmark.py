@@ -1,4 +1,4 @@
-"""Measure a drafter on prompts: τ, acceptance, tokens/s against plain decoding in the same loop, greedy identity."""
+"""Measures a drafter on prompts: τ, acceptance, speed against plain decoding in the same loop, greedy identity."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def evaluate(
 
     Args:
         head: on the target's device, or None for `eval.drafter` ngram / none.
-        drafter: overrides what `eval.drafter` and the head ask for.
-        recipe: resolved recipe, kept in the report.
-        head_info: more about the head for the report (path, provenance).
+        drafter: runs instead of what `eval.drafter` and the head ask for.
+        recipe: the resolved recipe, for the report.
+        head_info: more about the head (path, provenance), for the report.
     Raises: ConfigError, DataError, TemplateError naming field or file.
     """
     check_config(config)
@@ -90,12 +90,12 @@ def evaluate(
 
 
 def bind_to_target(head: Head, target: Target) -> None:
-    """Give a loaded head the target's frozen ends. Raises ConfigError when it was made for another target."""
+    """Give a loaded head the target's frozen ends. Raises ConfigError for a head of another target."""
     for name in ("hidden_size", "vocab_size", "num_layers"):
-        found, expected = getattr(head.dims, name), getattr(target.dims, name)
-        if found != expected:
+        of_head, of_target = getattr(head.dims, name), getattr(target.dims, name)
+        if of_head != of_target:
             raise ConfigError(
-                f"the head was made for a target with {name} {found}, {target.config.name} has {expected}: "
+                f"the head was made for a target with {name} {of_head}, {target.config.name} has {of_target}: "
                 "evaluate it with the target it was trained on"
             )
     head.bind(target.ends)
@@ -112,11 +112,13 @@ class _Measurement:
     """One evaluation: every prompt decoded plainly and speculatively, then the sweeps.
 
     Attributes:
+        first, dropped: the prompts' first contexts, and notes on prompts that the chat template refuses.
+        plain: whether plain decoding is measured.
         tasks: results by task.
         sweeps: over batch sizes and context lengths.
         cycle: milliseconds of a cycle's parts (breakdown.cycle_parts), or None.
-        ready_s: seconds from a loaded target to the first measured token: choosing kernels, compiling, capturing,
-            warming up.
+        ready_s: seconds from a loaded target to the first measured token, in which kernels are chosen and compiled,
+            cycles captured and caches warmed.
     """
 
     def __init__(
@@ -155,17 +157,17 @@ class _Measurement:
             seed, limits = config.seed + asked.number, decoder.limits(contexts)
             base = decoder.run(contexts, None, limits, seed) if self.plain else None
             spec = decoder.run(contexts, drafter, limits, seed) if drafter is not None else None
-            _book(self.tasks[asked.task], batch, base, spec)
+            _add(self.tasks[asked.task], batch, base, spec)
             if base is not None and spec is not None and decoder.sampling.greedy and not decoder.sampling.lossy:
                 _compare(self.tasks[asked.task], decoder, batch, asked.turn, contexts, base, spec)
             if self.generate is not None:
                 for row, context in enumerate(contexts):
                     self.generate.run(context, seed + row)
-            # plain answers go on into the next turn, so that both ways see the same context
+            # the next turn follows the plain answers, so that both ways see the same context
             self.contexts.answered(batch, asked.turn, (base or spec).answers, limits)  # type: ignore[union-attr]
         self.sweeps = sweep(decoder, drafter, config, self.first, self.conversations.tell)
         if config.cycle_parts and drafter is not None and drafter.captures and self.first:
-            # the prompt of middle length stands for all
+            # the prompt of median length stands for all
             middle = sorted(self.first, key=len)[len(self.first) // 2]
             self.cycle = cycle_parts(decoder, drafter, [middle] * config.batch_size)
         self.conversations.finish()
@@ -198,7 +200,8 @@ def _notes(target: Target, measured: _Measurement) -> list[str]:
     return notes
 
 
-def _book(results: TaskResults, batch: list[Prompt], base: Decoded | None, spec: Decoded | None) -> None:
+def _add(results: TaskResults, batch: list[Prompt], base: Decoded | None, spec: Decoded | None) -> None:
+    """Add a batch's times and cycles to its task's results."""
     if base is not None:
         results.plain.add(base)
     if spec is not None:
@@ -225,7 +228,7 @@ def _compare(
     base: Decoded,
     spec: Decoded,
 ) -> None:
-    """Count identical greedy answers; of the others, note where they part and how close the target's choice was."""
+    """Count identical greedy answers. Of the others note where they first differ, and the target's top-2 logit gap."""
     for prompt, context, plain, drafted in zip(batch, contexts, base.answers, spec.answers, strict=True):
         results.sequences += 1
         place = first_difference(plain, drafted)
@@ -247,12 +250,12 @@ def first_difference(plain: Answer, speculative: Answer) -> int | None:
 def tau_probe(
     target: Target, head: Head, prompts: list[list[int]], max_new_tokens: int, depth: int, batch_size: int = 16
 ) -> float:
-    """Real greedy draft-verify τ of a chain of `depth`: cheap enough to run in training validation.
+    """τ of real greedy decoding with a chain of `depth`; cheap enough for validations during training.
 
     Args: prompts: token ids of each context, decoded `batch_size` at a time.
     """
     tree = TreeConfig(kind="chain", depth=depth)
-    # a short look: choosing kernels and capturing would take longer, and fusing moves weights that training holds on to
+    # choosing kernels and capturing would take longer than this decodes, and fusing moves weights that training holds
     config = EvalConfig(tree=tree, max_new_tokens=max_new_tokens, engine="transformers")
     drafter = build_drafter(head, config)
     decoder = Decoder(target, config)

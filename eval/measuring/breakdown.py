@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def cycle_parts(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], repeats: int = 5) -> dict[str, float]:
     """Milliseconds of one cycle after the given contexts: {"draft_ms", "verify_ms", "rest_ms"}.
 
-    `verify_ms` is the target's forward over the tree. The rest accepts drafts, moves their keys and values to their
-    places and hands features to the draft. On a GPU these are times of captured graphs on the device.
+    `verify_ms` is the target's forward over the tree. The rest accepts drafts, moves their keys and values into place
+    and hands features to the draft. On a GPU these are device times of captured graphs.
     """
     loop = started_loop(decoder, drafter, contexts)
     if loop.captures:
@@ -37,8 +37,8 @@ def cycle_parts(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], r
 
 
 def started_loop(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]) -> Loop:
-    """A started loop whose buffers hold the contexts and one tree more."""
-    # one token: buffers are made, no cycle runs
+    """A started loop whose buffers hold the contexts, with room for one more tree."""
+    # to decode one token makes the buffers and runs no cycle
     decoder.run(contexts, drafter, 1, seed=0)
     assert decoder.engine is not None
     # a capture draws from the device's own generator, everything else from the decoder's
@@ -51,7 +51,7 @@ def started_loop(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]) 
 
 
 def loop_seconds(loop: Loop, run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `run` on the loop's state, which is left as it was."""
+    """Median seconds of `run` on the loop's state, which is restored afterwards."""
     before = loop.tensors()
 
     def again() -> None:

@@ -1,4 +1,4 @@
-"""Several reports side by side: terminal table, Markdown, and speed-up by batch where the runs differ in it."""
+"""Several reports side by side: a terminal table, Markdown, and a plot of the speed-up by batch size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from rich.text import Text
 from headstart.eval.measuring.fitted import Fitted
 from headstart.eval.measuring.rendering import (
     TAU_NOTE,
-    interval_text,
+    identical_text,
     latency_cells,
     number,
-    rates_text,
+    number_cells,
     remarks,
     render_markdown,
-    speedup_text,
 )
 from headstart.eval.measuring.report import Report
 from headstart.heads.errors import DataError
@@ -35,14 +34,14 @@ COLUMNS = (
     "plain tok/s", "spec. tok/s", "speed-up (clock)", "first token ms", "plain ms/token", "spec. ms/token", "identical",
     "device",
 )  # fmt: skip
-#: below these a line is drawn in the terminal
+#: rows of the terminal's table below which a line is drawn
 GROUPS = ("prompts", "by position", "speed-up (clock)", "spec. ms/token")
 
 LATENCY_NOTE = "latencies: median / 95th percentile; first token = prefill"
 
 
 def read_reports(places: list[Path]) -> dict[str, Report]:
-    """Label → report; labels are the shortest tails of the paths that tell them apart.
+    """Label → report. A label is the end of a path, as short as tells the runs apart.
 
     Args: places: directories with a report.json.
     Raises: DataError when one is missing, cannot be read, or is named twice.
@@ -67,56 +66,52 @@ def read_reports(places: list[Path]) -> dict[str, Report]:
 
 
 def _require_legible(label: str, report: Report, place: Path) -> None:
-    """Raise DataError for a report whose values are of other kinds than an evaluation writes."""
+    """Raise DataError for a report with values of other types than an evaluation writes."""
     one = {label: report}
     try:
         differences(one), speedups_by_batch(one), comparison_markdown(one), render_markdown(report)
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             Console(file=nowhere).print(comparison_table(one))
-    except Exception as error:  # noqa: BLE001 - whatever a value of another kind meets
+    except Exception as error:  # noqa: BLE001 - a value of another type can fail anywhere
         cause = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise DataError(
-            f"{place / 'report.json'}: holds what no evaluation writes and no table can show ({cause}): restore it, or "
-            "evaluate again"
+            f"{place / 'report.json'}: holds a value that no evaluation writes and that cannot be shown ({cause}): "
+            "restore the file, or evaluate again"
         ) from error
 
 
 def kind_of_acceptance(report: Report) -> str:
-    """lossless, LOSSY or SYNTHETIC: what stands beside every τ."""
+    """lossless, LOSSY or SYNTHETIC: shown beside every τ."""
     return report.flag or "lossless"
 
 
 def _marked(label: str, report: Report) -> str:
-    """The run's label where its acceptance is not beside it: `label (LOSSY)`."""
+    """The label for places that do not show the kind of acceptance: `label (LOSSY)`."""
     return label if report.flag is None else f"{label} ({report.flag})"
 
 
 def _legend(reports: dict[str, Report]) -> list[str]:
-    """What the flags that occur mean."""
+    """The meanings of the flags that these reports have."""
     return [meaning for flag, meaning in MEANINGS.items() if any(report.flag == flag for report in reports.values())]
 
 
 def _cells(label: str, report: Report) -> tuple[str, ...]:
-    identity = report.greedy_identity
     plain_first, plain_token, first, token = latency_cells(report.latency)
     return (
         label, str(report.target["name"]), report.drafter, str(report.tree["label"]), f"{report.temperature:g}",
-        kind_of_acceptance(report), str(report.batch_size), str(report.prompts), number(report.tau),
-        interval_text(report.tau_ci95), rates_text(report.per_position_acceptance),
-        number(report.baseline_tokens_per_s, 1), number(report.tokens_per_s, 1),
-        speedup_text(report.speedup, report.speedup_ci95),
-        plain_first if first == "–" else first, plain_token, token,
-        "–" if identity is None else f"{identity['identical']}/{identity['sequences']}", report.device,
+        kind_of_acceptance(report), str(report.batch_size), *number_cells(report),
+        plain_first if first == "–" else first, plain_token, token, identical_text(report.greedy_identity),
+        report.device,
     )  # fmt: skip
 
 
 def differences(reports: dict[str, Report]) -> list[str]:
-    """What makes the numbers not comparable: other prompts, target, sampling, length limit, dtype or card.
+    """Why the numbers of the runs cannot be compared: other prompts, target, sampling, length limit, dtype or card.
 
-    Drafter, tree and batch size are what runs are compared by.
+    Drafter, tree and batch size may differ: runs are compared to see what these change.
     """
     runs = list(reports.values())
-    found = []
+    sentences = []
     for what, differs in (
         ("prompts", _several((r.data.get("sha256"), r.prompts) for r in runs)),
         ("targets", _several(r.target["name"] for r in runs)),
@@ -131,8 +126,8 @@ def differences(reports: dict[str, Report]) -> list[str]:
         ("engines", _several((r.engine or {}).get("name", "Headstart") for r in runs)),
     ):
         if differs:
-            found.append(f"the runs differ in {what}")
-    return found
+            sentences.append(f"the runs differ in {what}")
+    return sentences
 
 
 def _several(values: Iterable[Any]) -> bool:
@@ -146,13 +141,13 @@ def _same_name_other_weights(runs: list[Report]) -> bool:
 
 
 def _differ(tables: list[dict[str, Any]], names: tuple[str, ...]) -> bool:
-    """Whether one of the fields has several values; a run that does not tell it differs from none."""
+    """Whether one of the fields has several values. Runs without the field do not count."""
     return any(_several(table[name] for table in tables if table.get(name) is not None) for name in names)
 
 
 def comparison_table(reports: dict[str, Report]) -> Group:
-    """For the terminal: one row per quantity and one column per run. Below it: how to read the numbers, what the flags
-    mean, and in what the runs differ. Rows that are the same for all runs are shown as well."""
+    """For the terminal: one row per quantity and one column per run. Below it stand notes on how to read the numbers,
+    what the flags mean, and in what the runs differ."""
     # the first cell is the label, which heads the column
     cells = [_cells(label, report)[1:] for label, report in reports.items()]
     rows = list(zip(COLUMNS[1:], *cells, strict=True))
@@ -163,7 +158,7 @@ def comparison_table(reports: dict[str, Report]) -> Group:
 
 
 def comparison_markdown(reports: dict[str, Report]) -> str:
-    """The table, then τ and speed-up by task where any run has several tasks."""
+    """The table, then τ and speed-up by task if there are several tasks, then the notes."""
     lines = ["# Runs side by side", ""]
     lines += table(COLUMNS, [_cells(label, report) for label, report in reports.items()])
     tasks = sorted({task for report in reports.values() for task in report.tasks})
@@ -185,9 +180,9 @@ def comparison_markdown(reports: dict[str, Report]) -> str:
 
 
 def speedups_by_batch(reports: dict[str, Report]) -> dict[str, list[tuple[int, float]]]:
-    """Sweeps of the runs, and runs that differ in batch size only: description → (batch, speed-up), two or more.
+    """Curves of speed-up by batch size: description, with the kind of acceptance → (batch, speed-up), two or more.
 
-    The descriptions say LOSSY and SYNTHETIC.
+    A curve is the sweep of one run, or several runs that differ in batch size only.
     """
     curves: dict[str, list[tuple[int, float]]] = {}
     for label, report in reports.items():

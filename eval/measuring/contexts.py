@@ -1,4 +1,4 @@
-"""The token ids that the answers of a benchmark are to follow, as the target's chat template renders them."""
+"""Contexts of a benchmark: the token ids before each answer, rendered by the target's chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headstart.eval.measuring.conversations import Conversations
 from headstart.heads.errors import DataError
 from headstart.heads.targets.target import Target
 
-#: prompts that a note names
+#: most prompts that a note names
 NAMED = 3
 
 
@@ -21,9 +21,10 @@ def chats_of(target: Target, config: EvalConfig) -> Chats:
 def first_contexts(
     prompts: list[Prompt], target: Target, config: EvalConfig
 ) -> tuple[list[Prompt], list[list[int]], list[str]]:
-    """The prompts that the chat template takes, what their first answers follow, and notes on those that it refuses.
+    """(prompts that the chat template renders, their first contexts, notes on the prompts that it refuses).
 
-    Raises: DataError naming a prompt that leaves no room or whose ids are not the target's, and where none is left.
+    Raises: DataError naming a prompt that is empty, leaves no room or holds ids of another tokenizer; and where the
+        template refuses all prompts.
     """
     chats, positions = chats_of(target, config), target.positions
     taken, contexts, refused = [], [], dict[str, list[Prompt]]()
@@ -32,13 +33,13 @@ def first_contexts(
             context = chats.prompt_ids(prompt)
         except RefusedError as error:
             refused.setdefault(error.reason, []).append(prompt)
-            found = f"prompt {prompt.id} ({prompt.where}): {error}"
+            last_refusal = f"prompt {prompt.id} ({prompt.where}): {error}"
         else:
             _check(prompt, context, positions, target.dims.vocab_size)
             taken.append(prompt)
             contexts.append(context)
     if not taken:
-        raise DataError(f"{found}, and no other prompt is left: give prompts that the chat template takes")
+        raise DataError(f"{last_refusal}, and no other prompt is left: give prompts that the chat template takes")
     return taken, contexts, [_refusal(reason, members) for reason, members in refused.items()]
 
 
@@ -64,9 +65,9 @@ def _refusal(reason: str, prompts: list[Prompt]) -> str:
 
 
 class Contexts:
-    """What the answers of every turn follow: a conversation ends where its template or the target's positions end it.
+    """Contexts of every turn. A conversation ends early where the template refuses it or the positions are used up.
 
-    Args: first: what each prompt's first answer follows.
+    Args: first: context of each prompt's first answer.
     """
 
     def __init__(self, target: Target, config: EvalConfig, conversations: Conversations, first: list[list[int]]):
@@ -75,7 +76,7 @@ class Contexts:
         self.first = {id(prompt): context for prompt, context in zip(conversations.prompts, first, strict=True)}
 
     def of(self, prompts: list[Prompt], turn: int) -> tuple[list[Prompt], list[list[int]]]:
-        """The prompts whose question of this turn can be asked, with what the answer follows."""
+        """The prompts whose question of this turn can be asked, and their contexts."""
         asked, contexts = [], []
         for prompt in prompts:
             context = self._context(prompt, turn)
@@ -99,7 +100,7 @@ class Contexts:
         return None
 
     def answered(self, prompts: list[Prompt], turn: int, answers: list[Answer], limits: list[int]) -> None:
-        """Add the messages that the answers stand for; one that cannot be told ends its conversation."""
+        """Add the answers to their conversations, which end where the template cannot read an answer as a message."""
         for prompt, answer, limit in zip(prompts, answers, limits, strict=True):
             self.conversations.cut += limit < self.most and answer.finish_reason == "length"
             if turn + 1 == prompt.answers:

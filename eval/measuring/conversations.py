@@ -1,6 +1,6 @@
-"""The conversations of a benchmark: its prompts are asked in batches of one task and one turn, a turn after another.
+"""The conversations of a benchmark: its prompts are asked in batches of one task and one turn.
 
-Headstart's own loop and a running server are asked in the same order, and leave out later turns in the same way.
+Headstart's own loop and running servers are asked in the same order, and leave later turns out by the same rules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from headstart.data.prompts import Prompt
 from headstart.data.records import Message, unread_note
 
-#: called with (steps done, steps in all, what is done next); a step is an answer, or one more measurement
+#: called with (steps done, steps in all, what is done next); a step is an answer, or one point of a sweep
 Progress = Callable[[int, int, str], None]
 
 
@@ -27,7 +27,7 @@ class Asked:
 
 
 def batches(prompts: list[Prompt], size: int) -> Iterator[Asked]:
-    """Batches never mix tasks, so that each task has its own clock; the turns of a batch run in order."""
+    """Batches of one task each, so that tasks are timed by themselves; the turns of a batch come in order."""
     number = 0
     for task in dict.fromkeys(str(prompt.task) for prompt in prompts):
         members = [prompt for prompt in prompts if prompt.task == task]
@@ -45,7 +45,7 @@ class Conversations:
         more: steps beside the answers, for `progress`.
     Attributes:
         said: id(prompt) → the target's answers so far.
-        cut: answers that ended by length below the limit that was set.
+        cut: number of answers that were cut off before eval.max_new_tokens.
     """
 
     def __init__(self, prompts: list[Prompt], progress: Progress | None = None, more: int = 0):
@@ -73,12 +73,12 @@ class Conversations:
         self._ended[id(prompt)] = reason
 
     def leave_out(self, prompt: Prompt, reason: str) -> None:
-        """As `end`, the question under way included."""
+        """As `end`, and count the current question as left out."""
         self.end(prompt, reason)
         self._left_out[reason] += 1
 
     def tell(self, what: str, steps: int = 1) -> None:
-        """Tell the progress before the next `steps`."""
+        """Report progress before the next `steps`."""
         if self._progress is not None:
             self._progress(self._done, self._total, what)
         self._done += steps
@@ -88,7 +88,7 @@ class Conversations:
             self._progress(self._total, self._total, "done")
 
     def notes(self, limit: int, why_cut: str, more: list[str]) -> list[str]:
-        """What a report says about them. Args: limit: eval.max_new_tokens; more: notes that stand before the last."""
+        """Notes for the report. Args: limit: eval.max_new_tokens; more: notes that stand before the last one."""
         notes = [f"{self.cut} answers end before eval.max_new_tokens={limit}: {why_cut}"] if self.cut else []
         notes += [f"{count} later turns were left out: {reason}" for reason, count in self._left_out.items()]
         unread = unread_note(Counter(name for prompt in self.prompts for name in prompt.unread))

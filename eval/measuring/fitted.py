@@ -12,22 +12,22 @@ from rich.text import Text
 
 from headstart.heads.escape import line, plain
 
-#: longest word, in characters, that a column of the terminal is kept wide enough for: paths may be longer
+#: longest word, in characters, for which a column is made wide enough; paths may be longer
 WORD = 24
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A table for the terminal, in as many parts as the width asks for, each with the first column.
+    """A table for the terminal. Where it is too wide it is cut into parts, each with the first column.
 
-    Lines break between words only; words longer than WORD, which are paths, go on in the next line.
+    Lines break between words only, and within words longer than WORD, which are paths.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
     caption: str = ""
-    #: columns that are read from the left (None: all), and rows below which a line is drawn
+    #: left-aligned columns (None: all), and rows below which a line is drawn
     left: tuple[int, ...] | None = (0,)
     lines: tuple[int, ...] = ()
 

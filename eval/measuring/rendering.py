@@ -1,4 +1,4 @@
-"""What a report shows: tables for the terminal, report.md and its plots."""
+"""Shows a report: tables for the terminal, report.md and its plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from headstart.eval.measuring.fitted import Fitted
-from headstart.eval.measuring.report import Report, Section
+from headstart.eval.measuring.report import Numbers, Report, Section
 from headstart.heads.errors import HeadstartError
 from headstart.heads.escape import code, markdown, plain, table
 from headstart.heads.files import write_text
@@ -21,17 +21,10 @@ from headstart.heads.formats.plots import draw_plots, first_plot_note
 TAU_NOTE = "τ = tokens committed per target forward after prefill (plain decoding = 1)"
 
 COLUMNS = (
-    "task",
-    "prompts",
-    "τ",
-    "95 %",
-    "acceptance by position",
-    "plain tok/s",
-    "spec. tok/s",
-    "speed-up (clock)",
+    "task", "prompts", "τ", "95 %", "acceptance by position", "plain tok/s", "spec. tok/s", "speed-up (clock)",
     "identical",
-)
-#: beside it where rows end apart
+)  # fmt: skip
+#: one more column for batches, whose rows end at different times
 ROW_COLUMN = "speed-up (row time)"
 ROW_NOTE = (
     "speed-up (clock): tokens of whole batches by the wall clock, the places of ended rows stay empty; "
@@ -56,8 +49,12 @@ def speedup_text(speedup: float | None, interval: list[float] | None) -> str:
     return number(speedup, 2, "×") + ("" if interval is None else f" ({interval_text(interval)})")
 
 
+def identical_text(identity: dict[str, Any] | None) -> str:
+    return "–" if identity is None else f"{identity['identical']}/{identity['sequences']}"
+
+
 def _by_row(report: Report) -> bool:
-    """Whether the report tells the speed-up by row time as well: alone in a batch, a row's time is the clock's."""
+    """Whether the speed-up by row time is shown as well: at batch 1 it is the same as by the clock."""
     return report.batch_size > 1 and report.row_speedup is not None
 
 
@@ -65,20 +62,22 @@ def _columns(report: Report) -> tuple[str, ...]:
     return (*COLUMNS[:-1], *([ROW_COLUMN] if _by_row(report) else []), COLUMNS[-1])
 
 
+def number_cells(numbers: Numbers) -> list[str]:
+    """From prompts to the speed-up by the clock."""
+    return [
+        str(numbers.prompts),
+        number(numbers.tau),
+        interval_text(numbers.tau_ci95),
+        rates_text(numbers.per_position_acceptance),
+        number(numbers.baseline_tokens_per_s, 1),
+        number(numbers.tokens_per_s, 1),
+        speedup_text(numbers.speedup, numbers.speedup_ci95),
+    ]
+
+
 def _cells(name: str, section: Section, by_row: bool) -> tuple[str, ...]:
-    identity = section.identity
-    return (
-        name,
-        str(section.prompts),
-        number(section.tau),
-        interval_text(section.tau_ci95),
-        rates_text(section.per_position_acceptance),
-        number(section.baseline_tokens_per_s, 1),
-        number(section.tokens_per_s, 1),
-        speedup_text(section.speedup, section.speedup_ci95),
-        *([number(section.row_speedup, 2, "×")] if by_row else []),
-        "–" if identity is None else f"{identity['identical']}/{identity['sequences']}",
-    )
+    row_speedup = [number(section.row_speedup, 2, "×")] if by_row else []
+    return (name, *number_cells(section), *row_speedup, identical_text(section.identity))
 
 
 def _sections(report: Report) -> list[tuple[str, Section]]:
@@ -114,7 +113,7 @@ LATENCY_COLUMNS = ("task", *(f"{way} {what}" for way in ("plain", "spec.") for w
 
 
 def _more_tables(report: Report) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """(title, columns, rows) of everything that was timed beside the main numbers."""
+    """(title, columns, rows) of the tables after the first: latency and sweeps."""
     if report.latency is not None:
         title = f"latency in ms, median / 95th percentile, batch {report.batch_size} (first token = prefill)"
         yield title, LATENCY_COLUMNS, [(name, *latency_cells(section.latency)) for name, section in _sections(report)]
@@ -125,7 +124,7 @@ def _more_tables(report: Report) -> Iterator[tuple[str, tuple[str, ...], list[tu
 
 
 def latency_cells(latency: dict[str, dict[str, float | None] | None] | None) -> list[str]:
-    """Plain first token, plain per token, the same of speculation; each "median / 95th percentile" in ms."""
+    """Plain first token, plain per token, and both for speculation; each "median / 95th percentile" in ms."""
     shown = []
     for way in WAYS:
         values = (latency or {}).get(way) or {}
@@ -168,9 +167,9 @@ def remarks(report: Report) -> list[str]:
     if (ready := report.timing.get("ready_s")) is not None:
         lines.append(f"measuring began {number(ready, 1)} s after the target was loaded")
     if report.generate is not None:
-        found = report.generate
-        rate = number(found["tokens_per_s"], 1)
-        lines.append(f"{found['label']}: {rate} tokens/s at batch 1 on {found['prompts']} contexts, prefill apart")
+        hf = report.generate
+        rate = number(hf["tokens_per_s"], 1)
+        lines.append(f"{hf['label']}: {rate} tokens/s at batch 1 on {hf['prompts']} contexts, prefill apart")
     return lines
 
 
@@ -206,7 +205,7 @@ def render_markdown(report: Report) -> str:
 
 
 def write_report(report: Report, directory: Path | str, say: Callable[[str], None] = print) -> Path:
-    """`Report.save`, then `render_saved`, whose failure costs nothing; returns the path of report.json."""
+    """Save report.json and render it; returns its path. If rendering fails, `say` gets a warning."""
     path = report.save(directory)
     render_saved(path, say)
     return path
@@ -220,12 +219,12 @@ def render_report(report: Report, directory: Path) -> None:
 
 
 def render_saved(path: Path, say: Callable[[str], None]) -> bool:
-    """Render a saved report.json; False where that failed, which `say` is told with the remedy."""
+    """Render a saved report.json. Returns whether that worked; if not, `say` gets the cause and the remedy."""
     try:
         if (note := first_plot_note()) is not None:
             say(note)
         render_report(Report.read(path.parent), path.parent)
-    except Exception as error:  # noqa: BLE001 - whatever a renderer meets, the measurement is saved
+    except Exception as error:  # noqa: BLE001 - no failure of rendering may lose the run: the measurement is saved
         cause = str(error) if isinstance(error, HeadstartError) else f"{type(error).__name__}: {error}"
         say(
             f"WARNING: {path} holds the measurement, but report.md and its plots could not be written ({cause}). "

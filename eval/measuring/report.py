@@ -1,4 +1,4 @@
-"""The report of an evaluation: one JSON (schema 1), from which everything that is shown is made (rendering.py)."""
+"""The report of an evaluation: one JSON (schema 1). Everything that is shown is rendered from it (rendering.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Numbers:
         per_position_acceptance: share of the drafts that were accepted up to depth d.
         per_position_conditional: the same among those that were accepted up to the depth before.
         baseline_tokens_per_s, tokens_per_s: decode phase only, plain and speculative, in the same loop.
-        speedup: by the clock: the empty places of rows that have ended count.
+        speedup: by the clock: the places of rows that have ended stay empty.
         speedup_ci95: over resampled prompts, at batch 1.
         row_speedup: by the time that rows spent decoding, as on a server that fills those places at once.
         latency: of "baseline" and "speculative" (None where it did not run): `first_token_p50_ms`, `first_token_p95_ms`
@@ -44,7 +44,7 @@ class Numbers:
     row_speedup: float | None = None
 
     def numbers(self) -> dict[str, Any]:
-        """By name, what both a task's section and a report hold."""
+        """The fields that sections and reports share, by name."""
         return {f.name: getattr(self, f.name) for f in fields(Numbers)}
 
 
@@ -61,7 +61,7 @@ class Section(Numbers):
 
 @dataclass(kw_only=True)
 class Report(Numbers):
-    """Everything an evaluation measured, of all tasks together and of each, and what it was made from."""
+    """What an evaluation measured, over all tasks and for each, and how."""
 
     target: dict[str, Any]
     head: dict[str, Any] | None
@@ -84,7 +84,7 @@ class Report(Numbers):
     notes: list[str] = field(default_factory=list)
     #: the running server that was measured (name, version, url, model), or None for Headstart's own loop
     engine: dict[str, Any] | None = None
-    #: acceptance by level that was asked for (eval.synthetic_acceptance), τ is not the head's; None: the target decided
+    #: acceptance by level that eval.synthetic_acceptance asked for (τ is then not the head's), or None
     synthetic: list[float] | None = None
     #: plain and speculative decoding over batch sizes ("batch") and context lengths ("context"), where asked for
     sweeps: dict[str, Any] | None = None
@@ -100,7 +100,7 @@ class Report(Numbers):
         return asdict(self)
 
     def published(self) -> Report:
-        """The report as others may see it (`heads/published.py`): evaluations give no other."""
+        """The report with the paths, files and servers that others may see (`heads/published.py`)."""
         return Report.from_json(published(self.to_json()))
 
     @classmethod
@@ -125,13 +125,10 @@ class Report(Numbers):
         return cls.from_json(read_json(path), str(path))
 
     def save(self, directory: Path | str) -> Path:
-        """Write report.json (atomically), from which everything else is made; returns its path.
-
-        It is shown to others: of paths, files and servers it holds what `heads/published.py` lets out.
-        """
+        """Write report.json (atomically), as `published` makes it; returns its path."""
         directory = Path(directory)
         write_json(directory / "report.json", published(self.to_json()))
-        (directory / "report.md").unlink(missing_ok=True)  # of another measurement
+        (directory / "report.md").unlink(missing_ok=True)  # it shows an earlier measurement
         return directory / "report.json"
 
     @property

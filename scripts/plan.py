@@ -17,7 +17,7 @@ from headstart.data.sources import read_prompts
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.targets.target import DTYPES
-from headstart.pipeline.data import trained_samples, without_prompts
+from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe
 from headstart.refusals import refuse_ahead
@@ -194,7 +194,7 @@ def data_of(run: Run, launch: Launch) -> DataShape:
             "all supervised"
         )
         planned = DataShape.equal(prompts, most, data.pack_tokens, note)
-        return planned.beside(_read(without_prompts(run))) if data.sources else planned
+        return planned.beside(_read(run.without_prompts())) if data.sources else planned
     return _read(run)
 
 

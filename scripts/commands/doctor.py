@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,6 +51,7 @@ def command(
 
 
 def _machine() -> list[Check]:
+    import psutil
     import torch
 
     from headstart.heads.provenance import device_name, git_revision, versions
@@ -73,9 +73,8 @@ def _machine() -> list[Check]:
             path = path.parent
         free = shutil.disk_usage(path).free
         checks.append((name, "ok" if free > 2 << 30 else "warn", f"{_gib(free)} free at {path}"))
-    memory = _free_memory()
-    if memory is not None:
-        checks.append(("memory", "ok" if memory > 3 << 30 else "warn", f"{_gib(memory)} available"))
+    memory = psutil.virtual_memory().available
+    checks.append(("memory", "ok" if memory > 3 << 30 else "warn", f"{_gib(memory)} available"))
     for package in ("wandb", "deepspeed", "tensorboard"):
         from importlib.util import find_spec
 
@@ -163,15 +162,3 @@ def _try(name: str, check: Callable[[], str]) -> Check:
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
-
-
-def _free_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None

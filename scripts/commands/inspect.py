@@ -26,7 +26,7 @@ def command(
 
         from headstart.data.inspection import render_sample, render_tokens, summarise
         from headstart.heads.targets.load import weightless_target
-        from headstart.pipeline.data import prepare, trained_samples, without_prompts
+        from headstart.pipeline.data import prepare, trained_samples
         from headstart.pipeline.run import Run, dated_target
         from headstart.recipes.load import load_recipe
 
@@ -41,7 +41,7 @@ def command(
             console.say(
                 f"the prompts are not answered yet ({run.distilled_path} is missing): this shows data.sources alone"
             )
-            run = without_prompts(run)
+            run = run.without_prompts()
         data = prepare(run)
         trained = trained_samples(run)
         # under data.supervise=all every token trains; turns and answers are counted as they are

@@ -1,12 +1,10 @@
-"""The samples of a run: tokenised conversations to train on and to hold out. They are not stored; each command makes
-them."""
+"""The samples of a run, to train on and to hold out: tokenised conversations, made anew by each command."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
-from headstart.data.config import DistillConfig, SourceConfig
+from headstart.data.config import SourceConfig
 from headstart.data.prepare import ALONE, PreparedData, Ranks
 from headstart.data.prepare import prepare as tokenise
 from headstart.data.samples import Sample, supervise_everything
@@ -50,11 +48,6 @@ def trained_samples(run: Run) -> list[Sample]:
     """The training samples as the loop gets them: under `data.supervise=all`, every token is supervised."""
     samples = prepare(run).train
     return samples if run.recipe.data.supervise == "answers" else [supervise_everything(sample) for sample in samples]
-
-
-def without_prompts(run: Run) -> Run:
-    """The same run without prompts to answer: its data is what there is before distillation."""
-    return run.with_recipe(replace(run.recipe, data=replace(run.recipe.data, distill=DistillConfig())))
 
 
 def save_data_report(run: Run) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from headstart.console import Console
+from headstart.data.config import DistillConfig
 from headstart.data.prepare import PreparedData
 from headstart.data.sources import load_conversations
 from headstart.directory_lock import locked
@@ -107,9 +108,10 @@ class Run:
     def head_dir(self) -> Path:
         return self.dir / "head"
 
-    def with_recipe(self, recipe: Recipe) -> Run:
-        """A run of another recipe with the target of this one."""
-        return Run(recipe, self.console, self._target, self._device)
+    def without_prompts(self) -> Run:
+        """The same run without prompts to answer: its data is what there is before distillation."""
+        data = replace(self.recipe.data, distill=DistillConfig())
+        return Run(replace(self.recipe, data=data), self.console, self._target, self._device)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -31,6 +31,11 @@ class Teacher:
     scale: float = 1.0
     norm_D: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are the product with `weight_VD` and nothing else."""
+        return self.bias_V is None and self.softcap is None and self.scale == 1.0
+
     def logits(self, hidden_AD: Tensor, ids_U: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """[A, V] (or [A, U], the columns of ids_U), float32 or `dtype`."""
         weight = self.weight_VD if ids_U is None else self.weight_VD[ids_U]

@@ -43,13 +43,8 @@ class PackShape:
 
 def tensors_of(batch: FeatureBatch) -> list[Tensor]:
     """Every tensor of a batch, anchors included, in a fixed order."""
-    tensors: list[Tensor] = []
-    for owner in (batch, batch.anchors):
-        for f in fields(owner):
-            value = getattr(owner, f.name)
-            if isinstance(value, Tensor):
-                tensors.append(value)
-    return tensors
+    values = [getattr(owner, f.name) for owner in (batch, batch.anchors) for f in fields(owner)]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 class CapturedBackward:

@@ -71,12 +71,12 @@ def slots_needed(longest_context: int, max_new_tokens: int, drafter: Drafter | N
     return longest_context + max_new_tokens + 2 * (nodes + 1)
 
 
-def roomy(slots: int) -> int:
+def round_up_slots(slots: int) -> int:
     """`slots` rounded up, by a fourth at most, to at least 512.
 
     The buffers, and the graphs captured on them, then also serve contexts that are a little longer.
 
-    >>> [roomy(n) for n in (1, 600, 1025, 5000)]
+    >>> [round_up_slots(n) for n in (1, 600, 1025, 5000)]
     [512, 1024, 1536, 5120]
     """
     step = 1 << max(9, (slots - 1).bit_length() - 3)
@@ -107,38 +107,38 @@ def decode(
         row_seeds: int64 [B], plain decoding only. A row draws by its own seed, so its batch does not change its tokens.
         scheduler: chooses which drafts are verified.
     """
-    book = _Answers(len(contexts), max_new_tokens, stop_ids)
+    record = _Record(len(contexts), max_new_tokens, stop_ids)
     device = engine.device
     synchronize(device)
     loop = Loop(engine, drafter, sampling, generator, row_seeds, scheduler)
     began, preparing = time.perf_counter(), loop.prepare_s
-    loop.start(contexts, book.limits, book.stops)
+    loop.start(contexts, record.limits, record.stops)
     synchronize(device)
     prefilled = time.perf_counter()
     began += loop.prepare_s - preparing
     arrivals = [prefilled]
 
     for row, token in enumerate(loop.roots_B.tolist()):
-        book.take(row, [token])
+        record.take(row, [token])
     if graphs is not None and loop.captures:
-        if book.any_active:
+        if record.any_active:
             for table in graphs.run(loop):
                 arrivals.append(time.perf_counter())
-                book.cycle(table)
-                if not book.any_active:
+                record.add_cycle(table)
+                if not record.any_active:
                     break
     else:
-        while book.any_active:
-            book.cycle(loop.read(loop.verify()))
+        while record.any_active:
+            record.add_cycle(loop.read(loop.verify()))
             arrivals.append(time.perf_counter())
             loop.commit()
     # one captured cycle too many is still running: see CycleGraphs.run
     synchronize(device)
     cycle_s = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
-    return Decoded(book.answers, prefilled - began, arrivals[-1] - prefilled, cycle_s)
+    return Decoded(record.answers, prefilled - began, arrivals[-1] - prefilled, cycle_s)
 
 
-class _Answers:
+class _Record:
     """The host's record of a batch: the answers so far, their limits and stop tokens, and which rows go on."""
 
     def __init__(self, batch: int, max_new_tokens: int | list[int], stop_ids: set[int] | list[set[int]]):
@@ -170,7 +170,7 @@ class _Answers:
                 return kept
         return len(tokens)
 
-    def cycle(self, table: list[list[int]]) -> None:
+    def add_cycle(self, table: list[list[int]]) -> None:
         """Record one cycle. Args: table: see Loop.verify."""
         for row, line in enumerate(table):
             if not self.active[row]:

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.eval.decoding.cache import Buffers
-from headstart.eval.decoding.fused_layers import FusedEmbedding, FusedHead, FusedLayer, FusedNorm, Pass, Slot, Unfusable
+from headstart.eval.decoding.fused_layers import (
+    FusedEmbedding,
+    FusedHead,
+    FusedLayer,
+    FusedNorm,
+    Pass,
+    PassHolder,
+    Unfusable,
+)
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.choices import Choices, compile_ways, decide_ways
 from headstart.eval.kernels.launch import compile_ahead, compiling, graph_time, wait_compiled
@@ -34,7 +42,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torc
 
 #: bytes of the attention's output projection (o_proj) that the attention kernel may prefetch; `choose_ways` takes the
 #: fastest
-HIDDEN_BYTES = (0, 8 << 20, 16 << 20, 32 << 20)
+PREFETCH_BYTES = (0, 8 << 20, 16 << 20, 32 << 20)
 #: fewest layers that `choose_ways` times in a row
 STACKED = 4
 
@@ -67,16 +75,16 @@ class FusedModel:
             raise Unfusable(f"its layers are on several devices: {', '.join(sorted(places))}")
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise Unfusable("its parameters are sharded")
-        self.windows, self.choices, self._slot = windows, choices, Slot()
+        self.windows, self.choices, self._holder = windows, choices, PassHolder()
         config = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
         self.view = shallow_copy(model)
         decoder = text_decoder(self.view)
         layers = decoder_layers(self.view)
-        self.layers = [FusedLayer(layer, n, self._slot, windows[kinds[n]]) for n, layer in enumerate(layers)]
+        self.layers = [FusedLayer(layer, n, self._holder, windows[kinds[n]]) for n, layer in enumerate(layers)]
         for n, layer in enumerate(self.layers):
             layers[n] = layer
-        self.norm = decoder.norm = FusedNorm(decoder.norm, self._slot)
+        self.norm = decoder.norm = FusedNorm(decoder.norm, self._holder)
         for layer, norm in zip(
             self.layers, [*(later.input_norm for later in self.layers[1:]), self.norm.norm], strict=True
         ):
@@ -100,7 +108,7 @@ class FusedModel:
         """Compile the kernels that `choose_ways(rows)` would time."""
         kept = compile_ways(self.linears(), rows, self.choices, self._about)
         if kept is not None:
-            self._fetch_ahead(rows, kept.hidden_bytes)
+            self._set_prefetch(rows, kept.hidden_bytes)
 
     @property
     def _about(self) -> str:
@@ -113,18 +121,18 @@ class FusedModel:
 
         Returns: "N×K[ activation] rows" → microseconds of the chosen kernel when it runs alone.
         """
-        chosen = decide_ways(self.linears(), rows, self.choices, self._about, self._settle)
+        chosen = decide_ways(self.linears(), rows, self.choices, self._about, self._choose_in_layers)
         if chosen is None:
             return {}
-        self._fetch_ahead(rows, chosen.hidden_bytes)
+        self._set_prefetch(rows, chosen.hidden_bytes)
         return {f"{name} {rows}": microseconds for name, microseconds in chosen.microseconds.items()}
 
-    def _fetch_ahead(self, rows: int, hidden: int) -> None:
-        """Let attention prefetch `hidden` bytes of its output projection while it leaves the memory idle."""
+    def _set_prefetch(self, rows: int, size: int) -> None:
+        """Let attention prefetch `size` bytes of its output projection while it leaves the memory idle."""
         for layer in self.layers:
-            layer.hidden_bytes[row_bucket(rows)] = hidden
+            layer.prefetch_bytes[row_bucket(rows)] = size
 
-    def _settle(self, products: list[Measured], rows: int, context: int = 512) -> int:
+    def _choose_in_layers(self, products: list[Measured], rows: int, context: int = 512) -> int:
         """Choose among the kernels that are about equally fast alone, and the bytes that attention prefetches.
 
         Both are timed in layers that run one after the other, where a kernel is launched and prefetches while others
@@ -151,8 +159,8 @@ class FusedModel:
         for measured in products:
             if len(measured.close) > 1 and any(linear in measured.linears for linear in layers[0].linears()):
                 choose_fastest(measured.close, partial(measured.choose, rows))
-        choose_fastest(HIDDEN_BYTES, partial(self._fetch_ahead, rows))
-        return self.layers[0].hidden_bytes[row_bucket(rows)]
+        choose_fastest(PREFETCH_BYTES, partial(self._set_prefetch, rows))
+        return self.layers[0].prefetch_bytes[row_bucket(rows)]
 
     def _stacked(self) -> list[FusedLayer]:
         """So many layers that their weights do not fit into the cache: in a whole model they come from memory."""
@@ -179,13 +187,13 @@ class FusedModel:
 
         @torch.inference_mode()
         def run() -> Tensor:
-            self._slot.current = Pass(visibility, buffers)
+            self._holder.current = Pass(visibility, buffers)
             try:
                 x_BMD: Tensor = first_BMD
                 for layer in layers:
                     x_BMD = layer(x_BMD, *others, **bound.kwargs)
             finally:
-                self._slot.current = None
+                self._holder.current = None
             return x_BMD
 
         return run
@@ -206,7 +214,7 @@ class FusedModel:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One pass: writes keys and values, returns (logits [B, M or 1, V], hidden [B, M, D] post-norm,
         streams [B, M, k, D] or None)."""
-        self._slot.current = Pass(visibility, buffers)
+        self._holder.current = Pass(visibility, buffers)
         try:
             with record_layer_inputs(self.view, layer_ids) as captured:
                 output = self.view(
@@ -217,7 +225,7 @@ class FusedModel:
                     logits_to_keep=1 if last_only else 0,
                 )
         finally:
-            self._slot.current = None
+            self._holder.current = None
         streams = torch.stack([captured[k] for k in layer_ids], 2) if layer_ids else None
         return output.logits, self.norm.last, streams
 

@@ -47,7 +47,7 @@ class Pass:
         return rms_norm(x_BMD.flatten(0, -2), norm)
 
 
-class Slot:
+class PassHolder:
     """Holds the Pass of the running forward for the layers: transformers' top-level code cannot hand it to them."""
 
     current: Pass | None = None
@@ -144,9 +144,9 @@ class FusedMLP(nn.Module):
 class FusedLayer(nn.Module):
     """A pre-norm decoder layer: attention on the engine's buffers, an MLP, two or four RMSNorms."""
 
-    def __init__(self, layer: nn.Module, index: int, slot: Slot, window: int | None):
+    def __init__(self, layer: nn.Module, index: int, holder: PassHolder, window: int | None):
         super().__init__()
-        self.index, self.slot = index, slot
+        self.index, self.holder = index, holder
         attention = getattr(layer, "self_attn", None)
         names = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
         missing = [name for name in names if not hasattr(attention, name)]
@@ -165,7 +165,7 @@ class FusedLayer(nn.Module):
             getattr(attention, "sinks", None),
         )  # fmt: skip
         #: row bucket → bytes of the output projection that attention prefetches while it leaves the memory idle
-        self.hidden_bytes: dict[int, int] = {}
+        self.prefetch_bytes: dict[int, int] = {}
         self.input_norm = norm_weights(layer.input_layernorm)
         #: the input norm of the next layer, or the final norm
         self.next_norm: NormWeights | None = None
@@ -184,14 +184,14 @@ class FusedLayer(nn.Module):
     def forward(
         self, hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
     ) -> Tensor:
-        run = self.slot.current
+        run = self.holder.current
         if run is None:
             raise RuntimeError("a fused layer runs only inside FusedModel.forward")
         batch, count, width = hidden_states.shape
         x_RD = hidden_states.reshape(-1, width)
-        if self.slot.half_tables is None:
+        if self.holder.half_tables is None:
             first, second = position_embeddings[1].chunk(2, -1)
-            self.slot.half_tables = not torch.equal(first, second)
+            self.holder.half_tables = not torch.equal(first, second)
         cos_RW, sin_RW = (self._table(table, batch, count) for table in position_embeddings)
         keys, values = run.buffers.keys[self.index], run.buffers.values[self.index]
         qkv_RC = self.qkv(run.norm(hidden_states, self.input_norm))
@@ -212,12 +212,12 @@ class FusedLayer(nn.Module):
 
     def attend(self, q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility) -> Tensor:
         rows = q_Rhd.shape[0]
-        hidden = self.hidden_bytes.get(row_bucket(rows), 0) if rows <= MAX_ROWS else 0
-        return attend(q_Rhd, keys, values, visibility, self.shape, Ahead(self.out.weight_NK, hidden)).flatten(1)
+        prefetch = self.prefetch_bytes.get(row_bucket(rows), 0) if rows <= MAX_ROWS else 0
+        return attend(q_Rhd, keys, values, visibility, self.shape, Ahead(self.out.weight_NK, prefetch)).flatten(1)
 
     def _table(self, table: Tensor, batch: int, count: int) -> Tensor:
         table_RW = table.expand(batch, count, -1).reshape(batch * count, -1)
-        return torch.cat((table_RW, table_RW), -1) if self.slot.half_tables else table_RW
+        return torch.cat((table_RW, table_RW), -1) if self.holder.half_tables else table_RW
 
     def _add(self, x_RD: Tensor, normed_RD: Tensor, batch: int) -> Tensor:
         if self.after_mlp is None:
@@ -236,12 +236,12 @@ class FusedLayer(nn.Module):
 class FusedNorm(nn.Module):
     """The final norm. It keeps its latest output, the feature of every row."""
 
-    def __init__(self, norm: nn.Module, slot: Slot):
+    def __init__(self, norm: nn.Module, holder: PassHolder):
         super().__init__()
-        self.norm, self.slot, self.last = norm_weights(norm), slot, None
+        self.norm, self.holder, self.last = norm_weights(norm), holder, None
 
     def forward(self, x: Tensor) -> Tensor:
-        run = self.slot.current
+        run = self.holder.current
         self.last = (rms_norm(x, self.norm) if run is None else run.norm(x, self.norm)).view_as(x)
         return self.last
 

@@ -26,7 +26,7 @@ COUNT, NEXT, DRAFTED, LENGTH = -4, -3, -2, -1
 
 
 class Loop:
-    """The state of one batch between cycles. A cycle touches device tensors only, so that it can be captured.
+    """One batch in the decode loop. Its cycle works on device tensors only, so that it can be captured.
 
     Args:
         drafter: None = plain decoding.

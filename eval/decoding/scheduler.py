@@ -32,11 +32,12 @@ class Scheduler(Protocol):
     captures: bool
 
     @property
-    def state(self) -> list[tuple[object, str]]: ...
+    def state(self) -> list[tuple[object, str]]:
+        return []
 
     def start(self, context: Rows) -> None:
         """Begin a batch: all context tokens, as the drafter gets them."""
-        ...
+        return None
 
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
         """Which nodes are verified.
@@ -50,14 +51,10 @@ class Scheduler(Protocol):
         ...
 
 
-class KeepAll:
+class KeepAll(Scheduler):
     """Verifies everything that is drafted."""
 
     captures = True
-    state: list[tuple[object, str]] = []  # noqa: RUF012
-
-    def start(self, context: Rows) -> None:
-        pass
 
     def choose(self, tree: Tree, roots_B: Tensor, active_B: Tensor) -> Tensor | None:
         return None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.config import EvalConfig
-from headstart.eval.decoding.decode import Decoded, decode, roomy, slots_needed
+from headstart.eval.decoding.decode import Decoded, decode, round_up_slots, slots_needed
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused import FusedModel
@@ -80,7 +80,7 @@ class Decoder:
         engine = self.engine
         if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
             # larger buffers live longer, and captured cycles with them; fused kernels read only the slots in use
-            capacity = roomy(needed) if self.fused is not None else -(-needed // KV_BUCKET) * KV_BUCKET
+            capacity = round_up_slots(needed) if self.fused is not None else -(-needed // KV_BUCKET) * KV_BUCKET
             # free the old buffers before the new ones are made
             self.engine = engine = None
             self.graphs.clear()

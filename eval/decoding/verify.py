@@ -212,7 +212,7 @@ def typical(tree: Tree, p_BMV: Tensor, choice_BM: Tensor, epsilon: float, delta:
         deepest_BN = accepted_BN & (depth_BN == depth_BN.amax(1, keepdim=True))
         best_B1 = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1, keepdim=True)
         accepted_BN = mask_BNN[rows_B1, best_B1][:, 0] & accepted_BN
-    return _along(tree, accepted_BN, choice_BM)
+    return _verified(tree, accepted_BN, choice_BM)
 
 
 def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Generator | None = None) -> Verified:
@@ -230,7 +230,7 @@ def synthetic(tree: Tree, choice_BM: Tensor, rate_K: Tensor, generator: torch.Ge
 
 def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: Tensor) -> Verified:
     if tree.nodes == 0:
-        return _along(tree, tree.valid_BN, choice_BM)
+        return _verified(tree, tree.valid_BN, choice_BM)
     known = min(len(rate_K), tree.levels)
     passed_BK = torch.zeros_like(uniform_BK, dtype=torch.bool)
     passed_BK[:, :known] = uniform_BK[:, :known] < rate_K[:known]
@@ -238,10 +238,10 @@ def synthetic_eager(tree: Tree, choice_BM: Tensor, uniform_BK: Tensor, rate_K: T
     deepest_B1 = torch.where(tree.valid_BN, tree.depth_BN, 0).argmax(1, keepdim=True)
     rows_B = torch.arange(uniform_BK.shape[0], device=uniform_BK.device)
     ancestors_BN = tree.mask_BNN[rows_B, deepest_B1[:, 0]]
-    return _along(tree, ancestors_BN & tree.valid_BN & (tree.depth_BN <= levels_B[:, None]), choice_BM)
+    return _verified(tree, ancestors_BN & tree.valid_BN & (tree.depth_BN <= levels_B[:, None]), choice_BM)
 
 
-def _along(tree: Tree, on_path_BN: Tensor, choice_BM: Tensor) -> Verified:
+def _verified(tree: Tree, on_path_BN: Tensor, choice_BM: Tensor) -> Verified:
     """The path of the marked nodes, and the target's own choice at its end."""
     end_B, path_BK, accepted_B = _path(tree, on_path_BN)
     return Verified(path_BK, accepted_B, choice_BM.gather(1, end_B[:, None])[:, 0])

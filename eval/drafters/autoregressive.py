@@ -50,8 +50,9 @@ class AutoregressiveDrafter:
         #: most rows of a commit: the root and one node per level
         self.width = tree.depth + 1
         self.prepare_s = 0.0
-        self.step: DraftStep | None = None
-        self.kv: Buffers | None = None
+        self.step: DraftStep
+        self.kv: Buffers
+        self._made = False
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -59,7 +60,6 @@ class AutoregressiveDrafter:
         return [(self, name) for name in (names if self.seen_BV is None else [*names, "seen_BV"])]
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
-        assert self.step is not None
         rows = {batch * self.width, batch * (self.tree.k if self.dynamic else 1), batch}
         return [(self.step.linears(), count) for count in sorted(rows)]
 
@@ -72,52 +72,52 @@ class AutoregressiveDrafter:
         self.seen_BV = context_seen(self.sampling, context.tokens_BJ, context.count_B, vocab)
         # the next token of every row but the last is known; the last row waits for the root
         known_B = context.count_B - 1
-        self._take_over(replace(context, tokens_BJ=F.pad(context.tokens_BJ[:, 1:], (0, 1))), known_B)
-        self._pend(context.at(known_B[:, None]))
+        self._read_context(replace(context, tokens_BJ=F.pad(context.tokens_BJ[:, 1:], (0, 1))), known_B)
+        self._hold(context.at(known_B[:, None]))
 
-    def _take_over(self, rows: Rows, count_B: Tensor) -> None:
+    def _read_context(self, rows: Rows, count_B: Tensor) -> None:
         """Append the first `count_B` rows of each sequence to the draft KV, in passes of few different widths."""
         widths = start_widths(rows.tokens_BJ.shape[1])
         rows, begin = rows.padded(sum(widths)), 0
         for width in widths:
             columns = slice(begin, begin + width)
-            self._rows(rows.tokens_BJ[:, columns], self._fuse(rows, columns), (count_B - begin).clamp(0, width))
+            self._append(rows.tokens_BJ[:, columns], self._fuse(rows, columns), (count_B - begin).clamp(0, width))
             begin += width
 
-    def _take_over_zeros(self, like: Rows) -> None:
+    def _compile_start(self, like: Rows) -> None:
         """Run a pass of every width that `start` may need, to compile its kernels."""
         columns = NARROWEST_START
         while columns <= START_CHUNK:
-            self._take_over(like.zeros(columns), torch.zeros_like(like.count_B))
+            self._read_context(like.zeros(columns), torch.zeros_like(like.count_B))
             columns *= 2
 
     def _prepare(self, context: Rows, slots: int) -> None:
         """Make weights and buffers, unless those of an earlier batch fit."""
         batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
-        ready = self.step is not None and self.step.tables[0].shape[0] >= slots
-        placed = self.kv is not None and self.kv.keys[0].shape[0] == batch and self.kv.capacity == slots
+        ready = self._made and self.step.tables[0].shape[0] >= slots
+        placed = self._made and self.kv.keys[0].shape[0] == batch and self.kv.capacity == slots
         if ready and placed:
             return
         synchronize(device)  # do not count the target's prefill, which may still run
         began = time.perf_counter()
         if not ready:
             self.step = DraftStep(self.head, slots)
-        assert self.step is not None
         if not placed:
             dims = self.head.dims
             self.kv = Buffers([(dims.num_kv_heads, dims.head_dim)], batch, slots, self.step.dtype, device)
             # captured cycles read its parents and depths, so they must stay where they are
             self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=device))
             self.length_B = torch.zeros_like(context.count_B)
-            compile_ahead(lambda: self._take_over_zeros(context))
+            compile_ahead(lambda: self._compile_start(context))
+        self._made = True
         self.prepare_s += time.perf_counter() - began
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
         self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
-        self._pend(accepted)
+        self._hold(accepted)
 
-    def _pend(self, rows: Rows) -> None:
+    def _hold(self, rows: Rows) -> None:
         """Keep rows for the next `propose`: their last one lacks its next token, the root."""
         missing = self.width - rows.tokens_BJ.shape[1]
         self.pending_BJ, self.pending_g_BJH = rows.tokens_BJ, self._fuse(rows, slice(None))
@@ -130,12 +130,10 @@ class AutoregressiveDrafter:
         hidden, streams = rows.hidden_BJD, rows.streams_BJkD
         if hidden is None:
             raise ValueError("the rows carry no features: give the engine the drafter's spec")
-        assert self.step is not None
         return self.step.fuse(hidden[:, columns], None if streams is None else streams[:, columns])
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
-        assert self.kv is not None
         lined = line_up(self.pending_BJ, self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth)
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         visibility = Visibility(lined.position_BW, lined.write_BW, self.length_B)
@@ -189,9 +187,8 @@ class AutoregressiveDrafter:
         visibility = Visibility(nodes.position_Bk, nodes.write_Bk, growth.length_B, nodes.seen_Bkn)
         return self._pass(nodes.tokens_Bk, g_BfH, visibility, under_BN=nodes.under_Bk)
 
-    def _rows(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor) -> None:
+    def _append(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor) -> None:
         """Append the first `count_B` rows of each sequence to the draft KV. Args: g_BJH: from the target's features."""
-        assert self.kv is not None
         column_J = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device)
         real_BJ = column_J < count_B[:, None]
         write_BJ = torch.where(real_BJ, self.length_B[:, None] + column_J, self.kv.bin)
@@ -209,7 +206,6 @@ class AutoregressiveDrafter:
         only_B1: Tensor | None = None,
         under_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert self.step is not None and self.kv is not None
         return self.step(tokens_BN, g_BfH, visibility, self.kv.keys[0], self.kv.values[0], only_B1, under_BN)
 
     def _in_draft_vocabulary(self, seen_BV: Tensor | None) -> Tensor | None:

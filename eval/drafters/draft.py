@@ -19,11 +19,12 @@ from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.norm import NormWeights
 from headstart.eval.kernels.rope_store import RopeStore, rope_store
 from headstart.eval.kernels.rows import pick, take_rows
-from headstart.heads.families.autoregressive import AutoregressiveHead, compute_dtype
+from headstart.heads.families.autoregressive import AutoregressiveHead
 from headstart.heads.families.eagle.head import EagleHead
 from headstart.heads.families.eagle3.head import Eagle3Head
 from headstart.heads.kernels.elementwise import gated_eager
 from headstart.heads.layers import RMSNorm
+from headstart.heads.numerics import compute_dtype
 
 
 def norm_of(norm: RMSNorm) -> NormWeights:
@@ -62,13 +63,11 @@ class DraftStep:
         norm = layer.post_attention_layernorm
         self.mlp_norm = norm_of(norm)
         self.input = self._input()
-        self.norm: NormWeights | None = None
         dims = head.dims
         self.shape = RopeStore(dims.num_heads, dims.num_kv_heads, dims.head_dim)
         self.attend_shape = AttendShape(dims.head_dim**-0.5)
         self.tables = head.rope(torch.arange(positions, device=device))
-        self.output: Linear | None = None
-        self._set_output()
+        self.norm, self.output = self._output()
 
     def _input(self) -> DraftInput | None:
         """For the kernel that gathers the rows' inputs (EAGLE-1's fc follows it); None = the head's own `mix` runs."""
@@ -92,16 +91,15 @@ class DraftStep:
             x_RI = head.fc(x_RI)
         return x_RI, head.residual(x_RI, g_RH)
 
-    def _set_output(self) -> None:
-        """Set the product that makes logits and the norm before it. Without a product, the head's `logits` runs."""
+    def _output(self) -> tuple[NormWeights | None, Linear | None]:
+        """(norm before the product that makes logits, that product). Without a product, the head's `logits` runs."""
         head: Any = self.head
         if computes_as(head, Eagle3Head, "logits"):
-            self.norm, self.output = norm_of(head.norm), Linear(head.lm_head.weight.detach().to(self.dtype))
-        elif computes_as(head, EagleHead, "logits") and head.teacher is not None:
-            teacher = head.teacher
-            plain = teacher.bias_V is None and teacher.softcap is None and teacher.scale == 1.0
-            if plain and teacher.weight_VD.dtype == self.dtype:
-                self.output = Linear(teacher.weight_VD)
+            return norm_of(head.norm), Linear(head.lm_head.weight.detach().to(self.dtype))
+        teacher = head.teacher if computes_as(head, EagleHead, "logits") else None
+        if teacher is not None and teacher.plain and teacher.weight_VD.dtype == self.dtype:
+            return None, Linear(teacher.weight_VD)
+        return None, None
 
     def linears(self) -> list[Linear]:
         own = (self.fc, self.qkv, self.out, self.gate_up, self.down, self.output)

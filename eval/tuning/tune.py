@@ -202,7 +202,7 @@ def mean_length(contexts: list[list[int]]) -> int:
     return round(statistics.mean(map(len, contexts)))
 
 
-def usual_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
+def typical_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
     """A typical batch of those that `measure_point` decodes: the one whose longest context is the median.
 
     At batch 1 it is one context of mean length, since the times of all single rows are added.
@@ -345,7 +345,7 @@ class _Session:
         self, batch: int, halfway: list[list[int]], trees: list[TreeConfig], profiles: dict[str, Profile]
     ) -> Choice:
         """Find the best tree at one batch size. Args: halfway: the contexts that costs are measured with."""
-        rows = usual_batch(halfway, batch)
+        rows = typical_batch(halfway, batch)
         self.say(f"costs at batch {batch}")
         costs = measure_costs(self.decoder, self.build, trees, rows, self.search.repeats, lambda: self.say(step=1))
         ranked = rank(profiles, costs, trees)

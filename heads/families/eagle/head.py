@@ -64,6 +64,10 @@ class EagleHead(AutoregressiveHead):
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, dims: HeadDims):
+        if config.depth < 1:
+            raise ConfigError(
+                f"head.depth: found {config.depth}, expected 1 (EAGLE-1) or more passes of harmonised training"
+            )
         check_loss(config.loss)
         _check_top_tokens(config)
         super().__init__(config, dims)
@@ -188,7 +192,7 @@ class EagleHead(AutoregressiveHead):
         self, g_AH: Tensor, teacher_AV: Tensor, row_A: Tensor, weight_A: Tensor, teacher: Teacher
     ) -> tuple[Tensor, Tensor]:
         """(Σ of `head.loss` between logits and teacher_AV[row_A], argmax), logits = the target's lm_head on g."""
-        if teacher.bias_V is None and teacher.softcap is None and teacher.scale == 1.0:
+        if teacher.plain:
             return fused.soft_loss(g_AH, teacher.weight_VD, teacher_AV, row_A, weight_A, self.config.loss)
         logits_AV = teacher.logits(g_AH)
         loss_A = eager.divergence(logits_AV, teacher_AV[row_A], self.config.loss)

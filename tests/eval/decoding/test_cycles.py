@@ -17,7 +17,7 @@ from headstart.data.distill import generate
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding import prefill
 from headstart.eval.decoding.cache import Buffers
-from headstart.eval.decoding.decode import Answer, decode, roomy, slots_needed
+from headstart.eval.decoding.decode import Answer, decode, round_up_slots, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.generation import EngineGenerator
@@ -238,5 +238,5 @@ def test_distillation_by_captured_cycles(target: Target, temperature: float) -> 
 
 
 def test_buffers_are_rounded_up_by_a_fourth_at_most() -> None:
-    assert [roomy(n) for n in (1, 600, 1024, 1025, 5000)] == [512, 1024, 1024, 1536, 5120]
-    assert all(n <= roomy(n) <= max(1.25 * n, n + 511) for n in range(1, 40000, 37))
+    assert [round_up_slots(n) for n in (1, 600, 1024, 1025, 5000)] == [512, 1024, 1024, 1536, 5120]
+    assert all(n <= round_up_slots(n) <= max(1.25 * n, n + 511) for n in range(1, 40000, 37))

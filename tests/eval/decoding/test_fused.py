@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.eval.decoding import fused as fused_module
 from headstart.eval.decoding import fused_layers
 from headstart.eval.decoding.engine import attention_windows
-from headstart.eval.decoding.fused import HIDDEN_BYTES, STACKED, FusedModel
+from headstart.eval.decoding.fused import PREFETCH_BYTES, STACKED, FusedModel
 from headstart.eval.decoding.fused_layers import Pass, Unfusable
 from headstart.eval.kernels import choices
 from headstart.eval.kernels.attention import Visibility
@@ -137,14 +137,14 @@ def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -
     found = [Measured(qkv, {slow: 9.0, fast: 2.0, None: 9.0, close: 2.1}), Measured([head], {fast: 2.0, close: 2.1})]
     assert [each.close for each in found] == [[fast, close], [fast, close]]
     assert len(Measured(qkv, {Tiles(n, 64, 4, 4): 1.0 for n in range(16)}).close) == MOST_CLOSE
-    hidden_bytes: list[int] = []
+    prefetch_bytes: list[int] = []
     ran: list[int] = []
 
     def timed(run: Callable[[], object], replays: int) -> float:
         ran.append(len(run_layers(run)))
         bucket = row_bucket(5)
-        hidden_bytes.append(twin.layers[0].hidden_bytes.get(bucket, 0))
-        return {fast: 3.0, close: 2.0}[qkv[0].tiles[bucket]] - (hidden_bytes[-1] == HIDDEN_BYTES[2])
+        prefetch_bytes.append(twin.layers[0].prefetch_bytes.get(bucket, 0))
+        return {fast: 3.0, close: 2.0}[qkv[0].tiles[bucket]] - (prefetch_bytes[-1] == PREFETCH_BYTES[2])
 
     def run_layers(run: Callable[[], object]) -> list[int]:
         indices: list[int] = []
@@ -165,8 +165,8 @@ def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -
     times = twin.choose_ways(5)
     assert [linear.tiles[16] for linear in qkv] == [close] * len(qkv) and head.tiles[16] is fast
     assert list(times.values()) == [2.1, 2.0] and list(times)[0].endswith(" 5")
-    assert {layer.hidden_bytes[16] for layer in twin.layers} == {HIDDEN_BYTES[2]}
-    assert len(ran) == 2 + len(HIDDEN_BYTES)
+    assert {layer.prefetch_bytes[16] for layer in twin.layers} == {PREFETCH_BYTES[2]}
+    assert len(ran) == 2 + len(PREFETCH_BYTES)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -181,7 +181,7 @@ def test_layers_run_one_behind_the_other(name: str) -> None:
     handle.remove()
     found = run()
     assert isinstance(found, torch.Tensor) and found.shape == made[0].shape
-    assert twin._slot.current is None
+    assert twin._holder.current is None
     if len(twin.windows) == 1:  # a family with several kinds of layers has rotary tables for each
         torch.testing.assert_close(found, made[0])
 

@@ -24,7 +24,7 @@ from headstart.eval.tuning.tune import (
     rank,
     tree_name,
     tune,
-    usual_batch,
+    typical_batch,
 )
 from headstart.heads.errors import ConfigError
 from headstart.heads.targets.target import Target
@@ -123,14 +123,14 @@ def test_the_best_chain_is_among_the_finalists() -> None:
     assert finalists(trees) == trees[:3] and finalists(chains) == chains
 
 
-def test_costs_are_of_a_usual_batch() -> None:
+def test_costs_are_of_a_typical_batch() -> None:
     contexts = [[7] * length for length in (4000, *(100,) * 6, 4000)]
-    assert [len(context) for context in usual_batch(contexts, 1)] == [1075]
+    assert [len(context) for context in typical_batch(contexts, 1)] == [1075]
     # of four batches of two, two hold a long context; of three of three, two do
-    assert [sorted(map(len, usual_batch(contexts, batch))) for batch in (2, 3)] == [[100, 4000], [100, 100, 4000]]
+    assert [sorted(map(len, typical_batch(contexts, batch))) for batch in (2, 3)] == [[100, 4000], [100, 100, 4000]]
     contexts[-1] = [7] * 100
-    assert [len(context) for context in usual_batch(contexts, 2)] == [100, 100]
-    assert [len(context) for context in usual_batch(contexts[:2], 3)] == [4000, 100, 4000]
+    assert [len(context) for context in typical_batch(contexts, 2)] == [100, 100]
+    assert [len(context) for context in typical_batch(contexts[:2], 3)] == [4000, 100, 4000]
 
 
 def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:

@@ -122,17 +122,11 @@ def build_store(
         Shard(f"shard-{number:05d}.safetensors", group.start, group.stop - 1, sum(lengths[i] for i in group))
         for number, group in enumerate(groups_within(lengths, shard_tokens))
     ]
-    manifest = _continue(
-        directory,
-        Manifest(
-            list(spec.layer_ids),
-            str(stored).removeprefix("torch."),
-            target.fingerprint(),
-            index_of(samples),
-            shards,
-            provenance=provenance(target.device),
-        ),  # fmt: skip
-    )
+    new = Manifest(
+        list(spec.layer_ids), str(stored).removeprefix("torch."), target.fingerprint(), index_of(samples), shards,
+        provenance=provenance(target.device),
+    )  # fmt: skip
+    manifest = _continue(directory, new)
     total = sum(shard.rows for shard in manifest.shards)
     todo = sum(shard.rows for shard in manifest.shards if not shard.complete)
     require_disk(
@@ -276,8 +270,8 @@ class StoredFeatures(FeatureSource):
     def get(self, pack: Sequence[int]) -> FeatureBatch:
         rows = [self._read(i) for i in pack]
         documents = [(part["tokens_R"].long(), part["turn_R"].long()) for part in rows]
-        answers = None if self._samples is None else answer_turns([self._samples[i] for i in pack])
         ids = tuple(self.sample_ids[i] for i in pack)
+        answers = None if self._samples is None else answer_turns([self._samples[i] for i in pack])
         batch = FeatureBatch.pack(documents, self.max_depth, sample_ids=ids, answers=answers)
         argmax_R = torch.cat([part["argmax_R"] for part in rows]).long()
         streams_RkD = None
@@ -300,8 +294,7 @@ class StoredFeatures(FeatureSource):
                 raise StorageError(
                     f"{path}: the feature store is incomplete: run the same command again, it continues the build"
                 )
-            size = path.stat().st_size
-            if size != shard.bytes:
+            if (size := path.stat().st_size) != shard.bytes:
                 raise StorageError(
                     f"{path}: found {size} bytes, expected {shard.bytes}: the shard is damaged; remove it and run "
                     "the same command again"
@@ -309,8 +302,7 @@ class StoredFeatures(FeatureSource):
 
     def _read(self, document: int) -> dict[str, Tensor]:
         number, start = self._place[document]
-        stop = start + self.lengths[document]
-        file = self._file(number)
+        file, stop = self._file(number), start + self.lengths[document]
         names = ["tokens_R", "turn_R", "argmax_R", "hidden_RD"] + (["streams_RkD"] if self._columns else [])
         return {name: file.get_slice(name)[start:stop] for name in names}
 

@@ -143,9 +143,9 @@ class TrainingLoop:
             recompute_activations(head)
         compute = autocast_dtype(config.mixed_precision, device)
         module = LossModule(head, teacher, compute, chain)
-        captured = captures(config, accelerator)
-        self.captured = CapturedPacks(module, len(head.terms)) if captured else None
         kind = resolve_kind(config, accelerator)
+        captured = captures(kind, config, device)
+        self.captured = CapturedPacks(module, len(head.terms)) if captured else None
         self.parallel: Parallel = make_parallel(kind, head, module, config, accelerator, captured)
         self.weights_T = head.term_weights().to(device)
         self.target_parameters = data.source.target_parameters
@@ -174,13 +174,13 @@ class TrainingLoop:
                 saving.writer.close()
                 self.feed.fetcher.close()
                 standing.close()
-        s = standing.state
-        if self.config.select == "best" and s.best is not None and reason != "signal":
-            saving.load_best(s.best)
+        state = standing.state
+        if self.config.select == "best" and state.best is not None and reason != "signal":
+            saving.load_best(state.best)
         self.parallel.finish()
         return TrainResult(
-            s.step, s.tokens, s.supervised, s.elapsed, reason, str(checkpoint or ""), s.metrics, s.best, resumed_from,
-            standing.signal.received == signal.SIGINT, saving.blocked * 1e3,
+            state.step, state.tokens, state.supervised, state.elapsed, reason, str(checkpoint or ""), state.metrics,
+            state.best, resumed_from, standing.signal.received == signal.SIGINT, saving.blocked * 1e3,
         )  # fmt: skip
 
     def _start(self) -> int:

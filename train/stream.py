@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -271,7 +271,7 @@ class Window:
 
     packs: list[Pack]
     places: list[int]
-    batches: list[FeatureBatch]
+    batches: list[FeatureBatch] = field(default_factory=list)
 
     @property
     def own(self) -> list[Pack]:
@@ -303,8 +303,7 @@ class WindowFeed:
         if window is None:
             window = self._fetch(start)
         for ahead in range(1, self._config.prefetch + 1):
-            packs, places = self._share(start + ahead * self._config.accumulation)
-            self.fetcher.prefetch([packs[place] for place in places])
+            self.fetcher.prefetch(self._empty(start + ahead * self._config.accumulation).own)
         return window
 
     def fetch_next(self, start: int) -> None:
@@ -316,20 +315,19 @@ class WindowFeed:
         waited, self._waited = self._waited, 0.0
         return waited
 
-    def _share(self, start: int) -> tuple[list[Pack], list[int]]:
-        """Packs of the window that begins at global pack `start`, and the places of this rank's."""
+    def _empty(self, start: int) -> Window:
+        """The window that begins at global pack `start`, before anything is fetched."""
         count = self._config.accumulation
         if self._last_pack is not None:
             count = max(min(count, self._last_pack - start), 0)
-        return self.stream.window(start, count), list(range(self._rank, count, self._size))
+        return Window(self.stream.window(start, count), list(range(self._rank, count, self._size)))
 
     def _fetch(self, start: int) -> Window:
-        packs, places = self._share(start)
+        window = self._empty(start)
         began = time.perf_counter()
-        fetched = self.fetcher.window(packs, self._rank, self._size)
-        window = Window(packs, places, [batch.to(self._device, non_blocking=True) for batch in fetched])
-        head, seed = self._head, self._config.seed
-        pairs = zip(window.batches, window.own, strict=True)
+        fetched = self.fetcher.window(window.packs, self._rank, self._size)
+        on_device = [batch.to(self._device, non_blocking=True) for batch in fetched]
+        head, seed, pairs = self._head, self._config.seed, zip(on_device, window.own, strict=True)
         window.batches = [choose_rows(head, batch, seed, pack) for batch, pack in pairs]
         # fetching costs nothing while the device still works on what came before
         self._waited += time.perf_counter() - began if self._device_idle() else 0.0

@@ -13,6 +13,7 @@ from headstart.heads.errors import ConfigError
 from headstart.train.captured import PackShape, tensors_of
 from headstart.train.config import TrainConfig
 from headstart.train.launching.setup import captures
+from headstart.train.sharing.parallel import resolve_kind
 
 
 def documents(*lengths: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -60,11 +61,15 @@ def test_a_full_pack_needs_no_padding():
 )
 def test_steps_are_captured_only_where_graphs_can_be(device, kind, precision, possible):
     accelerator = SimpleNamespace(device=torch.device(device), distributed_type=kind, num_processes=2)
-    assert captures(TrainConfig(steps=1, mixed_precision=precision), accelerator) is possible
-    assert captures(TrainConfig(steps=1, mixed_precision=precision, capture="off"), accelerator) is False
-    on = TrainConfig(steps=1, mixed_precision=precision, capture="on")
+
+    def captured(capture: str) -> bool:
+        config = TrainConfig(steps=1, mixed_precision=precision, capture=capture)
+        return captures(resolve_kind(config, accelerator), config, accelerator.device)
+
+    assert captured("auto") is possible
+    assert captured("off") is False
     if possible:
-        assert captures(on, accelerator) is True
+        assert captured("on") is True
     else:
         with pytest.raises(ConfigError, match="train.capture: found on"):
-            captures(on, accelerator)
+            captured("on")

@@ -15,7 +15,7 @@ from headstart.heads.targets.sharded import shard_size
 from headstart.heads.targets.target import TARGET_KINDS, TargetConfig
 from headstart.train.config import TrainConfig
 from headstart.train.launching.rendezvous import StartupSignals, check_launch, meet
-from headstart.train.sharing.parallel import Parallel, Replicated, Sharded, check_kind, resolve_kind
+from headstart.train.sharing.parallel import Parallel, Replicated, Sharded, check_kind
 from headstart.train.step import autocast_dtype
 
 
@@ -74,15 +74,17 @@ def recompute_activations(head: Head) -> None:
         layer.recompute = True
 
 
-def captures(config: TrainConfig, accelerator: Accelerator) -> bool:
-    """Whether steps run as CUDA graphs. Raises ConfigError where `train.capture=on` asks for what is impossible."""
-    kind = resolve_kind(config, accelerator)
+def captures(kind: str, config: TrainConfig, device: torch.device) -> bool:
+    """Whether steps run as CUDA graphs, with a head shared as `kind` says.
+
+    Raises: ConfigError where `train.capture=on` asks for what is impossible.
+    """
     # in float32, attention loops over documents on the host, which a graph cannot do
-    half = autocast_dtype(config.mixed_precision, accelerator.device) is not None
-    possible = accelerator.device.type == "cuda" and kind == "replicated" and half
+    half = autocast_dtype(config.mixed_precision, device) is not None
+    possible = device.type == "cuda" and kind == "replicated" and half
     if config.capture == "on" and not possible:
         raise ConfigError(
-            f"train.capture: found on, with a {kind} head on {accelerator.device.type} and "
+            f"train.capture: found on, with a {kind} head on {device.type} and "
             f"train.mixed_precision={config.mixed_precision}; graphs need bf16 on GPUs that each hold the whole head: "
             "set train.capture=auto"
         )

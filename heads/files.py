@@ -165,9 +165,9 @@ def umask() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
     except (OSError, StopIteration, ValueError, IndexError):
-        found = os.umask(0o077)
-        os.umask(found)
-        return found
+        mask = os.umask(0o077)
+        os.umask(mask)
+        return mask
 
 
 def usual_permissions(path: Path) -> None:
@@ -279,11 +279,11 @@ def _runs(pid: int) -> bool:
 
 def unused(path: Path) -> Path:
     """`path`, or the first of `path-2`, `path-3`, … that does not exist."""
-    number, found = 1, path
-    while found.exists():
+    number, free = 1, path
+    while free.exists():
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def set_aside(run_dir: Path, step: str, made: Sequence[Path]) -> Path | None:

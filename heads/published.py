@@ -1,4 +1,4 @@
-"""Takes private facts out of everything that leaves the machine: reports, model cards, headstart.json, trackers.
+"""Takes private facts out of what leaves the machine: reports, model cards, headstart.json, trackers' settings.
 
 Private are directories, names of files, servers and values of environment variables. What others need to judge and
 repeat a result is kept. `published` takes any of our JSON documents. Applying it twice changes nothing more, so
@@ -59,7 +59,7 @@ from headstart.heads.published_text import (
 )
 from headstart.heads.repository import is_repository
 
-#: keys whose values are words of ours (such as a dtype): programs read them, and nobody's names are in them
+#: keys whose values are Headstart's own words (such as a dtype): programs read them, and no private name is in them
 OURS = {
     "dtype", "device", "versions", "git_revision", "tree", "sampling", "config", "dims", "sha256", "facts", "type",
     "layout", "drafter", "digest",
@@ -71,8 +71,7 @@ def published(document: Mapping[str, Any], environment: Iterable[str] = ()) -> d
 
     Args:
         document: JSON values; the keys say what is a target, a head, data, an address or a command.
-        environment: names of variables whose values may be in it. Those that it reads itself by `${oc.env:NAME}` are
-            found without.
+        environment: names of variables whose values may be in it, besides those that it names by `${oc.env:NAME}`.
     Raises: DataError if it is nested deeper than any document of ours.
     """
     try:
@@ -111,7 +110,7 @@ BY_KEY: dict[str, Callable[[str], str | None]] = {
     "base_model_name_or_path": name_of_target,
     "checkpoint": lambda name: Path(name).name,
 }
-#: the key around it and the key → the same, if the key alone does not decide it
+#: (the key around it, the key) → the same, for keys that do not decide it alone
 BY_PLACE: dict[tuple[str, str], Callable[[str], str | None]] = {
     ("target", "name"): name_of_target,
     ("head", "path"): name_of_head,
@@ -151,7 +150,7 @@ class _Boundary:
                 item = dict(zip(self.task_names(list(item)), item.values(), strict=True))
             result = self.value(item, (*place, str(key)))
             if result is not None or item is None:
-                # keys are ours or a recipe's, in which no variable is read
+                # no key is a variable's value: keys are Headstart's or a recipe's
                 kept[setting_without_private(key, {}) if isinstance(key, str) else key] = result
         if isinstance(value.get("parts"), list) and "path" in kept:
             kept["path"] = ", ".join(numbered([_source_name(part) for part in value["parts"]]))
@@ -170,7 +169,7 @@ class _Boundary:
             return self.prompt_id(item)
         rule = _rule(place)
         if rule is not None:
-            # a name that is a variable's value is replaced even if it is short
+            # a variable's value is replaced here even if it is short
             shown = rule(item)
             return self.private.get(item) or (None if shown is None else without_private(shown, self.private))
         words = {} if OURS.intersection(place) else self.words

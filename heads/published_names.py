@@ -1,4 +1,4 @@
-"""Names of targets, heads and data as others may see them: public ones as they are, local ones without their path."""
+"""Published names of targets, heads and data: public ones unchanged, local ones without their path."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_local(text: str) -> bool:
 
 
 def name_of_target(name: str) -> str:
-    """A Hub id or a registered name unchanged; of a directory the last part, which tells the model."""
+    """A Hub id or a registered name unchanged; for a directory its last part, which names the model."""
     cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", name)
     if cached:
         return f"{cached[1]}/{cached[2]}"

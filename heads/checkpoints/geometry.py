@@ -1,4 +1,4 @@
-"""Read a draft layer's sizes and rope out of a config.json that nobody vouches for."""
+"""Reads a draft layer's sizes and rope from a config.json that may be damaged or hostile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.rope import LISTS, checked_rope, number, same_rope
 
-#: (lowest, highest) value of each size; beyond them a config is damaged or hostile
+#: field → (lowest, highest) value; a config with another one is damaged or hostile
 LIMITS = {
     "hidden_size": (1, 1 << 17),
     "target_hidden_size": (1, 1 << 17),
@@ -44,7 +44,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_types": (None, ["full_attention"]),
 }
 
-#: what transformers' LlamaConfig means by a field that a file leaves out (speculators write differences only)
+#: defaults of transformers' LlamaConfig; files of the speculators library leave out every field that has its default
 LLAMA_DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -85,7 +85,7 @@ def flag(config: dict[str, Any], name: str, where: str, default: bool) -> bool:
 
 
 def require_plain(config: dict[str, Any], where: str, allowed: tuple[str, ...] = ()) -> None:
-    """Refuse every field that makes the layer anything else than the one our heads compute.
+    """Refuse every field that makes the layer compute something else than Headstart's heads do.
 
     Raises: FormatError naming the field and its value.
     """
@@ -104,8 +104,8 @@ def require_plain(config: dict[str, Any], where: str, allowed: tuple[str, ...] =
 def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
     """The rope of a config, in transformers-v5 form, from `rope_parameters` and/or `rope_theta` + `rope_scaling`.
 
-    Raises: FormatError where the two spellings disagree (engines of different age would turn differently), or a
-    value is unknown.
+    Raises: FormatError where the two spellings disagree (older engines read the one, newer ones the other), or a value
+        is unknown.
     """
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
@@ -124,16 +124,16 @@ def rope_parameters(config: dict[str, Any], where: str) -> dict[str, Any]:
             )
         if not same_rope(legacy, modern):
             raise FormatError(
-                f"{where}: rope_parameters {modern} and rope_theta/rope_scaling {legacy} disagree: engines of "
-                "different age would turn differently. Write both alike."
+                f"{where}: rope_parameters {modern} and rope_theta/rope_scaling {legacy} disagree: older and newer "
+                "engines would rotate positions differently. Write both alike."
             )
-    return modern or legacy or {"rope_type": "default", "rope_theta": 10000.0}  # what a llama config without any means
+    return modern or legacy or {"rope_type": "default", "rope_theta": 10000.0}  # the default of a llama config
 
 
 def _rope(stated: dict[str, Any], config: dict[str, Any], where: str) -> dict[str, Any]:
     given = {key: value for key, value in stated.items() if value is not None}
     beside = {"partial_rotary_factor": config.get("partial_rotary_factor")}
-    if "longrope" in (given.get("rope_type"), given.get("type")):  # Phi-3's configs say it outside
+    if "longrope" in (given.get("rope_type"), given.get("type")):  # Phi-3's configs have it at top level
         beside["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
     return checked_rope({**beside, **given}, where)
 
@@ -189,10 +189,10 @@ def _end_tokens(value: Any, where: str) -> int | list[int] | None:
 
 
 def dims_from_json(value: Any, where: str, rope: bool = True) -> HeadDims:
-    """`HeadDims` as our sidecar stores them, every field checked.
+    """`HeadDims` from headstart.json, every field checked.
 
     Args:
-        rope: whether the head uses the rope. One that does not may belong to a target whose rope no draft layer has.
+        rope: whether the head uses the rope. If not, its target's rope may be one that no draft layer has.
     """
     known = {f.name for f in fields(HeadDims)}
     if not isinstance(value, dict) or set(value) - known or "hidden_size" not in value:

@@ -1,4 +1,4 @@
-"""How the heads of one family look on disk. A family says it in its `files.py`, as a subclass of `HeadFiles`.
+"""How the heads of one family look on disk: `HeadFiles`, of which each family has a subclass in its `files.py`.
 
 The defaults are right for a family that no serving engine knows: its heads are saved under their own tensor names, in
 the *compact* form, which only Headstart reads. A family that engines serve adds a portable form, and the layouts in
@@ -32,7 +32,7 @@ class Contents:
         layout: its name in headstart.json.
         config: config.json, without the dtype.
         weights: name of the file of the tensors.
-        settings: the head config that the file stands for, where it is not the head's own (matrices were merged).
+        settings: the config of the head in the file, if it differs from the head's own (matrices were merged).
     """
 
     layout: str
@@ -85,11 +85,11 @@ class HeadFiles:
     # reading
 
     def recognise(self, raw: RawCheckpoint) -> bool:
-        """Whether a checkpoint from elsewhere is meant to be a head of this family, be it damaged."""
+        """Whether a foreign checkpoint is meant to be a head of this family, even if it is damaged."""
         return False
 
     def read(self, raw: RawCheckpoint, target: HeadDims | None) -> TensorMap:
-        """How a recognised checkpoint becomes a head. Every tensor is mapped, or told as unused with the reason.
+        """How a recognised checkpoint becomes a head. Every tensor is mapped, or listed as unused with the reason.
 
         Args:
             target: the target's dimensions; sizes are compared with them.
@@ -104,11 +104,11 @@ class HeadFiles:
     # comparing config.json with headstart.json
 
     def settings(self, config: HeadConfig, dims: HeadDims) -> dict[str, Any]:
-        """What `stated` must find in the files of a head with this config and these dimensions."""
+        """Settings of a head with this config and these dimensions, which `stated` must equal."""
         return asdict(config)
 
     def stated(self, mapped: TensorMap) -> dict[str, Any]:
-        """What config.json and the tensors say, by the names of `settings`."""
+        """Settings as config.json and the tensors have them, by the names of `settings`."""
         return dict(mapped.fields)
 
     def differences(self, mapped: TensorMap, config: HeadConfig, dims: HeadDims) -> Iterator[tuple[str, Any, Any]]:

@@ -1,4 +1,4 @@
-"""Read a checkpoint directory without trusting it: JSON with limits, headers before tensors, nothing executed.
+"""Reads a checkpoint directory that may be damaged or hostile: bounded JSON, headers before tensors, no code.
 
 A `RawCheckpoint` knows every tensor's name, dtype and shape before one byte of tensor data is allocated, so
 shapes can be compared with the config first. Pickled files go through `torch.load(weights_only=True, mmap=True)`
@@ -27,7 +27,7 @@ from headstart.heads.errors import FormatError
 from headstart.heads.files import explain_read, open_regular, read_bounded, require_regular
 
 MAX_JSON_BYTES = 64 << 20
-#: objects and lists inside one another; a config has five
+#: most levels of objects and lists; a config has five
 MAX_DEPTH = 64
 MAX_HEADER_BYTES = 100 << 20
 MAX_RANK = 4
@@ -214,7 +214,7 @@ Opened = tuple[dict[str, TensorInfo], Callable[[str], Tensor]]
 
 
 def open_safetensors(path: Path) -> Opened:
-    """Header and a one-tensor reader."""
+    """The header of a safetensors file, and a reader of one tensor."""
     infos = read_header(path)
 
     def read(name: str) -> Tensor:
@@ -268,7 +268,7 @@ def open_pickle(path: Path) -> Opened:
 
 
 def _verify_archive(path: Path, size: int) -> None:
-    """torch maps an archive's members without looking at their checksums. Raises: FormatError for a damaged one."""
+    """Compare the checksums of an archive's members, which torch does not. Raises: FormatError for a damaged one."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         total = sum(member.file_size for member in members)
@@ -317,7 +317,7 @@ def open_checkpoint(directory: Path) -> RawCheckpoint:
 
 def _open_weights(directory: Path) -> dict[Path, Opened]:
     for index, single in WEIGHT_FILES:
-        # a link to nowhere is there, too: looking past it would read another file than was meant
+        # a link to a missing file counts: passing it over would read another file than was meant
         if index is not None and os.path.lexists(directory / index):
             return _open_shards(directory, index)
         if os.path.lexists(directory / single):

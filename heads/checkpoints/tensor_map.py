@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint become which of our head's, and the checks that every family's reader shares."""
+"""Which tensors of a checkpoint become which of a head's, and the checks that every family's reader shares."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TensorMap:
 
     Attributes:
         layout: its name in messages.
-        family: registry name.
-        fields: fields of the family's config class that the file determines.
+        family: name in FAMILIES.
+        fields: fields of the family's config class that the file gives.
         dims: the target's dimensions with the draft layer's geometry (heads, rope, eps).
         names: tensor name in our head → tensor name in the file.
         zeros: tensors of our head that the file leaves out because they are zero.

@@ -1,6 +1,7 @@
-"""The model card of a published head: written from report.json and headstart.json, nothing typed by hand.
+"""The model card of a published head, written from its report.json and headstart.json.
 
-Both pass `heads/published.py` first. Text that others wrote (names of targets and tasks, notes) is escaped.
+Private facts are taken out of both (published.py). Text that others wrote (names of targets and tasks, notes) is
+escaped.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def render_card(
     Args:
         side: headstart.json of the exported head.
         report: report.json of its evaluation, or None (the card then says that nothing was measured).
-        engines: keys of the engines that the validators say load it.
+        engines: keys of the engines that load it by their rules.
         license_id: licence of the target as the Hub names it; None points to the target's own.
         plots: file names of images beside the card.
     """
@@ -133,7 +134,7 @@ def _use(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[st
 
 
 def _data(side: dict[str, Any]) -> str:
-    """What it was trained on, and how much of it."""
+    """What the head was trained on, and on how much of it."""
     recipe, rest = side.get("recipe") or {}, side.get("provenance") or {}
     data = recipe.get("data") or {}
     lines = [f"- {_source(source)}" for source in data.get("sources") or []]

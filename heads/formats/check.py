@@ -33,10 +33,10 @@ class CheckReport:
     """Verdicts on one directory.
 
     Attributes:
-        family: as `recognise` tells it.
-        layout: as Headstart's reader names it; None where it refuses the directory.
+        family: what `recognise` returns.
+        layout: its name in Headstart's reader; None if that refuses the directory.
         engines: `headstart` and every key of FORMATS → verdict.
-        doubts: what is odd about the files, whoever loads them (doubts.py).
+        doubts: oddities of the files that no engine looks for (doubts.py).
     """
 
     directory: str

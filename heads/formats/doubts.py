@@ -10,8 +10,8 @@ from headstart.heads.errors import FormatError, clip
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.verdicts import HeadDirectory
 
-#: rms_norm_eps of models is 1e-8 … 1e-5. A smaller one does not keep the norm from dividing by zero, a larger one
-#: outweighs the values
+#: a doubtful rms_norm_eps is outside; models have 1e-8 … 1e-5. A smaller one does not keep the norm from dividing by
+#: zero, a larger one outweighs the values
 EPSILONS = (1e-12, 1e-2)
 ZERO = "every value is zero"
 

@@ -1,4 +1,4 @@
-"""`export`: write a head for the engines asked for, then check with their rules that they will load it."""
+"""`export`: write a head for some engines, then check by their rules that they will load it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_ahead(head: Head, config: ExportConfig, provenance: dict[str, Any]) ->
     for name in config.engines:
         held, place = contents(head, name, provenance), Path(f"the export for {name}")
         files_of(place, held, DTYPES[config.dtype], shard_bytes(config.max_shard_size))
-        if held.layout == COMPACT:  # nothing but what was saved: only Headstart reads it
+        if held.layout == COMPACT:  # no engine reads it
             continue
         raw = ImaginedCheckpoint.of(held, place)
         _require_right(check_checkpoint(raw, head.dims), name, head.family, config.force)

@@ -1,4 +1,4 @@
-"""The flag beside τ and speed-up of a report that do not come from lossless verification."""
+"""The flag that is shown beside τ and speed-up if a report's verification was not lossless."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEANINGS = {
 
 
 def flag_of(report: dict[str, Any]) -> str | None:
-    """LOSSY, SYNTHETIC, or None where the output is the target's own.
+    """LOSSY, SYNTHETIC, or None if the output is the target's own.
 
     Args:
         report: report.json as parsed.

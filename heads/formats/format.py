@@ -13,7 +13,7 @@ from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.verdicts import Case, EngineVerdict, HeadDirectory, Verdict
 
-#: adds to a case's verdict what the engine makes of the directory; a FormatError from it is a refusal
+#: a rule: adds to the case's verdict what the engine does with the directory; by a FormatError it refuses it
 Check = Callable[[Case], None]
 
 
@@ -22,9 +22,9 @@ class Rules:
     """What an engine does with heads of one family.
 
     Attributes:
-        check: what the engine makes of a directory.
-        write: what the engine needs in a directory, from the head and its provenance; None: the portable directory.
-        shards: whether the engine reads weights that stand in several files.
+        check: judges a directory.
+        write: head, provenance → a directory for this engine; None if the engine takes the portable one.
+        shards: whether the engine reads weights in several files.
     """
 
     check: Check
@@ -37,9 +37,9 @@ class Launch:
     """What a launch command is made from.
 
     Attributes:
-        head: where the engine finds the head, a directory or a Hub id. target: the same of the target.
-        tokens: to draft per cycle.
-        context: tokens that a context may hold; None: as many as the target has positions.
+        head, target: where the engine finds them: a directory or a Hub id.
+        tokens: drafted tokens per cycle.
+        context: most tokens of a context; None for as many as the target has positions.
     """
 
     head: str
@@ -49,7 +49,7 @@ class Launch:
     context: int | None
 
     def limit(self, option: str) -> list[str]:
-        """The words that hold contexts to their limit, [] without one."""
+        """`option` with the limit of contexts, as words of a command; [] without a limit."""
         return [] if self.context is None else [option, str(self.context)]
 
 
@@ -59,11 +59,12 @@ class Format:
 
     Attributes:
         key: its name in `export.engines`.
-        name: its name in messages. title: above launch commands. version: in verdicts, with the release that was read.
+        name: its name in messages. title: its name above launch commands.
+        version: its name in verdicts, with the release whose source was read.
         serves: family → rules. A family that is absent is not served.
-        launch: the shell command that serves a target with a head, None where there is no single one.
-        not_served: why the engine refuses a directory of another family, or of none that is known.
-        unchecked: drafts that the engine may serve, but whose rules are not written down here.
+        launch: the shell command that serves a target with a head; None if no single command does.
+        not_served: why the engine refuses a directory of an unknown family or of one that is absent.
+        unchecked: families that the engine may serve and whose rules are not known here.
         before: what the engine checks first, whatever the family.
     """
 

@@ -29,11 +29,11 @@ T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched
 HEAD_FILES = ["config.json", SIDECAR, "*.safetensors", "*.safetensors.index.json"]
 HEAD_FILES += ["pytorch_model.bin", "medusa_lm_head.pt"]
-#: "*" in a pattern also stands for "/"
-BELOW = "*/*"
-#: weight files that exports write; of those in the repository, the ones that an export does not bring are removed
+#: files in folders of a repository; in a pattern, "*" also stands for "/"
+IN_FOLDERS = "*/*"
+#: weight files that exports write; an upload removes those of an earlier export that the new one does not have
 WRITTEN = re.compile(r"(model(-\d{5}-of-\d{5})?|medusa_lm_head)\.safetensors(\.index\.json)?")
-#: seconds before each new attempt
+#: seconds to wait before the second attempt, the third and the fourth
 WAITS = (1.0, 4.0, 15.0)
 
 
@@ -54,8 +54,8 @@ def push_export(
 ) -> str:
     """Write the model card into an exported directory, create the repository and upload.
 
-    What lies in folders below it (exports for further engines) stays here: a serving engine reads a repository's root.
-    Weight files of an earlier export that the new one does not bring are removed: engines would load them too.
+    Folders in it (exports for further engines) are not uploaded: a serving engine reads a repository's root. Weight
+    files of an earlier export that the new one does not have are removed: engines would load them too.
 
     Args:
         report: report.json of the head's evaluation, for the card.
@@ -103,7 +103,7 @@ def push_export(
             folder_path=directory,
             commit_message=message,
             allow_patterns=[*HEAD_FILES, "README.md", "report.json", *plots],
-            ignore_patterns=BELOW,
+            ignore_patterns=IN_FOLDERS,
             delete_patterns=[file for file in old if not (directory / file).is_file()] or None,
         )
         return str(url)
@@ -112,9 +112,9 @@ def push_export(
 
 
 def _cleared(directory: Path, environment: list[str]) -> dict[str, Any]:
-    """headstart.json without what others must not see. It is rewritten where an older version left such things in.
+    """headstart.json without private facts. It is written again if an older version left some in it.
 
-    Raises: FormatError without one, and where config.json names a directory of this machine.
+    Raises: FormatError if there is none, or if config.json holds a private fact.
     """
     if not (directory / SIDECAR).is_file():
         raise FormatError(f"{directory}: no {SIDECAR}; push a directory that `headstart export` wrote")
@@ -147,7 +147,7 @@ def _licence(api: Any, side: dict[str, Any]) -> str | None:
 
 
 def _patiently(work: Callable[[], T], directory: Path, name: str, sleep: Callable[[float], None]) -> T:
-    """Try again after passing failures; explain the lasting ones."""
+    """`work()`, tried again after failures of the network; the last failure is explained."""
     from huggingface_hub.errors import HfHubHTTPError
 
     for wait in (*WAITS, None):
@@ -177,7 +177,7 @@ def _patiently(work: Callable[[], T], directory: Path, name: str, sleep: Callabl
 
 
 def _is_passing(error: Exception) -> bool:
-    """Whether a failure, or what caused it, is the network's; the HTTP client's classes moved between releases."""
+    """Whether the network caused a failure. Classes go by name: the HTTP client's moved between releases."""
     cause: BaseException | None = error
     while cause is not None:
         named = any(kind.__name__ == "TransportError" for kind in type(cause).__mro__)
@@ -202,7 +202,7 @@ def fetch_head(name: str, revision: str | None = None, cache_dir: Path | None = 
                 repo,
                 revision=revision or tag or None,
                 allow_patterns=HEAD_FILES,
-                ignore_patterns=BELOW,
+                ignore_patterns=IN_FOLDERS,
                 cache_dir=cache_dir,
                 endpoint=os.environ.get("HF_ENDPOINT") or None,
             )

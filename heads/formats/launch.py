@@ -1,4 +1,4 @@
-"""Commands that start serving engines with a head, and what `headstart tune` noted for them."""
+"""Commands that start serving engines with a head, and the choices of `headstart tune` that they follow."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from headstart.heads.rope import positions_with_one_rope
 
 @dataclass(frozen=True)
 class TunedBatch:
-    """One choice of `headstart tune`.
+    """The choice of `headstart tune` for one GPU and batch size.
 
     Attributes:
-        chain: length of the best chain, since engines draft chains; None where no chain was measured.
+        label: of the best tree. tau: its τ. predicted, measured: its speed-ups. speculate: whether drafting pays.
+        chain: length of the best chain, which is what engines draft; None if none was measured.
         chain_speedup: its predicted speed-up.
     """
 
@@ -35,7 +36,7 @@ class TunedBatch:
 
 
 def tuned_batches(side: dict[str, Any]) -> list[TunedBatch]:
-    """The choices that headstart.json keeps, sorted by card and batch. Malformed entries are left out."""
+    """The choices in headstart.json, sorted by GPU and batch size. Malformed entries are left out."""
     tuned = side.get("tuned")
     choices = []
     for device, entry in tuned.items() if isinstance(tuned, dict) else []:
@@ -57,20 +58,20 @@ def tuned_batches(side: dict[str, Any]) -> list[TunedBatch]:
 
 
 def tuned_chain(side: dict[str, Any]) -> TunedBatch | None:
-    """The choice that launch commands follow: the smallest batch at which speculation pays, the fastest card first."""
+    """The choice that launch commands follow: of the smallest batch at which drafting pays, on the fastest GPU."""
     paying = [choice for choice in tuned_batches(side) if choice.speculate and choice.chain]
     return min(paying, key=lambda choice: (choice.batch, -choice.measured), default=None)
 
 
 def drafted_tokens(side: dict[str, Any]) -> int:
-    """Tokens that engines are asked to draft: what was tuned, as far as the family drafts it."""
+    """Tokens that a launch command asks for: the tuned number, or the usual one; at most what the family drafts."""
     choice = tuned_chain(side)
-    depth, chain = int(side["config"].get("depth") or 3), choice.chain if choice is not None else None
-    return FAMILIES[side["type"]].files.drafted_tokens(depth, chain)
+    depth = int(side["config"].get("depth") or 3)
+    return FAMILIES[side["type"]].files.drafted_tokens(depth, None if choice is None else choice.chain)
 
 
 def why_tokens(side: dict[str, Any], text: Callable[[str], str] = str) -> str:
-    """Where the number of drafted tokens comes from, in a sentence; "" without a tuning.
+    """A sentence that says where the number of drafted tokens comes from; "" without a tuning.
 
     Args: text: escapes a name for the document that the sentence goes into.
     """
@@ -104,7 +105,7 @@ def tuned_table(side: dict[str, Any]) -> str:
 
 
 def context_limit(side: dict[str, Any]) -> int | None:
-    """Tokens that a context may hold in the engine; None: as many as the target has positions.
+    """Most tokens of a context in the engine; None for as many as the target has positions.
 
     LongRoPE has short and long factors, and the head was trained with the short ones. An engine that is started with a
     longer context uses the long ones at every position (rope.positions_with_one_rope).

@@ -1,4 +1,4 @@
-"""Read a head from disk: ours or foreign, shapes compared before memory is spent, every tensor accounted for."""
+"""Reads a head from disk, Headstart's own or a foreign one. Shapes are compared before memory is allocated."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DRAFT_IDS = "draft_ids_U"
 
 
 def load_head(directory: Path, dims: HeadDims | None = None) -> Head:
-    """A head from our directory or any layout that a family reads, in float32 (cast with `head.to`); `bind` it next.
+    """A head from Headstart's directory or any layout that a family reads, in float32. `bind` it next.
 
     Args:
-        dims: the target's dimensions; sizes are compared with them. A foreign file that does not say which layers its
-            head reads can only be loaded with them.
-    Raises: FormatError naming the file, the keys and the remedy; nothing is skipped and nothing is guessed.
+        dims: the target's dimensions, with which sizes are compared. A foreign file that does not say which layers its
+            head reads needs them.
+    Raises: FormatError naming the file, the keys and the remedy; no tensor is skipped and no setting guessed.
     """
     raw = open_checkpoint(Path(directory))
     mapped, config = map_head(raw, dims)
@@ -38,7 +38,7 @@ def load_head(directory: Path, dims: HeadDims | None = None) -> Head:
 
 
 def map_head(raw: RawCheckpoint, dims: HeadDims | None) -> tuple[TensorMap, HeadConfig]:
-    """The tensors and the head config of a checkpoint, ours or foreign; of the weights, only d2t and t2d are read."""
+    """The tensors and the head config of a checkpoint, ours or foreign; few tensors are read for it."""
     if raw.sidecar is not None:
         return _map_ours(raw, dims)
     mapped = map_foreign(raw, dims)
@@ -83,7 +83,7 @@ def _map_compact(raw: RawCheckpoint, config: HeadConfig, dims: HeadDims) -> Tens
 
 
 def skeleton(config: HeadConfig, dims: HeadDims, where: str) -> Head:
-    """The head on the meta device: names and shapes without memory. Buffers a head derives itself stay on the CPU."""
+    """The head on the meta device: names and shapes without memory. Buffers that it computes itself are on the CPU."""
     try:
         with torch.device("meta"):
             return build_head(config, dims)
@@ -92,8 +92,9 @@ def skeleton(config: HeadConfig, dims: HeadDims, where: str) -> Head:
 
 
 def check_shapes(raw: RawCheckpoint, mapped: TensorMap, config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Compare every shape with the header before anything is allocated; returns the shapes our head has.
+    """Compare every shape with the header before anything is allocated.
 
+    Returns: name → shape of the head's tensors.
     Raises: FormatError naming the tensor, its shape and the expected one.
     """
     where = str(raw.directory)

@@ -12,7 +12,7 @@ from headstart.heads.formats.flags import TITLES, flag_of
 
 ACCEPTANCE, TASKS, CYCLE = "acceptance.png", "tasks.png", "cycle.png"
 BATCHES, CONTEXTS = "speedup_by_batch.png", "speedup_by_context.png"
-#: tasks drawn at most: the ones with most prompts
+#: most tasks of a plot: those with most prompts
 SHOWN = 12
 #: characters of a name in a plot
 LABEL = 40
@@ -36,7 +36,7 @@ def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
             continue
         if flag is not None:
             axes = figure.axes[0]
-            # a line of its own: titles already fill the narrowest figure
+            # on a line of its own, because titles fill the narrowest figure
             axes.set_title(f"{TITLES[flag]}\n{axes.get_title()}")
         atomic_write(directory / name, partial(save_figure, figure))
         written.append(name)
@@ -44,7 +44,7 @@ def draw_plots(report: dict[str, Any], directory: Path) -> list[str]:
 
 
 def first_plot_note() -> str | None:
-    """What to say before a plot that takes long; None where this machine has drawn one before."""
+    """A note that the first plot takes long; None if this machine has drawn one before."""
     import matplotlib
 
     if any(Path(matplotlib.get_cachedir()).glob("fontlist-*.json")):
@@ -54,7 +54,7 @@ def first_plot_note() -> str | None:
 
 def save_figure(figure: Any, place: Path) -> None:
     """Write a figure as PNG."""
-    # no version inside: the same report gives the same file
+    # without matplotlib's version, so that the same report gives the same file
     figure.savefig(place, format="png", metadata={"Software": None})
 
 
@@ -124,7 +124,7 @@ def _tasks(report: dict[str, Any]) -> Any | None:
 
 
 def _cycle(report: dict[str, Any]) -> Any | None:
-    """Where a cycle's time goes, per cycle and per token that it commits, beside a plain token."""
+    """The parts of a cycle's time, per cycle and per committed token, beside the time of a token decoded plainly."""
     parts, rate = report.get("cycle"), report.get("baseline_tokens_per_s")
     if not parts:
         return None
@@ -148,7 +148,7 @@ def _cycle(report: dict[str, Any]) -> Any | None:
 
 
 def _sweep(report: dict[str, Any], name: str) -> Any | None:
-    """Speed-up over batch sizes or context lengths, the tokens per second of both ways below it."""
+    """Speed-up over batch sizes or context lengths; below it, tokens per second of plain and speculative decoding."""
     points = ((report.get("sweeps") or {}).get(name) or {}).get("points") or []
     points = [point for point in points if point.get("speedup") is not None]
     if len(points) < 2:

@@ -2,9 +2,9 @@
 
 | file | read by | holds |
 |---|---|---|
-| config.json | engines | llama fields of the draft layer, rope in both spellings, feature layers in both countings |
-| model.safetensors | engines | the head's own tensors under vLLM's names, d2t, t2d; nothing shared with the target |
-|  | | or model-00001-of-0000N.safetensors … and model.safetensors.index.json, where a size limit asks for it |
+| config.json | engines | the draft layer's fields, rope in old and new form, layer ids as vLLM and SGLang count |
+| model.safetensors | engines | the head's own tensors under vLLM's names, d2t, t2d; nothing shared with the target. |
+|  | | With a size limit: model-00001-of-0000N.safetensors … and model.safetensors.index.json |
 | headstart.json | Headstart | head config, target's dimensions and fingerprint, recipe, provenance, sha256 of both |
 
 This is the portable form. A head that lacks what engines need is *saved* in the compact form, under an architecture

@@ -1,4 +1,4 @@
-"""Which family a checkpoint from elsewhere belongs to, and what becomes of its tensors."""
+"""Which family a foreign checkpoint belongs to, and how its tensors become a head's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_language_model(raw: RawCheckpoint) -> bool:
     return "embed_tokens.weight" in names and "layers.0.input_layernorm.weight" in names and "fc.weight" not in names
 
 
-#: drafts that engines serve and Headstart does not read: name → (what a user calls it, whether a checkpoint is one)
+#: drafts that engines serve and Headstart does not read: name → (its name in messages, whether a checkpoint is one)
 NOT_READ: dict[str, tuple[str, Callable[[RawCheckpoint], bool]]] = {
     "dflash": ("a DFlash head", is_dflash),
     "draft_model": ("an ordinary language model", is_language_model),
@@ -42,7 +42,7 @@ def compact_family(raw: RawCheckpoint) -> str | None:
 
 
 def recognise(raw: RawCheckpoint) -> str | None:
-    """A name of FAMILIES or NOT_READ, or None for what is neither. Engines read no headstart.json, so neither do we."""
+    """A name of FAMILIES or NOT_READ, or None. headstart.json is not asked, because engines do not read it."""
     if (family := compact_family(raw)) is not None:
         return family
     for name, (_, matches) in NOT_READ.items():

@@ -1,4 +1,4 @@
-"""Finds what was changed in a directory since Headstart wrote it: headstart.json knows, and engines never read it."""
+"""Finds what was changed in a directory since Headstart wrote it, by headstart.json, which engines do not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""headstart.json: what a head directory remembers beside what engines read, sealed so that damage is recognised."""
+"""headstart.json: what a head directory holds beside the files for engines. It is sealed, which shows damage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS: dict[str, type] = {
     "sha256": dict,
     "tuned": dict,
 }
-#: length of a list or text in the head's settings
+#: most items of a list, or characters of a text, in the head's settings
 MAX_ITEMS = 64
 
 
@@ -111,7 +111,7 @@ def verify_sidecar(where: str, side: dict[str, Any]) -> None:
 
 
 def misshapen(side: dict[str, Any]) -> str | None:
-    """The first field of a wrong type, or None. A seal does not exclude one: whoever writes the file can seal it."""
+    """The first field of a wrong type, or None. A sealed file can have one: whoever wrote it sealed it."""
     return next((name for name, kind in KINDS.items() if not isinstance(side.get(name), kind | None)), None)
 
 
@@ -120,7 +120,7 @@ def sealed_files(raw: RawCheckpoint) -> set[str]:
 
 
 def changed_files(raw: RawCheckpoint, side: dict[str, Any]) -> list[str]:
-    """Files of the directory that differ from what headstart.json seals, or that it does not name."""
+    """Files of the directory whose checksum differs from the one in headstart.json, or is not in it."""
     digests = side.get("sha256")
     digests = digests if isinstance(digests, dict) else {}
     return [name for name in sorted(sealed_files(raw)) if sha256_file(raw.directory / name) != digests.get(name)]
@@ -155,7 +155,7 @@ def hub_name(target: dict[str, Any]) -> str | None:
 
 
 def family_config(family: Any, values: Any, where: str) -> HeadConfig:
-    """The head config that a file states. Raises: FormatError for what is none, or is beyond any head's size."""
+    """The head config in a file. Raises: FormatError for one of no family, or with a wrong or too large value."""
     if not isinstance(family, str) or family not in FAMILIES:
         raise FormatError(f"{where}: type is {family!r}, expected one of {sorted(FAMILIES)}")
     if not isinstance(values, dict) or "${" in json.dumps(values):

@@ -1,6 +1,6 @@
 """What an engine does with a checkpoint directory, and what the rules of all engines share.
 
-A reader stops at the first fault. An engine's rules do not: they say what the engine does with each of them.
+Headstart's own reader stops at the first fault. The rules of an engine say what it does with every fault.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class HeadDirectory(Spelling):
         return sorted(set(self.names) - known) + self.strangers
 
 
-#: fields that transformers parses before an engine sees them → (type, what the type is called)
+#: fields that transformers parses before an engine sees them → (type, its name in messages)
 PARSED: dict[str, tuple[type, str]] = {
     "eagle_config": (dict, "an object"),
     "dflash_config": (dict, "an object"),
@@ -110,7 +110,7 @@ PARSED: dict[str, tuple[type, str]] = {
 
 @dataclass
 class Case(HeadDirectory):
-    """A directory before one engine: what is in it, and the verdict as the engine's rules build it up.
+    """A directory that one engine is to load, and its verdict, to which the engine's rules add.
 
     Attributes:
         target: the target's dimensions, where they are known.
@@ -255,5 +255,5 @@ def one_rope_note(config: dict[str, Any]) -> list[str]:
         return [note] if (note := dynamic_note(rope)) else []
     return [
         f"LongRoPE: launch the engine with a context of at most {limit} tokens (vLLM: --max-model-len {limit}); with a "
-        "longer one it turns every position, of the target too, by the long factors, which this head never saw"
+        "longer one it rotates every position, the target's too, by the long factors, which this head never saw"
     ]

@@ -59,7 +59,7 @@ def _medusa(case: Case) -> None:
         if config.get(key) is None:
             case.note(f"{key} is missing and defaults to {default}")
         sizes[symbol] = integer(config, key, "config.json", default)
-    biased, random = config.get("medusa_fc_bias", False), (WRONG, "it stays random")
+    biased, stays_random = config.get("medusa_fc_bias", False), (WRONG, "it stays random")
     dropped = [] if biased else [n for n in sorted(case.names) if n.endswith(".bias") and case.nonzero(n)]
     if dropped:
         case.misread(f"{dropped[0]} (and all biases) is dropped in silence: set medusa_fc_bias to true")
@@ -72,8 +72,8 @@ def _medusa(case: Case) -> None:
         _token_map(case, sizes["U"], sizes["V"])
         if case.shape("lm_heads.0.weight") == (sizes["V"], sizes["D"]):
             sizes["U"] = sizes["V"]  # vLLM takes the rows that token_map names
-    rules = block_tensors(heads, layers, *random, biases=bool(biased))
-    rules += matrix_tensors(1 if shared else heads, *random, rows="U" if shared else "V")
+    rules = block_tensors(heads, layers, *stays_random, biases=bool(biased))
+    rules += matrix_tensors(1 if shared else heads, *stays_random, rows="U" if shared else "V")
     case.match(rules, sizes)
     known = {rule.name for rule in rules} | {name for name in case.names if name.endswith(".bias")}
     if extra := [name for name in case.unexplained(known) if name not in mapped]:
@@ -83,7 +83,7 @@ def _medusa(case: Case) -> None:
 
 
 def _token_map(case: Case, size: int, vocab: int) -> None:
-    """The target ids of a reduced vocabulary's rows (read, not run)."""
+    """Check the target ids of a reduced vocabulary. This rule is read from vLLM's source; no such head was run."""
     info = case.raw.tensors.get("token_map")
     if info is None:
         case.refuse(f"truncated_vocab_size is {size} of {vocab} and token_map [{size}] is missing")
@@ -187,7 +187,7 @@ def _draft_vocabulary(case: Case, sizes: dict[str, int]) -> None:
 
 def _feature_layers(case: Case, top: Any, inner: Any) -> None:
     """Args: top, inner: the ids at top level, which vLLM reads, and those inside eagle_config, which SGLang reads."""
-    if not top and inner:
+    if not top and inner and are_integers(inner):
         case.misread(
             f"the feature layers stand only inside eagle_config: vLLM takes {inner} as they are, SGLang (whose key it "
             f"is) adds 1. Write {shifted(inner, 1)} as {LAYER_IDS} at top level"

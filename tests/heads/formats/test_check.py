@@ -186,6 +186,12 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         same,
         {"vllm": (W, "defaults to 32"), "sglang": (W, "defaults to 32")},
     ),
+    "feature layers that are no list": (
+        E3,
+        {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": 5}},
+        same,
+        {"vllm": (R, "5 are no list of integers"), "sglang": (R, "expected a list of integers")},
+    ),
     "hidden_norm missing": (
         E3,
         {},

@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 make_venv "${VENV:-.venv-test}" "dev"
 # tests that need the embedded target are skipped where it cannot be had
 "$VENV_PYTHON" -m headstart target fetch smollm2-135m-instruct >/dev/null || echo "continuing without the embedded target" >&2
-# tensors of tests are too small to share among threads, and workers on shared cores lose more to each other than they gain
+# the tensors of tests are too small to gain from threads, and threads on shared cores slow each other
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 # threads that wait by spinning slow each other tenfold where the cores are shared
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-3000}"

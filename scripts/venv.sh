@@ -5,7 +5,7 @@ make_venv() {
     local directory="$1" extras="${2:-}" python="${PYTHON:-}" constraints="${CONSTRAINTS:-constraints.txt}" candidate
     if [ -z "$python" ]; then
         for candidate in python3.11 python3.12 python3.13 python3; do
-            # a name may exist and not run (version managers put such stand-ins on the path)
+            # a command may exist and not run (version managers put stand-ins on the path)
             if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
                 python="$candidate"
                 break
@@ -33,7 +33,7 @@ PROBE
     then
         index=(--extra-index-url https://download.pytorch.org/whl/cpu)
     fi
-    # byte code is compiled as modules are first imported: a third of them ever are
+    # modules are compiled when they are first imported, because two thirds of them never are
     "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile ${index[@]+"${index[@]}"} \
         -c "$constraints" -e ".${extras:+[$extras]}"
     printf '%s' "$wanted" >"$stamp"

@@ -29,7 +29,7 @@ torchrun)
 *) echo "LAUNCHER: found $LAUNCHER, expected accelerate or torchrun" >&2; exit 2 ;;
 esac
 
-handles_sigterm() { # whether process $1 has come as far as to catch or hold back SIGTERM (bit 14)
+handles_sigterm() { # whether process $1 already catches, blocks or ignores SIGTERM (bit 14)
     local name value
     while read -r name value; do
         case $name in SigBlk: | SigIgn: | SigCgt:) if ((16#${value: -8} & 0x4000)); then return 0; fi ;; esac
@@ -46,11 +46,11 @@ tell_ranks() { # SIGTERM to every rank, once, as soon as it can take it; some ma
                 told+="$rank "
             fi
         done
-        sleep 0.2 > /dev/null 2>&1 # must not hold what reads our output
+        sleep 0.2 > /dev/null 2>&1 # must not keep our output open for its reader
     done
 }
 
-end_without_ranks() { # a launcher that waits for another machine says nothing, for as long as it likes
+end_without_ranks() { # a launcher may wait for another machine for ever and say nothing
     local second
     for ((second = 0; second < MEET_S; second++)); do
         sleep 1 > /dev/null 2>&1
@@ -69,7 +69,7 @@ end_without_ranks() { # a launcher that waits for another machine says nothing, 
     kill -KILL "$launcher" 2> /dev/null
 }
 
-watched_by() { # process $1 looks after the launcher, and must not outlive it
+watched_by() { # process $1 watches the launcher and must end with it
     helpers+=" $1"
     disown "$1" 2> /dev/null || true # a signal may have come in between and started another
 }
@@ -82,7 +82,7 @@ stop() {
     [ -z "${STOPPED:-}" ] || touch "$STOPPED"
     launcher=${launcher:-${!:-}} # not set yet right after the start
     [ -n "$launcher" ] || exit 0
-    if ! pgrep -P "$launcher" > /dev/null; then # nothing can be lost yet: the launcher may end as it likes
+    if ! pgrep -P "$launcher" > /dev/null; then # there is no rank yet, so the launcher may simply end
         early=1
         kill -TERM "$launcher" 2> /dev/null || true
     fi
@@ -106,7 +106,7 @@ while true; do
     wait "$launcher" || code=$?
     [ "$signalled" = 1 ] || break # otherwise it was the signal that ended the wait
 done
-# they look at a process id that will be somebody else's
+# the helpers watch a process id that another process may get
 for helper in $helpers; do
     if pgrep -P $$ | grep -qx "$helper"; then kill -KILL "$helper" 2> /dev/null || true; fi # still ours
 done

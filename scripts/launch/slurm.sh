@@ -20,11 +20,11 @@ cd "${SLURM_SUBMIT_DIR:?run this with sbatch}"
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HEAD NODES=$SLURM_NNODES RANKS=${SLURM_GPUS_ON_NODE:-8} PORT=$((20000 + SLURM_JOB_ID % 20000))
 export CONFIG=${CONFIG:-recipes/accelerate/two-nodes.yaml}
-# a pre-emption may signal the steps and not this script: the nodes leave word
+# a pre-emption may signal the steps and not this script, so the nodes create this file
 export STOPPED=$PWD/.slurm-$SLURM_JOB_ID.stopped
 rm -f "$STOPPED"
 trap 'rm -f "$STOPPED"' EXIT
-# a job that comes back goes on, also when it was told to start anew the first time
+# a requeued job continues, also if its command says train.resume=false
 [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || set -- "$@" train.resume=true
 
 # from Slurm 22.05 on a step does not take over the job's CPUs per task
@@ -35,7 +35,7 @@ step=$!
 
 signal_step() { # until it ends: it may not have been started on every node yet
     trap '' TERM
-    exec > /dev/null 2>&1 # must not hold what reads our output
+    exec > /dev/null 2>&1 # must not keep our output open for its reader
     while kill -0 "$step" 2> /dev/null; do
         scancel --signal=TERM "$SLURM_JOB_ID" || true # the job's steps, not this script
         sleep 5

@@ -50,7 +50,7 @@ while [ "${#pids[@]}" -gt 0 ]; do
         if [ "$one" -ne 0 ] && [ "$code" -eq 0 ]; then
             code=$one stopping=1
             echo "${hosts[$rank]} ended with code $one: stopping the others" >&2
-            stop_machine "$rank" & # its part goes on where only the connection was lost
+            stop_machine "$rank" & # if only the connection was lost, its part still runs
         fi
     done
 done

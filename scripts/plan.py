@@ -15,8 +15,8 @@ from headstart.console import Console
 from headstart.data.packing import POOL, make_packs
 from headstart.data.sources import read_prompts
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
+from headstart.heads.numerics import DTYPES
 from headstart.heads.targets.load import weightless_target
-from headstart.heads.targets.target import DTYPES
 from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe

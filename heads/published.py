@@ -75,21 +75,23 @@ def published(document: Mapping[str, Any], environment: Iterable[str] = ()) -> d
     Raises: DataError if it is nested deeper than any document of ours.
     """
     try:
-        private = private_values([*environment, *_variables_inside(document)])
+        inside = [name for _, text in _texts(document) if "oc.env" in text for name in variables(text)]
+        private = private_values([*environment, *inside])
         return _Boundary(private, _names_inside(document), _task_names(document)).mapping(document, ())
     except RecursionError:
         raise DataError("a document that is to be published is nested too deeply: write it anew") from None
 
 
-def _variables_inside(value: Any) -> Iterator[str]:
+def _texts(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every text of a document, with the keys that lead to it."""
     if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _variables_inside(item)
+        for key, item in value.items():
+            yield from _texts(item, (*place, str(key)))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _variables_inside(item)
-    elif isinstance(value, str) and "oc.env" in value:
-        yield from variables(value)
+            yield from _texts(item, place)
+    elif isinstance(value, str):
+        yield place, value
 
 
 def _file(_: str) -> str:
@@ -202,27 +204,19 @@ def _rule(place: tuple[str, ...]) -> Callable[[str], str | None] | None:
     return BY_PLACE.get((around, place[-1])) or BY_KEY.get(place[-1])
 
 
-def _names_inside(value: Any) -> dict[str, str]:
+def _names_inside(document: Mapping[str, Any]) -> dict[str, str]:
     """Paths that a document gives under a key of BY_KEY or BY_PLACE → what replaces them in its sentences too."""
-    found: dict[str, str] = {}
-
-    def look(item: Any, place: tuple[str, ...]) -> None:
-        if isinstance(item, Mapping):
-            for key, inner in item.items():
-                look(inner, (*place, str(key)))
-        elif isinstance(item, list | tuple):
-            for inner in item:
-                look(inner, place)
-        elif isinstance(item, str) and place and (rule := _rule(place)) is not None:
-            named = "${" not in item and ("/" in item or is_local(item) or item.endswith(FILES))
-            shown = rule(item) if named else item
-            if shown != item:
-                found[item] = shown or LOCAL_PATH
-                if rule in (name_of_data, _file) and "." in Path(item).name:
-                    found[Path(item).name] = shown or LOCAL_PATH
-
-    look(value, ())
-    return found
+    names: dict[str, str] = {}
+    for place, text in _texts(document):
+        rule = _rule(place)
+        if rule is None or "${" in text or not ("/" in text or is_local(text) or text.endswith(FILES)):
+            continue
+        shown = rule(text)
+        if shown != text:
+            names[text] = shown or LOCAL_PATH
+            if rule in (name_of_data, _file) and "." in Path(text).name:
+                names[Path(text).name] = shown or LOCAL_PATH
+    return names
 
 
 def _task_names(report: Mapping[str, Any]) -> dict[str, str]:

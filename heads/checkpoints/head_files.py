@@ -50,7 +50,7 @@ class Contents:
 
 @dataclass
 class Spelling:
-    """A checkpoint's tensors under the names of the portable form, whatever names its file gives them.
+    """A checkpoint's tensors under the names of the portable form.
 
     Attributes:
         config: config.json with nested parts unfolded.
@@ -68,7 +68,7 @@ class HeadFiles:
 
     Attributes:
         facts: what headstart.json and the model card say about every head of the family.
-        layouts: names of the layouts from elsewhere that `read` understands, for error messages.
+        layouts: names of the foreign layouts that `read` understands, for error messages.
         speculators: the family's name in a config of the speculators library; None where that has no such heads.
         has_rope: whether the head turns positions by the rope of its dimensions, as a llama draft layer does.
         compact_note: what a compact config.json says to its reader.

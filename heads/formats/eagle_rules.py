@@ -122,7 +122,7 @@ def check_own_embeddings(case: Case, sizes: dict[str, int]) -> None:
 
 
 def mask_token_problem(name: str, token: Any, vocab_size: int) -> str | None:
-    """What is wrong with the token that stands for places still to be drafted, or None."""
+    """What is wrong with the id of the mask token, which stands for tokens still to be drafted; or None."""
     if type(token) is int and 0 <= token < vocab_size:
         return None
-    return f"{name} is {token!r}, expected the token that stands for what is to be drafted: an id below {vocab_size}"
+    return f"{name} is {token!r}, expected the id of the mask token, below {vocab_size}"

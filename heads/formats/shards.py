@@ -11,7 +11,7 @@ from headstart.heads.errors import ConfigError, DataError, FormatError
 from headstart.heads.files import read_json, write_json, write_safetensors
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-#: bytes of a file's header beside its tensors: per file, per tensor
+#: bytes of a header: of every file, and of every tensor in it
 HEADER_BYTES, ENTRY_BYTES = 128, 192
 
 

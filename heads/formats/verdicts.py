@@ -39,7 +39,7 @@ class EngineVerdict:
     Attributes:
         wrong: why it would silently draft something else than was trained.
         refused: why it stops with an error.
-        unknown: why nothing can be said.
+        unknown: why the verdict is not known.
         notes: what a user should know although it loads.
     """
 

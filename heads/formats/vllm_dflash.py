@@ -18,7 +18,7 @@ from headstart.heads.formats.eagle_rules import (
 )
 from headstart.heads.formats.verdicts import REFUSES, Case, TensorRule
 
-#: architectures whose modules are counted by num_hidden_layers alone, so that building one has a bound
+#: architectures of which a model is built to compare names: num_hidden_layers bounds the number of their modules
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 
@@ -99,7 +99,7 @@ def check_draft_model(case: Case) -> None:
 
 
 def _compare_layers(case: Case) -> None:
-    """Compare the tensors with those of the architecture that config.json names, where it is a plain one."""
+    """Compare the tensors with those of the architecture in config.json, if it is one of DENSE."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, and only this check needs it
 
     config, where = dict(case.raw.config), "config.json"

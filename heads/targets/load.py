@@ -64,7 +64,7 @@ def load_target(config: TargetConfig) -> Target:
 
 
 def _ready(target: Target, notes: list[str]) -> Target:
-    """The target with these notes, compiled where its config asks for it."""
+    """The target with these notes, compiled if its config asks for it."""
     target.notes = [*notes, *target.notes]
     if target.config.compile:
         target.compile()
@@ -108,7 +108,7 @@ def model_directory(place: str, revision: str | None, local: bool) -> tuple[Path
 
 
 def weightless_target(config: TargetConfig) -> Target:
-    """The target without weights: tokenizer, dimensions and stop tokens, in seconds whatever its size.
+    """The target without weights: its tokenizer, dimensions and stop tokens. It takes seconds at any size.
 
     Raises: TargetError naming the target and the remedy.
     """

@@ -53,15 +53,11 @@ class EagleFiles(LlamaDraftFiles):
         require_llama(config, where)
         dims = with_target(llama_dims(config, where, target.num_layers if target else 1), target, where)
         expected = {name: name for name in ("fc.weight", *(f"{self.layer}{name}" for name in LAYER))}
-        unused, biased = {}, False
-        if "fc.bias" in names:
-            sealed = (raw.sidecar or {}).get("config")
-            trained = isinstance(sealed, dict) and sealed.get("fc_bias") is True
-            biased = bool(raw.read(names["fc.bias"]).any()) or trained
-            if biased:
-                expected["fc.bias"] = "fc.bias"
-            else:
-                unused["fc.bias"] = "all zero"
+        sealed, has_bias = (raw.sidecar or {}).get("config"), "fc.bias" in names
+        trained = isinstance(sealed, dict) and sealed.get("fc_bias") is True
+        biased = has_bias and (trained or bool(raw.read(names["fc.bias"]).any()))
+        expected |= {"fc.bias": "fc.bias"} if biased else {}
+        unused = {"fc.bias": "all zero"} if has_bias and not biased else {}
         unused |= target_embedding(raw, names, dims)
         fields = {"intermediate_size": dims.intermediate_size, "fc_bias": biased}
         return map_tensors(raw, layout, "eagle", fields, dims, names, expected, unused)

@@ -66,8 +66,8 @@ class MedusaFiles(HeadFiles):
         config, where = raw.config, str(raw.directory / "config.json")
         if not named(config):
             raise FormatError(
-                f"{where}: nothing says that this is a Medusa head, as its tensors do; expected model_type 'medusa', "
-                "architectures ['MedusaModel'] or medusa_num_heads"
+                f"{where}: does not say that this is a Medusa head, which the tensors are; expected model_type "
+                "'medusa', architectures ['MedusaModel'] or medusa_num_heads"
             )
         names = self._names(raw)
         heads = len({name.split(".")[1] for name in names if name.startswith("blocks.")})
@@ -97,12 +97,12 @@ class MedusaFiles(HeadFiles):
                 f"{raw.directory}: tensors {some(spelling.strangers)} belong to no Medusa head that Headstart knows; "
                 "it would be read in part"
             )
-        for name in raw.tensors:
+        if twice := set(raw.tensors) - set(spelling.names.values()):
+            name = min(twice)
             ours = portable_name(name) or ""
-            if spelling.names[ours] != name:
-                raise FormatError(
-                    f"{raw.directory}: {name} and {spelling.names[ours]} are the same tensor ({ours}); keep one"
-                )
+            raise FormatError(
+                f"{raw.directory}: {name} and {spelling.names[ours]} are the same tensor ({ours}); keep one"
+            )
         return spelling.names
 
     def _sizes(

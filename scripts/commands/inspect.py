@@ -9,6 +9,14 @@ import typer
 
 from headstart.commands.common import Json, Overrides, RecipeArgument, command_body
 
+#: what counts are called for a person, where their key does not say it
+LABELS = {
+    "supervised_tokens": "supervised tokens",
+    "open_ended": "samples cut by length",
+    "length": "tokens per sample",
+    "answer": "tokens per answer",
+}
+
 
 def command(
     recipe: RecipeArgument,
@@ -74,5 +82,6 @@ def command(
             text.append("\n")
         text.append("⟦…⟧ = supervised\n" if chosen and not tokens else "")
         for name, count in counts.items():
-            text.append(f"{name}: {count}\n")
+            parts = ", ".join(f"{part} {n}" for part, n in count.items()) if isinstance(count, dict) else count
+            text.append(f"{LABELS.get(name, name)}: {parts}\n")
         console.result(value, text)

@@ -50,8 +50,6 @@ class Health:
         #: the last two windows, whose flags may still be under way
         self._recent: deque[WindowSamples] = deque(maxlen=2)
 
-    # -- flags -----------------------------------------------------------------------------------------------------
-
     def note_window(self, bad_P: Tensor, norm: Tensor, samples: WindowSamples) -> None:
         """Keep the flags of a window whose gradient is complete, and the samples to name if they are bad."""
         self.flags = torch.cat([bad_P, self._bad_norm(norm)[None]])
@@ -84,8 +82,6 @@ class Health:
     def _describe(self, flags: list[float], samples: WindowSamples) -> str:
         standing = self.standing
         return dump(flags, samples, standing.meters.rate, self.head, standing.rank, standing.run_dir, self._fetch_again)
-
-    # -- skipped steps ---------------------------------------------------------------------------------------------
 
     def must_skip(self) -> bool:
         """`train.nonfinite=skip`: wait for this window's flags, and say whether its step must not be made."""
@@ -129,8 +125,6 @@ class Health:
         saved = on_main(lambda: self._writer.last_checkpoint(diverged))
         kept = f"The same command continues from {saved}" if saved else "There is no checkpoint to continue from"
         return f"{kept}. Look at these samples, lower train.lr, clip gradients (train.clip_norm)"
-
-    # -- rows that do not train ------------------------------------------------------------------------------------
 
     def check_trained(self) -> None:
         """`require_trained`, once enough rows have been seen to tell: an epoch, or UNTRAINED_ROWS."""

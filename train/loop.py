@@ -109,8 +109,8 @@ def train(
 
     Args:
         head: initialised (`Head.initialise`), float32 parameters.
-        data: see TrainData. A window's packs of one rank are held together (2 bytes × rows × D × (streams + 1) each in
-            bfloat16).
+        data: see TrainData. A rank holds all its packs of a window at the same time (each takes 2 bytes × rows × D ×
+            (streams + 1) in bfloat16).
         provenance: saved in every checkpoint (recipe, revision, versions); None = revision, versions, hardware.
         final_checkpoint: False writes no checkpoint at the end (for measurements); the result then names none.
         chain: length of the drafted chain whose acceptance is walked (acceptance.walk); None = the head's depth.
@@ -160,8 +160,6 @@ class TrainingLoop:
         provenance = make_provenance(device) if provenance is None else provenance
         self.saving = Saving(self.standing, self.health, self.parallel, writer, provenance)
 
-    # -- the run ---------------------------------------------------------------------------------------------------
-
     def run(self) -> TrainResult:
         """Resume, train, end; whatever happens, close what is open."""
         standing, saving = self.standing, self.saving
@@ -209,12 +207,12 @@ class TrainingLoop:
             self.step()
             step = standing.state.step
             save_due = saving.note_due(step)
-            if step % self.config.log_every == 0 or save_due:
+            if step % self.config.log_every == 0 or save_due:  # a checkpoint holds what was counted until its step
                 self._record()
             last = standing.is_last(step)  # _finish saves and validates this one
             standing.state.unvalidated = self._validation_due(step) and not last
             if not last and saving.may_begin():  # before the validation, whose failure must not cost the weights
-                if self.meters.steps:
+                if self.meters.steps:  # it was due at an earlier step
                     self._record()
                 saving.begin()
             if standing.state.unvalidated:
@@ -227,8 +225,6 @@ class TrainingLoop:
             self.saving.write_all()
         if flags is not None:
             self.health.examine_previous(flags)
-
-    # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """One window of packs, one optimiser step. The host waits for the device only where it may skip the step."""
@@ -295,8 +291,6 @@ class TrainingLoop:
         self.meters.add_host(rows, self.feed.take_waited(), flops)
         self.standing.advance()
 
-    # -- records and validations -----------------------------------------------------------------------------------
-
     def _record(self) -> None:
         """Write the averages since the last record."""
         values = self.standing.read_meters()
@@ -322,8 +316,6 @@ class TrainingLoop:
         saving.keep_if_best(values)
         if not final and saving.saved_step == standing.state.step:
             saving.rewrite_state()
-
-    # -- the end ---------------------------------------------------------------------------------------------------
 
     def _finish(self, reason: str) -> Path | None:
         """Final record, checkpoint and validation. Returns the last checkpoint."""

@@ -19,7 +19,7 @@ from headstart.heads.files import write_json, write_safetensors
 from headstart.train.sharing.distributed import gather_objects
 from headstart.train.stream import Pack
 
-#: packs that are written at most; a run that skips steps may meet many
+#: most packs that are written; a run that skips steps may meet many bad ones
 MOST_PACKS = 5
 
 

@@ -18,7 +18,7 @@ class Budget:
 
     Attributes:
         steps: optimiser steps: the smaller of `train.steps` and of those that `train.epochs` takes.
-        packs: packs of `train.epochs`; they cut the last window.
+        packs: packs of `train.epochs`; the last window is cut off after them.
         seconds: wall-clock seconds.
         by: which setting gave `steps`: steps | epochs.
     """

@@ -54,7 +54,7 @@ class Saving:
         self._asked = 0.0
 
     def prepare(self, checkpoints: bool, best: bool) -> None:
-        """Rank 0: make room in host memory now, for what will be saved; later, a step would wait for it."""
+        """Rank 0: allocate host memory for what will be saved now, because later a step would wait for it."""
         if checkpoints:
             self.writer.copies.prepare(self._saved_sizes())
         if best:
@@ -62,15 +62,13 @@ class Saving:
                 copies.prepare((f"best/{name}", *size) for name, *size in self.parallel.head_sizes())
 
     def _saved_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """What a checkpoint will hold; the optimiser has no moments yet."""
+        """Name, shape and dtype of what a checkpoint will hold. The optimiser cannot tell: it has no moments yet."""
         trained = {name for name, p in self.parallel.head.named_parameters() if p.requires_grad}
         for name, shape, dtype in self.parallel.head_sizes():
             yield f"head/{name}", shape, dtype
             if name in trained:
                 yield f"optimizer/exp_avg/{name}", shape, dtype
                 yield f"optimizer/exp_avg_sq/{name}", shape, dtype
-
-    # -- periodic checkpoints --------------------------------------------------------------------------------------
 
     def note_due(self, step: int) -> bool:
         """Whether `train.save_every` asks for a checkpoint after `step`. It then stays due until it is taken."""
@@ -122,8 +120,6 @@ class Saving:
         if self.standing.rank == 0:
             self.writer.rewrite_state(state_values(self.standing, [], self.provenance))
 
-    # -- what rank 0 tells the others with every step --------------------------------------------------------------
-
     def poll(self) -> tuple[bool, bool]:
         """(whether a write failed, whether the checkpoint that was put off may be taken); waits for nothing."""
         self.writer.poll()
@@ -137,8 +133,6 @@ class Saving:
             self.writer, standing.config.disk_wait, lambda: standing.signal.received is not None, standing.reporter.say
         )
         standing.leave_out(paused)
-
-    # -- the best head ---------------------------------------------------------------------------------------------
 
     def keep_if_best(self, values: dict[str, float]) -> None:
         """Save the head where the validation `values` are the best so far; all ranks take part."""

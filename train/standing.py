@@ -102,8 +102,6 @@ class Standing:
         self._counts = 0
         self._started = time.perf_counter()
 
-    # -- records ---------------------------------------------------------------------------------------------------
-
     def open_tracker(self) -> None:
         """Rank 0: begin to write records, after those of the checkpoint that the run resumes from."""
         self.tracker = open_tracker(self.config, self.run_dir, self.state.step, self.state.unvalidated)
@@ -138,8 +136,6 @@ class Standing:
             self.tracker.close()
         self.reporter.close()
 
-    # -- clock and budget ------------------------------------------------------------------------------------------
-
     def start_clock(self) -> None:
         """Go on from the seconds that the state remembers."""
         self._started = time.perf_counter() - self.state.elapsed
@@ -162,8 +158,6 @@ class Standing:
     def is_last(self, step: int) -> bool:
         """Whether `step` is the last of the steps or epochs of the budget. A limit of time is not looked at."""
         return self.budget.finished(step, 0.0) is not None
-
-    # -- agreement between ranks -----------------------------------------------------------------------------------
 
     def exchange(self, counts_T: Tensor, flags: Tensor, write_failed: bool, may_save: bool) -> Tensor:
         """Sum over the ranks what a step counts, and with it what they must agree on. All ranks take part.

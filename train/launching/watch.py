@@ -121,7 +121,7 @@ class Watch:
         if kind is not None:
             ignore_sigterm()  # a launcher that lost a rank sends it; this rank must still say why it ends
         broken = kind is not None and not issubclass(kind, HeadstartError | KeyboardInterrupt | SystemExit)
-        if broken and self.reason(3.0):  # another rank is the cause, and the others notice that themselves
+        if broken and self.reason(3.0):  # a collective failed because another rank is gone: not this rank's error
             broken = False
         word = DONE
         if kind is not None and (broken or issubclass(kind, HeadstartError)):
@@ -153,8 +153,6 @@ class Watch:
         if self._thread is not None:
             self._lost.wait(seconds)
         return self._reason
-
-    # -- the thread ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         seen: dict[int, tuple[str, float]] = {}

@@ -82,7 +82,7 @@ def broadcast_weights(head: nn.Module) -> None:
 class Parallel:
     """The head, its loss module and its optimiser, as the ranks share them.
 
-    A window goes through `module` and `backward` once per pack, then `sum_gradients`, `clip`, `step`, `zero_grad`.
+    Each pack of a window goes through `module` and `backward`; then come `sum_gradients`, `clip`, `step`, `zero_grad`.
 
     Attributes:
         module: the loss as a forward pass (LossModule), wrapped as the kind needs it.
@@ -134,8 +134,6 @@ class Parallel:
     def whole_head(self) -> AbstractContextManager[Any]:
         """While open, every rank has whole weights in an ordinary module (for validation). All ranks must enter it."""
         return nullcontext()
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def head_sizes(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of what `head_tensors` yields; nothing is gathered for it."""

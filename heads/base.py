@@ -294,8 +294,8 @@ class Head(nn.Module, ABC):
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         """Multiply-adds of one pack's forward, without attention scores (less than 3 % of the sum).
 
-        By default every row supervised at depth 1 passes through all of the head's own weights. As kept_numbers, it is
-        also called on heads that are not bound and whose weights are on the meta device.
+        By default every row supervised at depth 1 passes through all of the head's own weights. The head is bound:
+        matrices of the target that it multiplies with count too. Its weights may be on the meta device.
 
         Args:
             rows: of the pack, R. counts: rows supervised at depth 1 … K.

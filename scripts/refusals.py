@@ -62,8 +62,14 @@ def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:
 
 
 def ask_head(recipe: Recipe, target: Target) -> str:
-    """Whether the head can be built and bound: rope, feature layers, activation, the target's output matrix."""
-    return planned_head(recipe, target).describe()
+    """Whether the head can be built, bound and trained: rope, feature layers, activation, the target's output matrix,
+    and a layer for `train.activation_checkpointing`."""
+    from headstart.train.launching.setup import recompute_activations
+
+    head = planned_head(recipe, target)
+    if recipe.train.activation_checkpointing:
+        recompute_activations(head)
+    return head.describe()
 
 
 def ask_positions(recipe: Recipe, target: Target) -> str:

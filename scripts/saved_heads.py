@@ -162,10 +162,18 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
         odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         raise ConfigError(
             f"start_from: {start_from} is another head than the recipe's"
-            + (f" ({odd[0]} is {theirs.get(odd[0])}, the recipe makes it {ours.get(odd[0])})" if odd else "")
+            + (f" ({_difference(odd[0], theirs, ours)})" if odd else "")
             + f": set {' '.join(differing) or 'the fields of head to its own'}"
         )
     return dims
+
+
+def _difference(name: str, theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]) -> str:
+    if name not in ours:
+        return f"it has {name}, the recipe's head has not"
+    if name not in theirs:
+        return f"it has no {name}, the recipe's head has"
+    return f"{name} is {list(theirs[name])}, the recipe makes it {list(ours[name])}"
 
 
 def _shapes(head: Head) -> dict[str, tuple[int, ...]]:

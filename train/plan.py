@@ -324,14 +324,15 @@ def _more_ranks(planned: Layout, device_bytes: int, target: Target, head: Head) 
         ranks *= 2
         layout = replace(
             planned, ranks=ranks, ranks_per_node=ranks, shard_ranks=ranks, target_parallel="fsdp2",
-            parallel="fsdp2", activation_checkpointing=True, accumulation=max(planned.accumulation, ranks),
+            parallel="fsdp2", activation_checkpointing=bool(head.draft_layers),
+            accumulation=max(planned.accumulation, ranks),
         )  # fmt: skip
         peak = memory_of(target, head, layout)[1]
         if peak <= device_bytes:
+            recompute = "train.activation_checkpointing=true " * layout.activation_checkpointing
             return (
                 f"With {ranks} ranks, target.parallel=fsdp2 target.shard_ranks={ranks} train.parallel=fsdp2 "
-                f"train.activation_checkpointing=true train.accumulation={layout.accumulation} it needs "
-                f"{peak / GIB:.1f} GiB."
+                f"{recompute}train.accumulation={layout.accumulation} it needs {peak / GIB:.1f} GiB."
             )
     return None
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.heads.base import Head
@@ -11,6 +11,7 @@ from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES
+from headstart.heads.formats.recognise import NOT_READ
 from headstart.heads.formats.verdicts import Case, EngineVerdict, HeadDirectory, Verdict
 
 #: a rule: adds to the case's verdict what the engine does with the directory; by a FormatError it refuses it
@@ -63,7 +64,7 @@ class Format:
         version: its name in verdicts, with the release whose source was read.
         serves: family → rules. A family that is absent is not served.
         launch: the shell command that serves a target with a head; None if no single command does.
-        not_served: why the engine refuses a directory of an unknown family or of one that is absent.
+        dropped: `model_type` of drafts that the engine no longer serves → why it refuses them.
         unchecked: families that the engine may serve and whose rules are not known here.
         before: what the engine checks first, whatever the family.
     """
@@ -74,7 +75,7 @@ class Format:
     version: str
     serves: dict[str, Rules]
     launch: Callable[[Launch], str | None]
-    not_served: Callable[[Case], str]
+    dropped: Mapping[str, str] = field(default_factory=dict)
     unchecked: tuple[str, ...] = ()
     before: Check = lambda case: None
 
@@ -82,10 +83,13 @@ class Format:
         """What the engine does with a directory, and every reason."""
         case = Case(**vars(seen), target=target, verdict=EngineVerdict(self.version))
         rules = self.serves.get(seen.family)
-        if rules is None and seen.family in self.unchecked:
+        dropped = [why for kind, why in self.dropped.items() if kind == seen.raw.config.get("model_type")]
+        if dropped:
+            case.refuse(dropped[0])
+        elif rules is None and seen.family in self.unchecked:
             case.verdict.add(Verdict.UNKNOWN, f"what it does with a {seen.family} has not been checked")
         elif rules is None:
-            case.refuse(self.not_served(case))
+            case.refuse(self.not_served(seen.family))
         else:
             try:
                 self.before(case)
@@ -93,6 +97,14 @@ class Format:
             except FormatError as error:  # what Headstart cannot read, the engine cannot read either
                 case.refuse(str(error))
         return case.verdict
+
+    def not_served(self, family: str | None) -> str:
+        """Why the engine refuses a directory of a family without rules."""
+        able = f"it drafts with {', '.join(self.serves)}"
+        if family is None:
+            return f"no draft that {self.name} knows; {able}"
+        what = NOT_READ[family][0] if family in NOT_READ else f"{family} heads"
+        return f"{self.name} does not draft with {what}; {able}"
 
     def write(self, head: Head, provenance: dict[str, Any]) -> Contents:
         """What a directory for this engine holds.

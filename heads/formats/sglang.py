@@ -135,6 +135,5 @@ FORMAT = Format(
     serves={"eagle": Rules(_eagle, _write_eagle, shards=True), "eagle3": Rules(_eagle3, shards=True)},
     launch=_launch,
     before=Case.require_parsed,
-    not_served=lambda case: "SGLang serves EAGLE heads only, no Medusa" if case.family else "no EAGLE head",
     unchecked=("dflash", "draft_model"),
 )

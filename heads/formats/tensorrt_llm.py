@@ -79,6 +79,5 @@ FORMAT = Format(
     version="TensorRT-LLM",
     serves={"eagle3": Rules(_eagle3, shards=True), "medusa": Rules(_medusa, _write_medusa)},
     launch=_launch,
-    not_served=lambda case: "its PyTorch backend serves EAGLE-3 only, its legacy converter Medusa",
     unchecked=("dflash", "draft_model"),
 )

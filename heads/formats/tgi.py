@@ -98,5 +98,4 @@ FORMAT = Format(
     version="TGI",
     serves={"medusa": Rules(_medusa, contents)},
     launch=_launch,
-    not_served=lambda case: "TGI serves Medusa heads only",
 )

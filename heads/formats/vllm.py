@@ -37,7 +37,6 @@ EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 #: tensors that an EAGLE-3 load takes, and does not need
 EAGLE3_OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden"}
-MLP_SPECULATOR, NO_MLP = "mlp_speculator", "MLP speculators are no longer in vLLM's registry"
 
 
 def _medusa(case: Case) -> None:
@@ -230,20 +229,6 @@ def _embedding(case: Case, sizes: dict[str, int]) -> None:
         case.refuse(f"embed_tokens.weight is {list(shape)}, config.json makes it [{sizes['V']}, {sizes['H']}]")
 
 
-def _before(case: Case) -> None:
-    if case.raw.config.get("model_type") == MLP_SPECULATOR:
-        raise FormatError(NO_MLP)
-    case.require_parsed()
-
-
-def _not_served(case: Case) -> str:
-    if case.raw.config.get("model_type") == MLP_SPECULATOR:
-        return NO_MLP
-    if case.family is None:
-        return "neither a Medusa, EAGLE or DFlash head nor a language model"
-    return f"vLLM serves no {case.family} heads"
-
-
 def _launch(launch: Launch) -> str:
     spec = {"method": launch.family, "model": launch.head, "num_speculative_tokens": launch.tokens}
     words = ["vllm", "serve", launch.target, *launch.limit("--max-model-len")]
@@ -263,6 +248,6 @@ FORMAT = Format(
         "draft_model": Rules(check_draft_model),
     },
     launch=_launch,
-    before=_before,
-    not_served=_not_served,
+    before=Case.require_parsed,
+    dropped={"mlp_speculator": "MLP speculators are no longer in vLLM's registry"},
 )

@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from headstart.console import Console
 from headstart.data.config import DistillConfig
 from headstart.data.prepare import PreparedData
@@ -18,7 +16,6 @@ from headstart.directory_lock import locked
 from headstart.eval.prompts import eval_prompts
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
-from headstart.heads.families import build_head
 from headstart.heads.files import explain_disk, remove_leftovers, write_text
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.targets.target import Target, TargetConfig
@@ -27,7 +24,7 @@ from headstart.pipeline.inputs import DISTILLED, Inputs
 from headstart.pipeline.markers import Begin, Markers
 from headstart.recipes.load import to_yaml
 from headstart.recipes.schema import Recipe
-from headstart.refusals import refuse_ahead
+from headstart.refusals import planned_head, refuse_ahead
 from headstart.targets import loaded_target
 
 #: file of a run that holds the day on which it began
@@ -92,9 +89,8 @@ class Run:
         return self._target or weightless_target(self.recipe.target)
 
     def head_without_memory(self) -> Head:
-        """The recipe's head on the meta device: it has shapes and a feature spec, and takes no memory."""
-        with torch.device("meta"):
-            return build_head(self.recipe.head, self.weightless.dims)
+        """The head that training will make, on the meta device: it has shapes and a feature spec, and takes no memory."""
+        return planned_head(self.recipe, self.weightless)
 
     @property
     def distilled_path(self) -> Path:

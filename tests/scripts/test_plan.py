@@ -8,7 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig
+
+from headstart.data.features import parameters_per_row
+from headstart.heads.families import build_head
+from headstart.heads.targets.load import weightless_target
+from headstart.heads.targets.target import TargetConfig
+from headstart.recipes.load import load_recipe
 
 
 def test_a_plan_counts_the_data_and_loads_nothing(
@@ -25,6 +32,35 @@ def test_a_plan_counts_the_data_and_loads_nothing(
     assert plan["memory"]["target weights"] > 0 and plan["hours"] > 0
     assert any("which is 60% of 780 TFLOP/s per card (an H100" in note for note in plan["notes"])
     assert not (tmp_path / "run" / "head").exists()
+
+
+@pytest.mark.parametrize(
+    ("head", "multiply_adds"),
+    [
+        # each of the two heads multiplies with the target's output matrix
+        ("{type: medusa, depth: 2, lm_head: shared}", lambda own, output, rows, anchors: (own + 2 * output) * anchors),
+        ("{type: medusa, depth: 2, lm_head: lowrank}", lambda own, output, rows, anchors: (own + 2 * output) * anchors),
+        ("{type: eagle}", lambda own, output, rows, anchors: own * rows + output * anchors),
+    ],
+)
+def test_the_hours_know_the_targets_output_matrix(
+    headstart: Callable, recipe: Path, tiny_target: Path, head: str, multiply_adds: Callable[..., float]
+) -> None:
+    lines = recipe.read_text().splitlines()
+    recipe.write_text("\n".join(f"head: {head}" if line.startswith("head:") else line for line in lines))
+    rows = 512
+    shown = headstart(
+        "plan", recipe, "--json", "--samples", "1000", "--mean-tokens", "64", "--tflops", "0.001", "train.epochs=1",
+        f"data.pack_tokens={rows}", "train.accumulation=1", "export.engines=[portable]",
+    )  # fmt: skip
+    assert shown.code == 0, shown.err
+    target = weightless_target(TargetConfig(name=str(tiny_target)))
+    with torch.device("meta"):
+        own = build_head(load_recipe(recipe).head, target.dims).trained_parameters()
+    # as one document: its last two rows have no next token but one
+    products = multiply_adds(own, target.dims.vocab_size * target.dims.hidden_size, rows, rows - 2)
+    flops = 6 * products + 2 * parameters_per_row(target) * rows
+    assert shown.json["hours"] == pytest.approx(64_000 / (0.6 * 1e9 * rows / flops) / 3600)
 
 
 def test_a_plan_in_words(headstart: Callable, recipe: Path) -> None:

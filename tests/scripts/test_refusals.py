@@ -99,6 +99,10 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
     "buffers of a sharded target": (
         "Gemma2", SMALL, ["target.parallel=fsdp2"], TargetError, "cannot compute the buffers of .*target.parallel=none",
     ),
+    "activation checkpointing": (
+        "Llama", {}, ["head={type: medusa, depth: 2}", "train.activation_checkpointing=true"],
+        ConfigError, "activation_checkpointing: found true, medusa heads have no layer whose activations could",
+    ),
     "one file": (
         "Llama", {}, ["head={type: medusa, depth: 2}", "export.engines=[tgi]", "export.max_shard_size=20KB"],
         FormatError, "export.max_shard_size: .* its readers open no second file",

@@ -24,7 +24,7 @@ from headstart.heads.formats.card import render_card
 from headstart.heads.formats.sidecar import annotate
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
-from headstart.saved_heads import continued_head, trained_date, trained_otherwise
+from headstart.saved_heads import continued_head, require_same_head, trained_date, trained_otherwise
 
 #: the head of the `recipe` fixture
 SHAPE = Eagle3Config(depth=2, draft_vocab_size=64, intermediate_size=32)
@@ -161,7 +161,10 @@ def test_our_own_head_is_continued_with_other_settings_of_training(target: Targe
 
 
 OTHERS = {
-    "draft vocabulary": (Eagle3Config(draft_vocab_size=65, intermediate_size=32), r"set head.draft_vocab_size=64"),
+    "draft vocabulary": (
+        Eagle3Config(draft_vocab_size=65, intermediate_size=32),
+        r"\(draft_ids_U is .64., the recipe makes it .65.\): set head.draft_vocab_size=64",
+    ),
     "MLP": (Eagle3Config(draft_vocab_size=64), r"head.intermediate_size=32"),
     "layers": (
         Eagle3Config(draft_vocab_size=64, intermediate_size=32, feature_layers=[1, 2, 3]),
@@ -178,6 +181,19 @@ def test_a_recipe_that_describes_another_head(target: Target, tmp_path: Path, co
         continued_head(str(theirs), config, target)  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="start_from .*no such directory"):
         continued_head(str(tmp_path / "gone"), config, target)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "words"),
+    [
+        (2, 1, r"it has blocks.0.layers.1.bias, the recipe's head has not.: set head.num_layers=2"),
+        (1, 2, r"it has no blocks.0.layers.1.bias, the recipe's head has.: set head.num_layers=1"),
+    ],
+)
+def test_a_layer_that_only_one_of_two_heads_has(target: Target, given: int, asked: int, words: str) -> None:
+    head = build_head(MedusaConfig(depth=2, num_layers=given), target.dims)
+    with pytest.raises(ConfigError, match=words):
+        require_same_head(head, "theirs", MedusaConfig(depth=2, num_layers=asked), target.dims)
 
 
 def test_a_saved_head_tells_what_its_target_was(target: Target, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_from_plan_to_export(headstart: Callable, recipe: Path, tmp_path: Path, 
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert sum(losses[-3:]) < sum(losses[:3])
 
-    assert f"vLLM serves no {family} heads" in made.err
+    assert f"vLLM does not draft with {family} heads" in made.err
     check = headstart("export", "--check", tmp_path / "run/export")
     assert check.code == 1 and "Headstart compact" in check.out + check.err
     refused = headstart("export", *options, "export.engines=[vllm]")

@@ -203,6 +203,17 @@ def test_what_cannot_fit_is_refused_with_what_would(models, tmp_path, monkeypatc
         require_fit(plan_of(models, "70b", alone), *models["70b"], tmp_path)
 
 
+def test_activation_checkpointing_is_no_remedy_for_a_head_without_layers(models, tmp_path, monkeypatch):
+    free_disk(monkeypatch, 1000)
+    target = models["70b"][0]
+    with torch.device("meta"):
+        head = build_head(FAMILIES["medusa"].config(), target.dims)
+    plan = make_plan(target, head, TrainConfig(steps=9), Layout(), 9, 9_000, device_bytes=80 * GIB)
+    with pytest.raises(ConfigError, match=r"With \d+ ranks, .* it needs") as caught:
+        require_fit(plan, target, head, tmp_path)
+    assert "activation_checkpointing" not in str(caught.value)
+
+
 def test_the_disk_is_checked_too(models, tmp_path, monkeypatch):
     plan = plan_of(models, "8b", Layout(features="stored"), device_gib=None)
     assert plan.fits  # nothing is known of the card

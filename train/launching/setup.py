@@ -64,11 +64,11 @@ def check_layout(kind: str, config: TrainConfig, target: TargetConfig, ranks: in
 
 
 def recompute_activations(head: Head) -> None:
-    """Switch `train.activation_checkpointing` on. Raises ConfigError for a head without a decoder layer."""
+    """Switch `train.activation_checkpointing` on. Raises ConfigError for a head that has no draft layer."""
     if not head.draft_layers:
         raise ConfigError(
-            f"train.activation_checkpointing: {head.family} has no decoder layer whose activations could be "
-            "recomputed: set it to false"
+            f"train.activation_checkpointing: found true, {head.family} heads have no layer whose activations "
+            "could be recomputed: set it to false"
         )
     for layer in head.draft_layers:
         layer.recompute = True

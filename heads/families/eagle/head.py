@@ -102,7 +102,7 @@ class EagleHead(AutoregressiveHead):
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         own = sum(p.numel() for p in self.parameters())
-        output = 0 if self.teacher is None else self.teacher.weight_VD.numel()
+        output = self.teacher.weight_VD.numel()
         # in every pass, all rows go through the layer and the supervised ones through the target's output head
         return self.depth * (own * rows + output * counts[0])
 

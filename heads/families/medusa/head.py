@@ -136,7 +136,7 @@ class MedusaHead(Head):
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         own = sum(p.numel() for p in self.parameters())
-        shared = 0 if self.config.lm_head == "own" or self.teacher is None else self.teacher.weight_VD.numel()
+        shared = 0 if self.config.lm_head == "own" else self.teacher.weight_VD.numel()
         return (own + shared * self.depth) * counts[0]
 
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:

@@ -355,7 +355,9 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         same,
         {"vllm": (R, "needs model_type")},
     ),
-    "EAGLE-1 in TensorRT-LLM": (E1, {}, same, {"tensorrt_llm": (R, "EAGLE-3 only"), "vllm": (L, "")}),
+    "EAGLE-1 in TensorRT-LLM": (
+        E1, {}, same, {"tensorrt_llm": (R, "eagle heads; it drafts with eagle3, medusa"), "vllm": (L, "")},
+    ),  # fmt: skip
     "EAGLE-1 tied embeddings in SGLang": (
         E1,
         {"architectures": ["LlamaForCausalLMEagle"], "tie_word_embeddings": True},
@@ -457,7 +459,7 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         {
             "vllm": (L, ""),
             "sglang": (Verdict.UNKNOWN, "not been checked"),
-            "tgi": (R, "Medusa heads only"),
+            "tgi": (R, "TGI does not draft with a DFlash head; it drafts with medusa"),
             "headstart": (R, "DFlash"),
         },
     ),
@@ -507,10 +509,10 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         ({"model_type": "mlp_speculator"}, lambda: {"proj.0.weight": torch.ones(2, 2)}),
         {},
         same,
-        {"vllm": (R, "no longer in vLLM's registry"), "headstart": (R, "")},
+        {"vllm": (R, "no longer in vLLM's registry"), "sglang": (R, "no draft that SGLang"), "headstart": (R, "")},
     ),
-    "Medusa in SGLang": (M, {}, same, {"sglang": (R, "no Medusa"), "vllm": (L, "")}),
-    "EAGLE in TGI": (E3, {}, same, {"tgi": (R, "Medusa heads only")}),
+    "Medusa in SGLang": (M, {}, same, {"sglang": (R, "medusa heads; it drafts with eagle, eagle3"), "vllm": (L, "")}),
+    "EAGLE in TGI": (E3, {}, same, {"tgi": (R, "does not draft with eagle3 heads; it drafts with medusa")}),
 }
 
 

@@ -105,7 +105,7 @@ def test_a_head_is_saved_loaded_and_served_by_nobody(
     report = check_directory(tmp_path / "saved", DIMS)
     assert report.family == "mixer" and report.served == [] and report.loads("headstart")
     assert verdicts(tmp_path / "saved") == {"headstart": Verdict.LOADS, **dict.fromkeys(FORMATS, Verdict.REFUSES)}
-    assert report.engines["vllm"].reasons == ["vLLM serves no mixer heads"]
+    assert report.engines["tgi"].reasons == ["TGI does not draft with mixer heads; it drafts with medusa"]
 
     side = json.loads((tmp_path / "saved" / "headstart.json").read_text())
     assert side["type"] == "mixer" and side["facts"] == files.facts and side["feature_layers"] == [2, 5]

@@ -89,7 +89,7 @@ class Run:
         return self._target or weightless_target(self.recipe.target)
 
     def head_without_memory(self) -> Head:
-        """The head that training will make, on the meta device: it has shapes and a feature spec, and takes no memory."""
+        """The head that training will make, on the meta device: it has shapes and a spec, and takes no memory."""
         return planned_head(self.recipe, self.weightless)
 
     @property

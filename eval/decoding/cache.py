@@ -70,8 +70,8 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.slots.capacity
 
-    def get_max_cache_shape(self) -> int:
-        return self.slots.capacity
+    #: the name before transformers 5.24
+    get_max_cache_shape = get_max_length
 
 
 class StaticKV(Cache):

@@ -8,6 +8,8 @@ Shapes: n rows, H hidden, W channels of a row, I MLP width, d head width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,22 +75,17 @@ def rms_norm_backward(
 def gated(packed_nW: Tensor, out_nI: Tensor, act: Callable[[Tensor], Tensor] | None) -> None:
     """out = act(gate) · up with gate, up the two halves of `packed` [n, 2I]; act None = SiLU."""
     if act is None and wants_kernel(packed_nW):
-        _gated_triton(packed_nW, out_nI)
-        return
-    gate, up = packed_nW.chunk(2, dim=-1)
-    out_nI.copy_(gated_eager(gate, up, act))
+        return _launch_gated(_gated_kernel, packed_nW, out_nI)
+    out_nI.copy_(gated_eager(*packed_nW.chunk(2, dim=-1), act))
 
 
 def gated_backward(packed_nW: Tensor, grad_nI: Tensor, act: Callable[[Tensor], Tensor] | None) -> None:
     """Overwrite `packed` with its gradient, given the gradient of `gated`'s result."""
     if act is None and wants_kernel(packed_nW):
-        _gated_backward_triton(packed_nW, grad_nI)
-        return
+        return _launch_gated(_gated_grad_kernel, packed_nW, grad_nI)
     with torch.enable_grad():
         leaf = packed_nW.detach().clone().requires_grad_()
-        gate, up = leaf.chunk(2, dim=-1)
-        out = gated_eager(gate, up, act)
-        (found,) = torch.autograd.grad(out, leaf, grad_nI)
+        (found,) = torch.autograd.grad(gated_eager(*leaf.chunk(2, dim=-1), act), leaf, grad_nI)
     packed_nW.copy_(found)
 
 
@@ -257,18 +254,9 @@ def _rms_norm_backward_triton(grad_nH, x_nH, weight_H, eps, out_nH, residual_nH,
     return partial.sum(0)
 
 
-def _gated_triton(packed_nW: Tensor, out_nI: Tensor) -> None:
-    if out_nI.numel():
-        _gated_kernel[blocks(out_nI.numel())](
-            packed_nW, out_nI, out_nI.numel(), out_nI.shape[1], BLOCK=BLOCK, num_warps=8
-        )
-
-
-def _gated_backward_triton(packed_nW: Tensor, grad_nI: Tensor) -> None:
-    if grad_nI.numel():
-        _gated_grad_kernel[blocks(grad_nI.numel())](
-            packed_nW, grad_nI, grad_nI.numel(), grad_nI.shape[1], BLOCK=BLOCK, num_warps=8
-        )
+def _launch_gated(kernel: Any, packed_nW: Tensor, x_nI: Tensor) -> None:
+    if x_nI.numel():
+        kernel[blocks(x_nI.numel())](packed_nW, x_nI, x_nI.numel(), x_nI.shape[1], BLOCK=BLOCK, num_warps=8)
 
 
 def _rotate_heads_triton(x_nW, cos, sin, turned: int, width: int, out_nW: Tensor | None) -> Tensor:
@@ -287,22 +275,13 @@ def _collect_triton(grad_MW: Tensor, row_A: Tensor, counts: tuple[int, ...], row
     most = max(counts, default=0)
     anchor_of_row = torch.full((rows,), -1, dtype=torch.int32, device=device)
     anchor_of_row.index_copy_(0, row_A[:most], torch.arange(most, dtype=torch.int32, device=device))
-    starts, start = [0], 0
-    for count in counts:
-        start += count
-        starts.append(start)
+    # filled one by one: a copy from the host cannot be captured in a graph
+    starts = torch.empty(len(counts) + 1, dtype=torch.int64, device=device)
+    for step, start in enumerate(accumulate(counts, initial=0)):
+        starts[step].fill_(start)
     block = min(2048, triton.next_power_of_2(width))
     if out.numel():
         _collect_kernel[(rows, triton.cdiv(width, block))](
-            grad_MW, anchor_of_row, _host_ints(tuple(starts), device), out, first, width, STEPS=len(counts),
-            BLOCK=block, num_warps=4,
+            grad_MW, anchor_of_row, starts, out, first, width, STEPS=len(counts), BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def _host_ints(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """A few integers on the device, without a copy from the host, which cannot be captured in a graph."""
-    made = torch.empty(len(values), dtype=torch.int64, device=device)
-    for place, value in enumerate(values):
-        made[place].fill_(value)
-    return made

@@ -76,7 +76,8 @@ def gated(packed_nW: Tensor, out_nI: Tensor, act: Callable[[Tensor], Tensor] | N
     """out = act(gate) · up with gate, up the two halves of `packed` [n, 2I]; act None = SiLU."""
     if act is None and wants_kernel(packed_nW):
         return _launch_gated(_gated_kernel, packed_nW, out_nI)
-    out_nI.copy_(gated_eager(*packed_nW.chunk(2, dim=-1), act))
+    gate, up = packed_nW.chunk(2, dim=-1)
+    out_nI.copy_(gated_eager(gate, up, act))
 
 
 def gated_backward(packed_nW: Tensor, grad_nI: Tensor, act: Callable[[Tensor], Tensor] | None) -> None:
@@ -85,7 +86,8 @@ def gated_backward(packed_nW: Tensor, grad_nI: Tensor, act: Callable[[Tensor], T
         return _launch_gated(_gated_grad_kernel, packed_nW, grad_nI)
     with torch.enable_grad():
         leaf = packed_nW.detach().clone().requires_grad_()
-        (found,) = torch.autograd.grad(gated_eager(*leaf.chunk(2, dim=-1), act), leaf, grad_nI)
+        gate, up = leaf.chunk(2, dim=-1)
+        (found,) = torch.autograd.grad(gated_eager(gate, up, act), leaf, grad_nI)
     packed_nW.copy_(found)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -27,14 +28,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 8192, runs: int = 20) -> float:
-    """FLOP/s that a large matrix product reaches on this GPU: what MFU is measured against."""
+    """FLOP/s that a large matrix product reaches on this device: what MFU is measured against."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    wait: Callable[[], object] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     seconds = []
     for number in range(runs + 2):
-        torch.cuda.synchronize(device)
+        wait()
         started = time.perf_counter()
         a @ b
-        torch.cuda.synchronize(device)
+        wait()
         if number >= 2:
             seconds.append(time.perf_counter() - started)
     return 2 * size**3 / statistics.median(seconds)

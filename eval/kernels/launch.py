@@ -8,7 +8,9 @@ evaluation.
 from __future__ import annotations
 
 import os
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -178,6 +180,18 @@ def graph_time(run: Callable[[], object], replays: int = 5) -> float:
         mark.record()
     torch.cuda.synchronize()
     return sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))[replays // 2]
+
+
+def host_time(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Milliseconds of `run` by the host's clock (median), after a run that is not timed."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        began = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:]) * 1e3
 
 
 def synchronize(device: torch.device) -> None:

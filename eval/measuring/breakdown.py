@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,7 +9,7 @@ import torch
 
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.drafters import Drafter
-from headstart.eval.kernels.launch import graph_time, synchronize
+from headstart.eval.kernels.launch import graph_time, host_time
 
 if TYPE_CHECKING:
     from headstart.eval.decoding.session import Decoder
@@ -62,13 +60,6 @@ def loop_seconds(loop: Loop, run: Callable[[], object], repeats: int) -> float:
         try:
             if loop.captures:
                 return graph_time(again, repeats) / 1e3
-            device, times = loop.roots_B.device, []
-            for _ in range(repeats + 1):
-                synchronize(device)
-                began = time.perf_counter()
-                again()
-                synchronize(device)
-                times.append(time.perf_counter() - began)
-            return statistics.median(times[1:])
+            return host_time(again, loop.roots_B.device, repeats) / 1e3
         finally:
             loop.attach(before)

@@ -1,4 +1,4 @@
-"""How fast a target decodes, verifies and is drafted for, and where the time goes.
+"""How fast a target decodes and verifies, how fast a draft is, and where the time goes.
 
     python -m headstart.bench.decode --preset llama-3.1-8b --out results.json
 
@@ -21,9 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +43,7 @@ from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.kernels import attention
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth
-from headstart.eval.kernels.launch import graph_time
+from headstart.eval.kernels.launch import graph_time, host_time
 from headstart.eval.kernels.ways import measure
 from headstart.heads.files import write_json
 from headstart.heads.provenance import provenance
@@ -74,14 +72,7 @@ class Record:
 
 def repeat_time(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Median milliseconds of `run`: captured and replayed on CUDA, called on a CPU."""
-    if device.type == "cuda":
-        return graph_time(run, repeats)
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times[1:])
+    return graph_time(run, repeats) if device.type == "cuda" else host_time(run, device, repeats)
 
 
 def random_tree_mask(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -96,14 +87,13 @@ def random_tree_mask(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 class ForwardBench:
-    """Forwards of a fused target over a context of given length."""
+    """Forwards of a fused target behind a context of `context` tokens."""
 
     def __init__(self, target: Target, model: FusedModel, context: int, batch: int, capacity: int):
         self.model = model
         self.buffers = self.model.buffers(batch, capacity)
         for part in (*self.buffers.keys, *self.buffers.values):
             part.normal_()
-        self.capacity = capacity
         self.length_B = torch.full((batch,), context, dtype=torch.int64, device=target.device)
         self.vocabulary = target.dims.vocab_size
 
@@ -154,7 +144,7 @@ def random_drafter(target: Target, tree: TreeConfig, rates: tuple[float, ...]) -
 
 
 def frontier(drafter: AutoregressiveDrafter, batch: int) -> Callable[[], object]:
-    """One level of a dynamic tree after the drafter's last batch."""
+    """One level of a dynamic tree, on the state that the drafter's last run left."""
     k, depth, ids_U = drafter.tree.k, drafter.tree.depth, drafter.head.draft_ids_U
     pending_g_BJH = drafter.pending_g_BJH
     size = drafter.head.dims.vocab_size if ids_U is None else ids_U.shape[0]
@@ -256,7 +246,7 @@ def bench_cycles(cycles: CycleBench, arguments: argparse.Namespace, record: Reco
 
 
 def print_attention(forward: ForwardBench) -> None:
-    """Ways of cutting one layer's attention: microseconds."""
+    """Print the fastest ways of cutting a layer's attention, in microseconds."""
     layer, keys, values = forward.model.layers[0], forward.buffers.keys, forward.buffers.values
     device = keys[0].device
     for tokens in (1, 4, 64):
@@ -292,7 +282,7 @@ def replayed(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def print_products(model: FusedModel, rows: int) -> None:
-    """Every way of every product: microseconds and GB/s of weights."""
+    """Print every way of every product: microseconds and GB/s of weights."""
     groups: dict[Any, list[Any]] = {}
     for linear in model.linears():
         groups.setdefault((tuple(linear.weight_NK.shape), linear.activation), []).append(linear)

@@ -1,4 +1,4 @@
-"""Models of the benchmarks by name, made with random weights."""
+"""The benchmarks' models by name. Their weights are random."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ FAMILY = "eagle3"
 
 def head_config(preset: str, depth: int, **fields: Any) -> HeadConfig:
     """The head that is benchmarked on a preset. Args: fields: more of the family's settings."""
-    made: Any = FAMILIES[FAMILY].config
-    config: HeadConfig = made(depth=depth, draft_vocab_size=PRESETS[preset][1], **fields)
+    family: Any = FAMILIES[FAMILY]
+    config: HeadConfig = family.config(depth=depth, draft_vocab_size=PRESETS[preset][1], **fields)
     return config
 
 

@@ -2,9 +2,9 @@
 
     python -m headstart.bench.scaling --gpus 1 4 --cases ddp fsdp2 fsdp2_target --out docs/results/scaling.json
 
-Every case runs the training loop itself on live features of a random target (shapes decide the speed; equal weights and
-data in every case). One pack per GPU and step; efficiency is tokens/s per GPU over that of one GPU. `loss_delta` is the
-largest relative difference from the losses of one GPU at the same global batch. Cases:
+Every case runs the training loop itself on live features of a target with random weights (shapes decide the speed).
+Weights and data are the same in every case. A step trains one pack per GPU. `efficiency` is tokens/s per GPU over that
+of one GPU. `loss_delta` is the largest relative difference from the losses of one GPU at the same global batch. Cases:
 
     ddp            whole target and head on every GPU, captured steps
     ddp_saving     the same, with a checkpoint and a best head written behind the loop every few steps
@@ -15,10 +15,10 @@ largest relative difference from the losses of one GPU at the same global batch.
     70b_target     Llama-3.1-70B's sizes with 16 of its 80 layers, target and head in shards, packs half as long
     70b_whole      the same with the whole target on every GPU
 
-The largest number of GPUs runs every case, one GPU the baseline, any other ddp. This process starts one `torchrun` per
-number of GPUs, whose ranks run scaling_rank.py. A case that fails or takes longer than --case-seconds is left out, and
-the launch is started again for the cases after it. --out is written after every case. On CPUs (preset tiny) the ranks
-use gloo.
+The largest number of --gpus runs every case, one GPU the baseline, any other number ddp only. For each number this
+process starts a `torchrun`, whose ranks run scaling_rank.py. A case that fails or takes longer than --case-seconds is
+left out, and the launch starts again with the cases after it. --out is written after every case. On CPUs (preset tiny)
+the ranks use gloo.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Row:
     """One row of docs/results/scaling.json.
 
     Attributes:
-        efficiency: tokens/s per GPU over that of one GPU (1 for one GPU itself); None without the same work on one.
+        efficiency: tokens/s per GPU over that of one GPU; None where one GPU did not do the same work.
         target_gib_per_gpu: what the target holds on each GPU between two forwards.
         loss_delta: see the module's text; None for one GPU and where one GPU has no losses to compare with.
-        save_blocked_ms: longest time that a periodic checkpoint kept the next step from starting.
+        save_blocked_ms: longest time for which a periodic checkpoint held the next step up.
     """
 
     case: str
@@ -81,9 +81,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def launch(gpus: int, jobs: list[str], arguments: list[str], report: Callable[[list[dict[str, Any]]], None]) -> bool:
-    """Run the jobs on `gpus` ranks; after a job that failed, launch those behind it again. True when all were done."""
+    """Run the jobs on `gpus` ranks. If one fails, those after it are launched again. Returns whether all were done."""
     everything: list[dict[str, Any]] = []
-    whole = True
+    all_done = True
     while jobs:
         with tempfile.TemporaryDirectory() as place:
             result = Path(place, "result.jsonl")
@@ -104,12 +104,12 @@ def launch(gpus: int, jobs: list[str], arguments: list[str], report: Callable[[l
         if process.returncode == 0 or len(done) == len(jobs):
             break
         say(f"{gpus} × {jobs[len(done)]} failed (exit code {process.returncode}), see what it printed above")
-        whole, jobs = False, jobs[len(done) + 1 :]
-    return whole
+        all_done, jobs = False, jobs[len(done) + 1 :]
+    return all_done
 
 
 def make_jobs(gpus: int, options: argparse.Namespace) -> list[str]:
-    """`case:accumulation` of a launch; on one GPU also the losses at the global batches of the others."""
+    """`case:accumulation` of a launch. One GPU also makes the losses at the global batches of the other launches."""
     if gpus == 1:
         return ["ddp:1", *(f"ddp:{n}" for n in sorted({*options.gpus}) if n > 1)]
     cases = options.cases if gpus == max(options.gpus) else ["ddp"]
@@ -117,7 +117,7 @@ def make_jobs(gpus: int, options: argparse.Namespace) -> list[str]:
 
 
 def rows(launches: dict[int, list[dict[str, Any]]], options: argparse.Namespace) -> list[Row]:
-    """Rows of every launch, measured against the one on one GPU."""
+    """Rows of every launch, compared with the launch on one GPU."""
     single = {done["job"]: done for done in launches.get(1, [])}
     origin = provenance("cpu")
     made = []
@@ -127,16 +127,12 @@ def rows(launches: dict[int, list[dict[str, Any]]], options: argparse.Namespace)
             if gpus == 1 and done["job"] != "ddp:1":
                 continue  # only there for its losses
             case = CASES[name]
-            reference = single.get(f"ddp:{gpus}") if gpus > 1 and not case.cut else None
-            delta = None
-            if reference is not None:
+            rate, delta, efficiency = _rate(done), None, None
+            if not case.cut and gpus > 1 and (reference := single.get(f"ddp:{gpus}")) is not None:
                 pairs = zip(done["losses"], reference["losses"], strict=False)  # as many as the reference made
                 delta = max(abs(a - b) / abs(b) for a, b in pairs)
-            rate = done["tokens_per_step"] / done["step_ms"] * 1e3
-            base = single.get("ddp:1") if not case.cut else None
-            efficiency = None
-            if base is not None:
-                efficiency = rate / gpus / (base["tokens_per_step"] / base["step_ms"] * 1e3)
+            if not case.cut and (base := single.get("ddp:1")) is not None:
+                efficiency = rate / gpus / _rate(base)
             made.append(
                 Row(
                     name, gpus, rate, efficiency, done["peak_gib"], done["target_gib"], delta,
@@ -146,6 +142,11 @@ def rows(launches: dict[int, list[dict[str, Any]]], options: argparse.Namespace)
                 )
             )  # fmt: skip
     return made
+
+
+def _rate(done: dict[str, Any]) -> float:
+    """Tokens per second."""
+    return done["tokens_per_step"] / done["step_ms"] * 1e3
 
 
 def describe(row: Row) -> str:
@@ -160,7 +161,7 @@ def describe(row: Row) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options; what they cannot be ends the process with exit code 2."""
+    """The options. A wrong one ends the process with exit code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m headstart.bench.scaling",
         description=__doc__,
@@ -224,8 +225,8 @@ def main(arguments: list[str] | None = None) -> int:
                 shown.add((row.case, row.gpus))
                 print(describe(row), flush=True)
 
-    whole = [launch(n, make_jobs(n, options), passed_on, partial(report, n)) for n in options.gpus]
-    return int(not all(whole))
+    complete = [launch(n, make_jobs(n, options), passed_on, partial(report, n)) for n in options.gpus]
+    return int(not all(complete))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one rank of `headstart.bench.scaling` does: it trains every case for a few steps and notes what they took."""
+"""One rank of `headstart.bench.scaling`: trains every case for a few steps and writes down how long they took."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from headstart.train.stream import TrainData
 
 @dataclass(frozen=True)
 class Case:
-    """What a case shares over the GPUs, and how.
+    """How a case is spread over the GPUs.
 
     Attributes:
         parallel: train.parallel. sharded: whether the target is in shards. save_every: steps between checkpoints.
-        cut: whether the target is the cut Llama-3.1-70B.
+        cut: whether the target is Llama-3.1-70B with fewer layers.
     """
 
     parallel: str
@@ -70,9 +70,9 @@ CUT_70B = LlamaConfig(
     num_key_value_heads=8, head_dim=128, max_position_embeddings=131072,
     rope_parameters=PRESETS["llama-3.1-8b"][0].rope_parameters,
 )  # fmt: skip
-#: steps per record of the loop; the first record holds captures and compilation and is left out of the rates
+#: steps per record of the loop; the first record, in which graphs are captured and compiled, is not timed
 RECORD = 4
-#: steps whose losses one GPU makes at the global batch of several
+#: steps for which one GPU makes the losses that those of several GPUs are compared with
 REFERENCE_STEPS = 2 * RECORD
 
 
@@ -85,7 +85,7 @@ def say(text: str) -> None:
 
 
 class RandomWeights:
-    """Stands in for the files of a model: every rank sees the same random tensors, made when they are asked for."""
+    """Stands for a model's files: random tensors, made when they are read, the same on every rank."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype):
         self.directory = Path("random weights")
@@ -133,14 +133,14 @@ def make_samples(vocab: int, packs: int, tokens: int, length: int) -> list[Sampl
 
 
 def better_every_time(head: nn.Module, step: int, final: bool) -> dict[str, float]:
-    """A validation that takes no time and whose head is always the best so far, so that it is written every time."""
+    """A validation that takes no time and finds every head better than the one before, so that each is written."""
     return {"valid/walked_tau": float(step)}
 
 
 def run_case(
     case: Case, options: argparse.Namespace, accelerator: Any, accumulation: int, target: Target
 ) -> dict[str, Any]:
-    """Train for a few steps; what rank 0 read from the loop's own records."""
+    """Train for a few steps. Returns what was measured; on rank 0 with rates and losses from the loop's records."""
     config = target_config(options.preset, case)
     cuda, device = accelerator.device.type == "cuda", accelerator.device
     tokens = options.tokens // 2 if case.cut else options.tokens
@@ -159,7 +159,7 @@ def run_case(
         steps = -(-steps // case.save_every) * case.save_every + RECORD
     if case.cut or accumulation > accelerator.num_processes:
         steps = REFERENCE_STEPS
-    steps += RECORD  # not timed: the last step makes no features for one behind it
+    steps += RECORD  # not timed: the last step is faster, as it makes no features for a next one
     train_config = TrainConfig(
         steps=steps, accumulation=accumulation, lr=1e-4, warmup_steps=4, schedule="constant", log_every=RECORD,
         parallel=case.parallel, save_every=case.save_every, eval_every=case.save_every, keep=1,
@@ -179,7 +179,7 @@ def run_case(
         if accelerator.is_main_process:
             records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
             records = [record for record in records if "train/loss" in record]
-            records.pop()  # of the steps that are not timed
+            records.pop()  # the last steps are not timed
             measured["losses"] = [record["train/loss"] for record in records]
             first, last = records[0], records[-1]
             measured["tokens_per_step"] = result.tokens // result.step

@@ -1,8 +1,7 @@
-"""Clocks of the benchmarks, and where the device spends its time."""
+"""Clocks of the benchmarks, and the device time of each kernel."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,10 @@ import torch
 
 
 class Timer:
-    """Marks on the device's clock (events) or the host's; reading them waits for the device, marking does not."""
+    """Times the parts of repeated runs: by the device's clock (events) on CUDA, else by the host's.
+
+    To mark does not wait for the device, to read does.
+    """
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -48,25 +50,12 @@ class Timer:
         return times
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
-    """FLOP/s of a large matrix product on random data."""
-    size = size if device.type == "cuda" else 512
-    a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size, device=device, dtype=dtype)
-    timer = Timer(device)
-    for _ in range(3):
-        a @ b
-    for _ in range(10):
-        timer.start()
-        a @ b
-        timer.mark("matmul")
-    return 2 * size**3 / (statistics.median(run["matmul"] for run in timer.read()) / 1e3)
-
-
 class Clock:
-    """Seconds between marks."""
+    """Seconds of the host between marks, added up by name."""
 
     def __init__(self) -> None:
-        self._last, self._spent = time.perf_counter(), {}  # type: ignore[var-annotated]
+        self._last = time.perf_counter()
+        self._spent: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
         now = time.perf_counter()
@@ -78,7 +67,7 @@ class Clock:
 
 
 def print_kernels(step: Callable[[], object], most: int = 30) -> None:
-    """Device time by kernel over one step: what a slow case spends its time on."""
+    """Print the device time of each kernel over one step."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

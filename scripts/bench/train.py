@@ -6,9 +6,9 @@
     python -m headstart.bench.train --supervised-fraction 0.3 --lengths real --online --data answers.jsonl --target NAME
 
 Weights are random (shapes decide the speed), except in `smollm2_real`, which reads what a real training run recorded.
-One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same
-run, peak memory, what was compiled or captured and how long that took, and the split of a step. Document lengths
-of the `real` cases are those of the conversations in --data under the tokenizer of --target.
+One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same run, peak memory,
+how many graphs were compiled or captured and in what time, and the parts of a step. Documents of the `real` cases are
+as long as the conversations in --data are under the tokenizer of --target.
 
 Several GPUs: `python -m headstart.bench.scaling`.
 """
@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from headstart.bench.presets import PRESETS, head_config, random_target, refuse_ranks
-from headstart.bench.timing import Timer, measure_matmul, print_kernels
+from headstart.bench.timing import Timer, print_kernels
 from headstart.console import Console
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import make_packs
@@ -51,6 +51,7 @@ from headstart.pipeline.train import fresh_head
 from headstart.recipes.load import load_recipe
 from headstart.train.captured import CapturedBackward, PackShape
 from headstart.train.config import TrainConfig
+from headstart.train.flops import matmul_flops
 from headstart.train.optim import build_optimizer
 from headstart.train.step import LossModule
 
@@ -62,7 +63,8 @@ class Case:
     """What one step trains on.
 
     Attributes:
-        lengths: documents of the pack. supervised: share of their tokens. online: the target's forward is timed too.
+        lengths: tokens of each document of the pack. supervised: share of the tokens that are trained on.
+        online: the target's forward is timed too.
     """
 
     name: str
@@ -126,10 +128,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         "real_lengths": Case("real_lengths", real),
         "long_32k": Case("long_32k", (32768,)),
         "custom": Case(
-            "custom",
-            real if arguments.lengths == "real" else fixed,
-            arguments.supervised_fraction,
-            arguments.online,
+            "custom", real if arguments.lengths == "real" else fixed, arguments.supervised_fraction, arguments.online
         ),
     }
     return [known[name] for name in names if name != "smollm2_real"]
@@ -161,7 +160,7 @@ def make_batch(case: Case, head: Head, vocab: int, device: torch.device, dtype: 
 
 
 def row_fraction_of(head: Head) -> float:
-    """`head.row_fraction`, 1 for a family that always trains all rows."""
+    """`head.row_fraction`; 1 for a family without that setting."""
     fraction: float = asdict(head.config).get("row_fraction", 1.0)
     return fraction
 
@@ -199,8 +198,7 @@ def bench_case(
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     compiled = compiled_graphs() if case.online else 0
-    if case.online:
-        assert target is not None
+    if target is not None:
         whole = target.extract(whole, head.spec)  # compiles the target
         batch = batch_of(0)
     backward, captures = _backward_of(module, batch, len(head.terms))
@@ -208,8 +206,7 @@ def bench_case(
     timer = Timer(device)
     for step in range(steps + 4):
         timer.start()
-        if case.online:
-            assert target is not None
+        if target is not None:
             whole = target.extract(whole, head.spec)
             timer.mark("target")
         backward(batch_of(step), scale_T, lambda: timer.mark("draft_forward"))
@@ -228,7 +225,7 @@ def bench_case(
     step_ms = statistics.median(sum(s.values()) for s in splits)
     tokens, supervised = sum(case.lengths), sum(int((turns(n, case.supervised) >= 0).sum()) for n in case.lengths)
     flops = 6 * head.multiply_adds(len(batch.tokens_R), batch.anchors.count_K)
-    if case.online and target is not None:
+    if target is not None:
         flops += 2 * sum(p.numel() for p in target.model.parameters()) * tokens
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     origin = provenance(device)
@@ -241,7 +238,7 @@ def bench_case(
 
 
 def _backward_of(module: LossModule, batch: FeatureBatch, terms: int) -> tuple[Callable[..., object], int]:
-    """The captured step on CUDA, the eager one elsewhere; and how many graphs were captured."""
+    """(the step: captured on CUDA, eager elsewhere; number of graphs captured)."""
     if batch.tokens_R.is_cuda:
         captured = CapturedBackward(module, batch, PackShape.covering(batch), terms)
         return captured.backward, 1
@@ -255,12 +252,11 @@ def _backward_of(module: LossModule, batch: FeatureBatch, terms: int) -> tuple[C
 
 
 def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
-    """`smollm2_real`: a row from the records of a finished training run. Its rates are those of the second half, where
-    nothing is captured any more.
+    """`smollm2_real`: a row from the records of a finished training run. Rates are those of the second half, when
+    everything has been captured.
 
     The run's data is prepared again to count its multiply-adds. Card and versions are those that the run wrote down.
     """
-
     if arguments.run is None:
         raise ConfigError("--run: not given; smollm2_real is read from a finished run, e.g. --run runs/smollm2-eagle3")
     lines = (arguments.run / "metrics.jsonl").read_text().splitlines()
@@ -280,7 +276,7 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
     first, last = half[0], half[-1]
     seconds, steps = last["seconds"] - first["seconds"], last["step"] - first["step"]
     rate = statistics.median(record["tokens_per_s"] for record in half)
-    # a run that did not write down its captures: what the first steps took beyond the later ones' pace
+    # records without `capture_s`: the time that the first steps took beyond that of later ones
     captured = last.get("capture_s", records[0]["seconds"] - records[0]["step"] * seconds / steps)
     sidecar = json.loads((arguments.run / "head" / "headstart.json").read_text())
     origin = sidecar.get("provenance", sidecar)
@@ -301,7 +297,8 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dims = HeadDims.from_hf_config(config)
-    matmul = arguments.matmul_tflops * 1e12 if arguments.matmul_tflops else measure_matmul(device, dtype)
+    size = 8192 if device.type == "cuda" else 512
+    matmul = arguments.matmul_tflops * 1e12 if arguments.matmul_tflops else matmul_flops(device, dtype, size)
     torch.manual_seed(0)
     records = []
     for case in cases(arguments):
@@ -358,10 +355,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="conversations, for the `real` cases")
     parser.add_argument("--target", default="smollm2-135m-instruct", help="tokenizer of --data and of --run")
     parser.add_argument("--depth", type=int, default=7, help="TTT steps")
-    parser.add_argument("--row-fraction", type=float, default=1.0, help="head.row_fraction: rows that later steps run")
+    parser.add_argument("--row-fraction", type=float, default=1.0, help="head.row_fraction of the head")
     parser.add_argument("--steps", type=int, default=10, help="timed steps per case")
     parser.add_argument("--run", type=Path, help="run directory of smollm2_real")
-    parser.add_argument("--matmul-tflops", type=float, help="MFU's denominator, where the run was on another machine")
+    parser.add_argument("--matmul-tflops", type=float, help="what MFU is a share of; measured unless given")
     parser.add_argument("--profile", action="store_true", help="print device time by kernel")
     parser.add_argument(
         "--out", type=Path, help="JSON list to write; rows of the same case, preset and row fraction are replaced"

@@ -191,7 +191,7 @@ def attend_kernel(
         launch(_merge_kernel, (rows, heads),
             partial, stats, out if sinks is None else sinks, out, rows, splits,
             H=heads, D=d, BD=triton.next_power_of_2(d), BP=triton.next_power_of_2(splits), SINKS=sinks is not None,
-            num_warps=1, **launch_options(out.device),
+            num_warps=1, **options,
         )  # fmt: skip
     return out
 

@@ -31,7 +31,7 @@ class NormWeights:
 def rms_norm_eager(x_RD: Tensor, norm: NormWeights) -> Tensor:
     """x / rms(x) · factor over the last axis, in float32, rounded once to the input's dtype.
 
-    In training, a head's own norms round before they multiply by the weight (heads/kernels/elementwise.py).
+    A head's own norms round their weight to the input's dtype first, as in training (heads/kernels/elementwise.py).
     """
     x = wide(x_RD)
     scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)

@@ -1,4 +1,4 @@
-"""Speed-up by batch size and by context length, and the batch size at which speculation stops to gain."""
+"""Speed-up by batch size and by context length, and the batch size at which speculation stops gaining."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +45,7 @@ from headstart.eval.kernels.candidates import Growth
 from headstart.eval.kernels.launch import graph_time, host_time
 from headstart.eval.kernels.ways import measure
 from headstart.heads.files import write_json
-from headstart.heads.provenance import provenance
+from headstart.heads.provenance import command_line, provenance
 from headstart.heads.targets.target import Target
 from headstart.saved_heads import untrained_head
 
@@ -176,8 +175,8 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
     def record(case: str, value: float, unit: str = "ms") -> None:
         records.append(
             Record(
-                case, value, unit, origin["device"], "python -m headstart.bench.decode " + " ".join(sys.argv[1:]),
-                origin["git_revision"], origin["versions"], arguments.preset, arguments.context, arguments.batch,
+                case, value, unit, origin["device"], command_line(), origin["git_revision"], origin["versions"],
+                arguments.preset, arguments.context, arguments.batch,
             )
         )  # fmt: skip
         print(f"{arguments.preset:13s} {case:22s} {value:9.4f} {unit}", flush=True)

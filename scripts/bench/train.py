@@ -42,7 +42,7 @@ from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.families import build_head
 from headstart.heads.files import write_json
-from headstart.heads.provenance import provenance
+from headstart.heads.provenance import command_line, provenance
 from headstart.heads.targets.fetch import locate_target
 from headstart.heads.targets.target import Target
 from headstart.pipeline.data import trained_samples
@@ -232,8 +232,7 @@ def bench_case(
     return Record(
         case.name, preset, tokens / step_ms * 1e3, supervised / step_ms * 1e3, flops / (step_ms / 1e3) / matmul, peak,
         compile_s, compiles, step_ms, split, tokens, supervised, len(case.lengths), steps, matmul / 1e12,
-        origin["device"], "python -m headstart.bench.train " + " ".join(sys.argv[1:]), origin["git_revision"],
-        origin["versions"], row_fraction_of(head),
+        origin["device"], command_line(), origin["git_revision"], origin["versions"], row_fraction_of(head),
     )  # fmt: skip
 
 
@@ -285,8 +284,7 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
         flops / tokens * rate / matmul, last.get("memory_gib", 0.0), max(captured, 0.0), int(last.get("captures", 0)),
         seconds / steps * 1e3, {"data_wait": statistics.mean(r["data_wait"] for r in half) * seconds / steps * 1e3},
         tokens, last["supervised_tokens"], len(trained), last["step"], matmul / 1e12, origin["device"],
-        "python -m headstart.bench.train " + " ".join(sys.argv[1:]), origin["git_revision"], origin["versions"],
-        row_fraction_of(head),
+        command_line(), origin["git_revision"], origin["versions"], row_fraction_of(head),
     )  # fmt: skip
 
 

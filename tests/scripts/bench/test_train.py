@@ -21,7 +21,9 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list
     out = tmp_path / "speed.json"
 
     def call(*arguments: str | Path) -> list[dict[str, Any]]:
-        monkeypatch.setattr("sys.argv", ["bench.train", *map(str, arguments), "--out", str(out)])
+        given = [*map(str, arguments), "--out", str(out)]
+        monkeypatch.setattr("sys.argv", ["bench.train", *given])
+        monkeypatch.setattr("sys.orig_argv", ["python", "-m", "headstart.bench.train", *given])
         train.main()
         return json.loads(out.read_text())
 
@@ -38,7 +40,7 @@ def test_rows_carry_rates_and_their_split(bench: Callable):
     for row in (all_rows, some_rows):
         assert row["tokens_per_s"] == pytest.approx(128 / row["step_ms"] * 1e3)
         assert set(row["split_ms"]) == {"draft_forward", "draft_backward", "optimiser"}
-        assert row["compiles"] == 0 and row["row_fraction"] == 1.0 and "--preset tiny" in row["command"]
+        assert row["compiles"] == 0 and row["row_fraction"] == 1.0 and "bench.train --preset tiny" in row["command"]
     assert (all_rows["supervised_tokens"], some_rows["supervised_tokens"]) == (128, 52)
     assert flops(some_rows) < flops(all_rows)
 

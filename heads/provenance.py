@@ -45,14 +45,14 @@ def command_line() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__
-    return found
+    installed["torch"] = torch.__version__
+    return installed
 
 
 def device_name(device: torch.device | str = "cpu") -> str:

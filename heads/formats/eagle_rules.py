@@ -6,6 +6,7 @@ from typing import Any
 
 from headstart.heads.checkpoints.geometry import LLAMA_DEFAULTS, integer
 from headstart.heads.checkpoints.tensor_map import draft_map_problem
+from headstart.heads.dims import HeadDims
 from headstart.heads.families.eagle_files import LAYER
 from headstart.heads.formats.verdicts import REFUSES, WRONG, Case, TensorRule, Verdict
 
@@ -80,6 +81,11 @@ def check_layer(case: Case, config: dict[str, Any], other_activation: Verdict = 
     case.compare_geometry(config)
     case.compare_target(sizes["D"], sizes["V"])
     return sizes
+
+
+def usual_layers(target: HeadDims | None) -> list[int] | None:
+    """The feature layers that engines take where config.json names none; None for an unknown target."""
+    return None if target is None else [2, target.num_layers // 2, target.num_layers - 3]
 
 
 def check_reach(case: Case, ids: list[int]) -> None:

@@ -25,6 +25,7 @@ from headstart.heads.formats.eagle_rules import (
     eagle3_tensors,
     eagle_config_of,
     eagle_tensors,
+    usual_layers,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
 from headstart.heads.formats.verdicts import WRONG, Case, TensorRule
@@ -87,8 +88,7 @@ def _feature_layers(case: Case, top: Any, inner: Any) -> None:
         case.refuse(f"eagle_config.{LAYER_IDS} is {inner!r}, expected a list of integers")
         return
     layers = None if case.target is None else case.target.num_layers
-    usual = None if layers is None else [2, layers // 2, layers - 3]
-    read = usual if inner is None else shifted(inner, 1)
+    read = usual_layers(case.target) if inner is None else shifted(inner, 1)
     if isinstance(top, list) and read is None:
         case.misread(
             f"feature layers {top} stand at top level only, which SGLang does not read: it takes 2, L//2, L-3. Write "

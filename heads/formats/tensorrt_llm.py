@@ -21,6 +21,7 @@ from headstart.heads.formats.eagle_rules import (
     check_lm_head,
     eagle3_tensors,
     eagle_config_of,
+    usual_layers,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
@@ -41,8 +42,7 @@ def _eagle3(case: Case) -> None:
     check_lm_head(case, sizes, LOADS if sizes["U"] == sizes["V"] else WRONG, "the target's is taken")
     check_draft_map(case, sizes)
     ids = config.get(LAYER_IDS)
-    usual = [2, case.target.num_layers // 2, case.target.num_layers - 3] if case.target else None
-    if isinstance(ids, list) and ids != usual:
+    if isinstance(ids, list) and ids != usual_layers(case.target):
         case.note(f"set the captured layers in its speculative config to the head's: hidden_states indices {ids}")
 
 

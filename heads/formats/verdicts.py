@@ -218,7 +218,7 @@ def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]
 
     A size that is not the target's may be how the head was trained, or an edit by hand: the files look the same.
     """
-    notes = one_rope_note(config)
+    notes = rope_notes(config)
     if target is None:
         return notes
     heads = config.get("num_attention_heads") or LLAMA_DEFAULTS["num_attention_heads"]
@@ -244,7 +244,7 @@ def geometry_notes(config: dict[str, Any], target: HeadDims | None) -> list[str]
     return notes
 
 
-def one_rope_note(config: dict[str, Any]) -> list[str]:
+def rope_notes(config: dict[str, Any]) -> list[str]:
     """LongRoPE serves only within its original length; a dynamic rope is not served alike by all engines."""
     try:
         rope = rope_parameters(config, "config.json")

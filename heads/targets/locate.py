@@ -18,23 +18,23 @@ def text_decoder(model: Any) -> nn.Module:
 
     Raises: TargetError when the model has none.
     """
-    found = model
+    module = model
     while True:
         try:
-            inner = found.get_decoder()
+            inner = module.get_decoder()
         except (AttributeError, NotImplementedError):
-            inner = found
-        if inner is not None and inner is _output_of(found):
-            inner = getattr(found, "base_model", found)  # ModernBERT's `decoder` is its output matrix
-        if inner is found and _output_of(found) is not None:
+            inner = module
+        if inner is not None and inner is _output_of(module):
+            inner = getattr(module, "base_model", module)  # ModernBERT's `decoder` is its output matrix
+        if inner is module and _output_of(module) is not None:
             # Llama 4 gives itself as its decoder: take the part that holds the embeddings
-            table = found.get_input_embeddings()
-            inner = next((part for part in found.children() if part is not table and table in part.modules()), None)
+            table = module.get_input_embeddings()
+            inner = next((part for part in module.children() if part is not table and table in part.modules()), None)
         if inner is None:
             raise TargetError(f"{type(model).__name__}: no text decoder found; expected a causal language model")
-        if inner is found:
-            return found
-        found = inner
+        if inner is module:
+            return module
+        module = inner
 
 
 def _output_of(module: Any) -> nn.Module | None:
@@ -51,9 +51,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     """
     count = model.config.get_text_config().num_hidden_layers
     lists = [(n, m) for n, m in text_decoder(model).named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    for name, found in lists:
+    for name, layers in lists:
         if name.rsplit(".", 1)[-1] in ("layers", "h", "blocks"):
-            return found
+            return layers
     raise TargetError(
         f"{type(model).__name__}: no list of {count} decoder layers found; this architecture cannot give features"
     )

@@ -28,7 +28,7 @@ from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import read_json
 from headstart.heads.targets.locate import decoder_layers, text_decoder
-from headstart.heads.targets.target import Target, TargetConfig, length_groups, sample_weight
+from headstart.heads.targets.target import Target, TargetConfig, length_groups
 
 #: tensors in older checkpoints that a model computes itself
 COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
@@ -199,16 +199,6 @@ class ShardedTarget(Target):
                 best_A[rows] = torch.where(better_A, found_A, best_A[rows])
                 argmax_A[rows] = torch.where(better_A, index_A + first, argmax_A[rows])
         return argmax_A
-
-    def weight_hash(self) -> str:
-        """As Target.weight_hash. All ranks call it: tensors are gathered one at a time."""
-        if self._weight_hash is None:
-            samples: dict[str, bytes] = {}
-            for name, weight in self.model.state_dict().items():
-                full = getattr(weight, "full_tensor", None)
-                samples[name] = sample_weight(name, weight if full is None else full())
-            self._weight_hash = Target.join_samples(samples)
-        return self._weight_hash
 
 
 def shard_size(size: int | None, ranks: int, node_ranks: int) -> int:

@@ -62,8 +62,9 @@ class TargetConfig:
 
 
 def sample_weight(name: str, weight: Tensor) -> bytes:
-    """Name, shape and 4,096 values (as bfloat16) of a weight."""
-    flat = weight.detach().flatten()
+    """Name, shape and 4,096 values (as bfloat16) of a weight. All ranks that share a sharded one call it."""
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    flat = whole.detach().flatten()
     index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 4096), dtype=torch.float64).long()
     values = flat[index.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
     return f"{name}{tuple(weight.shape)}".encode() + values
@@ -189,15 +190,15 @@ class Target:
         return facts
 
     def _stop_token_ids(self) -> tuple[int, ...]:
-        found: set[int] = set()
+        ids: set[int] = set()
         generation = getattr(self.model, "generation_config", None)
         for value in (
             getattr(generation, "eos_token_id", None),
             self.dims.eos_token_id,
             getattr(self.tokenizer, "eos_token_id", None),
         ):
-            found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-        return tuple(sorted(found))
+            ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+        return tuple(sorted(ids))
 
     @torch.no_grad()
     def forward_documents(self, tokens_BT: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:
@@ -261,13 +262,10 @@ class Target:
         The values are rounded to bfloat16, so all dtypes that hold the weights exactly give the same hash.
         """
         if self._weight_hash is None:
-            state = self.model.state_dict()
-            self._weight_hash = self.join_samples({name: sample_weight(name, w) for name, w in state.items()})
+            state = sorted(self.model.state_dict().items(), key=lambda item: item[0])
+            samples = b"".join(sample_weight(name, weight) for name, weight in state)
+            self._weight_hash = hashlib.sha256(samples).hexdigest()
         return self._weight_hash
-
-    @staticmethod
-    def join_samples(samples: dict[str, bytes]) -> str:
-        return hashlib.sha256(b"".join(samples[name] for name in sorted(samples))).hexdigest()
 
     def held_bytes(self) -> int:
         """Memory that this rank's part of the target takes, each tensor counted once."""

@@ -20,9 +20,19 @@ from reference.eagle import eagle_loss
 from reference.eagle3 import eagle3_loss
 from reference.llama import Shape, Weights
 from reference.medusa import medusa_loss
-from reference.tiny import FAVOURITES, double_ends, ends_of, favour, random_ends, randomise
+from reference.tiny import (
+    FAVOURITES,
+    double_document,
+    double_ends,
+    ends_of,
+    favour,
+    random_document,
+    random_ends,
+    randomise,
+)
 
 VOCAB, WIDTH = 97, 32
+PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -189,6 +199,14 @@ def examples() -> Iterator[tuple[str, Example]]:
     for family in FAMILIES:
         for name, example in REFERENCES[family].examples.items():
             yield f"{family}, {name}", example
+
+
+def documents(
+    patterns: list[str] = PATTERNS, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> list[Document]:
+    """Documents of the examples' target, by the patterns of their turns."""
+    made = [random_document(pattern, VOCAB, WIDTH, 3, seed + i) for i, pattern in enumerate(patterns)]
+    return [double_document(document) for document in made] if dtype == torch.float64 else made
 
 
 def draft_ids(size: int) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from reference.documents import Document, is_supervised
-from reference.families import REFERENCES, VOCAB, WIDTH, Example, draft_ids, example_head, examples
+from reference.families import PATTERNS, REFERENCES, Example, documents, draft_ids, example_head, examples
 from reference.tiny import (
     assert_near,
     check_against,
@@ -23,7 +23,6 @@ from reference.tiny import (
     feature_batch,
     gradients,
     prefixes,
-    random_document,
     teacher_of,
 )
 from torch import Tensor
@@ -31,9 +30,10 @@ from torch import Tensor
 from headstart.heads.base import Head, Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.ends import TargetEnds, Teacher
+from headstart.heads.errors import ConfigError
 from headstart.heads.families import FAMILIES, build_head
+from headstart.train.launching.setup import recompute_activations
 
-PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
 #: float64 modules whose float32 rope angles are the same in every layout: rounding of differently ordered sums
 TOLERANCE = 1e-10
 
@@ -47,11 +47,6 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 def first(family: str) -> Example:
     return next(iter(REFERENCES[family].examples.values()))
-
-
-def documents(patterns: list[str], seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Document]:
-    made = [random_document(pattern, VOCAB, WIDTH, 3, seed + i) for i, pattern in enumerate(patterns)]
-    return [double_document(d) for d in made] if dtype == torch.float64 else made
 
 
 def test_every_family_is_listed() -> None:
@@ -225,6 +220,25 @@ def test_the_target_gets_no_gradient(example: Example) -> None:
     head.bind(TargetEnds(ends.embed_VD, teacher))
     head.loss(feature_batch(documents(PATTERNS), ends, head.depth), teacher).sum_T.sum().backward()
     assert ends.embed_VD.grad is None or not ends.embed_VD.grad.any()
+
+
+@each_structure
+def test_recomputed_activations_change_neither_loss_nor_gradients(example: Example) -> None:
+    head, ends = example_head(example, torch.float64)
+    if not head.draft_layers:
+        with pytest.raises(ConfigError, match=f"{head.family} heads have no layer whose activations could be"):
+            recompute_activations(head)
+        return
+    batch, teacher, scale_T = feature_batch(documents(), ends, head.depth), teacher_of(ends), head.term_weights()
+    found = []
+    for recompute in (False, True):
+        if recompute:
+            recompute_activations(head)
+        loss = (head.train().loss(batch, teacher, scale_T).sum_T * scale_T).sum()
+        found.append({"loss": loss.detach(), **gradients(head, loss)})
+    assert len(found[0]) > 8
+    for name, kept in found[0].items():
+        torch.testing.assert_close(found[1][name], kept, msg=name)
 
 
 # rows and costs

@@ -1,4 +1,4 @@
-"""EAGLE-1 against the per-position loop, and its serving step against the same loop."""
+"""EAGLE-1: its serving step against the per-position loop, its noise, and the loss of the top tokens."""
 
 from __future__ import annotations
 
@@ -7,54 +7,14 @@ from typing import Any
 import pytest
 import torch
 from reference.cache import chain_by_steps, rows_by_steps
-from reference.documents import Document, Ends
-from reference.eagle import chain_logits, eagle_loss, predicted_feature
-from reference.llama import Shape
-from reference.tiny import (
-    assert_near,
-    check_against,
-    double_document,
-    double_ends,
-    double_weights,
-    ends_of,
-    feature_batch,
-    random_document,
-    random_ends,
-    randomise,
-    teacher_of,
-)
+from reference.eagle import chain_logits, predicted_feature
+from reference.families import DIMS, REFERENCES, Example, documents, eagle, example_head, shape_of
+from reference.tiny import assert_near, check_against, double_weights, feature_batch, teacher_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import EagleConfig, build_head
-from headstart.heads.families.eagle.head import EagleHead
 from headstart.heads.losses import fused
-
-ROPE = {"rope_type": "default", "rope_theta": 100.0}
-DIMS = HeadDims(32, 97, 8, 4, 2, 8, 48, rms_norm_eps=1e-5, rope_parameters=ROPE)
-PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
-
-
-def shape_of(dims: HeadDims) -> Shape:
-    return Shape(
-        dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.rms_norm_eps, dims.hidden_act, dims.rope_parameters
-    )
-
-
-def documents(seed: int = 0) -> list[Document]:
-    return [random_document(pattern, 97, 32, 3, seed + i) for i, pattern in enumerate(PATTERNS)]
-
-
-def tiny_eagle(
-    dims: HeadDims = DIMS, dtype: torch.dtype = torch.float32, ends: Ends | None = None, **fields: object
-) -> tuple[EagleHead, Ends]:
-    ends = ends or random_ends(97, 32, 50)
-    ends = double_ends(ends) if dtype == torch.float64 else ends
-    head = build_head(EagleConfig(**{"feature_noise": 0.0, **fields}), dims)
-    head.initialise(ends_of(ends))
-    randomise(head, 1)
-    return head.to(dtype), ends
 
 
 def test_defaults_are_one_and_a_tenth():
@@ -64,9 +24,8 @@ def test_defaults_are_one_and_a_tenth():
 
 def test_serving_rows_are_the_training_forward():
     """Rows fed through `step` into a cache give g_t and its logits, however they are cut into calls."""
-    head, ends = tiny_eagle(dtype=torch.float64)
-    document = double_document(random_document("." * 9, 97, 32, 3, 4))
-    weights, shape = double_weights(head), shape_of(DIMS)
+    head, ends = example_head(Example(eagle()), torch.float64)
+    (document,), weights, shape = documents(["." * 9], 4), double_weights(head), shape_of(head)
     for cuts in ([8], [1] * 8, [3, 1, 4]):
         g_NH, logits_NU = rows_by_steps(head, document, cuts)
         for t in range(8):
@@ -76,19 +35,19 @@ def test_serving_rows_are_the_training_forward():
 
 
 def test_serving_chain_recycles_its_own_prediction():
-    head, ends = tiny_eagle(dtype=torch.float64)
-    document = double_document(random_document("." * 9, 97, 32, 3, 4))
+    head, ends = example_head(Example(eagle()), torch.float64)
+    (document,) = documents(["." * 9], 4)
     fed = [5, 71, 2, 40]
     expected = chain_logits(
-        double_weights(head), ends, shape_of(DIMS), document.tokens[:6], document.hidden_TD[:6], fed
+        double_weights(head), ends, shape_of(head), document.tokens[:6], document.hidden_TD[:6], fed
     )
     assert_near(chain_by_steps(head, document, 6, fed), torch.stack(expected), "chain")
 
 
 def test_noise_is_uniform_scaled_by_document_length_and_only_in_training():
-    head, ends = tiny_eagle(feature_noise=0.1)
+    head, ends = example_head(Example(eagle(feature_noise=0.1)))
     lengths = [40, 8]
-    inputs = [random_document("." * (n // 2) + "A" * (n // 2), 97, 32, 3, n) for n in lengths]
+    inputs = documents(["." * (n // 2) + "A" * (n // 2) for n in lengths], dtype=torch.float32)
     batch = feature_batch(inputs, ends, 1, pad_to=60)
     head.eval()
     assert torch.equal(head.noisy(batch), batch.hidden_RD)
@@ -110,7 +69,7 @@ def test_noise_is_uniform_scaled_by_document_length_and_only_in_training():
 
 
 def test_no_input_norm_no_bias_no_final_norm():
-    names = set(tiny_eagle()[0].state_dict())
+    names = set(example_head(Example(eagle()))[0].state_dict())
     assert names == {
         "fc.weight",
         "layers.0.self_attn.q_proj.weight",
@@ -125,12 +84,11 @@ def test_no_input_norm_no_bias_no_final_norm():
 
 
 def test_the_loss_of_the_top_tokens_in_chunks(monkeypatch: pytest.MonkeyPatch):
-    head, ends = tiny_eagle(dtype=torch.float64, depth=2, top_tokens_loss_weight=1.0)
-    inputs = [double_document(d) for d in documents()]
+    head, ends = example_head(Example(eagle(depth=2, top_tokens_loss_weight=1.0)), torch.float64)
     weights = double_weights(head)
-    expected = eagle_loss(weights, ends, inputs, shape_of(DIMS), depth=2, top_weight=1.0)
+    expected = REFERENCES["eagle"].twin(head, weights, ends, documents())
     monkeypatch.setattr(fused, "CHUNK_ELEMENTS", 4 * 97)
-    check_against(head, feature_batch(inputs, ends, 2), teacher_of(ends), expected, weights)
+    check_against(head, feature_batch(documents(), ends, 2), teacher_of(ends), expected, weights)
 
 
 class Blocks(TorchDispatchMode):
@@ -152,11 +110,10 @@ class Blocks(TorchDispatchMode):
 def test_the_loss_of_the_top_tokens_holds_no_block_of_its_own(monkeypatch: pytest.MonkeyPatch):
     """In chunks, as many blocks of anchors × V and more are made with that loss as without."""
     monkeypatch.setattr(fused, "CHUNK_ELEMENTS", 4 * 97)
-    inputs = [double_document(d) for d in documents()]
     counts = []
     for weight in (0.0, 1.0):
-        head, ends = tiny_eagle(dtype=torch.float64, depth=2, top_tokens_loss_weight=weight)
-        batch = feature_batch(inputs, ends, 2)
+        head, ends = example_head(Example(eagle(depth=2, top_tokens_loss_weight=weight)), torch.float64)
+        batch = feature_batch(documents(), ends, 2)
         with Blocks(len(batch.anchors) * 97) as found:
             head.loss(batch, teacher_of(ends)).sum_T.sum().backward()
         counts.append(found.count)
@@ -175,15 +132,8 @@ def test_the_loss_of_the_top_tokens_needs_a_soft_cross_entropy():
             build_head(EagleConfig(**{"top_tokens_loss_weight": 1.0, **fields}), DIMS)
 
 
-def test_the_first_pass_is_eagle_1():
-    head, ends = tiny_eagle(dtype=torch.float64, depth=3)
-    single, _ = tiny_eagle(dtype=torch.float64)
-    single.load_state_dict(head.state_dict())
-    inputs = [double_document(d) for d in documents()]
-    first = head.loss(feature_batch(inputs, ends, 3), teacher_of(ends))
-    only = single.loss(feature_batch(inputs, ends, 1), teacher_of(ends))
-    assert first.sum_T[0].item() == pytest.approx(only.sum_T[0].item(), rel=1e-12)
-    assert head.term_weights().tolist() == [1.0, 1.0, 1.0], "every pass has the same weight"
+def test_every_pass_has_the_same_weight():
+    assert build_head(eagle(depth=3), DIMS).term_weights().tolist() == [1.0, 1.0, 1.0]
 
 
 def test_unknown_loss_and_no_pass_at_all_are_refused():

@@ -43,7 +43,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torc
 #: bytes of the attention's output projection (o_proj) that the attention kernel may prefetch; `choose_ways` takes the
 #: fastest
 PREFETCH_BYTES = (0, 8 << 20, 16 << 20, 32 << 20)
-#: fewest layers that `choose_ways` times in a row
+#: slots of context, and fewest layers in a row, that `choose_ways` times kernels with
+CONTEXT = 512
 STACKED = 4
 
 
@@ -132,14 +133,14 @@ class FusedModel:
         for layer in self.layers:
             layer.prefetch_bytes[row_bucket(rows)] = size
 
-    def _choose_in_layers(self, products: list[Measured], rows: int, context: int = 512) -> int:
+    def _choose_in_layers(self, products: list[Measured], rows: int) -> int:
         """Choose among the kernels that are about equally fast alone, and the bytes that attention prefetches.
 
         Both are timed in layers that run one after the other, where a kernel is launched and prefetches while others
         still run. Returns: the bytes.
         """
         layers = self._stacked()
-        run = self._stack(layers, rows, context)
+        run = self._stack(layers, rows)
 
         def choose_fastest(ways: Iterable[W], choose: Callable[[W], None]) -> None:
             times, ways = {}, list(ways)
@@ -168,10 +169,10 @@ class FusedModel:
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 0
         return self.layers[: max(STACKED, -(-2 * cache // weights))]
 
-    def _stack(self, layers: list[FusedLayer], rows: int, context: int) -> Callable[[], Tensor]:
-        """Runs `rows` tokens through the given layers, after a context of `context` slots."""
-        buffers = self.buffers(1, context + rows)
-        position_BM = context + torch.arange(rows, device=self.device)[None]
+    def _stack(self, layers: list[FusedLayer], rows: int) -> Callable[[], Tensor]:
+        """Runs `rows` tokens through the given layers, after a context of CONTEXT slots."""
+        buffers = self.buffers(1, CONTEXT + rows)
+        position_BM = CONTEXT + torch.arange(rows, device=self.device)[None]
         visibility = Visibility(position_BM, position_BM, position_BM[:, 0])
         given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         handle = layers[0].register_forward_pre_hook(

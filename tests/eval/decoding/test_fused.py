@@ -170,10 +170,11 @@ def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_run_one_behind_the_other(name: str) -> None:
+def test_layers_run_one_behind_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do in a forward, of every family: what comes out is what the final norm was made of."""
+    monkeypatch.setattr("headstart.eval.decoding.fused.CONTEXT", 5)
     twin = fused(tiny(name))
-    run = twin._stack(twin.layers, 3, 5)
+    run = twin._stack(twin.layers, 3)
     made: list[torch.Tensor] = []
     handle = twin.norm.register_forward_pre_hook(lambda _, given: made.append(given[0]))
     position = 5 + torch.arange(3)[None]

@@ -42,7 +42,7 @@ def node_count(tree: TreeConfig) -> int:
 
 
 def drafting_of(tree: TreeConfig) -> str:
-    """What a tree is drafted by: "chain", "static" or "dynamic<k>". Trees of equal name draft the same, up to depth."""
+    """What a tree is drafted by: "chain", "static" or "dynamic<k>". Trees of equal name differ in depth only."""
     return f"dynamic{tree.k}" if tree.kind == "dynamic" else tree.kind
 
 

@@ -148,7 +148,7 @@ class LlamaDraftFiles(HeadFiles):
         return Contents("portable", self.config_json(head), self.tensors(head))
 
     def drafted_tokens(self, depth: int, chain: int | None) -> int:
-        """A draft layer can draft chains of any length."""
+        """`chain` if given, as a draft layer can draft any length; else the trained depth, at most 4."""
         return min(depth, 4) if chain is None else chain
 
 

@@ -234,7 +234,7 @@ def same_length(batch: FeatureBatch) -> int | None:
 
 
 def _heads_first(x_RhD: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[B · T rows first, h, D] → [B, h, T, D]."""
+    """The first B · T rows, [≥ B · T, h, D] → [B, h, T, D]. Args: shape: (B, T)."""
     return x_RhD[: shape[0] * shape[1]].unflatten(0, shape).transpose(1, 2)
 
 

@@ -29,7 +29,7 @@ if triton is not None:
         q, own_k, own_v, out, lse, row_of_anchor, rows, heads, groups, width, stride, scale,
         J: tl.constexpr, REPEAT: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """(out, lse) of the shared keys, in place → those of shared and own keys together."""
+        """Turn (out, lse) over the shared (step-1) keys into those over shared and own keys, in place."""
         anchor, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
         row = tl.load(row_of_anchor + anchor)
         query, query_mask, key, key_mask, scalar, scalar_mask = _tile(

@@ -12,7 +12,7 @@ from torch import nn
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.targets.sharded import shard_size
-from headstart.heads.targets.target import TARGET_KINDS, TargetConfig
+from headstart.heads.targets.target import TargetConfig
 from headstart.train.config import TrainConfig
 from headstart.train.launching.rendezvous import StartupSignals, check_launch, meet
 from headstart.train.sharing.parallel import Parallel, Replicated, Sharded, check_kind
@@ -52,8 +52,6 @@ def check_layout(kind: str, config: TrainConfig, target: TargetConfig, ranks: in
         node_ranks: ranks of one machine.
     """
     check_kind(kind, config, ranks)
-    if target.parallel not in TARGET_KINDS:
-        raise ConfigError(f"target.parallel: found {target.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
     if target.parallel == "fsdp2":
         shard_size(target.shard_ranks, ranks, node_ranks)
     if target.parallel == "device_map" and ranks > 1:

@@ -80,7 +80,6 @@ def test_zero_cannot_clip_by_value():
         (dict(parallel="fsdp2", shard_ranks=0), 4, 4, "target.shard_ranks: found 0, expected a divisor"),
         (dict(parallel="fsdp2"), 1, 1, "target.parallel: found fsdp2 in a process that is alone"),
         (dict(parallel="device_map"), 2, 2, "target.parallel: found device_map with 2 ranks, expected one process"),
-        (dict(parallel="fsdp"), 2, 2, "target.parallel: found 'fsdp', expected one of none, fsdp2, device_map"),
     ],
 )
 def test_layouts_of_a_target_that_ranks_cannot_hold_are_refused(target, ranks, node, message):

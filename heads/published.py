@@ -193,10 +193,10 @@ class _Boundary:
         source, slash, rest = name.partition("/")
         if slash and source in self.tasks:
             return f"{self.tasks[source]}/{self.prompt_id(rest)}"
-        found = re.fullmatch(r"([^/:]+):(\d+)(\D.*)?", name, re.DOTALL)
-        if found is None or found[1] in workloads() | BENCHMARKS | {OWN_DATA}:
+        match = re.fullmatch(r"([^/:]+):(\d+)(\D.*)?", name, re.DOTALL)
+        if match is None or match[1] in workloads() | BENCHMARKS | {OWN_DATA}:
             return without_private(name, self.words)
-        return f"{OWN_DATA}:{found[2]}{found[3] or ''}"
+        return f"{OWN_DATA}:{match[2]}{match[3] or ''}"
 
 
 def _rule(place: tuple[str, ...]) -> Callable[[str], str | None] | None:
@@ -306,13 +306,13 @@ def _override(name: str, value: str, private: dict[str, str]) -> str:
     for key in keys[:-1]:
         inner = inner.setdefault(key, {})
     inner[keys[-1]] = parsed
-    found: Any = _Boundary(private, {}, {}).mapping({"recipe": nested}, ())["recipe"]
+    shown: Any = _Boundary(private, {}, {}).mapping({"recipe": nested}, ())["recipe"]
     for key in keys:
-        if not isinstance(found, dict) or key not in found:
+        if not isinstance(shown, dict) or key not in shown:
             return "…"
-        found = found[key]
-    if isinstance(found, str):
-        return value if found == parsed else _word(found)
-    if found == parsed:
+        shown = shown[key]
+    if isinstance(shown, str):
+        return value if shown == parsed else _word(shown)
+    if shown == parsed:
         return value
-    return yaml.safe_dump(found, default_flow_style=True, allow_unicode=True, width=100_000, sort_keys=False).strip()
+    return yaml.safe_dump(shown, default_flow_style=True, allow_unicode=True, width=100_000, sort_keys=False).strip()

@@ -39,11 +39,11 @@ def without_defaults(text: str) -> str:
     If a default reads another variable, the name of that one stays: `${oc.env:A,${oc.env:B}}`.
     """
     shown, place = [], 0
-    while found := _OPENS.search(text, place):
-        inside, end = _inside_braces(text, found.end())
+    while match := _OPENS.search(text, place):
+        inside, end = _inside_braces(text, match.end())
         name, _, default = inside.partition(",")
         more = "".join(f",${{oc.env:{other}}}" for other in variables(default))
-        shown.append(f"{text[place : found.start()]}${{oc.env:{name.strip()}{more}}}")
+        shown.append(f"{text[place : match.start()]}${{oc.env:{name.strip()}{more}}}")
         place = end
     return "".join([*shown, text[place:]])
 
@@ -56,10 +56,10 @@ def variables(text: str) -> list[str]:
 def _inside_braces(text: str, start: int) -> tuple[str, int]:
     """The text from `start` to the closing brace, and the place after it; everything if no brace closes."""
     depth = 1
-    for found in _BRACES.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
+    for match in _BRACES.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
         if depth == 0:
-            return text[start : found.start()], found.end()
+            return text[start : match.start()], match.end()
     return text[start:], len(text)
 
 
@@ -96,11 +96,11 @@ def without_private(text: str, words: Mapping[str, str]) -> str:
     if len(home) > 1:
         text = text.replace(home, "~")
     # in quotes a path may hold spaces
-    text = _QUOTED.sub(lambda found: f"{found[1]}{LOCAL_PATH}{found[1]}", text)
+    text = _QUOTED.sub(lambda match: f"{match[1]}{LOCAL_PATH}{match[1]}", text)
     shown, place = [], 0
-    while found := _PATH.search(text, place):
-        end = max(found.end(), _end_of_path(text, found.start()))
-        shown.append(text[place : found.start()] + _path(text[found.start() : end]))
+    while match := _PATH.search(text, place):
+        end = max(match.end(), _end_of_path(text, match.start()))
+        shown.append(text[place : match.start()] + _path(text[match.start() : end]))
         place = end
     return "".join([*shown, text[place:]])
 
@@ -110,15 +110,15 @@ def _end_of_path(text: str, start: int) -> int:
     if len(text) > MOST or "\0" in text:
         return start  # too long to be a sentence of ours
     line = text[start:].partition("\n")[0]
-    ends = [found.start() for found in itertools.islice(_ENDS.finditer(line), PARTS) if found.start() > 1]
+    ends = [match.start() for match in itertools.islice(_ENDS.finditer(line), PARTS) if match.start() > 1]
     there = max((end for end in ends if os.path.exists(os.path.expanduser(line[:end]))), default=0)
     # the file in the last folder need not exist
     rest = _REST.match(line, there) if there else None
     return start + (rest.end() if rest else there)
 
 
-def _address(found: re.Match[str]) -> str:
-    scheme, _, host, rest = found[1], found[2], found[3], found[4]
+def _address(match: re.Match[str]) -> str:
+    scheme, _, host, rest = match[1], match[2], match[3], match[4]
     if scheme.lower() == "file":
         return LOCAL_PATH
     return f"{scheme}://{host if PUBLIC.fullmatch(host) else 'SERVER'}{rest}"

@@ -50,11 +50,11 @@ def load_target(config: TargetConfig) -> Target:
         spread = {"device_map": "auto"} if config.parallel == "device_map" else {}
 
         def make(attention: str) -> Any:
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, info = AutoModelForCausalLM.from_pretrained(
                 place, dtype=dtype, attn_implementation=attention, output_loading_info=True,
                 ignore_mismatched_sizes=True, **spread, **shared,
             )  # fmt: skip
-            require_whole(config.name, model, found)
+            require_whole(config.name, model, info)
             return model
 
         model, notes = with_attention(make, config.attn_implementation)
@@ -99,12 +99,12 @@ def model_directory(place: str, revision: str | None, local: bool) -> tuple[Path
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(
+        directory = snapshot_download(
             place, revision=revision, local_files_only=local, allow_patterns=["*.safetensors", "*.json", "*.jinja"]
         )
     except OSError as error:
         raise TargetError(f"target {place!r} cannot be fetched: {error}") from error
-    return Path(found), Path(found).name
+    return Path(directory), Path(directory).name
 
 
 def weightless_target(config: TargetConfig) -> Target:
@@ -205,14 +205,14 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"target.device: found {device!r}, expected auto, cpu, cuda or cuda:N") from error
-    if found.type == "cuda" and found.index is not None:
-        if found.index >= (cards := torch.cuda.device_count()):
+    if resolved.type == "cuda" and resolved.index is not None:
+        if resolved.index >= (cards := torch.cuda.device_count()):
             raise ConfigError(f"target.device: found {device!r}, this machine has {cards} GPUs, expected one of them")
-        torch.cuda.set_device(found)
-    return found
+        torch.cuda.set_device(resolved)
+    return resolved
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -274,15 +274,15 @@ def with_attention(make: Callable[[str], Any], attention: str) -> tuple[Any, lis
     return model, [f"{type(model).__name__} has no sdpa attention: target.attn_implementation=eager is taken"]
 
 
-def require_whole(name: str, model: nn.Module, found: dict[str, Any]) -> None:
+def require_whole(name: str, model: nn.Module, info: dict[str, Any]) -> None:
     """Refuse a model with parameters that were not in its files: transformers fills them with random values.
 
-    Args: found: its loading info, `missing_keys` and `mismatched_keys` (name, shape in the file, shape in the model).
+    Args: info: its loading info, `missing_keys` and `mismatched_keys` (name, shape in the file, shape in the model).
     Raises: TargetError naming the first such parameter.
     """
-    wrong = [f"{key} is {list(has)}, expected {list(wants)}" for key, has, wants in sorted(found["mismatched_keys"])]
+    wrong = [f"{key} is {list(has)}, expected {list(wants)}" for key, has, wants in sorted(info["mismatched_keys"])]
     learned = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    wrong += [f"{key} is missing" for key in sorted(learned & set(found["missing_keys"]))]
+    wrong += [f"{key} is missing" for key in sorted(learned & set(info["missing_keys"]))]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise TargetError(

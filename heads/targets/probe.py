@@ -112,14 +112,14 @@ def fit_rule(z: Tensor, y: Tensor, config: Any, dtype: torch.dtype) -> OutputRul
 def _softcap(z: Tensor, y: Tensor, scale: float) -> float:
     """c of y = c · tanh(u), u = scale · z / c, from the largest z: tanh(u) / u = y / (scale · z) falls as u grows."""
     place = int(z.abs().argmax())
-    straight, found = abs(scale * float(z[place])), abs(float(y[place]))
-    if not 0 < found < straight:
+    uncapped, capped = abs(scale * float(z[place])), abs(float(y[place]))
+    if not 0 < capped < uncapped:
         return math.nan
     low, high = 1e-6, 1e9
     for _ in range(200):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if math.tanh(middle) / middle > found / straight else (low, middle)
-    return straight / low
+        low, high = (middle, high) if math.tanh(middle) / middle > capped / uncapped else (low, middle)
+    return uncapped / low
 
 
 @contextmanager
@@ -211,12 +211,12 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
     _require_near(what, last_TD, captured, tolerance, median=True)
     if states:
         _check_streams(name, {**streams, layers: seen.hidden_BTD}, answer.hidden_states, tolerance)
-    found = _with_rule(teacher, seen, answer.logits, model.config, name)
-    place = found.weight_VD.device
+    measured = _with_rule(teacher, seen, answer.logits, model.config, name)
+    place = measured.weight_VD.device
     logits_TV = answer.logits[0, :, : teacher.weight_VD.shape[0]].to(place)
     tolerance = max(tolerance, TOLERANCE.get(logits_TV.dtype, 0.0))
-    _require_near(f"{name}: the logits of its output matrix", found.logits(captured.to(place)), logits_TV, tolerance)
-    return found
+    _require_near(f"{name}: the logits of its output matrix", measured.logits(captured.to(place)), logits_TV, tolerance)
+    return measured
 
 
 def _require_finite(what: str, values: Tensor) -> None:
@@ -339,8 +339,8 @@ def rule_without_weights(model: Any) -> OutputRule | None:
     if seen.product_BTV is None:
         return None
     alone = Teacher(matrix.weight, getattr(matrix, "bias", None))
-    found = _with_rule(alone, seen, logits_BTV, model.config, type(model).__name__)
-    return OutputRule(found.scale, found.softcap)
+    measured = _with_rule(alone, seen, logits_BTV, model.config, type(model).__name__)
+    return OutputRule(measured.scale, measured.softcap)
 
 
 @torch.no_grad()

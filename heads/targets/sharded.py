@@ -67,8 +67,8 @@ class Weights(Protocol):
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    found = read_json(index)
-    names = found.get("weight_map") if isinstance(found, dict) else None
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise TargetError(f"{index}: found no weight_map from tensors to files, expected one: copy the model again")
     return names
@@ -194,9 +194,9 @@ class ShardedTarget(Target):
             for rows in torch.arange(hidden_AD.shape[0], device=self.device).split(chunk):
                 logits = part.logits(hidden_AD[rows])
                 index_A = logits.argmax(-1)
-                found_A = logits.gather(-1, index_A[:, None])[:, 0]
-                better_A = found_A > best_A[rows]  # a tie keeps the lower id, as argmax does
-                best_A[rows] = torch.where(better_A, found_A, best_A[rows])
+                value_A = logits.gather(-1, index_A[:, None])[:, 0]
+                better_A = value_A > best_A[rows]  # a tie keeps the lower id, as argmax does
+                best_A[rows] = torch.where(better_A, value_A, best_A[rows])
                 argmax_A[rows] = torch.where(better_A, index_A + first, argmax_A[rows])
         return argmax_A
 
@@ -211,10 +211,10 @@ def shard_size(size: int | None, ranks: int, node_ranks: int) -> int:
             "target.parallel: found fsdp2 in a process that is alone, expected two or more ranks: launch with "
             f"`accelerate launch` or `torchrun`, or {REMEDY}"
         )
-    found = node_ranks if size is None else size
-    if found < 1 or ranks % found:
-        raise ConfigError(f"target.shard_ranks: found {found}, expected a divisor of the {ranks} ranks")
-    return found
+    size = node_ranks if size is None else size
+    if size < 1 or ranks % size:
+        raise ConfigError(f"target.shard_ranks: found {size}, expected a divisor of the {ranks} ranks")
+    return size
 
 
 def shard_group(size: int | None) -> dist.ProcessGroup:
@@ -294,14 +294,14 @@ def restore_buffers(model: nn.Module, device: torch.device) -> None:
 
 def with_buffers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules that hold buffers. Raises: TargetError for one that cannot be built anew from its config alone."""
-    found = []
+    modules = []
     for name, module in model.named_modules():
         if all(buffer is None for buffer in module._buffers.values()):
             continue
         if getattr(module, "config", None) is None or any(True for _ in module.parameters(recurse=False)):
             raise TargetError(f"{type(model).__name__}: cannot compute the buffers of {name}: {REMEDY}")
-        found.append((name, module))
-    return found
+        modules.append((name, module))
+    return modules
 
 
 def check_plain(settings: Any, name: str) -> None:

@@ -42,15 +42,15 @@ def fix_date(template: str, text: str | None = None) -> str:
 
 def fixed_date(template: str) -> str | None:
     """The date that `fix_date` gave the template, like 2026-01-31; None if it shows none."""
-    found = MARK.match(template)
-    return found.group(1) if found else None
+    match = MARK.match(template)
+    return match.group(1) if match else None
 
 
 def shown_date(tokenizer: Any) -> str | None:
     """The date that `fix_dates` gave the tokenizer's chat templates; None if they show none."""
     templates = getattr(tokenizer, "chat_template", None)
     every = templates.values() if isinstance(templates, dict) else [templates]
-    return next((found for template in every if isinstance(template, str) and (found := fixed_date(template))), None)
+    return next((shown for template in every if isinstance(template, str) and (shown := fixed_date(template))), None)
 
 
 def fix_dates(tokenizer: Any, text: str | None = None) -> None:

@@ -38,15 +38,6 @@ class ConfigError(HeadstartError):
     exit_code = 2
 
 
-def check_settings(
-    config: object, node: str, names: Iterable[str], expected: str, works: Callable[[Any], bool]
-) -> None:
-    """Raise ConfigError for the first of the settings `names` of a recipe's node whose value does not work."""
-    for name in names:
-        if not works(found := getattr(config, name)):
-            raise ConfigError(f"{node}.{name}: found {found!r}, expected {expected}")
-
-
 class DataError(HeadstartError):
     """An input file or record is missing or malformed; names the file and the line."""
 
@@ -81,6 +72,15 @@ class ServerError(HeadstartError):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived and everything is saved: the process ends with exit code 0, and the same command continues."""
+
+
+def check_settings(
+    config: object, node: str, names: Iterable[str], expected: str, works: Callable[[Any], bool]
+) -> None:
+    """Raise ConfigError for the first of the settings `names` of a recipe's node whose value does not work."""
+    for name in names:
+        if not works(found := getattr(config, name)):
+            raise ConfigError(f"{node}.{name}: found {found!r}, expected {expected}")
 
 
 def explain_memory(error: BaseException) -> HeadstartError | None:

@@ -123,7 +123,7 @@ def data_label(data: Any) -> str:
 def eval_prompts(config: EvalConfig) -> list[Prompt]:
     """The prompts of an evaluation. Raises: ConfigError where `eval.data` is not set; as `load_prompts`."""
     if config.data is None:
-        raise ConfigError("eval.data is not set: give a file of prompts by --data FILE.jsonl or eval.data=FILE.jsonl")
+        raise ConfigError("eval.data is not set: give --data FILE.jsonl or eval.data=FILE.jsonl, a file of prompts")
     return load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
 
 

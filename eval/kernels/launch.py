@@ -57,8 +57,8 @@ class _Compiler:
 
     def finish(self) -> None:
         waiting = [kernel for kernel in self.kernels.values() if kernel is not None]
-        found = (kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel for kernel in waiting)
-        different = {id(kernel): kernel for kernel in found if kernel is not None}
+        compiled = (kernel.result(ignore_errors=True) if hasattr(kernel, "result") else kernel for kernel in waiting)
+        different = {id(kernel): kernel for kernel in compiled if kernel is not None}
         # loading compiles the launcher's C code, which takes as long as the kernel
         list(self.pool.map(_load, different.values(), repeat(torch.cuda.current_device())))
         self.kernels = dict.fromkeys(self.kernels)

@@ -71,7 +71,7 @@ class Contexts:
     """
 
     def __init__(self, target: Target, config: EvalConfig, conversations: Conversations, first: list[list[int]]):
-        self.conversations, self.most = conversations, config.max_new_tokens
+        self.conversations, self.max_new_tokens = conversations, config.max_new_tokens
         self.positions, self.chats = target.positions, chats_of(target, config)
         self.first = {id(prompt): context for prompt, context in zip(conversations.prompts, first, strict=True)}
 
@@ -102,7 +102,7 @@ class Contexts:
     def answered(self, prompts: list[Prompt], turn: int, answers: list[Answer], limits: list[int]) -> None:
         """Add the answers to their conversations, which end where the template cannot read an answer as a message."""
         for prompt, answer, limit in zip(prompts, answers, limits, strict=True):
-            self.conversations.cut += limit < self.most and answer.finish_reason == "length"
+            self.conversations.cut += limit < self.max_new_tokens and answer.finish_reason == "length"
             if turn + 1 == prompt.answers:
                 continue
             said = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
@@ -114,4 +114,5 @@ class Contexts:
                 self.conversations.said[id(prompt)].append(message)
 
     def notes(self) -> list[str]:
-        return self.conversations.notes(self.most, f"the target has {self.positions} positions", self.chats.notes)
+        why_cut = f"the target has {self.positions} positions"
+        return self.conversations.notes(self.max_new_tokens, why_cut, self.chats.notes)

@@ -106,7 +106,7 @@ def speedup(speculative: float | None, plain: float | None) -> float | None:
 
 
 def expected_tau(rates: Sequence[float]) -> float:
-    """τ = 1 + Σ_d Π_{i ≤ d} rate_i. Args: rates: probability of each level to be accepted, given the levels before it.
+    """τ = 1 + Σ_d Π_{i ≤ d} rate_i. Args: rates: probability that a level is accepted if all levels before it are.
 
     The last cycle of an answer is cut by a stop token or the length limit, so the measured τ lies a little below.
     """

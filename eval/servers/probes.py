@@ -170,7 +170,7 @@ class Sglang:
 
     @staticmethod
     def request_fields(config: EvalConfig) -> dict[str, Any]:
-        """As Vllm's, in SGLang's spelling; they also ask for counts, which versions without the field do not send."""
+        """As Vllm's, in SGLang's spelling. They also ask for counts, which older versions do not send."""
         if config.repetition_penalty != 1.0:
             raise ConfigError(
                 f"eval.repetition_penalty: found {config.repetition_penalty:g}; SGLang penalises generated tokens, "

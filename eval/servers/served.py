@@ -56,8 +56,8 @@ def evaluate_server(
         raise ConfigError(f"--engine: found {engine!r}, expected one of {sorted(ENGINES)}")
     if config.temperature != 0:
         raise ConfigError(
-            f"eval.temperature: found {config.temperature:g}; a server is measured at temperature 0, as what it "
-            "accepts by position when it samples does not compare: set it to 0"
+            f"eval.temperature: found {config.temperature:g}; a server is measured at temperature 0, since its "
+            "acceptance by position cannot be compared when it samples: set it to 0"
         )
     if config.synthetic_acceptance is not None:
         raise ConfigError(
@@ -65,9 +65,9 @@ def evaluate_server(
             "unset it, or measure in Headstart's loop (without --engine)"
         )
     for name in ("batch_sizes", "context_lengths", "generate_baseline"):
-        if found := getattr(config, name):
+        if value := getattr(config, name):
             raise ConfigError(
-                f"eval.{name}: found {found}; a server is measured at one eval.batch_size and by itself: unset it"
+                f"eval.{name}: found {value}; a server is measured at one eval.batch_size and nothing else is: unset it"
             )
     options = sampling(config) | ENGINES[engine].request_fields(config)
     prompts = eval_prompts(config)

@@ -199,8 +199,10 @@ class RunTracker:
         self._try(lambda tracker: tracker.log(step, values))
 
     def close(self) -> None:
-        self._log.close()
-        self._try(lambda tracker: tracker.close())
+        try:
+            self._log.close()
+        finally:
+            self._try(lambda tracker: tracker.close())
 
     def _try(self, act: Callable[[Tracker], None]) -> None:
         if self._beside is None:

@@ -13,7 +13,7 @@ from headstart.heads.files import set_aside
 from headstart.train.checkpoints.resume import TRAINED
 from headstart.train.config import TrainConfig
 from headstart.train.tracking import track
-from headstart.train.tracking.track import MetricLog, Reporter, TensorBoardTracker, open_tracker
+from headstart.train.tracking.track import MetricLog, Reporter, RunTracker, TensorBoardTracker, open_tracker
 
 
 def test_metric_log_drops_what_lies_after_the_checkpoint(tmp_path):
@@ -46,7 +46,7 @@ def test_records_that_a_full_disk_refuses_are_written_later(tmp_path):
             room[0] -= count
             return real.write(data[:count])
 
-        def close(self) -> None:
+        def close(self):
             real.close()
 
     log._file = Full()
@@ -191,3 +191,23 @@ def test_a_log_has_one_line_per_record_and_the_time_left_only_where_it_is_known(
     assert len(lines) == 4
     assert all(line.endswith("loss 1.25  coverage 0.5  walked τ 1.5  lr 0.001  tokens/s 123.4") for line in lines)
     assert [" left" in line for line in lines] == [False, True, False, False]
+
+
+def test_a_log_that_cannot_be_closed_leaves_no_tracker_open(tmp_path, monkeypatch):
+    closed = []
+
+    class Beside:
+        def log(self, step, values): ...
+
+        def close(self):
+            closed.append(True)
+
+    log = MetricLog(tmp_path / "metrics.jsonl")
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log, "close", full)
+    with pytest.raises(OSError, match="No space left"):
+        RunTracker(log, "beside", Beside()).close()
+    assert closed == [True]

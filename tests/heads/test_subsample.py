@@ -9,45 +9,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.documents import Document, Ends
-from reference.tiny import (
-    assert_near,
-    double_document,
-    double_ends,
-    ends_of,
-    feature_batch,
-    gradients,
-    random_document,
-    random_ends,
-    randomise,
-    teacher_of,
-)
+from reference.documents import Ends
+from reference.families import DIMS, Example, documents, eagle, eagle3, example_head
+from reference.tiny import assert_near, feature_batch, gradients, teacher_of
 
 from headstart.heads.base import Head, HeadConfig, Loss
 from headstart.heads.batch import FeatureBatch
-from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
-from headstart.heads.families import Eagle3Config, EagleConfig, build_head
+from headstart.heads.families import build_head
 from headstart.heads.subsample import Draw, draw_ranked, draw_rows, group_sizes, keep_fractions
 
-VOCAB, DRAFT = 97, 40
-DIMS = HeadDims(32, VOCAB, 8, 4, 2, 8, 48, rope_parameters={"rope_type": "default", "rope_theta": 100.0})
 CONFIGS: dict[str, HeadConfig] = {
-    "eagle": EagleConfig(depth=3, feature_noise=0.0, row_fraction=0.5),
-    "eagle3": Eagle3Config(depth=4, draft_vocab_size=DRAFT, feature_layers=[1, 3, 5], row_fraction=0.5),
+    "eagle": eagle(depth=3, row_fraction=0.5),
+    "eagle3": eagle3(row_fraction=0.5),
 }
-PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
 SUMS = ("sum_T", "count_T", "numerator_M", "denominator_M")
 
 
 def build(name: str) -> tuple[Head, Ends, FeatureBatch]:
-    ends = double_ends(random_ends(VOCAB, 32, 50))
-    head = build_head(CONFIGS[name], DIMS)
-    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(7))[:DRAFT].sort().values
-    head.initialise(ends_of(ends), ids)
-    randomise(head, 1)
-    documents: list[Document] = [double_document(random_document(p, VOCAB, 32, 3, i)) for i, p in enumerate(PATTERNS)]
-    return head.double(), ends, feature_batch(documents, ends, head.depth, pad_to=50)
+    head, ends = example_head(Example(CONFIGS[name]), torch.float64)
+    return head, ends, feature_batch(documents(), ends, head.depth, pad_to=50)
 
 
 def drawn(batch: FeatureBatch, draw: Draw) -> FeatureBatch:
@@ -173,10 +154,10 @@ def test_the_seed_decides():
 def test_fractions_fall_geometrically_to_a_floor():
     assert keep_fractions(5, 0.5, 0.2) == (1.0, 0.5, 0.25, 0.2, 0.2)
     assert keep_fractions(5, 1.0, 0.2) is None and keep_fractions(1, 0.5, 0.2) is None
-    assert build_head(EagleConfig(depth=3), DIMS).keep_K is None, "nothing is dropped unless asked for"
+    assert build_head(eagle(depth=3), DIMS).keep_K is None, "nothing is dropped unless asked for"
     for field, value in (("row_fraction", 0.0), ("row_fraction", 1.5), ("row_fraction_min", 0.0)):
         with pytest.raises(ConfigError, match=f"head.{field}: found {value}"):
-            build_head(EagleConfig(**{"depth": 3, field: value}), DIMS)
+            build_head(eagle(**{"depth": 3, field: value}), DIMS)
 
 
 def test_anchors_are_subsampled_once_and_before_padding():

@@ -33,6 +33,11 @@ def test_from_plan_to_export(headstart: Callable, recipe: Path, tmp_path: Path, 
     assert identity["identical"] == identity["sequences"] == 2
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert {"train/acc_1", "valid/walked_tau", "valid/tau", *OWN_METRICS[family]} <= {n for line in lines for n in line}
+    if family == "miniblock":  # every term by its weight
+        valid = [line for line in lines if "valid/loss_tokens" in line]
+        assert [line["valid/loss"] for line in valid] == pytest.approx(
+            [line["valid/loss_tokens"] + 0.5 * line["valid/loss_confidence"] for line in valid]
+        )
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert sum(losses[-3:]) < sum(losses[:3])
 

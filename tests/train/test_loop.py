@@ -25,7 +25,8 @@ def test_loss_falls_and_the_result_says_what_was_done(tmp_path):
     curve = [loss for _, loss in losses(tmp_path)]
     assert len(curve) == 30 and curve[-1] < 0.7 * curve[0]
     assert (result.step, result.stopped, result.resumed_from) == (30, "steps", 0)
-    assert result.supervised_tokens > 0 and result.checkpoint.endswith("step-00000030")
+    assert result.supervised_tokens == records(tmp_path)[-1]["supervised_tokens"] > 0
+    assert result.checkpoint.endswith("step-00000030")
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000030\n"
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000028", "step-00000030"]
 

@@ -43,6 +43,17 @@ def test_save_then_load_is_bit_equal(tmp_path: Path, example: Example) -> None:
 
 
 @each_head
+def test_damaged_weights_are_noticed(tmp_path: Path, example: Example) -> None:
+    save_head(example_head(example)[0], tmp_path, {})
+    content = bytearray((tmp_path / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(FormatError, match="was changed or damaged after the head was saved"):
+        load_head(tmp_path, example.dims)
+    assert not check_directory(tmp_path, example.dims).loads("headstart")
+
+
+@each_head
 def test_bfloat16_files_hold_the_rounded_weights(tmp_path: Path, example: Example) -> None:
     head, _ = example_head(example)
     save_head(head, tmp_path / "head", {}, torch.bfloat16)
@@ -102,7 +113,7 @@ def test_an_export_loads_in_its_engine_and_comes_back(tmp_path: Path, example: E
         return
     reports = export_head(head, place, config, {"target": {"name": "t"}})
     checked = check_directory(place, example.dims)
-    for name in written_for:
+    for name in (*written_for, *(["headstart"] if engine == PORTABLE else [])):
         assert reports[engine].loads(name) and checked.loads(name), checked.render()
     back = load_head(place, example.dims)
     back.bind(ends_of(ends))

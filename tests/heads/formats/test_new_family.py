@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from format_layouts import DIMS, our_head, same_state
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headstart.heads.base import Head, HeadConfig, Loss
@@ -18,15 +17,13 @@ from headstart.heads.checkpoints.head_files import Contents, HeadFiles
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.checkpoints.tensor_map import TensorMap, map_tensors
 from headstart.heads.dims import HeadDims
-from headstart.heads.errors import ConfigError, FormatError
+from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES, Family
 from headstart.heads.families.paper import Paper
 from headstart.heads.formats import ExportConfig, Verdict, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.engines import FORMATS
-from headstart.heads.formats.export import check_ahead, check_export
 from headstart.heads.formats.format import Rules
-from headstart.heads.formats.loading import skeleton
 from headstart.heads.formats.verdicts import Case
 
 PAPER = Paper("Mixer", "Drafts by mixing", "Doe, Jane", "2501.00001")
@@ -111,34 +108,6 @@ def test_a_head_is_saved_loaded_and_served_by_nobody(
     assert side["type"] == "mixer" and side["facts"] == files.facts and side["feature_layers"] == [2, 5]
     card = render_card("user/mixer", side, None, [])
     assert "Mixer draft head for **tiny**" in card and "arXiv:2501.00001" in card and "Doe, Jane" in card
-
-
-@pytest.mark.parametrize("files", [HeadFiles(), PublishedMixerFiles()], ids=["compact", "published form"])
-def test_the_files_are_sealed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: HeadFiles) -> None:
-    save_head(register(monkeypatch, files), tmp_path, {})
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "mix.weight": tensors["mix.weight"] + 1}, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match="was changed or damaged after the head was saved"):
-        load_head(tmp_path, DIMS)
-    assert verdicts(tmp_path)["headstart"] is Verdict.REFUSES
-
-
-def test_export_writes_what_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    head, config = register(monkeypatch, HeadFiles()), ExportConfig(dtype="float32")
-    check_export(config, "mixer")
-    check_ahead(skeleton(head.config, DIMS, "here"), config, {})
-    reports = export_head(head, tmp_path, config, {})
-    assert reports["portable"].loads("headstart") and same_state(load_head(tmp_path, DIMS), head)
-    with pytest.raises(ConfigError, match=r"vLLM does not serve mixer heads; expected some of \['portable'\]"):
-        export_head(head, tmp_path, ExportConfig(engines=["vllm"]), {})
-
-
-def test_without_headstart_json_the_compact_form_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    save_head(register(monkeypatch, HeadFiles()), tmp_path, {})
-    (tmp_path / "headstart.json").unlink()
-    with pytest.raises(FormatError, match="config.json: the compact form is read with its headstart.json only"):
-        load_head(tmp_path, DIMS)
-    assert check_directory(tmp_path, DIMS).family == "mixer"
 
 
 def test_others_files_become_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from headstart.heads.numerics import weight_grad, wide
 
 
 @dataclass(frozen=True)
-class Plan:
+class Setup:
     """The pack and the layer's settings of one rollout: everything but tensors that need gradients."""
 
     batch: FeatureBatch
@@ -63,14 +63,14 @@ def rollout(batch: FeatureBatch, layer: DraftLayer, hidden_norm: RMSNorm, rope: 
     Returns: [M, H], the outputs of every depth's anchors laid end to end (`anchors.count_K` rows each).
     """
     attention = layer.self_attn
-    plan = Plan(
+    setup = Setup(
         batch, TrainAttention(batch), rope, attention.heads, attention.kv_heads, attention.head_dim, hidden_norm.eps,
         layer.mlp.act, layer.recompute,
     )  # fmt: skip
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     weights = [linear.weight for linear in (*projections, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)]
     with torch.autocast(g_RH.device.type, enabled=False):
-        return _Rollout.apply(plan, e_RH, g_RH, hidden_norm.weight, layer.post_attention_layernorm.weight, *weights)
+        return _Rollout.apply(setup, e_RH, g_RH, hidden_norm.weight, layer.post_attention_layernorm.weight, *weights)
 
 
 def _packed(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -85,11 +85,11 @@ def _packed(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 
 class _Rollout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: Plan, e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down):
+    def forward(ctx, setup: Setup, e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down):
         dtype, hidden = g_RH.dtype, g_RH.shape[1]
-        anchors, rows = plan.batch.anchors, g_RH.shape[0]
+        anchors, rows = setup.batch.anchors, g_RH.shape[0]
         counts, row_A = anchors.count_K, anchors.row_A
-        queries = plan.heads * plan.width
+        queries = setup.heads * setup.width
         w_qkv, w_out = _packed((wq, wk, wv), dtype), wo.to(dtype)
         w_gated, w_back = _packed((w_gate, w_up), dtype), w_down.to(dtype)
         norm_1, norm_2 = hidden_weight.to(dtype), post_weight.to(dtype)
@@ -100,7 +100,7 @@ class _Rollout(torch.autograd.Function):
             return g_RH.new_empty(count, width)
 
         total, most = sum(counts), counts[0]
-        n1_RH = rms_norm(g_RH, norm_1, plan.eps)
+        n1_RH = rms_norm(g_RH, norm_1, setup.eps)
         n1_MH, x_MH, n2_MH, g_MH = (make(total, hidden) for _ in range(4))
         context_MC, packed_MI, act_MI = (
             make(total, queries),
@@ -108,42 +108,42 @@ class _Rollout(torch.autograd.Function):
             make(total, w_back.shape[1]),
         )
         later = max(len(counts) - 1, 0)
-        own_k, own_v = (g_RH.new_empty(later, most, plan.groups, plan.width) for _ in range(2))
+        own_k, own_v = (g_RH.new_empty(later, most, setup.groups, setup.width) for _ in range(2))
 
-        cos_R, sin_R = plan.rope(plan.batch.position_R)
+        cos_R, sin_R = setup.rope(setup.batch.position_R)
         kv_RW = torch.addmm(e_RW[:, queries:], n1_RH, w_g[queries:].t())
-        kv_RW = rotate_heads(kv_RW, cos_R, sin_R, plan.groups, plan.width)
-        k_RgD, v_RgD = (x.unflatten(1, (plan.groups, plan.width)).contiguous() for x in kv_RW.chunk(2, dim=1))
-        position_A = plan.batch.position_R[row_A]
+        kv_RW = rotate_heads(kv_RW, cos_R, sin_R, setup.groups, setup.width)
+        k_RgD, v_RgD = (x.unflatten(1, (setup.groups, setup.width)).contiguous() for x in kv_RW.chunk(2, dim=1))
+        position_A = setup.batch.position_R[row_A]
         g_AH, attended, start = g_RH[row_A], [], 0
         for step, count in enumerate(counts):
             part = slice(start, start + count)
             start += count
-            cos, sin = plan.rope(position_A[:count] + step)
+            cos, sin = setup.rope(position_A[:count] + step)
             n1 = n1_MH[part]
             if step == 0:
                 torch.index_select(n1_RH, 0, row_A, out=n1)
                 q_AW = e_RW[row_A, :queries].addmm_(n1, w_g[:queries].t())
-                q = rotate_heads(q_AW, cos, sin, plan.heads, plan.width).unflatten(1, (plan.heads, plan.width))
+                q = rotate_heads(q_AW, cos, sin, setup.heads, setup.width).unflatten(1, (setup.heads, setup.width))
             else:
                 g_AH = g_AH[:count]
-                rms_norm(g_AH, norm_1, plan.eps, n1)
+                rms_norm(g_AH, norm_1, setup.eps, n1)
                 qkv_AW = e_RW[_ahead(row_A[:count], step, rows)].addmm_(n1, w_g.t())
-                turned = rotate_heads(qkv_AW, cos, sin, plan.heads + plan.groups, plan.width)
-                q, k, v = turned.unflatten(1, (-1, plan.width)).split((plan.heads, plan.groups, plan.groups), dim=1)
+                turned = rotate_heads(qkv_AW, cos, sin, setup.heads + setup.groups, setup.width)
+                q, k, v = turned.unflatten(1, (-1, setup.width)).split((setup.heads, setup.groups, setup.groups), dim=1)
                 own_k[step - 1, :count], own_v[step - 1, :count] = k, v
-            context, saved = plan.attention.forward(q, k_RgD, v_RgD, own_k[:step, :count], own_v[:step, :count])
+            context, saved = setup.attention.forward(q, k_RgD, v_RgD, own_k[:step, :count], own_v[:step, :count])
             # a fused backward finds the queries in `saved`
             attended.append((None if saved else q, saved))
             context_MC[part] = context.flatten(1)
             x = torch.addmm(g_AH, context_MC[part], w_out.t(), out=x_MH[part])
-            inner = slice(0, count) if plan.recompute else part
-            torch.mm(rms_norm(x, norm_2, plan.eps, n2_MH[inner]), w_gated.t(), out=packed_MI[inner])
-            gated(packed_MI[inner], act_MI[inner], plan.act)
+            inner = slice(0, count) if setup.recompute else part
+            torch.mm(rms_norm(x, norm_2, setup.eps, n2_MH[inner]), w_gated.t(), out=packed_MI[inner])
+            gated(packed_MI[inner], act_MI[inner], setup.act)
             g_AH = torch.addmm(x, act_MI[inner], w_back.t(), out=g_MH[part])
-        if plan.recompute:
+        if setup.recompute:
             n2_MH = act_MI = packed_MI = None
-        ctx.plan, ctx.attended = plan, attended
+        ctx.setup, ctx.attended = setup, attended
         ctx.save_for_backward(
             e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down, w_qkv, w_out, w_gated, w_back,
             n1_RH, n1_MH, x_MH, n2_MH, g_MH, context_MC, packed_MI, act_MI, k_RgD, v_RgD, own_k, own_v,
@@ -152,15 +152,15 @@ class _Rollout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_MH):
-        plan, attended = ctx.plan, ctx.attended
+        setup, attended = ctx.setup, ctx.attended
         (
             e_RH, g_RH, hidden_weight, post_weight, wq, wk, wv, wo, w_gate, w_up, w_down, w_qkv, w_out, w_gated, w_back,
             n1_RH, n1_MH, x_MH, n2_MH, g_MH, context_MC, packed_MI, act_MI, k_RgD, v_RgD, own_k, own_v,
         ) = ctx.saved_tensors  # fmt: skip
         dtype, hidden = g_RH.dtype, g_RH.shape[1]
-        anchors, rows = plan.batch.anchors, g_RH.shape[0]
+        anchors, rows = setup.batch.anchors, g_RH.shape[0]
         counts, row_A = anchors.count_K, anchors.row_A
-        queries, heads, groups, width = plan.heads * plan.width, plan.heads, plan.groups, plan.width
+        queries, heads, groups, width = setup.heads * setup.width, setup.heads, setup.groups, setup.width
         w_g = w_qkv[:, hidden:]
         norm_1, norm_2 = hidden_weight.to(dtype), post_weight.to(dtype)
         dg_MH = grad_MH.clone(memory_format=torch.contiguous_format)
@@ -170,38 +170,38 @@ class _Rollout(torch.autograd.Function):
         dk_RgD, dv_RgD = (torch.zeros_like(x, dtype=wide(x[:0]).dtype) for x in (k_RgD, v_RgD))
         d_norm_1, d_norm_2 = (torch.zeros_like(hidden_weight, dtype=wide(g_RH[:0]).dtype) for _ in range(2))
         d_gated = d_down = None
-        if plan.recompute:
+        if setup.recompute:
             d_gated = torch.zeros(w_gated.shape, dtype=w_gate.dtype, device=w_gate.device)
             d_down = torch.zeros_like(w_down)
-        position_A = plan.batch.position_R[row_A]
+        position_A = setup.batch.position_R[row_A]
         starts = [sum(counts[:step]) for step in range(len(counts) + 1)]
         for step in reversed(range(len(counts))):
             count, part = counts[step], slice(starts[step], starts[step + 1])
             dg = dg_MH[part]
-            if plan.recompute:
-                n2_AH = rms_norm(x_MH[part], norm_2, plan.eps)
+            if setup.recompute:
+                n2_AH = rms_norm(x_MH[part], norm_2, setup.eps)
                 packed_AI = n2_AH @ w_gated.t()
                 act_AI = packed_AI.new_empty(count, w_back.shape[1])
-                gated(packed_AI, act_AI, plan.act)
+                gated(packed_AI, act_AI, setup.act)
                 d_down += weight_grad(dg, act_AI, w_down.dtype)
             else:
                 packed_AI = packed_MI[part]
-            gated_backward(packed_AI, dg @ w_back, plan.act)
-            if plan.recompute:
+            gated_backward(packed_AI, dg @ w_back, setup.act)
+            if setup.recompute:
                 d_gated += weight_grad(packed_AI, n2_AH, w_gate.dtype)
             dx = dx_MH[part]
-            d_norm_2 += rms_norm_backward(packed_AI @ w_gated, x_MH[part], norm_2, plan.eps, dx, dg)
+            d_norm_2 += rms_norm_backward(packed_AI @ w_gated, x_MH[part], norm_2, setup.eps, dx, dg)
             d_context = (dx @ w_out).unflatten(1, (heads, width))
             q, saved = attended[step]
             own = (own_k[:step, :count], own_v[:step, :count])
-            dq, dk, dv = plan.attention.backward(
+            dq, dk, dv = setup.attention.backward(
                 d_context, d_context if q is None else q, k_RgD, v_RgD, *own, saved, d_own_k[:step, :count],
                 d_own_v[:step, :count],
             )  # fmt: skip
             attended[step] = None
             dk_RgD += dk
             dv_RgD += dv
-            cos, sin = plan.rope(position_A[:count] + step)
+            cos, sin = setup.rope(position_A[:count] + step)
             if step == 0:
                 dq_AW = rotate_heads(dq.flatten(1), cos, -sin, heads, width)
                 break
@@ -212,16 +212,16 @@ class _Rollout(torch.autograd.Function):
             dv_part.copy_(d_own_v[step - 1, :count].flatten(1))
             before = slice(starts[step - 1], starts[step - 1] + count)
             d_norm_1 += rms_norm_backward(
-                dqkv @ w_g, g_MH[before], norm_1, plan.eps, dg_MH[before], dx, accumulate=True
+                dqkv @ w_g, g_MH[before], norm_1, setup.eps, dg_MH[before], dx, accumulate=True
             )
 
-        cos_R, sin_R = plan.rope(plan.batch.position_R)
+        cos_R, sin_R = setup.rope(setup.batch.position_R)
         dkv_RW = torch.cat((dk_RgD, dv_RgD), dim=1).to(dtype).flatten(1)
         dkv_RW = rotate_heads(dkv_RW, cos_R, -sin_R, groups, width)
         dn_RH = dkv_RW @ w_g[queries:]
         add_rows(dn_RH, row_A, dq_AW @ w_g[:queries])
         dg_RH = torch.empty_like(g_RH)
-        d_norm_1 += rms_norm_backward(dn_RH, g_RH, norm_1, plan.eps, dg_RH)
+        d_norm_1 += rms_norm_backward(dn_RH, g_RH, norm_1, setup.eps, dg_RH)
         add_rows(dg_RH, row_A, dx_MH[: counts[0]])
 
         de_RW = collect_steps(dqkv_MW, row_A, counts[1:], rows, first=1)
@@ -234,7 +234,7 @@ class _Rollout(torch.autograd.Function):
         d_qkv[:queries, hidden:] += weight_grad(dq_AW, n1_MH[: counts[0]], wq.dtype)
         d_qkv[queries:, hidden:] += weight_grad(dkv_RW, n1_RH, wq.dtype)
         d_out = weight_grad(dx_MH, context_MC, wo.dtype)
-        if not plan.recompute:
+        if not setup.recompute:
             d_gated = weight_grad(packed_MI, n2_MH, w_gate.dtype)
             d_down = weight_grad(dg_MH, act_MI, w_down.dtype)
         return (

@@ -19,7 +19,7 @@ from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.medusa import MedusaDrafter
 from headstart.eval.drafters.ngram import NgramDrafter, NgramIndex
 from headstart.eval.measuring.teacher_forced import draft_everywhere
-from headstart.eval.tree import chain
+from headstart.eval.tree import Tree
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import FAMILIES
 from headstart.heads.families.autoregressive import AutoregressiveHead
@@ -121,38 +121,39 @@ def test_dynamic_tree_is_the_naive_one(
         roots_B = torch.tensor([8, 9, 10])
 
 
-def test_medusa_takes_ranks_of_each_head(target: Target, medusa: Trained) -> None:
-    head = medusa.head
-    drafter = MedusaDrafter(head, TreeConfig("static", depth=3, total_tokens=30), Sampling())  # type: ignore[arg-type]
-    engine = Engine(target.model, 1, 32)
+@torch.no_grad()
+def medusa_draft(
+    target: Target, head: Any, config: TreeConfig, sampling: Sampling
+) -> tuple[MedusaDrafter, int, Tree, Tensor]:
+    """A drafter, the root after the context 5 6 7, what it drafts there, and the head's logits [K, V]."""
+    drafter, engine = MedusaDrafter(head, config, sampling), Engine(target.model, 1, 32)
     logits_BV, rows = engine.prefill([[5, 6, 7]], drafter.spec)
     drafter.start(rows, 32)
-    tree = drafter.propose(logits_BV.argmax(-1))
+    root_B = logits_BV.argmax(-1)
+    tree = drafter.propose(root_B, torch.Generator().manual_seed(0))
+    return drafter, int(root_B), tree, head.draft_logits(rows.hidden_BJD[:, -1])[0]
+
+
+def test_medusa_takes_ranks_of_each_head(target: Target, medusa: Trained) -> None:
+    head: Any = medusa.head
+    drafter, _, tree, logits_KV = medusa_draft(target, head, TreeConfig("static", depth=3, total_tokens=30), Sampling())
     assert tree.nodes == drafter.max_nodes == 29
-    with torch.no_grad():
-        ranked = head.draft_logits(rows.hidden_BJD[:, -1])[0].argsort(-1, descending=True)  # type: ignore[operator]
+    ranked = logits_KV.argsort(-1, descending=True)
     shape = drafter.shape
     for n in range(tree.nodes):
         assert tree.tokens_BN[0, n] == ranked[shape.depth_N[n] - 1, shape.rank_N[n]]
     assert drafter.name == "medusa"
-    deeper = MedusaDrafter(head, TreeConfig("static", paths=[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]), Sampling())  # type: ignore[arg-type]
+    deeper = MedusaDrafter(head, TreeConfig("static", paths=[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]), Sampling())
     assert deeper.max_nodes == 3  # the head has three depths
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_medusa_chain_counts_what_it_drafted(target: Target, medusa: Trained, temperature: float) -> None:
     """A penalty holds for drafted tokens as for the context: each level's q is of what stands before it."""
-    head, sampling = medusa.head, Sampling(temperature, repetition_penalty=1.7)
-    drafter = MedusaDrafter(head, TreeConfig("chain", depth=3), sampling)  # type: ignore[arg-type]
-    engine = Engine(target.model, 1, 32)
-    logits_BV, rows = engine.prefill([[5, 6, 7]], drafter.spec)
-    drafter.start(rows, 32)
-    root_B = logits_BV.argmax(-1)
-    tree = drafter.propose(root_B, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits_KV = head.draft_logits(rows.hidden_BJD[:, -1])[0]  # type: ignore[operator]
-    seen_V = torch.zeros(head.dims.vocab_size, dtype=torch.bool)
-    seen_V[[5, 6, 7, int(root_B)]] = True
+    sampling = Sampling(temperature, repetition_penalty=1.7)
+    _, root, tree, logits_KV = medusa_draft(target, medusa.head, TreeConfig("chain", depth=3), sampling)
+    seen_V = torch.zeros(logits_KV.shape[1], dtype=torch.bool)
+    seen_V[[5, 6, 7, root]] = True
     for n in range(3):
         if temperature:
             torch.testing.assert_close(tree.q_BNV[0, n], probabilities(logits_KV[n], sampling, seen_V))
@@ -185,14 +186,6 @@ def test_ngram_rows_may_draft_nothing() -> None:
     drafter.commit(Rows(torch.tensor([[2, 1, 0], [7, 0, 0]]), torch.tensor([2, 1])))
     assert drafter.rows[0].tokens == [1, 2, 1, 2, 1]
     assert drafter.rows[1].tokens == [3, 4, 5, 6, 7]
-
-
-def test_tree_kinds_that_a_head_cannot_draft(medusa: Trained, eagle: Trained) -> None:
-    with pytest.raises(ConfigError, match="chain or a static tree, found 'dynamic'"):
-        build_drafter(medusa.head, EvalConfig(tree=TreeConfig("dynamic")))
-    with pytest.raises(ConfigError, match="chain or a dynamic tree, found 'static'"):
-        build_drafter(eagle.head, EvalConfig(tree=TreeConfig("static")))
-    assert chain(torch.tensor([[1]])).linear
 
 
 def test_what_drafts(target: Target) -> None:

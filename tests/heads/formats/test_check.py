@@ -525,20 +525,36 @@ def test_silent_traps_are_caught(tmp_path: Path, trap: Any) -> None:
         assert not words or any(re.search(words, reason) for reason in found.reasons), report.render()
 
 
-@pytest.mark.parametrize(
-    ("base", "engines"),
-    [(E3, ("vllm", "sglang", "tensorrt_llm")), (E1, ("vllm",)), (M, ("vllm",))],
-    ids=["eagle3", "eagle", "medusa"],
-)
-def test_right_directories_load(tmp_path: Path, base: Any, engines: tuple[str, ...]) -> None:
-    report = check_directory(write(tmp_path, base[0], base[1]()), DIMS)
-    assert all(report.loads(engine) for engine in ("headstart", *engines)), report.render()
+def widened(tensors: Tensors) -> Tensors:
+    return {**tensors, "embed_tokens.weight": torch.ones(V, D)}
 
 
-def test_nested_eagle_config_loads_in_vllm(tmp_path: Path) -> None:
-    inner = {**LLAMA, "architectures": ["LlamaForCausalLM"]}
-    write(tmp_path, {"model_type": "eagle", "model": inner}, eagle_tensors())
-    assert check_directory(tmp_path, DIMS).loads("vllm")
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": LLAMA,
+    "draft_vocab_size": U, "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+}  # fmt: skip
+#: directory → (config, tensors, engines that load it)
+RIGHT: dict[str, tuple[dict[str, Any], Tensors, str]] = {
+    "EAGLE-3": (EAGLE3_CONFIG, eagle3_tensors(), "headstart vllm sglang tensorrt_llm"),
+    "EAGLE-1": (EAGLE_CONFIG, eagle_tensors(), "headstart vllm"),
+    "Medusa": (MEDUSA_CONFIG, vllm_medusa(medusa_tensors()), "headstart vllm"),
+    "nested EAGLE-1": (
+        {"model_type": "eagle", "model": {**LLAMA, "architectures": ["LlamaForCausalLM"]}}, eagle_tensors(), "vllm",
+    ),
+    "the other prefix, embeddings": (EAGLE3_CONFIG, widened(eagle3_tensors("layers.0.")), "vllm sglang tensorrt_llm"),
+    "EAGLE-1, embeddings": (EAGLE_CONFIG, widened(eagle_tensors()), "vllm"),
+    "U = V without lm_head": (
+        {**EAGLE3_CONFIG, "draft_vocab_size": V}, drop("lm_head.weight")(eagle3_tensors(size=V)), "vllm tensorrt_llm",
+    ),
+    "speculators": (SPECULATORS, eagle3_tensors("layers.0."), "headstart vllm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "tensors", "engines"), RIGHT.values(), ids=RIGHT.keys())
+def test_right_directories_load(tmp_path: Path, config: dict[str, Any], tensors: Tensors, engines: str) -> None:
+    report = check_directory(write(tmp_path, config, tensors), DIMS)
+    assert all(report.loads(engine) for engine in engines.split()), report.render()
+    assert config is not SPECULATORS or not report.loads("sglang")
 
 
 TGI_TRAPS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str, Verdict, str]] = {
@@ -618,17 +634,6 @@ def test_what_a_user_should_know_although_it_loads(
     assert any(words in note for note in report.engines[engine].notes), report.render()
 
 
-def test_optional_tensors_and_both_layer_prefixes_load(tmp_path: Path) -> None:
-    eagle3 = {**eagle3_tensors("layers.0."), "embed_tokens.weight": torch.ones(V, D)}
-    report = check_directory(write(tmp_path / "3", EAGLE3_CONFIG, eagle3), DIMS)
-    assert all(report.loads(engine) for engine in ("vllm", "sglang", "tensorrt_llm")), report.render()
-    eagle = {**eagle_tensors(), "embed_tokens.weight": torch.ones(V, D)}
-    assert check_directory(write(tmp_path / "1", EAGLE_CONFIG, eagle), DIMS).loads("vllm")
-    whole = {name: tensor for name, tensor in eagle3_tensors(size=V).items() if name != "lm_head.weight"}
-    report = check_directory(write(tmp_path / "v", {**EAGLE3_CONFIG, "draft_vocab_size": V}, whole), DIMS)
-    assert report.loads("tensorrt_llm") and report.loads("vllm"), report.render()
-
-
 def test_residual_default_of_speculators_differs_by_kind(tmp_path: Path) -> None:
     config = {"transformer_layer_config": LLAMA, "draft_vocab_size": U, "ptd_token_id": 5}
     tensors = {**eagle3_tensors("layers.0."), "mask_hidden": torch.ones(1, 1, 96)}
@@ -669,17 +674,3 @@ def test_a_directory_that_is_none_is_an_error(tmp_path: Path) -> None:
 def test_garbage_in_config_is_a_refusal_not_a_crash(tmp_path: Path) -> None:
     report = check_directory(write(tmp_path, {**EAGLE3_CONFIG, "hidden_size": "wide"}, eagle3_tensors()), DIMS)
     assert all(found.verdict is Verdict.REFUSES for found in report.engines.values()), report.render()
-
-
-def test_speculators_directory_loads_in_vllm_only(tmp_path: Path) -> None:
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": LLAMA,
-        "draft_vocab_size": U,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-    }
-    report = check_directory(write(tmp_path, config, eagle3_tensors("layers.0.")), DIMS)
-    assert report.loads("vllm") and report.loads("headstart"), report.render()
-    assert not report.loads("sglang")

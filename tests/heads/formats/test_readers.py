@@ -43,9 +43,7 @@ from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import FormatError
-from headstart.heads.families import build_head
-from headstart.heads.families.eagle3.head import Eagle3Config
-from headstart.heads.formats import ExportConfig, check_embeddings, export_head, load_head, save_head
+from headstart.heads.formats import ExportConfig, check_embeddings, export_head, load_head
 
 
 def embedded(tensors: Tensors) -> Tensors:
@@ -106,15 +104,6 @@ def test_eagle3_full_vocabulary(tmp_path: Path) -> None:
     tensors = eagle3_tensors(size=V)
     head = load_head(write(tmp_path, {**EAGLE3_CONFIG, "draft_vocab_size": V}, tensors), DIMS)
     assert head.draft_ids_U is None and torch.equal(head.lm_head.weight, tensors["lm_head.weight"])
-
-
-def test_eagle3_of_its_own_width_brings_its_embeddings(tmp_path: Path) -> None:
-    head = build_head(Eagle3Config(draft_vocab_size=U, hidden_size=16), DIMS)
-    head.draft_ids_U.copy_(draft_ids())
-    save_head(head, tmp_path, {})
-    (tmp_path / "headstart.json").unlink()
-    loaded = load_head(tmp_path, DIMS)
-    assert same_state(head, loaded) and loaded.embed_tokens.weight.shape == (V, 16)
 
 
 def test_sharded_weights(tmp_path: Path) -> None:

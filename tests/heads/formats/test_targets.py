@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from format_layouts import our_head, same_state
 
-from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
@@ -26,66 +26,39 @@ from headstart.heads.formats.sidecar import SIDECAR, seal
 from headstart.heads.targets.target import Target
 
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.5],
-    "long_factor": [4.0] * 4,
-}
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.5], "long_factor": [4.0] * 4}
+YARN = {"kind": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def rope(theta: float = 10000.0, kind: str = "default", **fields: object) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **fields}
+
+
 #: target → (settings of its config, the rope of its draft layer)
 TARGETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Llama": ({}, {"rope_type": "default", "rope_theta": 10000.0}),
-    "Gemma": ({"head_dim": 8}, {"rope_type": "default", "rope_theta": 10000.0}),
-    "Gemma4Text": ({"head_dim": 8}, {"rope_type": "default", "rope_theta": 1000000.0}),
-    "GPTNeoX": ({}, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}),
+    "Llama": ({}, rope()),
+    "Gemma": ({"head_dim": 8}, rope()),
+    "Gemma4Text": ({"head_dim": 8}, rope(1000000.0)),
+    "GPTNeoX": ({}, rope(partial_rotary_factor=0.25)),
     "GptOss": (
-        {"head_dim": 8},
-        {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
+        {"head_dim": 8}, rope(150000.0, **YARN, factor=32.0, truncate=False, original_max_position_embeddings=4096),
     ),
     "Ministral3": (
         {"head_dim": 8},
-        {
-            "rope_type": "yarn",
-            "rope_theta": 1000000.0,
-            "factor": 16.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 16384,
-        },
+        rope(1e6, **YARN, factor=16.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=16384),
     ),
-    "Nemotron": ({}, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
-    "Phi": ({}, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    "Nemotron": ({}, rope(partial_rotary_factor=0.5)),
+    "Phi": ({}, rope(partial_rotary_factor=0.5)),
     "Phi3": (
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
         {**LONGROPE, "original_max_position_embeddings": 64},
     ),
-    "Qwen2VLText": (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [1, 1, 2]}},
-        {"rope_type": "default", "rope_theta": 1000000.0},
-    ),
-    "Starcoder2": ({}, {"rope_type": "default", "rope_theta": 10000.0}),
-}
+    "Qwen2VLText": ({"rope_parameters": rope(1000000.0, mrope_section=[1, 1, 2])}, rope(1000000.0)),
+    "Starcoder2": ({}, rope()),
+}  # fmt: skip
 FAMILIES = {"eagle": EagleConfig(), "eagle3": Eagle3Config(draft_vocab_size=40), "medusa": MedusaConfig(lm_head="own")}
 #: engines that take the portable directory
 ENGINES = {"eagle": ["vllm"], "eagle3": ["vllm", "sglang", "tensorrt_llm"], "medusa": ["vllm"]}
@@ -96,27 +69,16 @@ def dims_of(name: str, **changes: object) -> HeadDims:
     return HeadDims.from_hf_config(config)
 
 
-def head_for(dims: HeadDims, config: HeadConfig) -> Head:
-    torch.manual_seed(0)
-    head = build_head(config, dims)
-    if config.type == "eagle3":
-        head.draft_ids_U.copy_(torch.arange(40))
-    return head
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_head_for_any_target_is_read_back_and_served(tmp_path: Path, name: str, family: str) -> None:
     dims = dims_of(name)
     assert dims.rope_parameters == TARGETS[name][1] and dims.hidden_act == "silu"
-    head = head_for(dims, FAMILIES[family])
+    head = our_head(FAMILIES[family], dims)
     save_head(head, tmp_path, {})
     for known in (dims, None):
         loaded = load_head(tmp_path, known)
-        assert loaded.dims == dims and loaded.config == head.config
-        assert all(
-            torch.equal(a, b) for a, b in zip(head.state_dict().values(), loaded.state_dict().values(), strict=True)
-        )
+        assert loaded.dims == dims and loaded.config == head.config and same_state(head, loaded)
     report = check_directory(tmp_path, dims)
     assert report.served == ENGINES[family] and report.loads("headstart")
     # an engine's view: without what only we read
@@ -128,7 +90,7 @@ def test_a_head_for_any_target_is_read_back_and_served(tmp_path: Path, name: str
 def test_longrope_says_the_length_that_it_is_served_with(tmp_path: Path) -> None:
     dims = dims_of("Phi3")
     assert dims.positions == 64 and dims_of("Llama").positions == 128
-    save_head(head_for(dims, FAMILIES["eagle3"]), tmp_path, {})
+    save_head(our_head(FAMILIES["eagle3"], dims), tmp_path, {})
     side = read_json(tmp_path / SIDECAR)
     flags = {"vllm": "--max-model-len 64", "sglang": "--context-length 64", "tensorrt_llm": "--max_seq_len 64"}
     for engine in ENGINES["eagle3"]:
@@ -139,13 +101,13 @@ def test_longrope_says_the_length_that_it_is_served_with(tmp_path: Path) -> None
 
 def test_what_engines_make_of_a_dynamic_rope_is_said(tmp_path: Path) -> None:
     dims = dims_of("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    save_head(head_for(dims, FAMILIES["eagle3"]), tmp_path, {})
+    save_head(our_head(FAMILIES["eagle3"], dims), tmp_path, {})
     report = check_directory(tmp_path, dims)
     assert report.loads("vllm") and any("3^(d/(d-2)) times as large" in n for n in report.engines["vllm"].notes)
 
 
 @pytest.mark.parametrize(
-    ("rope", "named"),
+    ("given", "named"),
     [
         ({"rope_type": "default", "rope_theta": 1e4, "swirl": 0.5}, "rope field swirl = 0.5 is not known"),
         ({"rope_type": "spiral", "rope_theta": 1e4}, "rope type 'spiral'; known: default"),
@@ -153,20 +115,20 @@ def test_what_engines_make_of_a_dynamic_rope_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_a_rope_that_no_draft_layer_has_is_refused_when_the_head_is_built(
-    tmp_path: Path, rope: dict[str, Any], named: str
+    tmp_path: Path, given: dict[str, Any], named: str
 ) -> None:
-    dims = replace(dims_of("Llama"), rope_parameters=rope)
+    dims = replace(dims_of("Llama"), rope_parameters=given)
     for family in ("eagle", "eagle3"):
         with pytest.raises(ConfigError, match=f"the target .llama.: {named}.*head.type=medusa"):
             build_head(FAMILIES[family], dims)
     # a head that turns nothing is not concerned
-    save_head(head_for(dims, FAMILIES["medusa"]), tmp_path, {})
+    save_head(our_head(FAMILIES["medusa"], dims), tmp_path, {})
     assert load_head(tmp_path, dims).dims.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
 def test_another_activation_is_the_recipes_choice_and_engines_say_so(tmp_path: Path, family: str) -> None:
-    head = head_for(dims_of("Gemma"), replace(FAMILIES[family], hidden_act="gelu_pytorch_tanh"))
+    head = our_head(replace(FAMILIES[family], hidden_act="gelu_pytorch_tanh"), dims_of("Gemma"))
     save_head(head, tmp_path, {})
     assert read_json(tmp_path / "config.json")["hidden_act"] == "gelu_pytorch_tanh"
     loaded = load_head(tmp_path)
@@ -183,7 +145,7 @@ def test_another_activation_is_the_recipes_choice_and_engines_say_so(tmp_path: P
 @pytest.mark.parametrize("family", ["eagle", "eagle3"])
 def test_heads_of_older_versions_keep_the_activation_they_were_trained_with(tmp_path: Path, family: str) -> None:
     """Their headstart.json has the target's activation among its sizes, and none in the head's settings."""
-    save_head(head_for(replace(dims_of("Gemma"), hidden_act="gelu"), FAMILIES[family]), tmp_path, {})
+    save_head(our_head(FAMILIES[family], replace(dims_of("Gemma"), hidden_act="gelu")), tmp_path, {})
     side = read_json(tmp_path / SIDECAR)
     del side["config"]["hidden_act"]
     write_json(tmp_path / SIDECAR, seal(side))
@@ -194,7 +156,7 @@ def test_heads_of_older_versions_keep_the_activation_they_were_trained_with(tmp_
 
 
 def test_an_edited_activation_is_noticed(tmp_path: Path) -> None:
-    save_head(head_for(dims_of("Gemma"), FAMILIES["eagle"]), tmp_path, {})
+    save_head(our_head(FAMILIES["eagle"], dims_of("Gemma")), tmp_path, {})
     config, side = read_json(tmp_path / "config.json"), read_json(tmp_path / SIDECAR)
     write_json(tmp_path / "config.json", {**config, "hidden_act": "gelu"})
     digest = hashlib.sha256((tmp_path / "config.json").read_bytes()).hexdigest()

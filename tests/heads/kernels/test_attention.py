@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reference.families import PATTERNS
 from reference.tiny import assert_near, turns_of
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.kernels.attention import TrainAttention
 
 FAMILIES, GROUPS, WIDTH = 4, 2, 8
-PATTERNS = ["..AAAAAA.B..CCC", ".", "AAAA", "...AABBBBB", ".A", "....AA"]
 
 
 def pack(depth: int, pad_to: int = 50) -> FeatureBatch:

@@ -68,6 +68,10 @@ def run(
     return decoded.answers
 
 
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
 @torch.no_grad()
 def gaps_of(target: Target, context: list[int], answer: Answer) -> list[float]:
     """The target's top-1 minus top-2 logit at every token of an answer, from one forward over all of it."""

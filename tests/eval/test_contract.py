@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from eval_help import FAMILY_TREES, Trained, check_cycles, run, tree_of
+from eval_help import FAMILY_TREES, Trained, check_cycles, run, tokens_of, tree_of
 from test_teacher_forced import items_of, walked
 
 from headstart.eval.config import EvalConfig, TreeConfig
@@ -34,10 +34,6 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 def stops_of(plain: list[Answer]) -> list[set[int]]:
     return [{plain[0].tokens[17]}, set(), {plain[2].tokens[11]}]
-
-
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
 
 
 def test_every_family_drafts_a_chain_and_refuses_trees_that_it_does_not_draft(trained: Heads) -> None:

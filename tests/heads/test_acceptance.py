@@ -6,17 +6,17 @@ import random
 
 import pytest
 import torch
+from reference.tiny import turns_of
 from torch import Tensor
 
 from headstart.heads.acceptance import answer_rows, find_cycles, walk
 from headstart.heads.batch import FeatureBatch
 
-LETTERS = {".": -1, "A": 0, "B": 1, "C": 2}
 PATTERNS = ["..AAAAAA.BCCC", ".", "AAAA", "...AABBBBB", ".A", "....AAA", "AB", "....AAAAAAAAAAAAAAAA.BB"]
 
 
 def turns(pattern: str) -> Tensor:
-    return torch.tensor([LETTERS[letter] for letter in pattern])
+    return torch.tensor(turns_of(pattern))
 
 
 def pack(patterns: list[str], depth: int, pad_to: int = 0, answers: list[Tensor] | None = None) -> FeatureBatch:

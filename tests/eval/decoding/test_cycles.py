@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from eval_help import CONTEXTS, FAMILY_TREES, Trained, run
+from eval_help import CONTEXTS, FAMILY_TREES, Trained, run, tokens_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -155,7 +155,7 @@ def test_captured_cycles_give_the_plain_answers(
     for limits, stop in ((30, set()), ([30, 2, 30], stops), (30, set())):
         expected = run(target, None, max_new_tokens=limits, stops=stop)
         decoded = decode(engine, CONTEXTS, drafter, Sampling(), limits, stop, generator, graphs=graphs)
-        assert [answer.tokens for answer in decoded.answers] == [answer.tokens for answer in expected]
+        assert tokens_of(decoded.answers) == tokens_of(expected)
         assert len(decoded.cycle_s) >= max(len(answer.cycles) for answer in decoded.answers)
     # the second batch has as many stop columns as the others, so that one graph serves all
     assert len(graphs.captured) == 1
@@ -203,7 +203,7 @@ def test_captured_sampling_follows_its_seed(target: Target, trained: Heads) -> N
     for seed in (1, 1, 2):
         generator.manual_seed(seed)
         decoded = decode(engine, CONTEXTS, drafter, sampling, 30, set(), generator, graphs=graphs)
-        said.append([answer.tokens for answer in decoded.answers])
+        said.append(tokens_of(decoded.answers))
     assert said[0] == said[1] != said[2]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eval_help import CONTEXTS, NEW_TOKENS, VOCAB, check_cycles, gaps_of, run
+from eval_help import CONTEXTS, NEW_TOKENS, VOCAB, check_cycles, gaps_of, run, tokens_of
 from torch import Tensor
 
 from headstart.eval.decoding.decode import Answer, decode
@@ -65,14 +65,6 @@ class Scripted:
 KINDS = ("right", "wrong", "ragged", "tree", "random")
 
 
-def futures_of(answers: list[Answer]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
-
-
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
-
-
 @pytest.mark.parametrize(("limit", "cycles"), [(1, 0), (6, 5)])
 def test_decoding_takes_until_the_last_token_is_there(target: Target, limit: int, cycles: int) -> None:
     engine = Engine(target.model, 3, 60, bucket=8)
@@ -97,7 +89,7 @@ def test_plain_decoding_equals_repeated_full_forwards(target: Target, plain: lis
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adversarial_drafters(target: Target, plain: list[Answer], kind: str) -> None:
-    answers = run(target, Scripted(kind, futures_of(plain)))
+    answers = run(target, Scripted(kind, tokens_of(plain)))
     assert tokens_of(answers) == tokens_of(plain)
     check_cycles(answers)
     forwards = [len(answer.cycles) for answer in answers]
@@ -115,7 +107,7 @@ def test_stop_token_inside_an_accepted_path(target: Target, plain: list[Answer],
     assert len(expected[1].tokens) == 1 and expected[1].finish_reason == "stop"
     assert expected[0].tokens[-1] in stops[0] and len(expected[0].tokens) <= 8
     assert expected[2].finish_reason == "length"
-    answers = run(target, Scripted(kind, futures_of(plain)), stops=stops)
+    answers = run(target, Scripted(kind, tokens_of(plain)), stops=stops)
     assert tokens_of(answers) == tokens_of(expected)
     assert [a.finish_reason for a in answers] == [a.finish_reason for a in expected]
     check_cycles(answers)
@@ -124,7 +116,7 @@ def test_stop_token_inside_an_accepted_path(target: Target, plain: list[Answer],
 @pytest.mark.parametrize("kind", ["right", "tree"])
 def test_length_limits_cut_inside_an_accepted_path(target: Target, plain: list[Answer], kind: str) -> None:
     limits = [1, 9, 13]
-    answers = run(target, Scripted(kind, futures_of(plain)), max_new_tokens=limits)
+    answers = run(target, Scripted(kind, tokens_of(plain)), max_new_tokens=limits)
     for answer, full, limit in zip(answers, plain, limits, strict=True):
         assert answer.tokens == full.tokens[:limit]
     check_cycles(answers)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from eval_help import FAMILY_TREES, run
+from eval_help import FAMILY_TREES, run, tokens_of
 from reference.families import REFERENCES
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -160,5 +160,5 @@ def test_a_wrong_distribution_is_noticed(
 def test_seeds_reproduce(small: Target, heads: dict[str, Head], family: str | None, kind: str, drawn: bool) -> None:
     head = heads[family] if family else None
     first, again = (sample(small, head, kind, drawn, {"temperature": 1.0}, rows=8) for _ in range(2))
-    assert [answer.tokens for answer in first] == [answer.tokens for answer in again]
+    assert tokens_of(first) == tokens_of(again)
     assert len({tuple(answer.tokens) for answer in first}) > 1

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from eval_help import CONTEXTS, Trained, run
+from eval_help import CONTEXTS, Trained, run, tokens_of
 from test_distribution import CONTEXT, ROWS, TOKENS, deviation, enumerated, heads, small  # noqa: F401
 from torch import Tensor
 
@@ -106,7 +106,7 @@ def test_answers_are_the_targets(
     trained: Trained = request.getfixturevalue(family)
     whole = run(target, drafter_of(trained.head, tree))
     answers = run(target, drafter_of(trained.head, tree), scheduler=scheduler)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert tokens_of(answers) == tokens_of(plain)
     if isinstance(scheduler, Everything):
         assert [answer.cycles for answer in answers] == [answer.cycles for answer in whole]
     if isinstance(scheduler, Shallow):
@@ -169,7 +169,7 @@ def test_captured_cycles_ask_the_scheduler(
         decoded = decode(
             engine, CONTEXTS, drafter, Sampling(), 30, set(), generator, graphs=graphs, scheduler=scheduler
         )
-        assert [answer.tokens for answer in decoded.answers] == [answer.tokens for answer in plain]
+        assert tokens_of(decoded.answers) == tokens_of(plain)
         found = drafted(decoded.answers, 0)
         if isinstance(scheduler, Shallow):
             assert set(found) == {tree.depth - 1}

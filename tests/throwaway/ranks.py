@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from reference.families import REFERENCES
 from test_golden import curve, make_samples, tiny_target
-from train_fakes import forked, free_port
+from train_fakes import on_two_ranks
 
 from headstart.data.features import OnlineFeatures
 from headstart.heads.base import Head
@@ -33,28 +33,20 @@ def run(family: str, run_dir: Path) -> Head:
     return head
 
 
-def work(rank: int, port: int, out: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.save({family: run(family, out / family).state_dict() for family in FAMILIES}, out / f"rank{rank}.pt")
-
-
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("ranks")
-    port = free_port()
-    processes = [forked(lambda r=rank: work(r, port, out), out / f"err{rank}") for rank in range(2)]
-    for rank, process in enumerate(processes):
-        process.join(timeout=200)
-        assert process.exitcode == 0, (out / f"err{rank}").read_text()
-    return out
+    return out, on_two_ranks(lambda rank: {family: run(family, out / family).state_dict() for family in FAMILIES}, out)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_end_where_one_does(two: Path, tmp_path: Path, family: str) -> None:
+def test_two_ranks_end_where_one_does(
+    two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, family: str
+) -> None:
     alone = run(family, tmp_path).state_dict()
-    states = [torch.load(two / f"rank{rank}.pt", weights_only=True)[family] for rank in range(2)]
+    out, ranks = two
+    states = [rank[family] for rank in ranks]
     for name, value in alone.items():
         torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=2e-5, msg=name)
         assert torch.equal(states[0][name], states[1][name]), name
-    assert curve(two / family) == pytest.approx(curve(tmp_path), rel=1e-5)
+    assert curve(out / family) == pytest.approx(curve(tmp_path), rel=1e-5)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from train_fakes import forked, free_port
+from train_fakes import on_two_ranks
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from headstart.data.features import OnlineFeatures
@@ -76,9 +75,7 @@ def run(target: Target, run_dir: Path, accelerator=None) -> list[float]:
     return [record.get("train/loss", record.get("valid/loss")) for record in records]
 
 
-def rank_work(rank: int, port: int, out: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+def work(rank: int, out: Path) -> dict:
     accelerator = make_accelerator("cpu")
     found: dict = {}
     for name in TARGETS:
@@ -110,7 +107,7 @@ def rank_work(rank: int, port: int, out: Path) -> None:
                 target.teacher.logits(torch.zeros(1, 32))
             except TargetError as error:
                 found["refused"] = str(error)
-    torch.save(found, out / f"rank{rank}.pt")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +125,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(place):
-    port = free_port()
-    processes = [forked(lambda r=r: rank_work(r, port, place), place / f"err{r}") for r in range(2)]
-    for number, process in enumerate(processes):
-        process.join(timeout=200)
-        assert process.exitcode == 0, (place / f"err{number}").read_text()
-    return [torch.load(place / f"rank{r}.pt", weights_only=True) for r in range(2)]
+    return on_two_ranks(lambda rank: work(rank, place), place)
 
 
 @pytest.mark.parametrize("name", TARGETS)

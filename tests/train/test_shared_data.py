@@ -8,10 +8,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from chat_templates import TEMPLATES, word_tokenizer
-from train_fakes import forked
+from train_fakes import on_two_ranks
 
 from headstart.data import prepare as preparing
 from headstart.data.chat import ChatFormat
@@ -62,30 +61,23 @@ def shown(made: PreparedData) -> dict:
     }
 
 
-def on_two_ranks(place: Path, configs: list[DataConfig]) -> list[dict]:
+def outcomes(place: Path, configs: list[DataConfig]) -> list[dict]:
     """`outcome` of every rank, given a config of its own."""
 
-    def rank_of(rank: int):
-        def work() -> None:
-            store = dist.FileStore(str(place / "store"), 2)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-            torch.save(outcome(configs[rank]), place / f"rank{rank}.pt")
-            dist.barrier()
+    def work(rank: int) -> dict:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        found = outcome(configs[rank])
+        dist.barrier()
+        return found
 
-        return work
-
-    processes = [forked(rank_of(rank), place / f"rank{rank}.err") for rank in (0, 1)]
-    for rank, process in enumerate(processes):
-        process.join(90)
-        assert process.exitcode == 0, (place / f"rank{rank}.err").read_text()
-    return [torch.load(place / f"rank{rank}.pt") for rank in (0, 1)]
+    return on_two_ranks(work, place)
 
 
 def test_two_ranks_share_the_work_and_hold_what_one_process_holds(tmp_path):
     config = write(tmp_path / "data.jsonl")
     alone = outcome(config)
     assert alone["encoded"] == COUNT and alone["report"]["dropped"] and alone["report"]["truncated"]
-    ranks = on_two_ranks(tmp_path, [config, config])
+    ranks = outcomes(tmp_path, [config, config])
     assert [made.pop("encoded") for made in ranks] == [12, 11]
     alone.pop("encoded")
     assert ranks == [alone, alone]
@@ -100,7 +92,7 @@ def test_every_rank_raises_the_error_of_one_process(tmp_path, fault):
     if fault == "an error of ours":
         config.template_kwargs = {"messages": 1}  # what no template can be given
     alone = outcome(config)["error"]
-    first, second = (made["error"] for made in on_two_ranks(tmp_path, [config, config]))
+    first, second = (made["error"] for made in outcomes(tmp_path, [config, config]))
     if fault == "an error of another kind":
         assert alone == second == "ZeroDivisionError: poisoned"
         assert first == "DataError: rank 1 failed: ZeroDivisionError: poisoned"
@@ -110,10 +102,10 @@ def test_every_rank_raises_the_error_of_one_process(tmp_path, fault):
 
 def test_ranks_that_read_other_files_are_refused(tmp_path):
     configs = [write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", COUNT - 1)]
-    for made in on_two_ranks(tmp_path, configs):
+    for made in outcomes(tmp_path, configs):
         assert made["error"].startswith("DataError: data.sources: found other conversations on some ranks")
     text = (tmp_path / "a.jsonl").read_text()
     (tmp_path / "b.jsonl").write_text(text.replace('"finish_reason": "length"', '"finish_reason": "stop"', 1))
     (tmp_path / "again").mkdir()
-    for made in on_two_ranks(tmp_path / "again", configs):
+    for made in outcomes(tmp_path / "again", configs):
         assert made["error"].startswith("DataError: data.sources: found other conversations on some ranks")

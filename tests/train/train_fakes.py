@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
@@ -178,3 +179,24 @@ def forked(work: Callable[[], None], stderr: Path) -> ForkProcess:
     process = multiprocessing.get_context("fork").Process(target=main)
     process.start()
     return process
+
+
+def be_rank(rank: int, port: int) -> None:
+    """Make this process one of two ranks on this machine."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def on_two_ranks(work: Callable[[int], Any], out: Path) -> list[Any]:
+    """What `work(rank)` returns on each of two ranks, which are processes of their own."""
+    port = free_port()
+
+    def rank_work(rank: int) -> None:
+        be_rank(rank, port)
+        torch.save(work(rank), out / f"rank{rank}.pt")
+
+    processes = [forked(lambda r=r: rank_work(r), out / f"err{r}") for r in range(2)]
+    for rank, process in enumerate(processes):
+        process.join(timeout=200)
+        assert process.exitcode == 0, (out / f"err{rank}").read_text()
+    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(2)]

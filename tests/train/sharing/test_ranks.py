@@ -19,9 +19,11 @@ from torch import nn
 from train_fakes import (
     FakeHead,
     FakeSource,
+    be_rank,
     forked,
     free_port,
     make_documents,
+    on_two_ranks,
     pairs_of,
     quiet,
     teacher,
@@ -202,8 +204,7 @@ def diverging_while_saving(out: Path) -> str:
 
 def losing_a_rank_while_saving(rank: int, port: int, out: Path) -> None:
     """Rank 1 dies while rank 0 writes the first checkpoint for longer than a rank may take to end."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    be_rank(rank, port)
     real, saving = CheckpointStore.save, out / "saving"
 
     def save(store, saved):
@@ -250,6 +251,8 @@ ALL = list(range(12))
 WINDOWS = [[ALL[:5], ALL[5:]], [ALL[:5], ALL[5:6], ALL[6:]], [ALL]]
 
 
+# conftest's patience begins after this module's fixture has started the ranks
+@mock.patch.object(CheckpointWriter, "free", lambda writer: writer.idle(60.0))
 def _work(rank: int, out: Path) -> dict:
     """Every case in one process group: starting processes is what takes the time."""
     found: dict = {}
@@ -301,14 +304,6 @@ def _work(rank: int, out: Path) -> dict:
     return found
 
 
-def _rank(rank: int, size: int, port: int, out: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    # conftest's patience begins after this module's fixture has started the ranks
-    with mock.patch.object(CheckpointWriter, "free", lambda writer: writer.idle(60.0)):
-        torch.save(_work(rank, out), out / f"rank{rank}.pt")
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
@@ -316,12 +311,7 @@ def ranks(tmp_path_factory):
         source = Signalled(make_documents())
         source.after = 9  # in the fourth step
         assert run(out / name, source)[1].step == 4
-    port = free_port()
-    processes = [forked(lambda r=r: _rank(r, 2, port, out), out / f"err{r}") for r in range(2)]
-    for number, process in enumerate(processes):
-        process.join(timeout=200)
-        assert process.exitcode == 0, (out / f"err{number}").read_text()
-    return out, [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return out, on_two_ranks(lambda rank: _work(rank, out), out)
 
 
 def test_a_checkpoint_under_way_outlasts_a_rank_that_dies(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_run import losses
-from train_fakes import FakeHead, FakeSource, forked, free_port, make_documents, pairs_of, quiet, teacher
+from train_fakes import FakeHead, FakeSource, make_documents, on_two_ranks, pairs_of, quiet, teacher
 
 from headstart.train.config import TrainConfig
 from headstart.train.launching.setup import make_accelerator
@@ -38,9 +38,7 @@ def run(run_dir: Path, source: FakeSource | None = None, **changes):
     return head, result
 
 
-def rank_work(rank: int, port: int, out: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+def work(out: Path) -> dict:
     os.environ |= {"DS_ACCELERATOR": "cpu"}
     make_accelerator("cpu")
     found: dict = {}
@@ -54,7 +52,7 @@ def rank_work(rank: int, port: int, out: Path) -> None:
     head, result = run(out / "changed", parallel="zero3")
     assert result.resumed_from == 3
     found["changed"] = head.state_dict()
-    torch.save(found, out / f"rank{rank}.pt")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +67,7 @@ def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("zero")
     for kind in KINDS:
         assert run(out / f"{kind} resumed", Stopping(make_documents()))[1].step == 4
-    port = free_port()
-    processes = [forked(lambda r=r: rank_work(r, port, out), out / f"err{r}") for r in range(2)]
-    for number, process in enumerate(processes):
-        process.join(timeout=200)
-        assert process.exitcode == 0, (out / f"err{number}").read_text()
-    return out, [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return out, on_two_ranks(lambda rank: work(out), out)
 
 
 @pytest.mark.parametrize("case", [*KINDS, *(f"{kind} resumed" for kind in KINDS), "changed"])

@@ -36,7 +36,7 @@ def _answer(run: Run, begin: Begin) -> dict[str, Any]:
     )
     recipe, target = run.recipe, run.target
     if "train" in run.ahead:
-        require_decoding(target, run.head_without_memory().spec, recipe.export.force)
+        require_decoding(target, run.feature_spec(), recipe.export.force)
     data, generator = recipe.data, None
     prompts = read_prompts(data.distill.prompts)
     # captured cycles need a GPU, and one that holds the whole target

@@ -22,13 +22,13 @@ def store_features(run: Run) -> None:
     if run.recipe.target.parallel == "fsdp2" and (store / "train" / "manifest.json").is_file():
         return  # training checks what it reads from the store
     run.require_one_process("the features are not stored yet", "set data.features=online")
-    inputs = {"data": run.inputs.data, "feature_layers": list(run.head_without_memory().spec.layer_ids)}
+    inputs = {"data": run.inputs.data, "feature_layers": list(run.feature_spec().layer_ids)}
     run.markers.do("features", inputs, [store / "train"], lambda begin: _store(run, begin), caches=[store])
 
 
 def _store(run: Run, begin: Begin) -> dict[str, Any]:
     data, config, store = prepare(run), run.recipe.data, run.dir / "features"
-    spec = run.head_without_memory().spec
+    spec = run.feature_spec()
     run.claim(begin)
     for name, samples in (("train", trained_samples(run)), ("held_out", data.held_out)):
         if not samples:

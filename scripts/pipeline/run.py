@@ -8,14 +8,17 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from headstart.console import Console
 from headstart.data.config import DistillConfig
 from headstart.data.prepare import PreparedData
 from headstart.data.sources import load_conversations
 from headstart.directory_lock import locked
 from headstart.eval.prompts import eval_prompts
-from headstart.heads.base import Head
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError
+from headstart.heads.families import build_head
 from headstart.heads.files import explain_disk, remove_leftovers, write_text
 from headstart.heads.targets.load import weightless_target
 from headstart.heads.targets.target import Target, TargetConfig
@@ -24,7 +27,7 @@ from headstart.pipeline.inputs import DISTILLED, Inputs
 from headstart.pipeline.markers import Begin, Markers
 from headstart.recipes.load import to_yaml
 from headstart.recipes.schema import Recipe
-from headstart.refusals import planned_head, refuse_ahead
+from headstart.refusals import refuse_ahead
 from headstart.targets import loaded_target
 
 #: file of a run that holds the day on which it began
@@ -88,9 +91,10 @@ class Run:
         """The target; without its weights, unless it is loaded already."""
         return self._target or weightless_target(self.recipe.target)
 
-    def head_without_memory(self) -> Head:
-        """The head that training will make, on the meta device: it has shapes and a spec, and takes no memory."""
-        return planned_head(self.recipe, self.weightless)
+    def feature_spec(self) -> FeatureSpec:
+        """What the recipe's head reads of the target. It needs neither weights nor `start_from`."""
+        with torch.device("meta"):
+            return build_head(self.recipe.head, self.weightless.dims).spec
 
     @property
     def distilled_path(self) -> Path:

@@ -18,6 +18,7 @@ from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.families import build_head
+from headstart.heads.formats import Verdict
 
 D, V, U, I, A, G = 32, 97, 40, 64, 32, 16  # noqa: E741
 LLAMA3 = {
@@ -221,6 +222,15 @@ def drop(*names: str) -> Callable[[Tensors], Tensors]:
 
 #: no change
 same: Callable[[Tensors], Tensors] = dict
+
+
+#: (config, its tensors) of a right directory of each family
+E3: tuple[dict[str, Any], Callable[[], Tensors]] = (EAGLE3_CONFIG, eagle3_tensors)
+E1 = (EAGLE_CONFIG, eagle_tensors)
+M = (MEDUSA_CONFIG, lambda: vllm_medusa(medusa_tensors()))
+F = (DFLASH_CONFIG, dflash_tensors)
+DRAFT = ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, language_model)
+W, R, L = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
 
 
 def our_head(config: HeadConfig, dims: HeadDims = DIMS, bound: bool = True) -> Head:

@@ -11,23 +11,28 @@ from typing import Any
 import pytest
 import torch
 from format_layouts import (
-    DFLASH_CONFIG,
     DIMS,
+    DRAFT,
+    E1,
+    E3,
     EAGLE3_CONFIG,
     EAGLE_CONFIG,
     LLAMA,
     LLAMA3,
     MEDUSA_CONFIG,
     D,
+    F,
+    L,
+    M,
+    R,
     Tensors,
     U,
     V,
-    dflash_tensors,
+    W,
     draft_ids,
     drop,
     eagle3_tensors,
     eagle_tensors,
-    language_model,
     medusa_tensors,
     same,
     trapped,
@@ -38,11 +43,7 @@ from format_layouts import (
 from headstart.heads.errors import FormatError
 from headstart.heads.formats import Verdict, check_directory
 
-E3: tuple[dict[str, Any], Callable[[], Tensors]] = (EAGLE3_CONFIG, eagle3_tensors)
-E1 = (EAGLE_CONFIG, eagle_tensors)
-M = (MEDUSA_CONFIG, lambda: vllm_medusa(medusa_tensors()))
 TGI_CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "someone/target"}
-W, R, L = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
 
 
 def put(**shapes: tuple[int, ...]) -> Callable[[Tensors], Tensors]:
@@ -64,9 +65,6 @@ def reduced(rows: int) -> Callable[[Tensors], Tensors]:
 
     return edit
 
-
-F = (DFLASH_CONFIG, dflash_tensors)
-DRAFT = ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, language_model)
 
 #: trap → (directory, config changes (None removes), tensor changes, engine → (verdict, words of the reason))
 TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[str, tuple[Verdict, str]]]] = {

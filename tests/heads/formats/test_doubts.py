@@ -10,34 +10,27 @@ from typing import Any
 import pytest
 import torch
 from format_layouts import (
-    DFLASH_CONFIG,
     DIMS,
-    EAGLE3_CONFIG,
-    EAGLE_CONFIG,
+    DRAFT,
+    E1,
+    E3,
     LLAMA,
-    MEDUSA_CONFIG,
     SPECULATORS_CONFIG,
     D,
+    F,
+    L,
+    M,
+    R,
     Tensors,
     V,
-    dflash_tensors,
+    W,
     drop,
     eagle3_tensors,
-    eagle_tensors,
-    language_model,
-    medusa_tensors,
     same,
     trapped,
-    vllm_medusa,
 )
 
 from headstart.heads.formats import Verdict, check_directory
-
-E3: tuple[dict[str, Any], Callable[[], Tensors]] = (EAGLE3_CONFIG, eagle3_tensors)
-E1, F = (EAGLE_CONFIG, eagle_tensors), (DFLASH_CONFIG, dflash_tensors)
-M = (MEDUSA_CONFIG, lambda: vllm_medusa(medusa_tensors()))
-DRAFT = ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, language_model)
-W, R, L = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
 
 
 def zeroed(*names: str) -> Callable[[Tensors], Tensors]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from format_layouts import (
     DIMS,
+    E1,
+    E3,
     EAGLE3_CONFIG,
     EAGLE_CONFIG,
     LLAMA,
@@ -24,6 +26,7 @@ from format_layouts import (
     SPECULATORS_EAGLE_CONFIG,
     YUHUILI_CONFIG,
     D,
+    M,
     Tensors,
     U,
     V,
@@ -248,8 +251,6 @@ def without(tensors: Tensors, *names: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-E3, E1 = (EAGLE3_CONFIG, eagle3_tensors), (EAGLE_CONFIG, eagle_tensors)
-M = (MEDUSA_CONFIG, lambda: vllm_medusa(medusa_tensors()))
 REFUSED: dict[str, tuple[tuple[dict[str, Any], Callable[[], Tensors]], dict[str, Any], Callable[..., Any], str]] = {
     "norm before residual": (E3, {"norm_before_residual": True}, dict, "norm_before_residual is true"),
     "norm output": (E3, {"norm_output": True}, dict, "norm_output is True"),

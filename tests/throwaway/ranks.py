@@ -7,30 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from reference.families import REFERENCES
-from test_golden import curve, make_samples, tiny_target
+from test_golden import curve, run_random
 from train_fakes import on_two_ranks
 
-from headstart.data.features import OnlineFeatures
 from headstart.heads.base import Head
-from headstart.heads.families import build_head
-from headstart.train.config import TrainConfig
-from headstart.train.loop import Observers, train
-from headstart.train.stream import TrainData
 
 FAMILIES = ("miniblock", "minimodel")
 
 
 def run(family: str, run_dir: Path) -> Head:
     """Six steps of three packs: one rank has two of them, the other one."""
-    target, samples = tiny_target(), make_samples()
-    torch.manual_seed(1)
-    head = build_head(REFERENCES[family].random, target.dims)
-    head.initialise(target.ends)
-    data = TrainData(OnlineFeatures(target, samples, head.spec, head.depth), pack_tokens=96)
-    config = TrainConfig(steps=6, accumulation=3, lr=3e-3, log_every=1)
-    train(head, data, target.teacher, config, run_dir, Observers(progress=False), provenance={})
-    return head
+    return run_random(family, run_dir, steps=6, accumulation=3)[0]
 
 
 @pytest.fixture(scope="module")

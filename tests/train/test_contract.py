@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from reference.families import REFERENCES
-from test_golden import make_samples, tiny_target
+from test_golden import curve, run_random
 
 from headstart.data.features import OnlineFeatures
-from headstart.data.samples import token_counts
 from headstart.heads.base import Head
-from headstart.heads.families import FAMILIES, build_head
-from headstart.heads.vocab import choose_draft_vocab
-from headstart.train.config import TrainConfig
-from headstart.train.loop import Observers, TrainResult, train
-from headstart.train.stream import TrainData
+from headstart.heads.families import FAMILIES
+from headstart.train.loop import TrainResult
 
 
 class Killing(OnlineFeatures):
@@ -34,21 +28,7 @@ class Killing(OnlineFeatures):
 
 def run(family: str, run_dir: Path, source_of: type[OnlineFeatures] = OnlineFeatures) -> tuple[Head, TrainResult]:
     """Eight steps of two packs, a checkpoint at every third."""
-    target, samples = tiny_target(), make_samples()
-    torch.manual_seed(1)
-    head = build_head(REFERENCES[family].random, target.dims)
-    size, vocab = head.draft_vocab_size, target.dims.vocab_size
-    ids = None if size is None else choose_draft_vocab(token_counts(samples, vocab), size, (1,))
-    head.initialise(target.ends, ids)
-    config = TrainConfig(steps=8, accumulation=2, lr=3e-3, warmup_steps=2, save_every=3, log_every=1)
-    source = source_of(target, samples, head.spec, head.depth)
-    data = TrainData(source, pack_tokens=96)
-    result = train(head, data, target.teacher, config, run_dir, Observers(progress=False), provenance={})
-    return head, result
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["train/loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return run_random(family, run_dir, source_of, steps=8, accumulation=2, warmup_steps=2, save_every=3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,6 +38,6 @@ def test_killed_and_resumed_is_bit_equal(family: str, tmp_path: Path) -> None:
         run(family, tmp_path / "killed", Killing)
     again, result = run(family, tmp_path / "killed")
     assert result.resumed_from == 3
-    assert losses(tmp_path / "whole") == losses(tmp_path / "killed") and len(losses(tmp_path / "whole")) == 8
+    assert curve(tmp_path / "whole") == curve(tmp_path / "killed") and len(curve(tmp_path / "whole")) == 8
     for name, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from reference.families import REFERENCES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data.features import OnlineFeatures
@@ -25,7 +26,7 @@ from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 from headstart.heads.vocab import choose_draft_vocab
 from headstart.train.config import TrainConfig
-from headstart.train.loop import Observers, train
+from headstart.train.loop import Observers, TrainResult, train
 from headstart.train.stream import TrainData
 from headstart.train.validate import Validator
 
@@ -75,6 +76,21 @@ def run(family: str, run_dir: Path) -> None:
     config = TrainConfig(steps=20, accumulation=2, lr=3e-3, warmup_steps=2, save_every=7, log_every=1)
     data = TrainData(OnlineFeatures(target, samples, head.spec, head.depth), pack_tokens=96)
     train(head, data, target.teacher, config, run_dir, Observers(progress=False), provenance={})
+
+
+def run_random(
+    family: str, run_dir: Path, source_of: type[OnlineFeatures] = OnlineFeatures, **settings: int
+) -> tuple[Head, TrainResult]:
+    """A run with all the randomness that the family's training has."""
+    target, samples = tiny_target(), make_samples()
+    torch.manual_seed(1)
+    head = build_head(REFERENCES[family].random, target.dims)
+    size, vocab = head.draft_vocab_size, target.dims.vocab_size
+    ids = None if size is None else choose_draft_vocab(token_counts(samples, vocab), size, (1,))
+    head.initialise(target.ends, ids)
+    data = TrainData(source_of(target, samples, head.spec, head.depth), pack_tokens=96)
+    config = TrainConfig(lr=3e-3, log_every=1, **settings)
+    return head, train(head, data, target.teacher, config, run_dir, Observers(progress=False), provenance={})
 
 
 def curve(run_dir: Path) -> list[float]:

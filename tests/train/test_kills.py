@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_runs import losses
 from train_fakes import FakeHead, FakeSource, data_of, forked, make_documents, quiet, teacher
 
 from headstart.train.config import TrainConfig
@@ -38,11 +38,6 @@ def run(run_dir: Path, source_class: type[FakeSource] = FakeSource) -> FakeHead:
     train(head, data_of(source), teacher(), config, run_dir, quiet(), provenance={})
     torch.save(head.state_dict(), run_dir / "end.pt")
     return head
-
-
-def losses(run_dir: Path) -> list[tuple[int, float]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(record["step"], record["train/loss"]) for record in records]
 
 
 @pytest.mark.slow

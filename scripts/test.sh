@@ -12,4 +12,6 @@ make_venv "${VENV:-.venv-test}" "dev"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 # threads that wait by spinning slow each other tenfold where the cores are shared
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-3000}"
+# The whole suite runs in two processes (WORKERS=1: in one). Tests that you name run in this one, where their output shows.
+[ $# -gt 0 ] || set -- --numprocesses "${WORKERS:-2}" --dist loadfile
 exec "$VENV_PYTHON" -m pytest -m "not gpu" "$@"

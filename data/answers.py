@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from headstart.data.messages import Message
 from headstart.data.pieces import require_prompt, thoughts_stand
-from headstart.data.rendering import PROBE, Message, RefusedError, Renderer
+from headstart.data.rendering import PROBE, RefusedError, Renderer
 
 #: thoughts, then the answer itself; a prompt that ends with <think> leaves only </think> to the answer
 THOUGHTS = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)

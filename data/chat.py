@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.answers import parse_answer
+from headstart.data.messages import Message
 from headstart.data.pieces import require_pieces, require_prompt
-from headstart.data.rendering import PROBE, Message, RefusedError, Renderer, UnmaskableError, chat_template
+from headstart.data.rendering import PROBE, RefusedError, Renderer, UnmaskableError, chat_template
 from headstart.data.turns import Turn, find_turns, turn_at
 from headstart.heads.errors import TemplateError
 
@@ -152,9 +153,9 @@ class ChatFormat:
         """
         self._probe()
         answers = answers_of(messages)
-        found = find_turns(self.renderer, messages, answers if turns == "all" else answers[-1:], tools)
+        supervised = find_turns(self.renderer, messages, answers if turns == "all" else answers[-1:], tools)
         groups: list[list[Turn]] = []
-        for turn in reversed(found):
+        for turn in reversed(supervised):
             if groups and _goes_on(turn, groups[-1][0]):
                 groups[-1].append(turn)
             else:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from headstart.data.config import DistillConfig
 from headstart.data.features import Progress, silent
+from headstart.data.messages import Message
 from headstart.data.prompts import Chats, Prompt
-from headstart.data.records import Conversation, Message, TokenTurn, parse_record, unread_note
+from headstart.data.records import Conversation, TokenTurn, parse_record, unread_note
 from headstart.data.rendering import RefusedError
 from headstart.data.row_random import draw_at, uniforms
 from headstart.data.sources import read_jsonl

@@ -17,7 +17,7 @@ from headstart.heads.targets.locate import text_decoder
 from headstart.heads.targets.sharded import ShardedTarget
 from headstart.heads.targets.target import Target
 
-#: progress(done, total, message): rows or answers finished, those in all, a line to show or ""
+#: progress(done, total, message): what is done (rows, answers, measurements), in all, and a line to show or ""
 Progress = Callable[[int, int, str], None]
 
 

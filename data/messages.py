@@ -8,6 +8,8 @@ from typing import Any
 from headstart.heads.errors import DataError, HeadstartError
 from headstart.heads.files import parse_json
 
+#: one message: role, content, and what chat templates read beside them
+Message = dict[str, Any]
 Where = str
 ROLES = ("system", "developer", "user", "assistant", "tool")
 #: other names of roles in ShareGPT's `from`; those that no template uses otherwise are also taken in `role`
@@ -65,11 +67,11 @@ def read_tools(record: dict[str, Any], where: Where) -> tuple[dict[str, Any], ..
 
     Raises: DataError naming field and entry.
     """
-    found = {key: record[key] for key in ("tools", "functions") if record.get(key) not in EMPTY}
-    if len(found) == 2:
+    given = {key: record[key] for key in ("tools", "functions") if record.get(key) not in EMPTY}
+    if len(given) == 2:
         raise DataError(f"{where}: found both tools and functions, expected one of them: remove one")
     made: list[dict[str, Any]] = []
-    for key, value in found.items():
+    for key, value in given.items():
         if isinstance(value, str):
             value = parse_json(value, f"{where}: {key}")
         if not isinstance(value, list):
@@ -96,10 +98,10 @@ def _role(message: dict[str, Any], where: Where) -> str:
             raise DataError(f"{where}.role: found {quote(role)}, expected one of {', '.join(ROLES)}")
         return str(role)
     said = message.get("from")
-    found = SHAREGPT_ROLES.get(said.lower()) if isinstance(said, str) else None
-    if found is None:
+    role = SHAREGPT_ROLES.get(said.lower()) if isinstance(said, str) else None
+    if role is None:
         raise DataError(f"{where}.from: found {quote(said)}, expected one of {', '.join(SHAREGPT_ROLES)}")
-    return found
+    return role
 
 
 def _reasoning(given: dict[str, Any], where: Where) -> str | None:

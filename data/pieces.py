@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from headstart.data.rendering import Message, RefusedError, call_arguments
+from headstart.data.messages import Message
+from headstart.data.rendering import RefusedError, call_arguments
 from headstart.data.turns import Turn
 
 SPACE = re.compile(r"\s+")
@@ -67,8 +68,8 @@ def _require_tools(tools: Sequence[dict[str, Any]], whole: _Text) -> None:
 
 def thoughts_stand(content: str, text: str) -> bool:
     """Whether the text holds the thoughts and then the answer of a message's content."""
-    found = _Text(text)
-    return all(found.find(piece) for piece in THOUGHT.split(content))
+    searched = _Text(text)
+    return all(searched.find(piece) for piece in THOUGHT.split(content))
 
 
 def _require_history(message: Message, before: _Text, whole: _Text) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.data.chat import ChatFormat
-from headstart.data.records import Conversation, Message
+from headstart.data.messages import Message
+from headstart.data.records import Conversation
 from headstart.heads.errors import DataError
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from headstart.data.messages import (
     EMPTY,
+    Message,
     Where,
     checked_json,
     kind,
@@ -52,7 +53,6 @@ ELSEWHERE = (
 COMPLETE = "Complete the following Python function. Return the whole function.\n\n```python\n{}\n```"
 #: largest token id, because they are kept as int32
 MOST_ID = 2**31 - 1
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ def _layout(record: dict[str, Any], where: Where) -> str:
         there.append("prompt_response")
     # a response needs a prompt that is text; a prompt that is a list holds questions
     answered = "prompt_response" in there and isinstance(record.get("prompt"), str)
-    found = next((name for name in LAYOUTS if name in there and (name != "prompt_response" or answered)), "")
-    if found or record.get("prompt_token_ids") is not None:
-        return found or "token_ids"
+    layout = next((name for name in LAYOUTS if name in there and (name != "prompt_response" or answered)), "")
+    if layout or record.get("prompt_token_ids") is not None:
+        return layout or "token_ids"
     names = ", ".join(quote(name) for name in list(record)[:20]) or "(none)"
     raise DataError(
         f"{where}: found fields {names}, expected one of messages, conversations, turns, prompt + response, prompt, "

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headstart.data.messages import Message
 from headstart.heads.errors import TemplateError
 from headstart.heads.targets.template_date import fix_date, fixed_date
 
-Message = dict[str, Any]
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."})
 

@@ -69,8 +69,8 @@ def answer_turns(samples: Sequence[Sample]) -> list[Tensor] | None:
     """`answers` for FeatureBatch.pack; None where every sample supervises its answers and nothing else."""
     if all(sample.answer_ids is None for sample in samples):
         return None
-    found = [sample.turn_ids if sample.answer_ids is None else sample.answer_ids for sample in samples]
-    return [torch.from_numpy(ids.astype(np.int64)) for ids in found]
+    answers = [sample.turn_ids if sample.answer_ids is None else sample.answer_ids for sample in samples]
+    return [torch.from_numpy(ids.astype(np.int64)) for ids in answers]
 
 
 def token_counts(samples: Sequence[Sample], vocab_size: int) -> Tensor:

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.data.rendering import PROBE, Message, RefusedError, Renderer, UnmaskableError
+from headstart.data.messages import Message
+from headstart.data.rendering import PROBE, RefusedError, Renderer, UnmaskableError
 
 #: conversations with at most this many answers are rendered prefix by prefix
 FEW_ANSWERS = 8
@@ -158,13 +159,13 @@ class _Chain:
         for turn in real.values():
             if not last.text.startswith(turn.text):
                 raise _Unstable
-        found = [real[answers[0]].moved(0, last.text, answers[0])]
+        turns = [real[answers[0]].moved(0, last.text, answers[0])]
         for index in answers[1:]:
-            turn = self._next(found[-1], index)
+            turn = self._next(turns[-1], index)
             if index in real and turn != real[index].moved(0, last.text, index):
                 raise _Unstable
-            found.append(turn)
-        return found
+            turns.append(turn)
+        return turns
 
     def _next(self, previous: Turn, index: int) -> Turn:
         """The turn of answer `index`, found from the one before it."""

@@ -25,7 +25,7 @@ _LINK = re.compile(r"(https?|ftp):(?=//)|\b(www)\.", re.IGNORECASE)
 
 def plain(text: str, keep: str = "\n\t") -> str:
     """`text` for a terminal: control characters as `\\x1b`, lone surrogates as `\\ud800`; those in `keep` stay."""
-    return _HIDDEN.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], str(text))
+    return _HIDDEN.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], str(text))
 
 
 def line(text: str) -> str:
@@ -35,13 +35,13 @@ def line(text: str) -> str:
 
 def in_json(text: str) -> str:
     """JSON text with escapes for characters that would disturb a terminal or cannot be encoded."""
-    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def markdown(text: str) -> str:
     """Markdown that shows `text` unchanged, on one line, without markup, HTML, links, images or table borders."""
-    escaped = _MARKS.sub(lambda found: "\\" + found[0], line(text))
-    escaped = _LINK.sub(lambda found: f"{found[1]}\\:" if found[1] else f"{found[2]}\\.", escaped)
+    escaped = _MARKS.sub(lambda match: "\\" + match[0], line(text))
+    escaped = _LINK.sub(lambda match: f"{match[1]}\\:" if match[1] else f"{match[2]}\\.", escaped)
     return _OPENING.sub(lambda f: f"{f[1]}\\{f[2]}" if f[2] else f"{f[3]}\\{f[4]}", escaped)
 
 

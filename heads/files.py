@@ -119,8 +119,8 @@ def _error_number(error: Exception) -> int | None:
     """
     if isinstance(error, OSError):
         return error.errno
-    found = None if isinstance(error, HeadstartError) else re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
+    match = None if isinstance(error, HeadstartError) else re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
 
 
 @contextmanager

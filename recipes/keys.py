@@ -19,7 +19,7 @@ def _dataclass_of(hint: Any) -> type | None:
     """The dataclass inside a type hint: X, X | None, list[X], dict[str, X]."""
     if dataclasses.is_dataclass(hint):
         return typing.cast(type, hint)
-    return next((found for part in typing.get_args(hint) if (found := _dataclass_of(part)) is not None), None)
+    return next((inner for part in typing.get_args(hint) if (inner := _dataclass_of(part)) is not None), None)
 
 
 def _hints(schema: type) -> dict[str, Any]:

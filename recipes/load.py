@@ -256,10 +256,10 @@ def _whole_list(layer: Layer, merged: DictConfig, schema: type, known: list[str]
     assert edit is not None
     names = typing.cast(list[str], list(itertools.takewhile(lambda part: isinstance(part, str), edit.path)))
     check_keys(layer, nested(names, []), schema, "", known)
-    found: Any = OmegaConf.to_container(merged, resolve=False)
+    current: Any = OmegaConf.to_container(merged, resolve=False)
     for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    path, value = apply_edit(edit, found, layer.label)
+        current = current.get(name) if isinstance(current, dict) else None
+    path, value = apply_edit(edit, current, layer.label)
     return Layer(layer.label, nested(path, value))
 
 
@@ -304,6 +304,6 @@ def to_yaml(recipe: Recipe) -> str:
 
     What came from the environment comes from there again: no password or path of a machine is written down.
     """
-    written = {place: found.text for place, found in recipe.environment.items()}
+    written = {place: variable.text for place, variable in recipe.environment.items()}
     values = put_back(_settings(recipe), written)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)

@@ -77,11 +77,11 @@ class Layer:
 
     def gives(self, key: str) -> bool:
         """Whether the layer gives a value for a dotted key."""
-        found: Any = self.values
+        node: Any = self.values
         for name in key.split("."):
-            if not isinstance(found, dict) or name not in found:
+            if not isinstance(node, dict) or name not in node:
                 return False
-            found = found[name]
+            node = node[name]
         return True
 
 
@@ -213,13 +213,13 @@ def _path(key: str, text: str) -> tuple[str | int, ...]:
     parts: list[str | int] = []
     place = 0
     while place < len(key):
-        found = _KEY.match(key, place)
-        is_index = found is not None and found[0].startswith("[")
+        match = _KEY.match(key, place)
+        is_index = match is not None and match[0].startswith("[")
         # a name follows a dot, an index follows a name or another index
-        if found is None or (is_index and not parts):
+        if match is None or (is_index and not parts):
             break
-        parts.append(int(found[0][1:-1]) if is_index else found[0])
-        place = found.end()
+        parts.append(int(match[0][1:-1]) if is_index else match[0])
+        place = match.end()
         if place == len(key):
             if len(parts) > MAX_DEPTH:
                 break

@@ -95,7 +95,7 @@ class Choices:
             Measured(members, {}).choose(rows, way)
         return kept
 
-    def keep(self, found: list[Measured], rows: int, hidden_bytes: int = 0, about: str = "") -> None:
+    def keep(self, chosen: list[Measured], rows: int, hidden_bytes: int = 0, about: str = "") -> None:
         """Write down what was chosen. Warns where the folder cannot be written: the next run measures again."""
         products = [
             {
@@ -103,11 +103,11 @@ class Choices:
                 "way": None if (way := measured.chosen(rows)) is None else asdict(way),
                 "microseconds": round(measured.times[way], 3),
             }
-            for measured in found
+            for measured in chosen
         ]
         value = {**self.card, "rows": rows, "about": about, "hidden_bytes": hidden_bytes, "products": products}
         try:
-            write_json(self._path([measured.linears for measured in found], rows, about), value)
+            write_json(self._path([measured.linears for measured in chosen], rows, about), value)
         except (HeadstartError, OSError) as error:
             warnings.warn(UNKEPT.format(error), stacklevel=2)
 

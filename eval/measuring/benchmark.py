@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from headstart.data.features import Progress
 from headstart.data.prompts import Prompt
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decoding.decode import Answer, Cycle, Decoded
@@ -13,7 +14,7 @@ from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.measuring.breakdown import cycle_parts
 from headstart.eval.measuring.contexts import Contexts, first_contexts
-from headstart.eval.measuring.conversations import Conversations, Progress
+from headstart.eval.measuring.conversations import Conversations
 from headstart.eval.measuring.generate import GenerateBaseline
 from headstart.eval.measuring.metrics import Pace, acceptance, expected_tau
 from headstart.eval.measuring.report import Report

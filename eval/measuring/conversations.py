@@ -6,14 +6,13 @@ Headstart's own loop and running servers are asked in the same order, and leave 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from headstart.data.features import Progress
+from headstart.data.messages import Message
 from headstart.data.prompts import Prompt
-from headstart.data.records import Message, unread_note
-
-#: called with (steps done, steps in all, what is done next); a step is an answer, or one point of a sweep
-Progress = Callable[[int, int, str], None]
+from headstart.data.records import unread_note
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,8 @@ class Conversations:
     """What has been said so far, and which conversations have ended before their last question.
 
     Args:
-        more: steps beside the answers, for `progress`.
+        progress: told before each step what is done next. A step is an answer, or one point of a sweep.
+        more: steps beside the answers.
     Attributes:
         said: id(prompt) → the target's answers so far.
         cut: number of answers that were cut off before eval.max_new_tokens.

@@ -12,12 +12,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from headstart.data.messages import wire_message
+from headstart.data.features import Progress
+from headstart.data.messages import Message, wire_message
 from headstart.data.prompts import Prompt
-from headstart.data.records import Message
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Cycle
-from headstart.eval.measuring.conversations import Asked, Conversations, Progress
+from headstart.eval.measuring.conversations import Asked, Conversations
 from headstart.eval.measuring.metrics import acceptance
 from headstart.eval.measuring.report import Report
 from headstart.eval.measuring.task_results import TaskResults, report_of

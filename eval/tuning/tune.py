@@ -11,13 +11,14 @@ beside the predicted one.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from headstart.data.features import Progress
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune, tree_label
 from headstart.eval.decoding.decode import Decoded
 from headstart.eval.decoding.session import Decoder
@@ -136,7 +137,7 @@ def tune(
     head: Head | None,
     config: EvalConfig,
     search: TuneConfig,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Tuning:
     """Find the best tree per batch size.
 
@@ -276,7 +277,7 @@ class _Session:
         config: EvalConfig,
         search: TuneConfig,
         contexts: list[list[int]],
-        progress: Callable[[int, int, str], None] | None,
+        progress: Progress | None,
     ):
         self.target, self.head, self.config, self.search, self.contexts = target, head, config, search, contexts
         self.progress, self.done, self.total = progress, 0, 0

@@ -167,12 +167,12 @@ class TrainAttention:
         scale = q_AhD.shape[-1] ** -0.5
         shape = self._rectangle(q_RhD)
         if shape is not None:
-            found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            attended = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 *(_heads_first(x, shape) for x in (q_RhD, k_RgD, v_RgD)), None, True, 0.0, True, False, scale=scale
             )
-            out_RhD = _rows_first(found[0], len(q_RhD))
-            lse_hR = F.pad(found[1].squeeze(3).transpose(0, 1).flatten(1), (0, len(q_RhD) - shape[0] * shape[1]))
-            state = found[6:8]
+            out_RhD = _rows_first(attended[0], len(q_RhD))
+            lse_hR = F.pad(attended[1].squeeze(3).transpose(0, 1).flatten(1), (0, len(q_RhD) - shape[0] * shape[1]))
+            state = attended[6:8]
         else:
             edges, longest = self.batch.edges_E, self.batch.longest
             out_RhD, lse_hR, *state = torch.ops.aten._flash_attention_forward(
@@ -193,10 +193,10 @@ class TrainAttention:
             docs, length = shape
             inputs = [_heads_first(x, shape) for x in (grad_RhD, q_RhD, k_RgD, v_RgD, out_RhD)]
             lse_BhT = lse_hR[:, : docs * length].unflatten(1, shape).transpose(0, 1).contiguous()
-            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                 *inputs, lse_BhT[..., None], *state, None, None, None, length, length, 0.0, True, scale=scale
             )
-            dq_RhD, dk, dv = (_rows_first(x, len(q_RhD)) for x in found)
+            dq_RhD, dk, dv = (_rows_first(x, len(q_RhD)) for x in gradients)
         else:
             edges, longest = self.batch.edges_E, self.batch.longest
             dq_RhD, dk, dv = torch.ops.aten._flash_attention_backward(

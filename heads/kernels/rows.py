@@ -65,10 +65,10 @@ def rms_norm_backward(
     scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     unit = x * scale
     inner = grad * weight
-    found = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True))
+    gradient = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True))
     if residual_nH is not None:
-        found = found + residual_nH
-    out_nH.copy_(found + out_nH if accumulate else found)
+        gradient = gradient + residual_nH
+    out_nH.copy_(gradient + out_nH if accumulate else gradient)
     return (grad * unit).sum(0)
 
 
@@ -87,8 +87,8 @@ def gated_backward(packed_nW: Tensor, grad_nI: Tensor, act: Callable[[Tensor], T
     with torch.enable_grad():
         leaf = packed_nW.detach().clone().requires_grad_()
         gate, up = leaf.chunk(2, dim=-1)
-        (found,) = torch.autograd.grad(gated_eager(gate, up, act), leaf, grad_nI)
-    packed_nW.copy_(found)
+        (gradient,) = torch.autograd.grad(gated_eager(gate, up, act), leaf, grad_nI)
+    packed_nW.copy_(gradient)
 
 
 def rotate_heads(

@@ -101,8 +101,8 @@ class TokenizeReport:
         return {**vars(self)}
 
 
-def _some(names: Sequence[str], limit: int = 3) -> str:
-    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,10 @@ class TensorMap:
     unused: dict[str, str] = field(default_factory=dict)
 
 
-def some(names: Iterable[str], limit: int = 8) -> str:
-    """The first names in order, and how many more there are."""
+def some(names: Iterable[str]) -> str:
+    """The first eight names in order, and how many more there are."""
     names = sorted(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def require_equal(where: str, name: str, found: int, expected: int) -> None:

@@ -63,13 +63,13 @@ def head_config(preset: str, depth: int, **fields: Any) -> HeadConfig:
 
 def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Target:
     """The preset's full model with random weights, made on the device."""
-    family = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen3ForCausalLM
+    model_class = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen3ForCausalLM
     config._attn_implementation = "sdpa"
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = family(config)
+            model = model_class(config)
     finally:
         torch.set_default_dtype(default)
     return Target.from_model(model, config=TargetConfig(name="random"))

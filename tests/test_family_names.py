@@ -103,6 +103,12 @@ def test_a_family_is_asked_and_not_named():
     assert faults == {}, "ask the head (heads/base.py), or say it in the family's folder, drafter or engines' tables"
 
 
+def test_no_script_or_launch_configuration_names_a_family():
+    paths = [*(ROOT / "scripts").rglob("*.sh"), *(ROOT / "recipes/accelerate").glob("*.yaml")]
+    assert len(paths) > 10
+    assert [str(path.relative_to(ROOT)) for path in paths if NAME.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_what_is_allowed_is_there():
     for name, (allowed, _) in ALLOWED.items():
         text = (ROOT / name).read_text(encoding="utf-8")

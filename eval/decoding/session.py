@@ -66,6 +66,10 @@ class Decoder:
         top = engine.prefill([context])[0].float().topk(2).values[0]
         return float(top[0] - top[1])
 
+    def drop_buffers(self) -> None:
+        """Let go of the engine; the next run makes a new one."""
+        self.engine = None
+
     def run(
         self,
         contexts: list[list[int]],

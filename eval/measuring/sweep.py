@@ -91,7 +91,7 @@ def sweep(
             try:
                 points.append({name: value, **measure_point(decoder, drafter, config, given, batch)})
             except torch.OutOfMemoryError:
-                decoder.engine = None
+                decoder.drop_buffers()
                 points.append({name: value, "out_of_memory": True})
                 break
         if points:

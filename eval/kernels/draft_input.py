@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
-from headstart.eval.kernels.norm import NormWeights, rms_norm_eager
+from headstart.eval.kernels.norm import NormWeights, norm_eager
 from headstart.eval.kernels.rows import take_rows
 from headstart.heads.kernels.device import wants_kernel
 
@@ -44,7 +44,7 @@ def draft_input_eager(
     g_RD = (g_BfD if under_BN is None else take_rows(g_BfD, under_BN)).flatten(0, 1)
     e_RD, normed_RD = source.embed_VD[tokens_BN.flatten()].to(g_RD.dtype), g_RD
     if source.norms is not None:
-        e_RD, normed_RD = rms_norm_eager(e_RD, source.norms[0]), rms_norm_eager(g_RD, source.norms[1])
+        e_RD, normed_RD = norm_eager(e_RD, source.norms[0]), norm_eager(g_RD, source.norms[1])
     return torch.cat((e_RD, normed_RD), -1), g_RD
 
 

@@ -28,7 +28,7 @@ class NormWeights:
     eps: float
 
 
-def rms_norm_eager(x_RD: Tensor, norm: NormWeights) -> Tensor:
+def norm_eager(x_RD: Tensor, norm: NormWeights) -> Tensor:
     """x / rms(x) · factor over the last axis, in float32, rounded once to the input's dtype.
 
     A head's own norms round their weight to the input's dtype first, as in training (heads/kernels/elementwise.py).
@@ -39,9 +39,9 @@ def rms_norm_eager(x_RD: Tensor, norm: NormWeights) -> Tensor:
 
 
 def rms_norm(x_RD: Tensor, norm: NormWeights) -> Tensor:
-    """As rms_norm_eager."""
+    """As norm_eager."""
     if not wants_kernel(x_RD):
-        return rms_norm_eager(x_RD, norm)
+        return norm_eager(x_RD, norm)
     return rms_norm_kernel(x_RD, norm)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
-from headstart.eval.kernels.norm import NormWeights, rms_norm_eager
+from headstart.eval.kernels.norm import NormWeights, norm_eager
 from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.kernels.elementwise import rotate_eager
 
@@ -61,7 +61,7 @@ def rope_store_eager(
     h, g, d = shape.heads, shape.kv_heads, shape.head_dim
     q, k, v = (part.unflatten(-1, (-1, d)) for part in qkv_RC.split([h * d, g * d, g * d], -1))
     if shape.norms is not None:
-        q, k = rms_norm_eager(q, shape.norms[0]), rms_norm_eager(k, shape.norms[1])
+        q, k = norm_eager(q, shape.norms[0]), norm_eager(k, shape.norms[1])
     q, k = rotate_eager(q, cos_RW, sin_RW), rotate_eager(k, cos_RW, sin_RW)
     batch = torch.arange(write_BM.shape[0], device=write_BM.device)[:, None]
     keys[batch, :, write_BM] = k.unflatten(0, write_BM.shape)

@@ -18,7 +18,7 @@ from headstart.eval.decoding.fused_layers import Pass, Unfusable
 from headstart.eval.kernels import choices
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.linear import Tiles, row_bucket
-from headstart.eval.kernels.norm import NormWeights, rms_norm_eager
+from headstart.eval.kernels.norm import NormWeights, norm_eager
 from headstart.eval.kernels.ways import MOST_CLOSE, Measured
 from headstart.eval.tree import with_root
 
@@ -112,7 +112,7 @@ def test_a_norm_is_made_with_the_sum_before_it(monkeypatch: pytest.MonkeyPatch) 
 
     def counted(x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
         alone.append(x.shape)
-        return rms_norm_eager(x, norm)
+        return norm_eager(x, norm)
 
     monkeypatch.setattr(fused_layers, "rms_norm", counted)
     logits, _, _ = twin.forward(ids, visibility, twin.buffers(2, 5))

@@ -16,7 +16,7 @@ from headstart.eval.kernels.linear import (
     splittable,
     with_norm,
 )
-from headstart.eval.kernels.norm import NormWeights, rms_norm_eager
+from headstart.eval.kernels.norm import NormWeights, norm_eager
 
 pytest.importorskip("triton")
 pytestmark = needs_kernels
@@ -58,7 +58,7 @@ def test_linear_in_parts(rows: int, splits: int, bias: bool, dtype: torch.dtype)
             close(linear_kernel(x, linear, added, tiles), linear_eager(x, linear, added))
         found, normed = join_kernel(split_kernel(x, linear, tiles), linear.bias_N, residual, norm)
         close(found, linear_eager(x, linear, residual))
-        close(normed, rms_norm_eager(found, norm))
+        close(normed, norm_eager(found, norm))
         for mine, other in zip(with_norm(x, linear, residual, norm, tiles), (found, normed), strict=True):
             assert torch.equal(mine, other)
     linear = Linear(random(outputs, 192, dtype=dtype))

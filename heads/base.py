@@ -34,10 +34,12 @@ class HeadConfig:
 
     #: fields that decide which tensors a head has; a head that training starts from must agree in them (`start_from`)
     structure: ClassVar[tuple[str, ...]] = ()
+    #: fields that decide which features of the target it reads; `start_from` compares what they lead to
+    reading: ClassVar[tuple[str, ...]] = ()
     #: field → its largest value; the smallest is 1, and null means the default
     limits: ClassVar[dict[str, int]] = {"depth": MAX_LAYERS}
 
-    #: Family of the head; see below.
+    #: Family of the head. It decides which other settings `head` has.
     type: str = "???"
     #: Draft depths trained (K).
     depth: int = 1

@@ -155,7 +155,7 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
     described = skeleton(config, dims, "the recipe's head")
     ours, theirs = _shapes(described), _shapes(given)
     if ours != theirs or described.spec != given.spec or described.hidden_act != given.hidden_act:
-        names = (*config.structure, *(("feature_layers",) if described.spec != given.spec else ()))
+        names = (*config.structure, *(config.reading if described.spec != given.spec else ()))
         pairs = [(name, getattr(config, name), getattr(given.config, name)) for name in names]
         pairs.append(("hidden_act", described.hidden_act, given.hidden_act))
         differing = [shlex.quote(f"head.{name}={value}") for name, own, value in pairs if own != value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,20 @@ def random_document(
         torch.randn(rows, streams, width, generator=noise, dtype=dtype),
     )
 
+
+#: what the config of a small target says, whatever its architecture
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 #: tokens that the random targets, and the random heads, say most of the time: so that heads are sometimes right
 FAVOURITES = (3, 21, 80)

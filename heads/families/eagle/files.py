@@ -34,7 +34,7 @@ class EagleFiles(LlamaDraftFiles):
     facts = {
         "feature": "last hidden state after the final norm",
         "input": "fc(cat(embedding, feature)), embedding first, no input_layernorm, no final norm",
-        "method": "EAGLE, arXiv 2401.15077",
+        "method": f"EAGLE, arXiv {PAPER.arxiv}",
     }
     layouts = ("EAGLE-1/2",)
     speculators = "eagle"

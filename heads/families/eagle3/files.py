@@ -48,7 +48,7 @@ class Eagle3Files(LlamaDraftFiles):
         "feature": "hidden_states[k] at feature_layers (inputs of decoder layers k, before any norm)",
         "residual": "un-normed g (norm_before_residual = false)",
         "recycled": "pre-norm output",
-        "method": "EAGLE-3, arXiv 2503.01840",
+        "method": f"{PAPER.method}, arXiv {PAPER.arxiv}",
     }
     layouts = ("EAGLE-3", "SpecForge")
     speculators = "eagle3"

@@ -31,6 +31,7 @@ class Eagle3Config(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-3."""
 
     structure: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "hidden_size", "intermediate_size")
+    reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
     limits: ClassVar[dict[str, int]] = {**HeadConfig.limits, "hidden_size": MAX_SIZE, "intermediate_size": MAX_SIZE}
 
     type: str = "eagle3"

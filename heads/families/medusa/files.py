@@ -43,7 +43,7 @@ class MedusaFiles(HeadFiles):
     facts = {
         "feature": "last hidden state after the final norm",
         "block": "h + SiLU(W h + b)",
-        "method": "Medusa-1, arXiv 2401.10774",
+        "method": f"{PAPER.method}, arXiv {PAPER.arxiv}",
     }
     layouts = ("Medusa v1/v2",)
     compact_note = "Saved without the target's lm_head: run `headstart export` before serving."

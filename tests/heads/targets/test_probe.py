@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from reference.tiny import SIZES
 from torch import Tensor, nn
 
 from headstart.heads.batch import FeatureBatch, FeatureSpec
@@ -15,18 +16,6 @@ from headstart.heads.targets.locate import decoder_layers, text_decoder
 from headstart.heads.targets.probe import OutputRule, fit_rule, ramp_like, rule_without_weights
 from headstart.heads.targets.target import Target
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from reference.tiny import turns_of
+from reference.tiny import SIZES, turns_of
 
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
@@ -15,25 +15,13 @@ from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.targets.load import resolve_device
 from headstart.heads.targets.target import Target, length_groups
 
-VOCAB = 97
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+VOCAB = SIZES["vocab_size"]
 
 
 def build(name: str, **changes: object) -> Callable[[], torch.nn.Module]:
     def make() -> torch.nn.Module:
         torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**{**COMMON, **changes})
+        config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
         model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
         with torch.no_grad():  # norms that are not 1 and biases that are not 0 tell pre- from post-norm
             for parameter_name, parameter in model.named_parameters():
@@ -67,7 +55,7 @@ PATTERNS = ["..AAA", "." * 9 + "A" * 11 + "..BB", "AAA", "...A", "." * 3 + "A" *
 def model_for(name: str) -> torch.nn.Module:
     if name == "gemma3":
         torch.manual_seed(0)
-        config = transformers.Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=8, query_pre_attn_scalar=8)
+        config = transformers.Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8, query_pre_attn_scalar=8)
         return transformers.Gemma3ForCausalLM(config).eval()
     return MODELS[name]()
 

@@ -12,7 +12,7 @@ from headstart.console import Console
 from headstart.heads.errors import ConfigError
 from headstart.heads.formats import ExportConfig, export_head
 from headstart.heads.formats.engines import FORMATS
-from headstart.heads.formats.launch import launch_commands, why_tokens
+from headstart.heads.formats.launch import commented, launch_commands, why_tokens
 from headstart.heads.formats.sidecar import SIDECAR, notes
 from headstart.heads.provenance import provenance
 from headstart.heads.published import published
@@ -74,7 +74,7 @@ def report_exports(reports: dict[str, Any], console: Console) -> dict[str, Any]:
         side = notes(Path(report.directory))
         commands = launch_commands(str(report.directory), side, report.served) if side else {}
         for engine, command in commands.items():
-            console.say(f"{FORMATS[engine].title}:\n{command}")
+            console.say(f"{FORMATS[engine].title}:\n{commented(engine, side['type'], command)}")
         if commands and (why := why_tokens(side)):
             console.say(why)
     return {

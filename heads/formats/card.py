@@ -18,7 +18,7 @@ from headstart.heads.escape import code, fenced, in_json, markdown, table
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.flags import MEANINGS, flag_of
-from headstart.heads.formats.launch import launch_commands, tuned_table, why_tokens
+from headstart.heads.formats.launch import commented, launch_commands, tuned_table, why_tokens
 from headstart.heads.formats.sidecar import hub_name
 from headstart.heads.published import published
 from headstart.heads.published_names import ANSWERS, HELD_OUT, OWN_DATA
@@ -123,7 +123,7 @@ def _results(report: dict[str, Any] | None) -> str:
 def _use(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
     base = hub_name(target) or "TARGET"
     shown = [
-        f"{FORMATS[engine].title}:\n\n{fenced(command, 'bash')}"
+        f"{FORMATS[engine].title}:\n\n{fenced(commented(engine, side['type'], command), 'bash')}"
         for engine, command in launch_commands(repo_id, side, engines).items()
     ]
     if shown and (why := why_tokens(side, markdown)):

@@ -19,6 +19,26 @@ Check = Callable[[Case], None]
 
 
 @dataclass(frozen=True)
+class Versions:
+    """The releases of an engine that serve a family, where not all of them do.
+
+    Attributes:
+        newest: the last release that serves it.
+        run: the release in which heads of the family were loaded and drafted; None if the rules were only read.
+        later: what later releases do.
+    """
+
+    newest: str
+    run: str | None
+    later: str
+
+    def sentence(self, engine: str) -> str:
+        """For verdicts, launch commands and cards. Args: engine: its name in messages."""
+        proven = "" if self.run is None else f" (run on {self.run})"
+        return f"needs {engine} {self.newest} or earlier{proven}: {self.later}"
+
+
+@dataclass(frozen=True)
 class Rules:
     """What an engine does with heads of one family.
 
@@ -26,11 +46,13 @@ class Rules:
         check: judges a directory.
         write: head, provenance → a directory for this engine; None if the engine takes the portable one.
         shards: whether the engine reads weights in several files.
+        versions: the releases that serve the family; None if every release since the one that was read does.
     """
 
     check: Check
     write: Callable[[Head, dict[str, Any]], Contents] | None = None
     shards: bool = False
+    versions: Versions | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,8 @@ class Format:
             try:
                 self.before(case)
                 rules.check(case)
+                if (sentence := self.versions_of(seen.family)) is not None:
+                    case.note(sentence)
             except FormatError as error:  # what Headstart cannot read, the engine cannot read either
                 case.refuse(str(error))
         return case.verdict
@@ -119,6 +143,11 @@ class Format:
     def reads_shards(self, family: str | None) -> bool:
         """Whether the engine reads a head of this family whose weights stand in several files."""
         return family in self.serves and self.serves[family].shards
+
+    def versions_of(self, family: str | None) -> str | None:
+        """A sentence that says which releases serve the family; None where all do, or none does."""
+        rules = self.serves.get(family) if family is not None else None
+        return None if rules is None or rules.versions is None else rules.versions.sentence(self.name)
 
     def loads_portable(self, family: str) -> bool:
         """Whether the portable directory of a family is made for this engine, among others."""

@@ -130,3 +130,9 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dic
     launch = Launch(model, target, side["type"], drafted_tokens(side), context_limit(side))
     commands = {key: engine.launch(launch) for key, engine in FORMATS.items() if key in engines}
     return {key: command for key, command in commands.items() if command is not None}
+
+
+def commented(engine: str, family: str, command: str) -> str:
+    """A launch command below a comment that names the engine's releases which serve the family, where not all do."""
+    versions = FORMATS[engine].versions_of(family)
+    return command if versions is None else f"# {versions}\n{command}"

@@ -28,7 +28,7 @@ from headstart.heads.formats.eagle_rules import (
     eagle_tensors,
     mask_token_problem,
 )
-from headstart.heads.formats.format import Format, Launch, Rules
+from headstart.heads.formats.format import Format, Launch, Rules, Versions
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
 from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
 from headstart.heads.formats.vllm_dflash import check_dflash, check_draft_model
@@ -241,7 +241,9 @@ FORMAT = Format(
     title="vLLM",
     version="vLLM 0.32",
     serves={
-        "medusa": Rules(_medusa, shards=True),
+        "medusa": Rules(
+            _medusa, shards=True, versions=Versions("0.32", "0.32", "0.33 has no Medusa model in its registry any more")
+        ),
         "eagle": Rules(_eagle, shards=True),
         "eagle3": Rules(_eagle3, shards=True),
         "dflash": Rules(check_dflash),

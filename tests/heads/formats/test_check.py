@@ -595,6 +595,7 @@ OTHER_LAYERS = {
 }
 NOTES = {
     "speculative tokens": (M, {}, "vllm", "num_speculative_tokens must be 3 or fewer"),
+    "releases": (M, {}, "vllm", "needs vLLM 0.32 or earlier (run on 0.32): 0.33 has no Medusa model"),
     "parallel drafting": (
         (E3[0], lambda: {**eagle3_tensors(), "mask_hidden": torch.ones(1, 1, 96)}),
         {"ptd_token_id": 5}, "vllm", '"parallel_drafting": true',
@@ -630,6 +631,16 @@ def test_what_a_user_should_know_although_it_loads(
     report = check_directory(trapped(tmp_path, (base, changes, same, {})), DIMS)
     assert report.loads(engine), report.render()
     assert any(words in note for note in report.engines[engine].notes), report.render()
+
+
+def test_only_families_that_some_releases_dropped_have_a_note_on_releases(tmp_path: Path) -> None:
+    noted = {
+        (family, engine)
+        for family, base in (("medusa", M), ("eagle3", E3), ("draft model", DRAFT))
+        for engine, verdict in check_directory(trapped(tmp_path / family, (base, {}, same, {})), DIMS).engines.items()
+        if any("or earlier" in note for note in verdict.notes)
+    }
+    assert noted == {("medusa", "vllm")}
 
 
 def test_residual_default_of_speculators_differs_by_kind(tmp_path: Path) -> None:

@@ -263,6 +263,16 @@ def test_a_tuned_chain_is_no_longer_than_a_medusa_head(tmp_path: Path) -> None:
     assert '"num_speculative_tokens": 2' in render_card("me/head", side, None, ["vllm"])
 
 
+def test_launch_commands_name_the_releases_that_serve_the_family(exported: Path, tmp_path: Path) -> None:
+    export_head(our_head(MedusaConfig(depth=2)), tmp_path / "head", ExportConfig(), PROVENANCE)
+    side = json.loads((tmp_path / "head" / "headstart.json").read_text())
+    card = render_card("me/head", side, None, ["vllm", "tgi"])
+    assert "```bash\n# needs vLLM 0.32 or earlier (run on 0.32): 0.33 has no Medusa" in card
+    assert card.count("or earlier") == 1  # TGI's command has no such line
+    eagle3 = json.loads((exported / "headstart.json").read_text())
+    assert "or earlier" not in render_card("me/head", eagle3, None, ["vllm", "sglang"])
+
+
 def test_a_registered_target_is_named_as_the_hub_knows_it(exported: Path) -> None:
     side = json.loads((exported / "headstart.json").read_text())
     side["target"] = {"name": "smollm2-135m-instruct"}

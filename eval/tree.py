@@ -115,7 +115,10 @@ class StaticShape:
 
     def fill(self, candidates_BKR: Tensor) -> Tree:
         """The tree with tokens from the top-R candidates of K heads."""
-        tokens_BN = candidates_BKR[:, self.depth_N - 1, self.rank_N]
+        return self.tree(candidates_BKR[:, self.depth_N - 1, self.rank_N])
+
+    def tree(self, tokens_BN: Tensor) -> Tree:
+        """The tree with these tokens."""
         parent_BN, depth_BN = (x.expand_as(tokens_BN) for x in (self.parent_N, self.depth_N))
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
         linear = self.levels == tokens_BN.shape[1]

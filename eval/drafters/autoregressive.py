@@ -21,19 +21,16 @@ from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, draw, penalise, probabilities
 from headstart.eval.drafters.draft import DraftStep
+from headstart.eval.drafters.layer import all_start_widths, appended, start_widths
 from headstart.eval.kernels.argmax import argmax
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth
 from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.eval.kernels.line_up import Lined, line_up
 from headstart.eval.kernels.linear import Linear
-from headstart.eval.kernels.rows import take_rows
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.autoregressive import AutoregressiveHead
-
-#: context rows per pass when a batch starts: whole chunks, and a power of two for the rest
-START_CHUNK, NARROWEST_START = 256, 32
 
 
 class AutoregressiveDrafter:
@@ -86,15 +83,13 @@ class AutoregressiveDrafter:
 
     def _compile_start(self, like: Rows) -> None:
         """Run a pass of every width that `start` may need, to compile its kernels."""
-        columns = NARROWEST_START
-        while columns <= START_CHUNK:
+        for columns in all_start_widths():
             self._read_context(like.zeros(columns), torch.zeros_like(like.count_B))
-            columns *= 2
 
     def _prepare(self, context: Rows, slots: int) -> None:
         """Make weights and buffers, unless those of an earlier batch fit."""
         batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
-        ready = self._made and self.step.tables[0].shape[0] >= slots
+        ready = self._made and self.step.layer.tables[0].shape[0] >= slots
         placed = self._made and self.kv.keys[0].shape[0] == batch and self.kv.capacity == slots
         if ready and placed:
             return
@@ -176,7 +171,7 @@ class AutoregressiveDrafter:
         growth = growth.grow(logits_BfU)
         for _ in range(self.tree.depth - 1):
             g_BfH, logits_BfU = self._frontier_pass(growth, g_BfH)
-            seen_BfU = _seen_on_path(seen_BfU, growth)
+            seen_BfU = growth.seen_on_path(seen_BfU)
             growth = growth.grow(penalise(logits_BfU, self.sampling, seen_BfU))
         return growth.tree(self.max_nodes)
 
@@ -189,13 +184,9 @@ class AutoregressiveDrafter:
 
     def _append(self, tokens_BJ: Tensor, g_BJH: Tensor, count_B: Tensor) -> None:
         """Append the first `count_B` rows of each sequence to the draft KV. Args: g_BJH: from the target's features."""
-        column_J = torch.arange(tokens_BJ.shape[1], device=tokens_BJ.device)
-        real_BJ = column_J < count_B[:, None]
-        write_BJ = torch.where(real_BJ, self.length_B[:, None] + column_J, self.kv.bin)
-        position_BJ = torch.where(real_BJ, write_BJ, -1)
         # a pass drafts after at least one row; this draft is not read
         first_B1 = torch.zeros_like(count_B)[:, None]
-        self._pass(tokens_BJ, g_BJH, Visibility(position_BJ, write_BJ, self.length_B), first_B1)
+        self._pass(tokens_BJ, g_BJH, appended(count_B, tokens_BJ.shape[1], self.length_B, self.kv.bin), first_B1)
         self.length_B = self.length_B + count_B
 
     def _pass(
@@ -218,23 +209,3 @@ class AutoregressiveDrafter:
             return q_BU
         q_BV = q_BU.new_zeros((q_BU.shape[0], self.head.dims.vocab_size))
         return q_BV.index_copy_(1, ids_U, q_BU)
-
-
-def _seen_on_path(seen_BfU: Tensor | None, growth: Growth) -> Tensor | None:
-    """Tokens that stand before each frontier node's children: those before the node (`seen_BfU`), and its own."""
-    if seen_BfU is None:
-        return None
-    nodes = growth.frontier
-    assert nodes is not None
-    token_Bk = growth.stored.token_BS.gather(1, nodes.index_Bk)
-    return take_rows(seen_BfU, nodes.under_Bk).scatter(2, token_Bk[:, :, None], True)
-
-
-def start_widths(columns: int) -> list[int]:
-    """Widths of the passes over `columns` columns. They are few, because kernels are compiled for each width.
-
-    >>> start_widths(600), start_widths(3)
-    ([256, 256, 128], [32])
-    """
-    whole, rest = divmod(columns, START_CHUNK)
-    return [START_CHUNK] * whole + ([max(1 << (rest - 1).bit_length(), NARROWEST_START)] if rest else [])

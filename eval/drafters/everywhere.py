@@ -39,18 +39,16 @@ def autoregressive_everywhere(
     batch, rows = tokens_BT.shape
     device = tokens_BT.device
     batch_B1 = torch.arange(batch, device=device)[:, None]
-    later_TT = torch.ones((rows, rows), dtype=torch.bool, device=device).triu(1)
-    scale = head.dims.head_dim**-0.5
     stored: list[tuple[Tensor, Tensor]] = []
 
     def attend_context(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> Tensor:
-        stored.append((_widen(k_BgTd, head), _widen(v_BgTd, head)))
-        return _weigh(q_BhTd, *stored[0], later_TT, [], scale)
+        stored.append((_widen(k_BgTd, q_BhTd), _widen(v_BgTd, q_BhTd)))
+        return attend_earlier(q_BhTd, k_BgTd, v_BgTd)
 
     def attend_rollout(q_BhAd: Tensor, k_BgAd: Tensor, v_BgAd: Tensor) -> Tensor:
-        stored.append((_widen(k_BgAd, head), _widen(v_BgAd, head)))
+        stored.append((_widen(k_BgAd, q_BhAd), _widen(v_BgAd, q_BhAd)))
         hidden_BAT = torch.arange(rows, device=device) > row_BA[:, :, None]
-        return _weigh(q_BhAd, *stored[0], hidden_BAT[:, None], stored[1:], scale)
+        return _weigh(q_BhAd, *stored[0], hidden_BAT[:, None], stored[1:])
 
     next_BT, position_BT = torch.roll(tokens_BT, -1, dims=1), torch.arange(rows, device=device).expand(batch, rows)
     g_BTH, logits_BTU = head.step(next_BT, head.fuse(hidden_BTD, streams_BTkD), position_BT, attend_context)
@@ -63,14 +61,21 @@ def autoregressive_everywhere(
     return torch.stack(drafts, -1)
 
 
-def _widen(x_BgNd: Tensor, head: AutoregressiveHead) -> Tensor:
-    return x_BgNd.repeat_interleave(head.dims.num_heads // head.dims.num_kv_heads, dim=1)
+def attend_earlier(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> Tensor:
+    """Attention of every row of a document to itself and to the rows before it: [B, h, T, d]."""
+    rows = q_BhTd.shape[2]
+    later_TT = torch.ones((rows, rows), dtype=torch.bool, device=q_BhTd.device).triu(1)
+    return _weigh(q_BhTd, _widen(k_BgTd, q_BhTd), _widen(v_BgTd, q_BhTd), later_TT, [])
 
 
-def _weigh(
-    q_BhNd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, hidden: Tensor, own: list[tuple[Tensor, Tensor]], scale: float
-) -> Tensor:
+def _widen(x_BgNd: Tensor, q_BhNd: Tensor) -> Tensor:
+    """A key or value for every query head."""
+    return x_BgNd.repeat_interleave(q_BhNd.shape[1] // x_BgNd.shape[1], dim=1)
+
+
+def _weigh(q_BhNd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor, hidden: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention over the context's keys, except `hidden` ones, and over each row's own keys; in float32."""
+    scale = q_BhNd.shape[-1] ** -0.5
     scores = (q_BhNd.float() @ k_BhTd.float().transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
     own_scores = [(q_BhNd.float() * k.float()).sum(-1, keepdim=True) * scale for k, _ in own]
     weights = torch.cat([scores, *own_scores], -1).softmax(-1)

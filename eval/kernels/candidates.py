@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.kernels.launch import await_previous, launch, launch_options, tl, triton
+from headstart.eval.kernels.rows import take_rows
 from headstart.eval.tree import Tree, expand, select
 from headstart.heads.kernels.device import wants_kernel
 
@@ -100,6 +101,18 @@ class Growth:
         frontier = (grow_kernel if self._kernels() else grow_eager)(self, logits_BfU)
         children = logits_BfU.shape[1] * min(self.k, logits_BfU.shape[2])
         return replace(self, number=self.number + 1, filled=self.filled + children, frontier=frontier)
+
+    def seen_on_path(self, seen_BfU: Tensor | None) -> Tensor | None:
+        """bool [B, k, U]: tokens before the children of each frontier node: those before the node, and its own.
+
+        Args: seen_BfU: the same of the frontier before; None stays None.
+        """
+        if seen_BfU is None:
+            return None
+        nodes = self.frontier
+        assert nodes is not None
+        token_Bk = self.stored.token_BS.gather(1, nodes.index_Bk)
+        return take_rows(seen_BfU, nodes.under_Bk).scatter(2, token_Bk[:, :, None], True)
 
     def tree(self, nodes: int) -> Tree:
         """The best `nodes` candidates; exact ties prefer the shallower one. Tokens are target ids."""

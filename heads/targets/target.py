@@ -16,6 +16,7 @@ from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import sha256_text
 from headstart.heads.rope import dynamic_note
+from headstart.heads.targets.adapter import plain_weights
 from headstart.heads.targets.locate import (
     decoder_layers,
     final_norm,
@@ -257,12 +258,12 @@ class Target:
             )
 
     def weight_hash(self) -> str:
-        """sha256 over names, shapes and 4,096 sampled values of every weight.
+        """sha256 over names, shapes and 4,096 sampled values of every weight. An injected adapter is left out.
 
         The values are rounded to bfloat16, so all dtypes that hold the weights exactly give the same hash.
         """
         if self._weight_hash is None:
-            state = sorted(self.model.state_dict().items(), key=lambda item: item[0])
+            state = sorted(plain_weights(self.model).items(), key=lambda item: item[0])
             samples = b"".join(sample_weight(name, weight) for name, weight in state)
             self._weight_hash = hashlib.sha256(samples).hexdigest()
         return self._weight_hash

@@ -14,6 +14,9 @@ from headstart.heads.families.eagle.head import EagleConfig, EagleHead
 from headstart.heads.families.eagle3.files import PAPER as EAGLE3
 from headstart.heads.families.eagle3.files import Eagle3Files
 from headstart.heads.families.eagle3.head import Eagle3Config, Eagle3Head
+from headstart.heads.families.hydra.files import PAPER as HYDRA
+from headstart.heads.families.hydra.files import HydraFiles
+from headstart.heads.families.hydra.head import HydraConfig, HydraHead
 from headstart.heads.families.medusa.files import PAPER as MEDUSA
 from headstart.heads.families.medusa.files import MedusaFiles
 from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
@@ -40,6 +43,7 @@ class Family(NamedTuple):
 
 FAMILIES: dict[str, Family] = {
     "medusa": Family("medusa", MEDUSA, MedusaConfig, MedusaHead, MedusaFiles()),
+    "hydra": Family("hydra", HYDRA, HydraConfig, HydraHead, HydraFiles()),
     "eagle": Family("eagle", EAGLE, EagleConfig, EagleHead, EagleFiles()),
     "eagle3": Family("eagle3", EAGLE3, Eagle3Config, Eagle3Head, Eagle3Files()),
 }

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
-from headstart.heads.families import FAMILIES, Eagle3Config, EagleConfig, MedusaConfig, build_head
+from headstart.heads.families import FAMILIES, Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, build_head
 from reference.documents import Document, Ends, Sums
 from reference.eagle import eagle_loss
 from reference.eagle3 import eagle3_loss
+from reference.hydra import hydra_loss
 from reference.llama import Shape, Weights
 from reference.medusa import medusa_loss
 from reference.tiny import (
@@ -95,6 +96,11 @@ def _medusa(head: Any, weights: Weights, ends: Ends, documents: list[Document]) 
     return medusa_loss(weights, ends, documents, c.depth, c.num_layers, c.lm_head, c.loss)
 
 
+def _hydra(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
+    c = head.config
+    return hydra_loss(weights, ends, documents, shape_of(head), c.depth, c.num_layers, c.lm_head, c.loss)
+
+
 def _eagle(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
     c = head.config
     top = {"top_weight": c.top_tokens_loss_weight, "top_tokens": c.top_tokens}
@@ -111,6 +117,15 @@ def medusa(**fields: Any) -> MedusaConfig:
     return MedusaConfig(**{"depth": 4, "rank": 5, **fields})
 
 
+def hydra(**fields: Any) -> HydraConfig:
+    return HydraConfig(**{"depth": 4, "rank": 5, **fields})
+
+
+def hydrapp(**fields: Any) -> HydraConfig:
+    """Hydra++, whose usual dropout is off: what it draws is random."""
+    return hydra(**{"prefix_layer": True, "num_layers": 2, **fields})
+
+
 def eagle(**fields: Any) -> EagleConfig:
     return EagleConfig(**{"feature_noise": 0.0, **fields})
 
@@ -119,7 +134,8 @@ def eagle3(**fields: Any) -> Eagle3Config:
     return Eagle3Config(**{"depth": 4, "draft_vocab_size": 40, "feature_layers": [1, 3, 5], **fields})
 
 
-PARTIAL = replace(DIMS, hidden_act="gelu_pytorch_tanh", rope_parameters={**ROPE, "partial_rotary_factor": 0.5})
+PARTIAL_ROPE: dict[str, Any] = {**ROPE, "partial_rotary_factor": 0.5}
+PARTIAL = replace(DIMS, hidden_act="gelu_pytorch_tanh", rope_parameters=PARTIAL_ROPE)
 GELU = replace(WIDE, hidden_act="gelu_pytorch_tanh")
 ODD_ENDS: dict[str, Any] = {"softcap": 3.0, "scale": 0.7, "bias": True}
 
@@ -140,6 +156,27 @@ REFERENCES: dict[str, Reference] = {
         small=lambda vocab: MedusaConfig(depth=3),
         steps=12,
         tolerance=1e-10,
+    ),
+    "hydra": Reference(
+        twin=_hydra,
+        examples={
+            "own matrices": Example(hydra()),
+            "shared matrix, two layers": Example(hydra(lm_head="shared", num_layers=2)),
+            "low rank": Example(hydra(lm_head="lowrank")),
+            "low rank, ce": Example(hydra(lm_head="lowrank", loss="ce"), loss_only=True),
+            "shared matrix, ce": Example(hydra(lm_head="shared", loss="ce"), loss_only=True),
+            "own matrices, ce": Example(hydra(loss="ce"), loss_only=True),
+            "scaled logits": Example(hydra(lm_head="lowrank"), ends={"scale": 0.7}, loss_only=True),
+            "prefix layer": Example(hydrapp()),
+            "prefix layer, low rank": Example(hydrapp(lm_head="lowrank", num_layers=3)),
+            "prefix layer, wide heads, llama3 rope": Example(
+                hydrapp(lm_head="shared"), replace(WIDE, rope_parameters=LLAMA3_ROPE)
+            ),
+            "prefix layer, partial rope": Example(hydrapp(loss="ce"), replace(DIMS, rope_parameters=PARTIAL_ROPE)),
+        },
+        random=hydrapp(dropout=0.2),
+        small=lambda vocab: HydraConfig(depth=3),
+        steps=12,
     ),
     "eagle": Reference(
         twin=_eagle,

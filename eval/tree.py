@@ -7,6 +7,7 @@ Shape legend: B batch, N nodes without the root, K levels, V target vocabulary, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +17,15 @@ from headstart.eval.config import TreeConfig
 from headstart.heads.errors import ConfigError
 from headstart.heads.numerics import wide
 
-#: nodes per depth of Medusa's published tree for 7B targets (63 nodes)
-MEDUSA_WIDTHS = (10, 28, 23, 2)
+#: Medusa's published tree for 7B targets (63 nodes, 10/28/23/2 per depth): path of a node → number of its children,
+#: which are its best-ranked candidates. Nodes that are not named here have none.
+MEDUSA_CHILDREN: dict[tuple[int, ...], int] = {
+    (): 10,
+    (0,): 10, (1,): 7, (2,): 3, (3,): 2, **{(rank,): 1 for rank in range(4, 10)},
+    (0, 0): 10, (0, 1): 3, (0, 2): 2, **{(0, rank): 1 for rank in range(3, 8)}, (1, 0): 2, (2, 0): 1,
+    (0, 0, 0): 2,
+}  # fmt: skip
+#: candidates per head that the published tree uses
 MEDUSA_RANKS = 10
 
 
@@ -140,25 +148,20 @@ def static_shape(paths: list[tuple[int, ...]]) -> StaticShape:
     return StaticShape(parent_N, depth_N, rank_N, int(depth_N.max()), int(rank_N.max()) + 1)
 
 
-def zipf_paths() -> list[tuple[int, ...]]:
-    """Rank paths of the default static tree: at each depth, the best children of the nodes chosen at the depth before.
+def published_paths() -> list[tuple[int, ...]]:
+    """Rank paths of the default static tree, MEDUSA_CHILDREN, the best first.
 
-    Rank r (from 0) is assumed to be right with probability proportional to 1 / (r + 1): measured accuracies of ranks
-    follow this law of Zipf closely. So the value of a path is Π 1 / (rank + 1); of equal paths, that with the lower
-    first ranks wins. MEDUSA_WIDTHS says how many nodes each depth keeps.
+    Rank r (from 0) is taken to be right with a probability proportional to 1 / (r + 1), as measured accuracies of ranks
+    nearly are (Zipf's law). So a path is worth Π 1 / (rank + 1); of equal paths, the shallower one stands first, and
+    then that with the lower first ranks. A parent is worth at least as much as its children, so it stands before them.
     """
-    chosen: list[tuple[int, ...]] = []
-    level: list[tuple[int, tuple[int, ...]]] = [(1, ())]
-    for width in MEDUSA_WIDTHS:
-        grown = [(cost * (rank + 1), (*path, rank)) for cost, path in level for rank in range(MEDUSA_RANKS)]
-        level = sorted(grown)[:width]
-        chosen += [path for _, path in level]
-    return chosen
+    paths = [(*parent, rank) for parent, children in MEDUSA_CHILDREN.items() for rank in range(children)]
+    return sorted(paths, key=lambda path: (math.prod(rank + 1 for rank in path), len(path), path))
 
 
 def static_paths(tree: TreeConfig, depth: int) -> list[tuple[int, ...]]:
-    """`tree.paths`, by default `zipf_paths`, cut to `depth` levels and `tree.total_tokens - 1` nodes."""
-    paths = zipf_paths() if tree.paths is None else [tuple(path) for path in tree.paths]
+    """`tree.paths`, by default `published_paths`, cut to `depth` levels and `tree.total_tokens - 1` nodes."""
+    paths = published_paths() if tree.paths is None else [tuple(path) for path in tree.paths]
     return [path for path in paths if len(path) <= depth][: tree.total_tokens - 1]
 
 

@@ -26,7 +26,7 @@ ROOMS = ("heads", "data", "eval", "train", "recipes", "scripts")
 THEIR_PLACES = ("heads/families/", "eval/drafters/", "heads/formats/")
 #: file → words that it may hold, and why
 ALLOWED: dict[str, tuple[set[str], str]] = {
-    "eval/tree.py": ({"MEDUSA_WIDTHS", "MEDUSA_RANKS"}, "a published tree, the default static one"),
+    "eval/tree.py": ({"MEDUSA_CHILDREN", "MEDUSA_RANKS"}, "a published tree, the default static one"),
     "eval/tuning/tune.py": ({"MEDUSA_RANKS"}, "the same"),
     "heads/layers.py": ({"medusa"}, "the remedy of an error names a family without a draft layer"),
     "scripts/bench/presets.py": ({"eagle3"}, "the head that is benchmarked"),

@@ -7,17 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headstart.eval.config import TreeConfig
 from headstart.eval.tree import (
-    MEDUSA_WIDTHS,
     Tree,
     ancestor_mask,
     chain,
     empty,
     expand,
+    published_paths,
     select,
+    static_paths,
     static_shape,
     with_root,
-    zipf_paths,
 )
 from headstart.heads.errors import ConfigError
 
@@ -81,16 +82,28 @@ def test_limit_silences_rows() -> None:
 # Static trees
 
 
-def test_default_tree_has_the_published_widths() -> None:
-    paths = zipf_paths()
+def test_default_tree_is_the_published_one() -> None:
+    paths = published_paths()
     assert len(paths) == len(set(paths)) == 63
-    assert [sum(len(path) == depth for path in paths) for depth in (1, 2, 3, 4)] == list(MEDUSA_WIDTHS)
+    assert [sum(len(path) == depth for path in paths) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2]
+    # one node of every kind that a tree made by Zipf's law alone would lack, and two that it would hold
+    assert {(0, 0, 9), (0, 7, 0), (1, 6)} <= set(paths) and not {(1, 1, 0), (4, 1)} & set(paths)
     shape = static_shape(paths)
     assert shape.levels == 4 and shape.ranks == 10
     assert {(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)} <= set(paths)
     # a better-ranked sibling is always there as well
     for path in paths:
         assert path[-1] == 0 or (*path[:-1], path[-1] - 1) in paths
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 15, 31, 59, 62, 63])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 9])
+def test_every_cut_of_the_default_tree_is_a_tree(nodes: int, depth: int) -> None:
+    paths = static_paths(TreeConfig("static", depth, total_tokens=nodes + 1), depth)
+    assert len(paths) == min(nodes, (0, 10, 38, 61, 63)[min(depth, 4)])
+    assert static_shape(paths).levels <= depth
+    # the best are kept: the first levels do not crowd the deep ones out
+    assert nodes < 5 or depth < 3 or (0, 0, 0) in paths
 
 
 def test_fill_takes_the_rank_at_the_depth() -> None:

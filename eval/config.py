@@ -12,6 +12,7 @@ TREE_KINDS = ("chain", "dynamic", "static")
 DRAFTER_SETTINGS = ("auto", "ngram", "none")
 ACCEPTANCE = ("lossless", "typical")
 ENGINES = ("auto", "fused", "transformers")
+HALVES = ("odd", "even")
 #: settings of earlier versions, which old recipes and runs still name → the value that is always used now
 RETIRED = {"kv_bucket": 128, "prefill_chunk": 512, "bootstrap": 1000}
 #: largest values: far above any use, so that a typing error does not use up memory or time
@@ -39,7 +40,7 @@ class TreeConfig:
     #: Chain at temperature > 0: true draws the tokens from the head's distribution, false takes the most likely ones.
     sample: bool = True
     #: Static tree: its nodes as lists of ranks, parents first and the best first, e.g. [[0], [1], [0, 0]]. null takes
-    #: the published widths. `headstart tune` finds the best ones for given prompts.
+    #: Medusa's published tree of 63 nodes. `headstart tune` finds the best ones for given prompts.
     paths: Any = None
 
 
@@ -98,7 +99,10 @@ class EvalConfig:
     dtype: str = "auto"
     #: Use the first prompts of each file or dataset; null uses all.
     limit: int | None = None
-    #: Use the first prompts of each task; null uses all.
+    #: Use every second prompt of each task: odd takes the first, the third and so on, even the others; null takes all.
+    #: A tree that was tuned on one half can be measured on the other.
+    half: str | None = None
+    #: Use the first prompts of each task (of the half that eval.half takes); null uses all.
     limit_per_task: int | None = None
     #: Field of a record that names its task in the report; auto looks for `task`, then `category`.
     task_field: str = "auto"
@@ -152,6 +156,7 @@ def check_config(config: EvalConfig) -> None:
         ("eval.drafter", config.drafter, DRAFTER_SETTINGS),
         ("eval.acceptance", config.acceptance, ACCEPTANCE),
         ("eval.engine", config.engine, ENGINES),
+        ("eval.half", config.half, (None, *HALVES)),
     ):
         if value not in allowed:
             raise ConfigError(f"{name}: found {value!r}, expected one of {list(allowed)}")

@@ -19,7 +19,7 @@ from headstart.data.hub import load_rows
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import parse_record
 from headstart.data.sources import read_records, source_path
-from headstart.eval.config import EvalConfig
+from headstart.eval.config import HALVES, EvalConfig
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.files import explain_read, is_file, require_regular, sha256_file
 
@@ -124,7 +124,8 @@ def eval_prompts(config: EvalConfig) -> list[Prompt]:
     """The prompts of an evaluation. Raises: ConfigError where `eval.data` is not set; as `load_prompts`."""
     if config.data is None:
         raise ConfigError("eval.data is not set: give --data FILE.jsonl or eval.data=FILE.jsonl, a file of prompts")
-    return load_prompts(config.data, config.limit, config.limit_per_task, config.max_turns, config.task_field)
+    kept = (config.limit, config.limit_per_task, config.max_turns)
+    return load_prompts(config.data, *kept, config.task_field, config.half)
 
 
 def load_prompts(
@@ -133,14 +134,19 @@ def load_prompts(
     limit_per_task: int | None = None,
     max_turns: int | None = None,
     task_field: str = "auto",
+    half: str | None = None,
 ) -> list[Prompt]:
     """Prompts of every source that `eval.data` names; of a conversation the last question is asked (`prompt_of`).
 
     With several sources, ids start with the source's name, and a record without a task gets that name as its task. In
     Spec-Bench's files MT-bench's eight categories become one task `mt_bench`, unless `task_field` is set.
 
-    Args: limit: first prompts of each source; limit_per_task: first prompts of each task; max_turns: first turns.
-    Raises: DataError naming file, line and field.
+    Args:
+        limit: first prompts of each source.
+        limit_per_task: first prompts of each task, of the half that is taken.
+        max_turns: first turns.
+        half: "odd" takes the first, the third, … prompt of each task, "even" the others, None all.
+    Raises: DataError naming file, line and field, or saying that no task has two prompts to take the even half of.
     """
     sources = eval_sources(data)
     prompts: list[Prompt] = []
@@ -163,9 +169,16 @@ def load_prompts(
     kept: list[Prompt] = []
     per_task: dict[str | None, int] = {}
     for prompt in prompts:
-        per_task[prompt.task] = per_task.get(prompt.task, 0) + 1
-        if limit_per_task is None or per_task[prompt.task] <= limit_per_task:
+        place = per_task.get(prompt.task, 0)
+        per_task[prompt.task] = place + 1
+        if half is not None:
+            if place % 2 != HALVES.index(half):
+                continue
+            place //= 2
+        if limit_per_task is None or place < limit_per_task:
             kept.append(replace(prompt, later=prompt.later[: None if max_turns is None else max_turns - 1]))
+    if not kept:
+        raise DataError("eval.half: found 'even', but every task has one prompt only: take the odd half, or null")
     return kept
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from headstart.data.prompts import Prompt
 from headstart.eval import prompts as prompts_module
+from headstart.eval.config import EvalConfig, check_config
 from headstart.eval.prompts import data_label, describe_data, eval_sources, load_prompts
 from headstart.heads.errors import ConfigError, DataError
 from headstart.heads.files import sha256_file
@@ -60,6 +61,28 @@ def test_spec_bench_has_six_tasks(tmp_path: Path) -> None:
     assert [prompt.id for prompt in load_prompts(path, limit_per_task=1)] == ["0", "2", "3", "4", "5", "6"]
     assert [prompt.task for prompt in load_prompts(path, task_field="category")] == list(SPEC)
     assert [prompt.id for prompt in load_prompts(path, limit=2)] == ["0", "1"]
+
+
+def test_halves_of_every_task(tmp_path: Path) -> None:
+    """Together all prompts, none in both; a limit counts within the half."""
+    records = [{"id": f"{task}{n}", "task": task, "prompt": "x"} for n in range(5) for task in "ab"]
+    path = write(tmp_path / "p.jsonl", records + [{"id": "c0", "task": "c", "prompt": "x"}])
+
+    def ids(**options: Any) -> list[str]:
+        return [prompt.id for prompt in load_prompts(path, **options)]
+
+    assert ids(half="odd") == ["a0", "b0", "a2", "b2", "a4", "b4", "c0"]
+    assert ids(half="even") == ["a1", "b1", "a3", "b3"]
+    assert sorted(ids(half="odd") + ids(half="even")) == sorted(ids())
+    assert ids(half="odd", limit_per_task=2) == ["a0", "b0", "a2", "b2", "c0"]
+    assert ids(half="even", limit_per_task=1) == ["a1", "b1"]
+    # a limit of the whole source comes first
+    assert ids(half="even", limit=4) == ["a1", "b1"]
+    single = write(tmp_path / "one.jsonl", [{"prompt": "x"}])
+    with pytest.raises(DataError, match="eval.half: found 'even', but every task has one prompt only"):
+        load_prompts(single, half="even")
+    with pytest.raises(ConfigError, match="eval.half: found 'third', expected one of"):
+        check_config(EvalConfig(half="third"))
 
 
 def test_several_files(tmp_path: Path) -> None:

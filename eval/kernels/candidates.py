@@ -103,16 +103,12 @@ class Growth:
         return replace(self, number=self.number + 1, filled=self.filled + children, frontier=frontier)
 
     def seen_on_path(self, seen_BfU: Tensor | None) -> Tensor | None:
-        """bool [B, k, U]: tokens before the children of each frontier node: those before the node, and its own.
-
-        Args: seen_BfU: the same of the frontier before; None stays None.
-        """
+        """`seen_along` of the frontier. Args: seen_BfU: the same of the frontier before; None stays None."""
         if seen_BfU is None:
             return None
         nodes = self.frontier
         assert nodes is not None
-        token_Bk = self.stored.token_BS.gather(1, nodes.index_Bk)
-        return take_rows(seen_BfU, nodes.under_Bk).scatter(2, token_Bk[:, :, None], True)
+        return seen_along(seen_BfU, nodes.under_Bk, self.stored.token_BS.gather(1, nodes.index_Bk))
 
     def tree(self, nodes: int) -> Tree:
         """The best `nodes` candidates; exact ties prefer the shallower one. Tokens are target ids."""
@@ -121,6 +117,14 @@ class Growth:
 
     def _kernels(self) -> bool:
         return wants_kernel(self.stored.score_BS) and self.k <= MAX_K
+
+
+def seen_along(seen_BfU: Tensor, under_Bk: Tensor, token_Bk: Tensor) -> Tensor:
+    """bool [B, k, U]: tokens before the children of each node: those before the node itself, and its own.
+
+    Args: seen_BfU: tokens before the nodes, by parent; under_Bk: the parent's row in it; token_Bk: the nodes' own.
+    """
+    return take_rows(seen_BfU, under_Bk).scatter(2, token_Bk[:, :, None], True)
 
 
 def grow_eager(growth: Growth, logits_BfU: Tensor) -> Frontier:

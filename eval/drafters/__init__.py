@@ -13,6 +13,7 @@ from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.everywhere import autoregressive_everywhere, medusa_everywhere
+from headstart.eval.drafters.hydra import HydraDrafter, hydra_everywhere
 from headstart.eval.drafters.medusa import MedusaDrafter
 from headstart.eval.drafters.ngram import NgramDrafter
 from headstart.heads.base import Head
@@ -49,6 +50,11 @@ DRAFTERS: dict[str, Drafting] = {
         ("chain", "static"),
         lambda head, config: MedusaDrafter(head, config.tree, Sampling.from_config(config)),
         medusa_everywhere,
+    ),
+    "hydra": Drafting(
+        ("chain", "static", "dynamic"),
+        lambda head, config: HydraDrafter(head, config.tree, Sampling.from_config(config)),
+        hydra_everywhere,
     ),
     "eagle": AUTOREGRESSIVE,
     "eagle3": AUTOREGRESSIVE,

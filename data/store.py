@@ -31,7 +31,10 @@ from headstart.heads.targets.target import Target
 SCHEMA = 1
 #: fields of a fingerprint in which a store must equal the target; the name may differ, because it only says where the
 #: target was found
-FINGERPRINT = ("weight_hash", "dtype", "tokenizer_hash", "template_hash", "vocab_size", "hidden_size", "num_layers")
+FINGERPRINT = (
+    "weight_hash", "adapter_digest", "dtype", "tokenizer_hash", "template_hash", "vocab_size", "hidden_size",
+    "num_layers",
+)  # fmt: skip
 
 
 @dataclass

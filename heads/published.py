@@ -9,6 +9,7 @@ documents of older versions can pass it again.
 | a target's directory | its last part, or the Hub id that the Hub's cache keeps it under |
 | a file of conversations or prompts | `own data`; a bundled workload or a known benchmark by its name |
 | a head's directory | `a local head` |
+| an adapter's directory | `a local adapter` |
 | a Hub id, `workload:NAME` | the same |
 | the value of an environment variable that a recipe reads by `${oc.env:NAME}` | `${oc.env:NAME}` |
 | an address | without user, password, query and, unless it is this machine or a public site, host |
@@ -42,6 +43,7 @@ from headstart.heads.published_names import (
     OWN_FILE,
     OWN_HEAD,
     is_local,
+    name_of_adapter,
     name_of_data,
     name_of_dataset,
     name_of_head,
@@ -115,6 +117,7 @@ BY_KEY: dict[str, Callable[[str], str | None]] = {
 #: (the key around it, the key) → the same, for keys that do not decide it alone
 BY_PLACE: dict[tuple[str, str], Callable[[str], str | None]] = {
     ("target", "name"): name_of_target,
+    ("target", "adapter"): name_of_adapter,
     ("head", "path"): name_of_head,
     ("", "head"): name_of_head,
     ("engine", "model"): name_of_target,

@@ -11,7 +11,7 @@ from headstart.heads.published_text import without_private
 from headstart.heads.repository import is_repository, problem_of
 
 #: what replaces the names of local things
-OWN_DATA, OWN_HEAD, OWN_FILE = "own data", "a local head", "own file"
+OWN_DATA, OWN_HEAD, OWN_ADAPTER, OWN_FILE = "own data", "a local head", "a local adapter", "own file"
 HELD_OUT, ANSWERS = "held-out conversations", "the target's own answers"
 #: public benchmarks, by the usual names of their files
 BENCHMARKS = {"spec_bench", "mt_bench", "humaneval", "gsm8k", "gsm8k_test", "math", "alpaca", "question"}
@@ -42,6 +42,11 @@ def name_of_target(name: str) -> str:
 def name_of_head(name: str) -> str:
     """`user/name[@revision]`, or a word that is no path, unchanged; a directory as OWN_HEAD."""
     return OWN_HEAD if is_local(name) or ("/" in name and not is_repository(name.partition("@")[0])) else name
+
+
+def name_of_adapter(name: str) -> str:
+    """As `name_of_head`, for an adapter of the target."""
+    return OWN_ADAPTER if name_of_head(name) == OWN_HEAD else name
 
 
 def name_of_data(name: str) -> str:

@@ -20,6 +20,7 @@ from headstart.heads.formats.hub import check_published_name
 from headstart.heads.numerics import DTYPES
 from headstart.heads.repository import check_head_name
 from headstart.heads.targets.target import TARGET_KINDS, TargetConfig
+from headstart.heads.targets.tuned import check_adapter_settings
 from headstart.recipes.read import shown
 from headstart.train.config import TrainConfig
 
@@ -129,12 +130,14 @@ def check_place(key: str, place: str | None) -> None:
 def check_target(config: TargetConfig) -> None:
     """Raises: ConfigError for settings that no target can be loaded with, wherever it is."""
     check_place("target.name", config.name)
+    check_place("target.adapter", config.adapter)
     check_place("target.chat_template", config.chat_template)
     if config.dtype not in ("auto", *DTYPES):
         raise ConfigError(f"target.dtype: found {shown(config.dtype)}, expected one of auto, {', '.join(DTYPES)}")
     if config.parallel not in TARGET_KINDS:
         kinds = ", ".join(TARGET_KINDS)
         raise ConfigError(f"target.parallel: found {shown(config.parallel)}, expected one of {kinds}")
+    check_adapter_settings(config.adapter, config.parallel)
 
 
 def check_variables(key: str, variables: dict[str, Any]) -> None:

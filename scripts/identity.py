@@ -14,6 +14,7 @@ from headstart.data.sources import source_path
 from headstart.heads.files import explain_read, json_text, read_json, sha256_file
 from headstart.heads.formats.sidecar import SIDECAR, seal
 from headstart.heads.targets.target import TargetConfig
+from headstart.heads.targets.tuned import adapter_of_head, read_adapter
 
 
 def of_file(path: Path) -> str:
@@ -47,6 +48,8 @@ def of_sources(sources: Sequence[SourceConfig]) -> list[dict[str, Any]]:
 def of_target(config: TargetConfig) -> dict[str, Any]:
     """A target: name, revision, precision and template; for a directory also names, sizes and times of its files."""
     values: dict[str, Any] = {"name": config.name, "revision": config.revision, "dtype": config.dtype}
+    if config.adapter is not None:
+        values["adapter"] = of_adapter(config.adapter)
     if config.chat_template is not None:
         values["chat_template"] = of_file(Path(config.chat_template))
     if config.template_date is not None:
@@ -59,10 +62,19 @@ def of_target(config: TargetConfig) -> dict[str, Any]:
     return values
 
 
+def of_adapter(name: str) -> str:
+    """An adapter of the target: the digest of its tensors and settings, or, on the Hub, its name."""
+    directory = Path(os.path.expanduser(name))
+    return read_adapter(directory, name).digest[:16] if directory.is_dir() else name
+
+
 def of_head(directory: Path) -> dict[str, str]:
     """Digests of a head's files, by name."""
     files = [p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".json")]
-    return {path.name: of_file(path) for path in sorted(files)}
+    digests = {path.name: of_file(path) for path in sorted(files)}
+    if (adapter := adapter_of_head(directory)) is not None:
+        digests[adapter.name] = read_adapter(adapter).digest[:16]
+    return digests
 
 
 def without(values: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from headstart.heads.targets.sharded import (
     shard_group,
     with_buffers,
 )
-from headstart.heads.targets.target import TARGET_KINDS, Target, TargetConfig
+from headstart.heads.targets.target import TARGET_KINDS, Target, TargetConfig, weight_hash_of
 from headstart.heads.targets.template_date import fix_dates
+from headstart.heads.targets.tuned import Adapter, check_adapter_settings, check_fits, find_adapter, merge_into
 
 #: most bytes of a chat template; the longest have some tens of KiB
 MAX_TEMPLATE_BYTES = 1 << 22
@@ -43,6 +44,7 @@ def load_target(config: TargetConfig) -> Target:
     if config.parallel not in TARGET_KINDS:
         raise ConfigError(f"target.parallel: found {config.parallel!r}, expected one of {', '.join(TARGET_KINDS)}")
     place, shared, hub_refusal = locate(config)
+    adapter = adapter_of(config)
     with explained_loading(config.name, hub_refusal):
         tokenizer = load_tokenizer(config, place, shared)
         if config.parallel == "fsdp2":
@@ -59,8 +61,27 @@ def load_target(config: TargetConfig) -> Target:
 
         model, notes = with_attention(make, config.attn_implementation)
         revision = getattr(model.config, "_commit_hash", None) or config.revision
-        target = Target(model if spread else model.to(device), tokenizer, config, revision)
+        model, tuning = model if spread else model.to(device), None
+        if adapter is not None:
+            tuning = merge_into(model, adapter, weight_hash_of(model))
+            notes.append(merged_note(adapter, config.name))
+        target = Target(model, tokenizer, config, revision, tuning)
     return _ready(target, notes)
+
+
+def adapter_of(config: TargetConfig) -> Adapter | None:
+    """The adapter that the settings name, its files checked; None where they name none.
+
+    Raises: ConfigError where it cannot be merged as the target is to be loaded; TargetError, see find_adapter.
+    """
+    check_adapter_settings(config.adapter, config.parallel)
+    return None if config.adapter is None else find_adapter(config.adapter)
+
+
+def merged_note(adapter: Adapter, target: str) -> str:
+    """A line that says what the loaded target is."""
+    made_for = f" (made for {adapter.base})" if adapter.base not in (None, target) else ""
+    return f"tuned: the adapter {adapter.name}{made_for} is merged into it"
 
 
 def _ready(target: Target, notes: list[str]) -> Target:
@@ -121,6 +142,9 @@ def weightless_target(config: TargetConfig) -> Target:
         check_quantisation(settings)
         model, notes = model_on_meta(settings, config)
         load_generation_config(model, place, config.revision, shared["local_files_only"])
+        if (adapter := adapter_of(config)) is not None:
+            check_fits(adapter, model)
+            notes.append(merged_note(adapter, config.name))
         target = Target.from_model(model, tokenizer, config)
     target.notes = [*notes, *target.notes]
     return target

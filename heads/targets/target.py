@@ -26,6 +26,7 @@ from headstart.heads.targets.locate import (
 )
 from headstart.heads.targets.probe import measured_teacher, require_single_pass, rule_without_weights
 from headstart.heads.targets.template_date import shown_date
+from headstart.heads.targets.tuned import Tuning, tuning_in
 
 #: values of target.parallel
 TARGET_KINDS = ("none", "fsdp2", "device_map")
@@ -39,6 +40,9 @@ class TargetConfig:
     name: str = "???"
     #: Revision on the Hub: a branch, a tag or a commit.
     revision: str | None = None
+    #: A peft LoRA adapter that is merged into the model as it is loaded: a directory, or user/name[@revision] on the
+    #: Hub. null takes the model as it is.
+    adapter: str | None = None
     #: Precision of the weights: auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16.
     dtype: str = "auto"
     #: Where it runs: auto, cpu, cuda or cuda:N.
@@ -69,6 +73,15 @@ def sample_weight(name: str, weight: Tensor) -> bytes:
     index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 4096), dtype=torch.float64).long()
     values = flat[index.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
     return f"{name}{tuple(weight.shape)}".encode() + values
+
+
+def weight_hash_of(model: nn.Module) -> str:
+    """sha256 over names, shapes and 4,096 sampled values of every weight. An injected adapter is left out.
+
+    All ranks that share a sharded target call it. The values are rounded to bfloat16, so all dtypes that hold the weights exactly give the same hash.
+    """
+    state = sorted(plain_weights(model).items(), key=lambda item: item[0])
+    return hashlib.sha256(b"".join(sample_weight(name, weight) for name, weight in state)).hexdigest()
 
 
 def length_groups(lengths: tuple[int, ...], max_tokens: int, waste: float = 1.25) -> list[list[int]]:
@@ -102,6 +115,7 @@ class Target:
         dims: HeadDims of the text model.
         teacher: the output head (lm_head, soft-cap, scale) as the model applies it.
         embed_VD: input embedding weight, unscaled.
+        tuning: the adapter that is merged into the model; None for a model as its makers published it.
         stop_token_ids: every id that ends generation (generation config and tokenizer).
     """
 
@@ -110,9 +124,16 @@ class Target:
     #: whether all ranks must make the same number of forwards (sharded.py)
     lockstep = False
 
-    def __init__(self, model: nn.Module, tokenizer: Any, config: TargetConfig, revision: str | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: TargetConfig,
+        revision: str | None = None,
+        tuning: Tuning | None = None,
+    ):
         self.model, self.tokenizer, self.config = model.eval().requires_grad_(False), tokenizer, config
-        self.revision = revision
+        self.revision, self.tuning = revision, tuning or tuning_in(model.config)
         self.dims = HeadDims.from_hf_config(model.config)
         keep_first_frequencies(model)
         output = model.get_output_embeddings()
@@ -258,14 +279,9 @@ class Target:
             )
 
     def weight_hash(self) -> str:
-        """sha256 over names, shapes and 4,096 sampled values of every weight. An injected adapter is left out.
-
-        The values are rounded to bfloat16, so all dtypes that hold the weights exactly give the same hash.
-        """
+        """The hash of `weight_hash_of`, computed once."""
         if self._weight_hash is None:
-            state = sorted(plain_weights(self.model).items(), key=lambda item: item[0])
-            samples = b"".join(sample_weight(name, weight) for name, weight in state)
-            self._weight_hash = hashlib.sha256(samples).hexdigest()
+            self._weight_hash = weight_hash_of(self.model)
         return self._weight_hash
 
     def held_bytes(self) -> int:
@@ -303,4 +319,5 @@ class Target:
             "vocab_size": self.dims.vocab_size,
             "hidden_size": self.dims.hidden_size,
             "num_layers": self.dims.num_layers,
+            **({} if self.tuning is None else self.tuning.fingerprint()),
         }

@@ -78,7 +78,8 @@ def sample_weight(name: str, weight: Tensor) -> bytes:
 def weight_hash_of(model: nn.Module) -> str:
     """sha256 over names, shapes and 4,096 sampled values of every weight. An injected adapter is left out.
 
-    All ranks that share a sharded target call it. The values are rounded to bfloat16, so all dtypes that hold the weights exactly give the same hash.
+    The values are rounded to bfloat16, so all dtypes that hold the weights exactly give the same hash. All ranks that
+    share a sharded target call it.
     """
     state = sorted(plain_weights(model).items(), key=lambda item: item[0])
     return hashlib.sha256(b"".join(sample_weight(name, weight) for name, weight in state)).hexdigest()

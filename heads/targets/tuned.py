@@ -110,13 +110,13 @@ def check_adapter_settings(name: str | None, parallel: str) -> None:
         raise ConfigError(f"target.adapter: found {name!r}, expected a peft directory or user/name[@revision]")
     if parallel == "fsdp2":
         raise ConfigError(
-            "target.adapter: found one with target.parallel=fsdp2, which reads the weights from the files straight into "
-            f"shards: set target.parallel=none or device_map, or {MERGE_YOURSELF}"
+            "target.adapter: found one with target.parallel=fsdp2, which reads weights straight from files into shards: "
+            f"set target.parallel=none or device_map, or {MERGE_YOURSELF}"
         )
 
 
 def find_adapter(name: str) -> Adapter:
-    """The adapter in a peft directory, or of `user/name[@revision]` on the Hub. Its files are checked, nothing is loaded.
+    """The adapter in a peft directory, or of `user/name[@revision]` on the Hub. Its files are checked, not loaded.
 
     Raises: TargetError naming what is wrong: no such place, no LoRA adapter, settings that cannot be merged.
     """
@@ -187,8 +187,8 @@ def check_mergeable(config: dict[str, Any], said: str) -> None:
         raise TargetError(f"{said}: {odd[0]}: found {config[odd[0]]!r}, which is not merged here: {MERGE_YOURSELF}")
     if config.get("init_lora_weights", True) not in PLAIN_STARTS:
         raise TargetError(
-            f"{said}: init_lora_weights: found {config['init_lora_weights']!r}, which changes the base as well: save it "
-            "with peft's path_initial_model_for_weight_conversion first"
+            f"{said}: init_lora_weights: found {config['init_lora_weights']!r}, which changes the base as well: "
+            "save it with peft's path_initial_model_for_weight_conversion first"
         )
 
 

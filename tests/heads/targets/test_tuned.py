@@ -63,7 +63,9 @@ def base(tmp_path: Path) -> Path:
 
 
 def config(base: Path, adapter: Path | None, **changes: Any) -> TargetConfig:
-    return TargetConfig(**{"name": str(base), "adapter": None if adapter is None else str(adapter), "device": "cpu", **changes})
+    return TargetConfig(
+        **{"name": str(base), "adapter": None if adapter is None else str(adapter), "device": "cpu", **changes}
+    )
 
 
 @torch.no_grad()
@@ -112,7 +114,10 @@ def test_a_half_precision_target_is_the_rounded_sum(base: Path, tmp_path: Path) 
 def test_the_fingerprint_says_what_the_target_is_made_of(base: Path, tmp_path: Path) -> None:
     save_lora(tmp_path / "lora", model_of())
     save_lora(tmp_path / "other", model_of(), seed=2)
-    plain, tuned = load_target(config(base, None)).fingerprint(), load_target(config(base, tmp_path / "lora")).fingerprint()
+    plain, tuned = (
+        load_target(config(base, None)).fingerprint(),
+        load_target(config(base, tmp_path / "lora")).fingerprint(),
+    )
     assert tuned["name"] == plain["name"] and tuned["revision"] == plain["revision"]
     assert tuned["weight_hash"] != plain["weight_hash"] == tuned["base_weight_hash"]
     assert tuned["adapter"] == str(tmp_path / "lora")
@@ -193,7 +198,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "settings that are none": (lambda place: (place / "adapter_config.json").write_text("[1]"), "expected an object"),
     "damaged": (lambda place: (place / "adapter_model.safetensors").write_bytes(b"x" * 90), "cannot be read"),
     "half a pair": (edit_tensors(lambda t: t.pop(A0)), "lora_A"),
-    "another width": (edit_tensors(lambda t: t.update({A0: torch.ones(4, 31)})), r"is \[4, 31\].*makes it \[4, 32\].*another base"),
+    "another width": (
+        edit_tensors(lambda t: t.update({A0: torch.ones(4, 31)})), r"is \[4, 31\].*makes it \[4, 32\].*another base"
+    ),
     "another layer": (
         edit_tensors(lambda t: t.update({A0.replace("layers.0", "layers.77"): t[A0].clone()})),
         r"the target has no model.layers.77.self_attn.q_proj: it belongs to another base model \(me/base\)",

@@ -110,7 +110,7 @@ def check_adapter_settings(name: str | None, parallel: str) -> None:
         raise ConfigError(f"target.adapter: found {name!r}, expected a peft directory or user/name[@revision]")
     if parallel == "fsdp2":
         raise ConfigError(
-            "target.adapter: found one with target.parallel=fsdp2, which reads weights straight from files into shards: "
+            "target.adapter: found one with target.parallel=fsdp2, which reads weights from files into shards: "
             f"set target.parallel=none or device_map, or {MERGE_YOURSELF}"
         )
 

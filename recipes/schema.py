@@ -23,6 +23,7 @@ from headstart.heads.targets.target import TARGET_KINDS, TargetConfig
 from headstart.heads.targets.tuned import check_adapter_settings
 from headstart.recipes.read import shown
 from headstart.train.config import TrainConfig
+from headstart.train.joint.config import JointConfig, check_together
 
 #: most bytes of a folder's name, and most characters of a path
 MAX_NAME, MAX_PATH = 255, 1024
@@ -55,6 +56,7 @@ class Recipe:
     head: HeadConfig = field(default_factory=HeadConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    joint: JointConfig = field(default_factory=JointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -146,6 +148,13 @@ def check_variables(key: str, variables: dict[str, Any]) -> None:
         raise ConfigError(f"{key}: found {taken[0]!r}, which records and Headstart set themselves: remove it")
 
 
+def check_joint(recipe: Recipe) -> None:
+    """Raises: ConfigError for settings of joint training that cannot work, alone or together with others."""
+    recipe.joint.check()
+    if recipe.joint.enabled:
+        check_together(recipe.target, recipe.train, recipe.data.features)
+
+
 def check_recipe(recipe: Recipe) -> None:
     """What types cannot say. Raises ConfigError naming the first field that cannot work."""
     check_name(recipe.name)
@@ -154,6 +163,7 @@ def check_recipe(recipe: Recipe) -> None:
     check_target(recipe.target)
     recipe.data.check()
     recipe.train.check()
+    check_joint(recipe)
     check_eval(recipe.eval)
     check_tune(recipe.tune)
     check_export(recipe.export, recipe.head.type)

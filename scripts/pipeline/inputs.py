@@ -26,6 +26,8 @@ WATCHING = (
     "keep",
     "disk_wait",
 )
+#: settings of `joint` that say what is measured after training
+GUARDING = ("max_perplexity_rise", "guard_prompts", "guard_tokens")
 #: settings of `data` that change how features are stored, not what they are
 STORING = ("shard_tokens",)
 #: file of a run that holds the answers to the recipe's prompts
@@ -76,6 +78,8 @@ class Inputs:
         inputs = {"data": self.data, "head": dataclasses.asdict(recipe.head), "train": settings}
         if recipe.start_from is not None:
             inputs["start_from"] = identity.of_head(find_head(recipe.start_from, "start_from"))
+        if recipe.joint.enabled:
+            inputs["joint"] = identity.without(dataclasses.asdict(recipe.joint), *GUARDING)
         return inputs
 
     def recipe_facts(self) -> dict[str, Any]:

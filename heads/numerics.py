@@ -21,6 +21,16 @@ def weight_grad(grad_nO: Tensor, x_nI: Tensor, dtype: torch.dtype) -> Tensor:
     return (grad_nO.t() @ x_nI).to(dtype)
 
 
+def add_weight_grad(sum_OI: Tensor, grad_nO: Tensor, x_nI: Tensor) -> None:
+    """sum += gradᵀ x, in place. On CUDA the matrix unit adds in float32, and no tensor of the sum's size is made."""
+    if grad_nO.dtype == sum_OI.dtype:
+        sum_OI.addmm_(grad_nO.t(), x_nI)
+    elif grad_nO.is_cuda and sum_OI.dtype == torch.float32:
+        torch.addmm(sum_OI, grad_nO.t(), x_nI, out_dtype=torch.float32, out=sum_OI)
+    else:
+        sum_OI.add_(grad_nO.t() @ x_nI)
+
+
 def compute_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype activations run in: autocast's where it is on, else the parameter's."""
     kind = parameter.device.type

@@ -32,6 +32,12 @@ def divergence(logits_AU: Tensor, teacher_AU: Tensor, kind: str) -> Tensor:
     return -(torch.where(q_AU < p_AU, q_AU, p_AU).sum(-1) + LK_FLOOR).log()
 
 
+def output_logits(hidden_AH: Tensor, weight_UH: Tensor, update: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """hidden · weightᵀ, [A, U]. Args: update: (low_AL, up_UL), whose product low · upᵀ is added."""
+    logits_AU = F.linear(hidden_AH, weight_UH)
+    return logits_AU if update is None else logits_AU + F.linear(*update)
+
+
 def soft_loss(
     hidden_AH: Tensor,
     weight_UH: Tensor,
@@ -39,6 +45,7 @@ def soft_loss(
     teacher_row_A: Tensor,
     row_weight_A: Tensor,
     kind: str = "soft_ce",
+    update: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Divergence of `softmax(hidden · weightᵀ)` from `softmax(teacher)`, summed over weighted rows.
 
@@ -49,15 +56,22 @@ def soft_loss(
         teacher_row_A: int64 [A], each row's teacher.
         row_weight_A: float32 [A]; 0 leaves a row out.
         kind: see `divergence`.
+        update: see `output_logits`.
     Returns: (loss sum, float32 scalar; argmax over U, int64 [A]).
     """
-    logits_AU = F.linear(hidden_AH, weight_UH)
+    logits_AU = output_logits(hidden_AH, weight_UH, update)
     loss_A = divergence(logits_AU, teacher_TU[teacher_row_A], kind)
     return (loss_A * row_weight_A).sum(), logits_AU.detach().argmax(-1)
 
 
-def hard_ce(hidden_AH: Tensor, weight_UH: Tensor, label_A: Tensor, row_weight_A: Tensor) -> tuple[Tensor, Tensor]:
+def hard_ce(
+    hidden_AH: Tensor,
+    weight_UH: Tensor,
+    label_A: Tensor,
+    row_weight_A: Tensor,
+    update: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy against token ids. Arguments and results as `soft_loss`."""
-    logits_AU = wide(F.linear(hidden_AH, weight_UH))
+    logits_AU = wide(output_logits(hidden_AH, weight_UH, update))
     loss_A = F.cross_entropy(logits_AU, label_A, reduction="none")
     return (loss_A * row_weight_A).sum(), logits_AU.detach().argmax(-1)

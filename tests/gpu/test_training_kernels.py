@@ -14,7 +14,7 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.families import FAMILIES, build_head
-from headstart.heads.kernels import elementwise, rows
+from headstart.heads.kernels import elementwise, losses, rows
 from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.losses import eager, fused
 from headstart.heads.targets.target import Target
@@ -157,7 +157,7 @@ def test_fused_loss_holds_no_more_than_a_chunk(dtype, kind, monkeypatch):
 
 def test_scaling_by_one_writes_nothing_and_any_other_factor_everything():
     for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(3 * fused.SCALE_BLOCK + 5, device="cuda", dtype=dtype)
+        x = torch.randn(3 * losses.SCALE_BLOCK + 5, device="cuda", dtype=dtype)
         for factor in (1.0, -0.3, 0.0):
             scaled = x.clone()
             fused._scale_(scaled, torch.tensor(factor, device="cuda"))

@@ -10,6 +10,7 @@ import torch
 from reference.documents import DIVERGENCES, soft_cross_entropy
 from torch import Tensor
 
+from headstart.heads.kernels import losses as kernels
 from headstart.heads.losses import eager, fused
 
 ROWS, HIDDEN, TOKENS, TEACHERS = 13, 16, 61, 7
@@ -168,7 +169,7 @@ def test_the_kernel_interpreted_is_eager(
     pytest.importorskip("triton")
     expected = run(eager, kind, inputs(dtype))
     monkeypatch.setattr(fused, "wants_kernel", lambda x: True)
-    monkeypatch.setattr(fused, "BLOCK", block)
+    monkeypatch.setattr(kernels, "BLOCK", block)
     found = run(fused, kind, inputs(dtype))
     for name, a, b in zip(("loss", "argmax", "gradient of hidden", "gradient of weight"), expected, found, strict=True):
         error = (b.double() - a.double()).abs().max()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.batch import FeatureBatch
+from headstart.heads.gradients import adding_gradients
 from headstart.heads.kernels.attention import same_length
 
 
@@ -51,7 +52,8 @@ class CapturedBackward:
     """`backward(batch, scale_T)` adds the gradient of Σ_t scale_t · S_t to `.grad` and returns the sums of LossModule.
 
     Args:
-        module: maps (FeatureBatch, scale_T) to LossModule's (sum_T, sums_S); its parameters need gradients.
+        module: maps (FeatureBatch, scale_T) to LossModule's (sum_T, sums_S); its parameters need gradients. Heads may
+            add some of them to `.grad` in the forward pass already (heads/gradients.py).
         example: any batch with features, on the GPU, that fits `shape`.
         shape: what every later batch is padded to.
         terms: T, of the loss.
@@ -93,7 +95,8 @@ class CapturedBackward:
         return self._forward_graph.pool()
 
     def _forward(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        sums: tuple[Tensor, Tensor] = module(self._batch, self._scale_T)
+        with adding_gradients(module):  # each forward pass is followed by `_backward`
+            sums: tuple[Tensor, Tensor] = module(self._batch, self._scale_T)
         return sums
 
     def _backward(self, sums: tuple[Tensor, Tensor]) -> None:

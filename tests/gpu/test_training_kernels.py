@@ -17,6 +17,7 @@ from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.kernels import elementwise, losses, rows
 from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.losses import eager, fused
+from headstart.heads.numerics import add_weight_grad
 from headstart.heads.targets.target import Target
 from headstart.train import loop
 from headstart.train.captured import CapturedPacks
@@ -93,6 +94,77 @@ def test_fused_loss_matches_eager(kind, rows, width, tokens):
     assert torch.equal(results[0][1], results[1][1])
     for index in (0, 2, 3):
         torch.testing.assert_close(results[1][index], results[0][index], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "width", "tokens"), [(300, 576, 16000), (77, 64, 1003), (1, 32, 97), (0, 32, 97)])
+@pytest.mark.parametrize("rank", [0, 24])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
+def test_hard_loss_and_low_rank_updates_match_eager(rows, width, tokens, rank, dtype, tolerance, monkeypatch):
+    """Labels and a teacher, with and without a second product, in chunks of 128 rows."""
+    monkeypatch.setattr(fused, "CHUNK_ELEMENTS", 128 * tokens)
+    noise = {"device": "cuda", "dtype": dtype}
+    hidden, weight = torch.randn(rows, width, **noise), torch.randn(tokens, width, **noise) * 0.1
+    low, up = torch.randn(rows, rank, **noise), torch.randn(tokens, rank, **noise) * 0.1
+    teacher = torch.randn(50, tokens, **noise) * 3
+    teacher_row, label = (torch.randint(0, top, (rows,), device="cuda") for top in (50, tokens))
+    row_weight = (torch.rand(rows, device="cuda") > 0.3).float()
+    for soft in (False, True):
+        results = []
+        for module in (eager, fused):
+            inputs = [x.clone().requires_grad_() for x in (hidden, weight, *([low, up] if rank else []))]
+            update = tuple(inputs[2:]) if rank else None
+            if soft:
+                total, _ = module.soft_loss(*inputs[:2], teacher, teacher_row, row_weight, "kl", update=update)
+            else:
+                total, _ = module.hard_ce(*inputs[:2], label, row_weight, update=update)
+            total.backward()
+            results.append((total, *(x.grad for x in inputs)))
+        for expected, found in zip(*results, strict=True):
+            assert relative(found, expected) < tolerance or not expected.any()
+
+
+def test_a_float32_gradient_is_added_in_place_from_bfloat16():
+    """The matrix unit adds to what is there, also to a view into a larger buffer, and makes no tensor of its size."""
+    buffer = torch.randn(4 + 5003 * 128, device="cuda")
+    total = buffer[4:].view(5003, 128)
+    grad = torch.randn(700, 5003, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(700, 128, device="cuda", dtype=torch.bfloat16)
+    add_weight_grad(total.clone(), grad, x)  # the library takes its workspace
+    expected = total.double() + grad.double().t() @ x.double()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    add_weight_grad(total, grad, x)
+    assert torch.cuda.max_memory_allocated() - before < total.numel()
+    assert relative(total, expected) < 1e-5  # nothing is rounded to bfloat16
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_a_captured_step_keeps_no_gradient_of_its_own(kind):
+    """Memory that capturing K = 4 own matrices takes: one float32 gradient would be 128 MiB, all of them 512 MiB."""
+    width, vocab, depth = 512, 65536, 4
+    dims = HeadDims(width, vocab, 2, 4, 2, 128, 256)
+    head = build_head(FAMILIES["medusa"].config(depth=depth, loss=kind), dims).cuda()
+    weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16) * 0.1
+    teacher = Teacher(weight)
+    head.initialise(TargetEnds(weight, teacher))
+    batch = batch_of([64, 64], depth, vocab).to("cuda")
+    batch = replace(
+        batch, hidden_RD=torch.randn(len(batch.tokens_R), width, device="cuda", dtype=torch.bfloat16),
+        teacher_argmax_A=torch.zeros(len(batch.anchors), dtype=torch.int64, device="cuda"),
+    )  # fmt: skip
+    for parameter in head.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    captured = CapturedPacks(LossModule(head, teacher, torch.bfloat16), len(head.terms))
+    scale_T = head.term_weights().cuda() / head.loss_counts(batch).clamp(min=1)
+    LossModule(head, teacher, torch.bfloat16)(batch)  # libraries take their workspaces
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    captured.backward(batch, scale_T)
+    found = torch.cuda.max_memory_allocated() - before
+    # one matrix in bfloat16, 128 rows of logits and of the teacher's, a workspace of cuBLAS per stream
+    assert found < 2 * vocab * width + 2 * 2 * 128 * vocab + (160 << 20)
+    assert all(parameter.grad.any() for parameter in head.lm_heads.parameters())
 
 
 @pytest.mark.parametrize("kind", eager.SOFT_LOSSES)
@@ -222,6 +294,9 @@ def test_row_kernels_match_their_twins():
     ("family", "fields"),
     [
         *((family, {}) for family in sorted(FAMILIES)),
+        ("medusa", {"loss": "ce"}),
+        ("medusa", {"lm_head": "shared"}),
+        ("medusa", {"lm_head": "lowrank"}),
         ("eagle", {"depth": 3}),
         ("eagle", {"depth": 2, "top_tokens_loss_weight": 1.0}),
         ("eagle3", {"loss": "lk", "row_fraction": 0.7}),

@@ -160,7 +160,7 @@ def test_huge_logits_stay_finite():
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (and Triton)")
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [16, 64])
 def test_the_kernel_interpreted_is_eager(
     kind: str, dtype: torch.dtype, relative: float, block: int, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import DRAFTERS, Drafter
-from headstart.heads.base import Head
+from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
@@ -129,11 +129,14 @@ class Trained:
 
 
 @torch.enable_grad()
-def train_briefly(target: Target, answers: list[Answer], family: str) -> Trained:
-    """Fit a small head to the greedy answers, so that drafts are sometimes right and sometimes wrong."""
+def train_briefly(target: Target, answers: list[Answer], family: str, config: HeadConfig | None = None) -> Trained:
+    """Fit a small head to the greedy answers, so that drafts are sometimes right and sometimes wrong.
+
+    Args: config: of the head; None takes the family's small one.
+    """
     torch.manual_seed(1)
     reference = REFERENCES[family]
-    head = build_head(reference.small(VOCAB), target.dims)
+    head = build_head(config or reference.small(VOCAB), target.dims)
     size, draft_ids = head.draft_vocab_size, None
     if size is not None:
         # some tokens that are said cannot be drafted

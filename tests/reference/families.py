@@ -175,7 +175,7 @@ REFERENCES: dict[str, Reference] = {
             "prefix layer, partial rope": Example(hydrapp(loss="ce"), replace(DIMS, rope_parameters=PARTIAL_ROPE)),
         },
         random=hydrapp(dropout=0.2),
-        small=lambda vocab: HydraConfig(depth=3),
+        small=lambda vocab: HydraConfig(depth=3, num_layers=2, prefix_layer=True),
         steps=12,
     ),
     "eagle": Reference(

@@ -209,7 +209,7 @@ def test_captured_sampling_follows_its_seed(target: Target, trained: Heads) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("kind", sorted({family for family, _ in FAMILY_TREES}))
 def test_the_probe_of_training_says_what_a_cpu_says(target: Target, kind: str, trained: Heads) -> None:
     """The target's own forward with the draft's kernels; weights stay where an optimiser or a capture holds them."""
     card = torch.device("cuda")

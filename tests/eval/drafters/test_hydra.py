@@ -326,14 +326,13 @@ def test_a_cycle_has_fixed_shapes_and_runs_a_head_once_per_level(
 
 
 @needs_kernels
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
 @each_tree
 def test_drafts_with_and_without_kernels(
-    target: Target, heads: Heads, kind: str, penalty: float, monkeypatch: pytest.MonkeyPatch
+    target: Target, heads: Heads, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, head = Target.from_model(copy.deepcopy(target.model).to(DEVICE)), copy.deepcopy(heads("prefix")).to(DEVICE)
     head.bind(there.ends)
-    sampling = Sampling(repetition_penalty=penalty)
+    sampling = Sampling(repetition_penalty=1.3)
     said: list[list[Answer]] = []
     for kernels in (False, True):
         for module in KERNELS:

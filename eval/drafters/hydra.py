@@ -39,15 +39,16 @@ class DepthPass:
     """A copy of head d (from 1). Args: shared: the target's output matrix, where the head has none of its own."""
 
     def __init__(self, head: HydraHead, d: int, shared: Linear | None):
-        blocks, dtype = head.blocks[d - 1], head.dtype
+        blocks, dtype = head.blocks[d - 1], head.compute_dtype()
 
         def copied(*parameters: Tensor) -> Tensor:
             return torch.cat([parameter.detach().to(dtype) for parameter in parameters])
 
         into, *later = blocks.layers
-        # R x and L x of the first block are one product
-        stacked = (blocks.residual.weight, into.weight), (blocks.residual.bias, into.bias)
-        self.first = Linear(*(copied(*pair) for pair in stacked))
+        # R x and L x of the first block are one product, whose weights hold the factor on embeddings (a power of two)
+        weight_OC = copied(blocks.residual.weight, into.weight)
+        weight_OC[:, head.dims.hidden_size :] *= head.embed_scale.to(dtype)
+        self.first = Linear(weight_OC, copied(blocks.residual.bias, into.bias))
         self.later = [Linear(copied(layer.weight), copied(layer.bias)) for layer in later]
         self.shared, self.scale = shared, head.teacher.scale
         self.own = Linear(head.lm_heads[d - 1].weight.detach().to(dtype)) if shared is None else None
@@ -90,9 +91,10 @@ class PrefixCache:
 
     def __init__(self, head: HydraHead, positions: int):
         assert head.prefix is not None
-        self.dtype, self.dims, self.positions = head.dtype, head.dims, positions
+        self.dtype, self.dims, self.positions = head.compute_dtype(), head.dims, positions
         self.input_norm = norm_of(head.prefix.input_layernorm)
-        self.layer = LayerPass(head.prefix.layer, head.dims, head.prefix.rope, head.dtype, positions, head.prefix.norm)
+        prefix = head.prefix
+        self.layer = LayerPass(prefix.layer, head.dims, prefix.rope, self.dtype, positions, prefix.norm)
 
     def place(self, batch: int, slots: int, device: torch.device) -> None:
         """Make buffers."""
@@ -228,7 +230,7 @@ class HydraDrafter:
         if self.prefix is not None:
             self.feature_BD = self.prefix.start(hidden_BJD, context.count_B)
         else:
-            self.feature_BD = _last(hidden_BJD, context.count_B).to(self.head.dtype)
+            self.feature_BD = _last(hidden_BJD, context.count_B).to(self.head.compute_dtype())
 
     def _prepare(self, hidden_BJD: Tensor, capacity: int) -> None:
         """Make weights and buffers, unless those of an earlier batch fit."""
@@ -278,7 +280,7 @@ class HydraDrafter:
         if self.prefix is not None:
             self.feature_BD = self.prefix.append(accepted, hidden_BJD, self.feature_BD)
         else:
-            new_BD = _last(hidden_BJD, accepted.count_B).to(self.head.dtype)
+            new_BD = _last(hidden_BJD, accepted.count_B).to(self.head.compute_dtype())
             self.feature_BD = torch.where((accepted.count_B > 0)[:, None], new_BD, self.feature_BD)
 
     @torch.inference_mode()
@@ -366,7 +368,7 @@ def hydra_everywhere(
     for f_ND, root_N in zip(f_AD.split(256), root_A.split(256), strict=True):
         tokens_Nd = root_N[:, None]
         for d in range(1, min(depth, head.depth) + 1):
-            choice_N = head.depth_logits(d, f_ND, tokens_Nd).argmax(-1)
+            choice_N = head.draft_logits(d, f_ND, tokens_Nd).argmax(-1)
             tokens_Nd = torch.cat((tokens_Nd, choice_N[:, None]), 1)
         parts.append(tokens_Nd[:, 1:])
     return torch.cat(parts).unflatten(0, row_BA.shape)

@@ -98,7 +98,8 @@ def _medusa(head: Any, weights: Weights, ends: Ends, documents: list[Document]) 
 
 def _hydra(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
     c = head.config
-    return hydra_loss(weights, ends, documents, shape_of(head), c.depth, c.num_layers, c.lm_head, c.loss)
+    scale = float(head.embed_scale)
+    return hydra_loss(weights, ends, documents, shape_of(head), scale, c.depth, c.num_layers, c.lm_head, c.loss)
 
 
 def _eagle(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:

@@ -31,14 +31,15 @@ def features(weights: Weights, shape: Shape, hidden_TD: Tensor) -> list[Tensor]:
 
 
 def head_logits(
-    weights: Weights, ends: Ends, f_D: Tensor, tokens: list[int], num_layers: int, lm_head: str
+    weights: Weights, ends: Ends, embed_scale: float, f_D: Tensor, tokens: list[int], num_layers: int, lm_head: str
 ) -> Tensor:
     """Logits [V] of head d = len(tokens), given the feature and x_{t+1} … x_{t+d}.
 
+    embed_scale: factor on the target's embeddings; it is saved with the head.
     lm_head: "own" (a matrix per head), "shared" (the target's output head), "lowrank" (the target's plus up · down).
     """
     block = f"blocks.{len(tokens) - 1}."
-    x_D = torch.cat([f_D, *(ends.embed_VD[token] for token in tokens)])
+    x_D = torch.cat([f_D, *(embed_scale * ends.embed_VD[token] for token in tokens)])
     for j in range(num_layers):
         skipped_D = x_D
         if j == 0:
@@ -53,22 +54,12 @@ def head_logits(
     return ends.logits(x_D)
 
 
-def chain_logits(
-    weights: Weights, ends: Ends, shape: Shape, hidden_TD: Tensor, fed: list[int], num_layers: int, lm_head: str
-) -> list[Tensor]:
-    """Serving: logits [V] of heads 1 … len(fed) after the context x_0 … x_t, whose features are `hidden_TD`.
-
-    `fed[0]` is the root x_{t+1}, the rest what is drafted (or forced).
-    """
-    f_D = features(weights, shape, hidden_TD)[-1]
-    return [head_logits(weights, ends, f_D, fed[:d], num_layers, lm_head) for d in range(1, len(fed) + 1)]
-
-
 def hydra_loss(
     weights: Weights,
     ends: Ends,
     documents: list[Document],
     shape: Shape,
+    embed_scale: float,
     depth: int,
     num_layers: int = 1,
     lm_head: str = "own",
@@ -84,7 +75,8 @@ def hydra_loss(
         made = []
         for d in range(1, supervised_depth(document, t, depth) + 1):
             tokens = document.tokens[t + 1 : t + 1 + d]
-            made.append(head_logits(weights, ends, read[id(document)][t], tokens, num_layers, lm_head))
+            f_D = read[id(document)][t]
+            made.append(head_logits(weights, ends, embed_scale, f_D, tokens, num_layers, lm_head))
         return made
 
     def loss(document: Document, t: int, d: int, logits: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Hydra and Hydra++: draft heads that also read the tokens drafted before theirs (arXiv 2402.05109).
 
-Shape legend: R rows of a pack, A anchors, N rows of any kind, B batch, D target hidden, d depth of a head (from 1),
-g kv heads, h query heads, V target vocabulary, K depths.
+Heads are counted from 1 here, as in the paper; head d has the output matrix of depth d - 1 (families/outputs.py).
+Shape legend: R rows of a pack, A anchors, N rows of any kind, B batch, D target hidden, d depth of a head, V target
+vocabulary, K depths.
 """
 
 from __future__ import annotations
@@ -14,27 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import MAX_LAYERS, MAX_SIZE, Head, HeadConfig, Loss
+from headstart.heads.base import MAX_LAYERS, Loss
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.hydra.prefix import PrefixLayer
+from headstart.heads.families.outputs import OutputConfig, OutputMatrices, TeacherRows
 from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.layers import Attend, DraftLayer
-from headstart.heads.losses import fused
-from headstart.heads.numerics import compute_dtype
 
-LM_HEADS = ("own", "shared", "lowrank")
 LOSSES = ("kl", "ce")
 
 
 @dataclass
-class HydraConfig(HeadConfig):
+class HydraConfig(OutputConfig):
     """Recipe node `head` for Hydra. Hydra++ sets prefix_layer, four layers and dropout."""
 
     structure: ClassVar[tuple[str, ...]] = ("num_layers", "lm_head", "rank", "depth", "prefix_layer")
-    limits: ClassVar[dict[str, int]] = {**HeadConfig.limits, "num_layers": MAX_LAYERS, "rank": MAX_SIZE}
+    limits: ClassVar[dict[str, int]] = {**OutputConfig.limits, "num_layers": MAX_LAYERS}
 
     type: str = "hydra"
     #: Number of heads (K); head d drafts the token d + 1 places ahead.
@@ -43,11 +42,6 @@ class HydraConfig(HeadConfig):
     depth_decay: float = 1.0
     #: Residual blocks per head.
     num_layers: int = 1
-    #: Output matrix: own (one per head, V × D, started from the target's), shared (the target's, frozen) or lowrank
-    #: (the target's plus a trained low-rank update per head).
-    lm_head: str = "own"
-    #: Rank of the update under head.lm_head=lowrank.
-    rank: int = 64
     #: What a head learns: kl (the target's distribution, for answers of the target itself) or ce (the tokens of the
     #: data).
     loss: str = "kl"
@@ -89,36 +83,35 @@ class HydraBlocks(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-class HydraHead(Head):
+class HydraHead(OutputMatrices):
     """Head d reads f_t (post-norm) and the embeddings of x_{t+1} … x_{t+d}, and predicts x_{t+1+d}.
 
-    With a prefix layer it reads that layer's output at t in the place of f_t (`context_feature` below). In training the
-    tokens are the document's, in drafting the root and the drafts on the way to the node.
+    With a prefix layer it reads that layer's output at t in the place of f_t. In training the tokens are the
+    document's, in drafting the root and the drafts on the way to the node.
 
     Attributes:
         prefix: the prefix layer; None without.
+        embed_scale: float32 scalar, a power of two: factor on the target's embeddings. They are far smaller than
+            features (SmolLM2: 0.11 against 1.9), so without it their part of R and L would learn far more slowly. It is
+            saved with the head.
     """
 
     family = "hydra"
     config: HydraConfig
+    embed_scale: Tensor
 
     def __init__(self, config: HydraConfig, dims: HeadDims):
         super().__init__(config, dims)
-        for name, value, allowed in (("lm_head", config.lm_head, LM_HEADS), ("loss", config.loss, LOSSES)):
-            if value not in allowed:
-                raise ConfigError(f"head.{name}: found {value!r}, expected one of {list(allowed)}")
+        if config.loss not in LOSSES:
+            raise ConfigError(f"head.loss: found {config.loss!r}, expected one of {list(LOSSES)}")
         if not 0 <= config.dropout < 1:
             raise ConfigError(f"head.dropout: found {config.dropout}, expected a share: 0 (off) or more, less than 1")
-        size, vocab, depths = dims.hidden_size, dims.vocab_size, range(1, config.depth + 1)
+        self.register_buffer("embed_scale", torch.ones(()))
         self.prefix = PrefixLayer(dims) if config.prefix_layer else None
-        self.blocks = nn.ModuleList(HydraBlocks(size, d, config.num_layers, config.dropout) for d in depths)
-        if config.lm_head == "own":
-            self.lm_heads = nn.ModuleList(nn.Linear(size, vocab, bias=False) for _ in depths)
-        elif config.lm_head == "lowrank":
-            self.down = nn.ModuleList(nn.Linear(size, config.rank, bias=False) for _ in depths)
-            self.up = nn.ModuleList(nn.Linear(config.rank, vocab, bias=False) for _ in depths)
-            for up in self.up:
-                nn.init.zeros_(up.weight)
+        self.blocks = nn.ModuleList(
+            HydraBlocks(dims.hidden_size, d, config.num_layers, config.dropout) for d in range(1, config.depth + 1)
+        )
+        self.make_matrices()
 
     @property
     def draft_layers(self) -> Sequence[DraftLayer]:
@@ -128,53 +121,21 @@ class HydraHead(Head):
     def hidden_act(self) -> str | None:
         return None if self.prefix is None else self.dims.hidden_act
 
-    def bind(self, ends: TargetEnds) -> None:
-        """As the base class's. Raises: ConfigError for a target with a bias or a soft-cap on its logits."""
-        teacher = ends.teacher
-        if teacher.bias_V is not None or teacher.softcap is not None:
-            what = "a bias" if teacher.bias_V is not None else f"a soft-cap of {teacher.softcap}"
-            raise ConfigError(
-                f"head.type: hydra needs a target whose lm_head is a plain matrix, this one has {what}; "
-                "use head.type=eagle3"
-            )
-        super().bind(ends)
-
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
-        """As the base class's. With lm_head=own, the heads' output matrices start as copies of the target's."""
+        """As the base class's. Embeddings get the scale of features, and the prefix layer passes features through."""
         super().initialise(ends, draft_ids_U)
+        self.embed_scale.fill_(embedding_scale(ends))
         if self.prefix is not None:
             self.prefix.initialise(ends.teacher.norm_D)
-        if self.config.lm_head == "own":
-            with torch.no_grad():
-                for lm_head in self.lm_heads:
-                    lm_head.weight.copy_(self.target_weight())
-
-    def target_weight(self) -> Tensor:
-        """The target's output matrix [V, D], times the scale of its logits."""
-        weight_VD = self.teacher.weight_VD
-        return weight_VD if self.teacher.scale == 1.0 else weight_VD * self.teacher.scale
-
-    def output_weight(self, d: int) -> Tensor:
-        """Output matrix of head d (from 1) [V, D]. With `lowrank` it is the sum of the target's and the update."""
-        if self.config.lm_head == "own":
-            return self.lm_heads[d - 1].weight
-        weight_VD = self.target_weight()
-        if self.config.lm_head == "shared":
-            return weight_VD
-        return weight_VD + (self.up[d - 1].weight @ self.down[d - 1].weight).to(weight_VD.dtype)
 
     # one head, in training and in drafting
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that activations run in."""
-        return compute_dtype(self.blocks[0].residual.weight)
-
     def embed(self, tokens: Tensor) -> Tensor:
-        """int64 [...] → the target's embeddings [..., D], without its scale if it has one; no gradient."""
+        """int64 [...] → the target's embeddings [..., D], times embed_scale; no gradient."""
         if self.embed_VD is None:
             raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
-        return F.embedding(tokens, self.embed_VD).to(self.dtype)
+        dtype = self.compute_dtype()
+        return F.embedding(tokens, self.embed_VD).to(dtype) * self.embed_scale.to(dtype)
 
     def prefix_states(self, hidden_BND: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
         """What the heads read in the place of f_t, of N new rows of each context: [B, N, D].
@@ -183,32 +144,30 @@ class HydraHead(Head):
             hidden_BND: features f_t. position_BN: int64, rope positions t.
             attend: stores the rows' keys and values in the caller's cache and attends; unused without a prefix layer.
         """
-        hidden_BND = hidden_BND.to(self.dtype)
+        hidden_BND = hidden_BND.to(self.compute_dtype())
         return hidden_BND if self.prefix is None else self.prefix.decode(hidden_BND, position_BN, attend)
 
     def block_input(self, d: int, f_ND: Tensor, tokens_Nd: Tensor) -> Tensor:
-        """[f_t ; e(x_{t+1}) ; … ; e(x_{t+d})] of head d (from 1): [N, (d + 1) · D].
+        """[f_t ; e(x_{t+1}) ; … ; e(x_{t+d})] of head d: [N, (d + 1) · D].
 
         Args:
             f_ND: from `prefix_states`. tokens_Nd: int64 [N, d], x_{t+1} … x_{t+d}.
         """
-        return torch.cat((f_ND.to(self.dtype), self.embed(tokens_Nd).flatten(1)), dim=1)
+        return torch.cat((f_ND.to(self.compute_dtype()), self.embed(tokens_Nd).flatten(1)), dim=1)
 
     def state(self, d: int, f_ND: Tensor, tokens_Nd: Tensor) -> Tensor:
-        """What the output matrix of head d (from 1) reads: [N, D]. Args: as `block_input`."""
+        """What the output matrix of head d reads: [N, D]. Args: as `block_input`."""
         return self.blocks[d - 1](self.block_input(d, f_ND, tokens_Nd))
 
-    def depth_logits(self, d: int, f_ND: Tensor, tokens_Nd: Tensor) -> Tensor:
-        """Logits of head d (from 1) for x_{t+1+d}: [N, V]. Args: as `block_input`."""
-        x_ND = self.state(d, f_ND, tokens_Nd)
-        weight_VD = self.output_weight(d)
-        return F.linear(x_ND.to(weight_VD.dtype), weight_VD)
+    def draft_logits(self, d: int, f_ND: Tensor, tokens_Nd: Tensor) -> Tensor:
+        """Logits of head d for x_{t+1+d}: [N, V]. Args: as `block_input`."""
+        return self.depth_logits(d - 1, self.state(d, f_ND, tokens_Nd))
 
     # training
 
     def anchor_features(self, batch: FeatureBatch) -> Tensor:
         """What the heads read in the place of f_t, at every anchor: [A, D]."""
-        row_A, hidden_RD = batch.anchors.row_A, batch.hidden_RD.to(self.dtype)
+        row_A, hidden_RD = batch.anchors.row_A, batch.hidden_RD.to(self.compute_dtype())
         if self.prefix is None:
             return hidden_RD[row_A]
         return self.prefix.rows(hidden_RD, batch.position_R, row_A, TrainAttention(batch).attend)
@@ -216,36 +175,47 @@ class HydraHead(Head):
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         anchors, last = batch.anchors, batch.tokens_R.shape[0] - 1
         f_AD = self.anchor_features(batch)
-        teacher_AV = None
-        if self.config.loss == "kl":
-            with torch.no_grad():
-                teacher_AV = teacher.logits(batch.teacher_hidden()).to(f_AD.dtype)
+        soft = TeacherRows.of(teacher, batch.teacher_hidden(), f_AD.dtype) if self.config.loss == "kl" else None
         # x_{t+1} … x_{t+1+K} of every anchor; clamped only where the depth is not supervised
         ahead_K = torch.arange(1, len(anchors.count_K) + 2, device=anchors.row_A.device)
         tokens_AK = batch.tokens_R[(anchors.row_A[:, None] + ahead_K).clamp(max=last)]
         losses, hits, weights = [], [], anchors.weights()
-        for d, (count, weight) in enumerate(zip(anchors.count_K, weights, strict=True), start=1):
+        for d, (count, weight_A) in enumerate(zip(anchors.count_K, weights, strict=True), start=1):
             x_AD = self.state(d, f_AD[:count], tokens_AK[:count, :d])
-            teacher_row = anchors.teacher_AK[:count, d - 1]
-            if teacher_AV is not None:
-                loss, argmax = fused.soft_loss(x_AD, self.output_weight(d), teacher_AV, teacher_row, weight, "kl")
+            teacher_row_A = anchors.teacher_AK[:count, d - 1]
+            if soft is not None:
+                loss, argmax_A = self.soft_loss(d - 1, x_AD, soft, teacher_row_A, weight_A, scale_T)
             else:
-                loss, argmax = fused.hard_ce(x_AD, self.output_weight(d), tokens_AK[:count, d], weight)
+                loss, argmax_A = self.hard_loss(d - 1, x_AD, tokens_AK[:count, d], weight_A, scale_T)
             losses.append(loss)
-            hits.append((argmax == batch.teacher_argmax_A[teacher_row]) & (weight > 0))
+            hits.append((argmax_A == batch.teacher_argmax_A[teacher_row_A]) & (weight_A > 0))
         return Loss.per_depth(torch.stack(losses), weights, hits, weights, len(self.terms))
 
     # costs
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         """Head d runs on the rows supervised at depth d, the prefix layer's keys and values on all rows."""
-        prefix = 0.0 if self.prefix is None else self.prefix.multiply_adds(rows, counts[0])
-        shared = 0 if self.config.lm_head == "own" else self.teacher.weight_VD.numel()
-        for d, count in enumerate(counts[: self.depth]):
-            parts: list[nn.Module] = [self.blocks[d]]
-            if self.config.lm_head == "own":
-                parts.append(self.lm_heads[d])
-            elif self.config.lm_head == "lowrank":
-                parts += [self.down[d], self.up[d]]
-            prefix += count * (shared + sum(p.numel() for part in parts for p in part.parameters()))
-        return prefix
+        total = 0.0 if self.prefix is None else self.prefix.multiply_adds(rows, counts[0])
+        for blocks, count in zip(self.blocks, counts, strict=False):
+            matrices = sum(p.numel() for p in blocks.parameters() if p.dim() == 2)
+            total += count * (matrices + self.output_multiply_adds())
+        return total
+
+    def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
+        """The teacher's logits, the prefix layer's numbers, and per head: the inputs and outputs of every L, the input
+        of the output matrix and its gradient. Dropout keeps a mask of one byte, half a number, beside every input."""
+        config, size = self.config, self.dims.hidden_size
+        mask = 0.5 if config.dropout else 0.0
+        widths = sum(d + 1 for d in range(1, self.depth + 1))
+        inputs = (widths + self.depth * config.num_layers) * (1 + mask)  # of every block and of the output matrix
+        per_anchor = size * (inputs + self.depth * (config.num_layers + 1)) + self.dims.vocab_size
+        prefix = 0.0 if self.prefix is None else self.prefix.kept_numbers(rows, anchors, recompute)
+        return anchors * per_anchor + rows * 2 * size + prefix
+
+
+def embedding_scale(ends: TargetEnds) -> Tensor:
+    """The power of two that brings the target's embeddings nearest to its features in size (root mean square)."""
+    norm_D = ends.teacher.norm_D
+    features = torch.ones(()) if norm_D is None else norm_D.float().square().mean().sqrt()
+    embeddings = ends.embed_VD.detach().float().square().mean().sqrt()
+    return torch.exp2((features.to(embeddings.device) / embeddings).log2().round())

@@ -65,3 +65,10 @@ class PrefixLayer(nn.Module):
         every = (attention.k_proj, attention.v_proj)
         needed = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return rows * sum(p.weight.numel() for p in every) + anchors * sum(p.weight.numel() for p in needed)
+
+    def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
+        """Numbers that training keeps for the backward pass: normed features, keys and values of every row, and the
+        layer's own numbers of every anchor."""
+        attention = self.layer.self_attn
+        keys_values = 2 * attention.kv_heads * attention.head_dim
+        return rows * (self.layer.hidden_size + keys_values) + anchors * self.layer.kept_numbers(recompute)

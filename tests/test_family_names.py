@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "eval/tree.py": ({"MEDUSA_CHILDREN", "MEDUSA_RANKS"}, "a published tree, the default static one"),
     "eval/tuning/tune.py": ({"MEDUSA_RANKS"}, "the same"),
     "heads/layers.py": ({"medusa"}, "the remedy of an error names a family without a draft layer"),
-    "scripts/bench/presets.py": ({"eagle3"}, "the head that is benchmarked"),
+    "scripts/bench/presets.py": ({"eagle3", "medusa"}, "the heads that are benchmarked"),
     "scripts/bench/train.py": ({"eagle3"}, "the name of a shipped recipe, in help"),
     "scripts/parity_vllm.py": ({"medusa", "eagle", "eagle3"}, "recipes of the comparison with vLLM"),
     "scripts/saved_heads.py": ({"eagle3"}, "what drafts with synthetic acceptance where no head is named"),

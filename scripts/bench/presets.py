@@ -50,14 +50,23 @@ PRESETS: dict[str, tuple[PretrainedConfig, int]] = {
 }  # fmt: skip
 
 
-#: family of the heads that training benchmarks make
-FAMILY = "eagle3"
+#: family of the heads that training benchmarks make: with a draft vocabulary; with one output matrix per depth
+FAMILY, MATRICES_FAMILY = "eagle3", "medusa"
+#: draft depths of the two, as their authors train them
+DEPTH, MATRICES_DEPTH = 7, 5
 
 
-def head_config(preset: str, depth: int, **fields: Any) -> HeadConfig:
+def head_config(preset: str, depth: int = DEPTH, **fields: Any) -> HeadConfig:
     """The head that is benchmarked on a preset. Args: fields: more of the family's settings."""
     family: Any = FAMILIES[FAMILY]
     config: HeadConfig = family.config(depth=depth, draft_vocab_size=PRESETS[preset][1], **fields)
+    return config
+
+
+def matrices_config(lm_head: str, depth: int = MATRICES_DEPTH, **fields: Any) -> HeadConfig:
+    """A head with one output matrix per depth. Args: lm_head: own | shared | lowrank. fields: more of its settings."""
+    family: Any = FAMILIES[MATRICES_FAMILY]
+    config: HeadConfig = family.config(depth=depth, lm_head=lm_head, **fields)
     return config
 
 

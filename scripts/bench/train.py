@@ -1,14 +1,16 @@
 """How fast a head trains, and where the time goes.
 
     python -m headstart.bench.train --preset llama-3.1-8b --cases fixed_all fixed_40 long_32k --out results.json
+    python -m headstart.bench.train --preset llama-3.1-8b --cases medusa_all medusa_shared medusa_lowrank
     python -m headstart.bench.train --preset llama-3.1-8b --cases real_lengths --data answers.jsonl --target NAME
     headstart train smollm2-eagle3 && python -m headstart.bench.train --cases smollm2_real --run runs/smollm2-eagle3
     python -m headstart.bench.train --supervised-fraction 0.3 --lengths real --online --data answers.jsonl --target NAME
 
 Weights are random (shapes decide the speed), except in `smollm2_real`, which reads what a real training run recorded.
 One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same run, peak memory,
-how many graphs were compiled or captured and in what time, and the parts of a step. Documents of the `real` cases are
-as long as the conversations in --data are under the tokenizer of --target.
+how many graphs were compiled or captured and in what time, and the parts of a step. The cases `medusa_*` train a head
+with one output matrix per depth: own, shared or low-rank ones, or own ones on labels instead of a teacher. Documents of
+the `real` cases are as long as the conversations in --data are under the tokenizer of --target.
 
 Several GPUs: `python -m headstart.bench.scaling`.
 """
@@ -23,19 +25,28 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from headstart.bench.presets import PRESETS, head_config, random_target, refuse_ranks
+from headstart.bench.presets import (
+    DEPTH,
+    MATRICES_DEPTH,
+    PRESETS,
+    head_config,
+    matrices_config,
+    random_target,
+    refuse_ranks,
+)
 from headstart.bench.timing import Timer, print_kernels
 from headstart.console import Console
 from headstart.data.config import DataConfig, SourceConfig
 from headstart.data.packing import make_packs
 from headstart.data.prepare import prepare
 from headstart.data.samples import Sample
-from headstart.heads.base import Head
+from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
@@ -55,7 +66,14 @@ from headstart.train.flops import matmul_flops
 from headstart.train.optim import build_optimizer
 from headstart.train.step import LossModule
 
-CASES = ("fixed_all", "fixed_40", "online_all", "real_lengths", "long_32k", "smollm2_real", "custom")
+#: case → settings of a head with one output matrix per depth
+MATRICES: dict[str, dict[str, Any]] = {
+    "medusa_all": {"lm_head": "own"},
+    "medusa_shared": {"lm_head": "shared"},
+    "medusa_lowrank": {"lm_head": "lowrank"},
+    "medusa_labels": {"lm_head": "own", "loss": "ce"},
+}
+CASES = ("fixed_all", "fixed_40", "online_all", "real_lengths", "long_32k", "smollm2_real", "custom", *MATRICES)
 
 
 @dataclass(frozen=True)
@@ -65,17 +83,25 @@ class Case:
     Attributes:
         lengths: tokens of each document of the pack. supervised: share of the tokens that are trained on.
         online: the target's forward is timed too.
+        matrices: settings of a head with one output matrix per depth; None = a head with a draft vocabulary.
     """
 
     name: str
     lengths: tuple[int, ...]
     supervised: float = 1.0
     online: bool = False
+    matrices: dict[str, Any] | None = None
 
 
 @dataclass
 class Record:
-    """One row of docs/results/train_speed.json."""
+    """One row of docs/results/train_speed.json.
+
+    Attributes:
+        peak_gib: most memory of tensors. A captured step's temporaries count while it is captured, before the optimiser
+            has its moments. reserved_gib: memory that the allocator took from the card, the graphs' pool and what is
+            lost between tensors included: what the card must have.
+    """
 
     case: str
     preset: str
@@ -97,6 +123,7 @@ class Record:
     git_revision: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     row_fraction: float = 1.0
+    reserved_gib: float = 0.0
 
     @property
     def key(self) -> tuple[str, str, float]:
@@ -131,6 +158,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             "custom", real if arguments.lengths == "real" else fixed, arguments.supervised_fraction, arguments.online
         ),
     }
+    known |= {name: Case(name, fixed, matrices=fields) for name, fields in MATRICES.items()}
     return [known[name] for name in names if name != "smollm2_real"]
 
 
@@ -195,6 +223,7 @@ def bench_case(
     scale_T = head.term_weights().to(device) / head.loss_counts(batch).clamp(min=1)
     parameters = [p for p in head.parameters() if p.requires_grad]
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     compiled = compiled_graphs() if case.online else 0
@@ -228,11 +257,13 @@ def bench_case(
     if target is not None:
         flops += 2 * sum(p.numel() for p in target.model.parameters()) * tokens
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    reserved = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
     origin = provenance(device)
     return Record(
         case.name, preset, tokens / step_ms * 1e3, supervised / step_ms * 1e3, flops / (step_ms / 1e3) / matmul, peak,
         compile_s, compiles, step_ms, split, tokens, supervised, len(case.lengths), steps, matmul / 1e12,
         origin["device"], command_line(), origin["git_revision"], origin["versions"], row_fraction_of(head),
+        reserved,
     )  # fmt: skip
 
 
@@ -288,6 +319,20 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
     )  # fmt: skip
 
 
+def described_head(case: Case, arguments: argparse.Namespace) -> HeadConfig:
+    """The head that a case trains."""
+    if case.matrices is not None:
+        return matrices_config(depth=arguments.depth or MATRICES_DEPTH, **case.matrices)
+    return head_config(arguments.preset, arguments.depth or DEPTH, row_fraction=arguments.row_fraction)
+
+
+def random_ends(dims: HeadDims, device: torch.device, dtype: torch.dtype, embeddings: bool) -> TargetEnds:
+    """Ends of a target that is not there itself. Args: embeddings: False for a head that reads no tokens."""
+    weight_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype).mul_(0.02)
+    place = device if embeddings else torch.device("meta")
+    return TargetEnds(torch.randn(dims.vocab_size, dims.hidden_size, device=place, dtype=dtype), Teacher(weight_VD))
+
+
 def bench(arguments: argparse.Namespace) -> list[Record]:
     """Run the named cases; a case that runs out of memory is reported and does not stop the others."""
     preset = arguments.preset
@@ -305,20 +350,21 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
             target = random_target(config, device, dtype)
             if arguments.compile_target:
                 target.compile()
-            teacher, embed_VD = target.teacher, target.embed_VD
+            ends = target.ends
         else:
-            teacher = Teacher(torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype) * 0.02)
-            embed_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype)
-        described = head_config(preset, arguments.depth, row_fraction=arguments.row_fraction)
-        head = build_head(described, dims).to(device).train()
-        head.initialise(TargetEnds(embed_VD, teacher), torch.arange(vocab, device=device))
+            ends = random_ends(dims, device, dtype, embeddings=case.matrices is None)
+        with torch.device(device):
+            head = build_head(described_head(case, arguments), dims).train()
+        head.initialise(ends, torch.arange(vocab, device=device))
         try:
-            records.append(bench_case(case, preset, head, target, teacher, arguments.steps, matmul, arguments.profile))
+            records.append(
+                bench_case(case, preset, head, target, ends.teacher, arguments.steps, matmul, arguments.profile)
+            )
         except torch.cuda.OutOfMemoryError as error:
             print(f"{preset} {case.name}: out of memory: {error}", file=sys.stderr)
         else:
             print_record(records[-1])
-        del head, target, teacher, embed_VD
+        del head, target, ends
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if "smollm2_real" in arguments.cases:
@@ -330,7 +376,8 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
 def print_record(record: Record) -> None:
     print(
         f"{record.preset:13s} {record.case:13s} {record.tokens_per_s:9.0f} tokens/s  "
-        f"{record.supervised_tokens_per_s:9.0f} supervised/s  MFU {record.mfu:.2f}  {record.peak_gib:5.1f} GiB  "
+        f"{record.supervised_tokens_per_s:9.0f} supervised/s  MFU {record.mfu:.2f}  {record.peak_gib:5.1f} GiB "
+        f"({record.reserved_gib:.1f} reserved)  "
         f"{record.step_ms:7.1f} ms  " + "  ".join(f"{name} {ms:.1f}" for name, ms in record.split_ms.items()),
         flush=True,
     )
@@ -352,7 +399,7 @@ def main() -> None:
     parser.add_argument("--compile-target", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--data", type=Path, help="conversations, for the `real` cases")
     parser.add_argument("--target", default="smollm2-135m-instruct", help="tokenizer of --data and of --run")
-    parser.add_argument("--depth", type=int, default=7, help="TTT steps")
+    parser.add_argument("--depth", type=int, help=f"TTT steps ({DEPTH}), or output matrices ({MATRICES_DEPTH})")
     parser.add_argument("--row-fraction", type=float, default=1.0, help="head.row_fraction of the head")
     parser.add_argument("--steps", type=int, default=10, help="timed steps per case")
     parser.add_argument("--run", type=Path, help="run directory of smollm2_real")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from headstart.bench import train
+from headstart.heads.dims import HeadDims
 
 SMALL = "--preset tiny --tokens 128 --length 64 --depth 3 --steps 2 --matmul-tflops 0.01".split()
 
@@ -65,6 +67,38 @@ def test_row_fraction_runs_fewer_rows_and_keeps_a_row_of_its_own(bench: Callable
     # of each of two documents 62, 61 and 60 rows: groups of 120, 2 and 2 rows that reach depth 3, 2 and 1
     dropped = (122 - 60 - 1) + (120 - 30)
     assert flops(whole) - flops(half) == pytest.approx(6 * later * dropped, rel=1e-6)
+
+
+def test_a_head_with_a_matrix_per_depth_is_timed_in_all_its_kinds(bench: Callable):
+    """Multiply-adds of Medusa's K blocks and matrices, on the rows that are supervised at depth 1."""
+    names = ("medusa_all", "medusa_shared", "medusa_lowrank", "medusa_labels")
+    rows = {row["case"]: row for row in bench(*SMALL, "--cases", *names)}
+    assert tuple(rows) == names
+    hidden, vocab, depth, rank = 64, 512, 3, 64
+    blocks, matrix, update = hidden * hidden + hidden, vocab * hidden, rank * (vocab + hidden)
+    per_row = {"medusa_shared": blocks + matrix, "medusa_lowrank": blocks + matrix + update}
+    for name, row in rows.items():
+        assert row["supervised_tokens"] == 128 and row["compiles"] == 0 and row["row_fraction"] == 1.0
+        assert set(row["split_ms"]) == {"draft_forward", "draft_backward", "optimiser"}
+        # of each of two documents of 64 tokens, 62 rows
+        expected = 6 * 124 * depth * per_row.get(name, blocks + matrix)
+        assert flops(row) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_published_depths_are_the_default():
+    parsed = argparse.Namespace(preset="llama-3.1-8b", depth=None, row_fraction=1.0)
+    heads = {name: train.described_head(train.Case(name, (8,), matrices=fields), parsed) for name, fields in
+             (("fixed_all", None), *train.MATRICES.items())}  # fmt: skip
+    assert {name: head.depth for name, head in heads.items()} == {"fixed_all": 7, **dict.fromkeys(train.MATRICES, 5)}
+    assert (heads["medusa_all"].lm_head, heads["medusa_all"].loss) == ("own", "kl")
+    assert (heads["medusa_labels"].lm_head, heads["medusa_labels"].loss) == ("own", "ce")
+
+
+def test_a_head_that_reads_no_tokens_gets_no_embeddings():
+    dims = HeadDims(8, 97, 2, 2, 2, 4, 8)
+    for embeddings, place in ((True, "cpu"), (False, "meta")):
+        ends = train.random_ends(dims, torch.device("cpu"), torch.float32, embeddings)
+        assert (ends.embed_VD.device.type, ends.teacher.weight_VD.device.type) == (place, "cpu")
 
 
 def test_a_finished_run_is_a_row(

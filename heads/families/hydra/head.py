@@ -202,13 +202,16 @@ class HydraHead(OutputMatrices):
         return total
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
-        """The teacher's logits, the prefix layer's numbers, and per head: the inputs and outputs of every L, the input
-        of the output matrix and its gradient. Dropout keeps a mask of one byte, half a number, beside every input."""
+        """The teacher's logits, the prefix layer's numbers, and per head: the inputs of its blocks, the output of every
+        L, and the gradient of the output matrix's input, which a low-rank matrix keeps as well.
+
+        Dropout keeps a mask of one byte, half a number, per input.
+        """
         config, size = self.config, self.dims.hidden_size
-        mask = 0.5 if config.dropout else 0.0
-        widths = sum(d + 1 for d in range(1, self.depth + 1))
-        inputs = (widths + self.depth * config.num_layers) * (1 + mask)  # of every block and of the output matrix
-        per_anchor = size * (inputs + self.depth * (config.num_layers + 1)) + self.dims.vocab_size
+        inputs = sum(d + 1 for d in range(1, self.depth + 1)) + self.depth * (config.num_layers - 1)
+        masks = (inputs + self.depth) / 2 if config.dropout else 0.0
+        lowrank = config.lm_head == "lowrank"
+        per_anchor = size * (inputs + masks + self.depth * (config.num_layers + 1 + lowrank)) + self.dims.vocab_size
         prefix = 0.0 if self.prefix is None else self.prefix.kept_numbers(rows, anchors, recompute)
         return anchors * per_anchor + rows * 2 * size + prefix
 

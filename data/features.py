@@ -73,7 +73,7 @@ class OnlineFeatures(FeatureSource):
 
     @property
     def target_parameters(self) -> int:
-        return parameters_per_row(self.target)
+        return 0 if self.spec.tokens_alone else parameters_per_row(self.target)
 
     @property
     def lockstep(self) -> bool:
@@ -94,9 +94,14 @@ class OnlineFeatures(FeatureSource):
 
 
 def extract(target: Target, samples: Sequence[Sample], spec: FeatureSpec, max_depth: int = 1) -> FeatureBatch:
-    """Run the target over one pack of samples. The anchors of depth 1 already hold the teacher's rows of any depth."""
+    """Run the target over one pack of samples, unless the head will do it itself.
+
+    The anchors of depth 1 already hold the teacher's rows of any depth.
+    """
     ids, documents = tuple(s.id for s in samples), [s.tensors() for s in samples]
     batch = FeatureBatch.pack(documents, max_depth, sample_ids=ids, answers=answer_turns(samples))
+    if spec.tokens_alone:
+        return batch
     return target.extract(batch, spec)
 
 

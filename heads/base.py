@@ -73,6 +73,19 @@ class LossTerm:
     weight: float
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run that trains in its own way, with a warm-up and a schedule of its own.
+
+    Attributes:
+        name: for the terminal; "" for a run of one stage.
+        share: of the run's budget.
+    """
+
+    name: str = ""
+    share: float = 1.0
+
+
 def depth_terms(depth: int, decay: float, first: int = 0) -> tuple[LossTerm, ...]:
     """One term per depth, named "1" … "K", of weight decay^first, decay^(first + 1), …, each rounded to float32."""
     weight_K = decay ** torch.arange(first, first + depth, dtype=torch.float32, device="cpu")
@@ -205,13 +218,53 @@ class Head(nn.Module, ABC):
         return ()
 
     @property
+    def shardable(self) -> bool:
+        """Whether ranks may each hold a shard of it; not so where a module outside it uses its parameters."""
+        return True
+
+    @property
+    def capture_obstacle(self) -> str | None:
+        """Why its loss cannot run as a captured CUDA graph; None if it can."""
+        return None
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether `train.activation_checkpointing` has something to recompute."""
+        return bool(self.draft_layers)
+
+    def recompute_activations(self) -> None:
+        """Compute activations again in the backward pass from now on, instead of keeping them."""
+        for layer in self.draft_layers:
+            layer.recompute = True
+
+    @property
     def hidden_act(self) -> str | None:
         """Activation of the decoder layers' MLP; None for a head without decoder layers."""
         return None
 
-    def term_weights(self) -> Tensor:
-        """weight_t of every term, float32 [T], on the host."""
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of a run, in their order; their shares add up to 1."""
+        return (Stage(),)
+
+    def enter_stage(self, number: int) -> None:
+        """Train as stage `number` does from now on. Called when a stage begins, and when a run resumes within one."""
+
+    @property
+    def weights_vary(self) -> bool:
+        """Whether `term_weights` depends on how much of the stage is done."""
+        return False
+
+    def term_weights(self, part: float = 1.0) -> Tensor:
+        """weight_t of every term, float32 [T], on the host.
+
+        Args: part: of the stage that is done, 0 … 1. Validation takes 1, so that its losses can be compared.
+        """
         return torch.tensor([term.weight for term in self.terms])
+
+    def rate_factor(self, name: str, stage: int) -> float:
+        """The learning rate of the parameter `name` in a stage, as a multiple of the run's."""
+        return 1.0
 
     def trained_parameters(self) -> int:
         """Number of parameters that training changes."""

@@ -25,9 +25,11 @@ class FeatureSpec:
     Attributes:
         layer_ids: ascending indices k of HF `hidden_states[k]` (0 < k < L). That is the *input* of decoder layer k: the
             pre-norm residual stream.
+        tokens_alone: the head runs the target itself: nobody need run it before.
     """
 
     layer_ids: tuple[int, ...] = ()
+    tokens_alone: bool = False
 
 
 @dataclass
@@ -152,8 +154,11 @@ class FeatureBatch:
         )
 
     def teacher_hidden(self) -> Tensor:
-        """[A, D]: the post-norm hidden state whose distribution is the depth-1 teacher of each anchor (row_A + 1)."""
-        return self.hidden_RD[(self.anchors.row_A + 1).clamp(max=self.tokens_R.shape[0] - 1)]
+        """[A, D]: the post-norm hidden state whose distribution is the depth-1 teacher of each anchor (row_A + 1).
+
+        It is what a head learns from, so no gradient goes through it.
+        """
+        return self.hidden_RD.detach()[(self.anchors.row_A + 1).clamp(max=self.tokens_R.shape[0] - 1)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> FeatureBatch:
         return self.map(lambda x: to_device(x, device, non_blocking))

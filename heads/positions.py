@@ -7,11 +7,15 @@ Worked example: two turns of one conversation, K = 3 (`.` is a prompt token, `A`
     turn_t        -1  -1   0   0   0  -1  -1   1   1
     depths_t       0   2   1   0   0   0   1   0   0
 
+    next_t         0   1   1   1   0   0   1   1   0
+
 Row t is *supervised at depth d* iff x_{t+1}, …, x_{t+1+d} are tokens of one assistant turn of one
 document. Row 1 is the last prompt token: its feature is what serving has when the root A0 was just
 sampled, so it drafts A1 (depth 1) and A2 (depth 2). Row 2 drafts A2 after the root A1. Row 6 drafts B1.
 The label of row t at depth d is x_{t+1+d}; its teacher is the target's distribution at row t + d.
-Supervised rows at depth d + 1 are a subset of those at depth d.
+Supervised rows at depth d + 1 are a subset of those at depth d. What the target itself learns needs no draft: row t
+*predicts a supervised token* (`next_t`) iff x_{t+1} is one, of its document. These are the rows supervised at depth 1,
+and the row before the last token of every turn.
 """
 
 from __future__ import annotations
@@ -52,6 +56,13 @@ def supervised_depths(turn_R: Tensor, doc_R: Tensor, max_depth: int) -> Tensor:
         alive = alive & ahead
         depths_R += alive
     return depths_R
+
+
+def predicting_rows(turn_R: Tensor, doc_R: Tensor) -> Tensor:
+    """bool [R]: x_{t+1} is a supervised token of the row's document (`next_t` above). Args as supervised_depths."""
+    found = torch.zeros_like(turn_R, dtype=torch.bool)
+    found[:-1] = (turn_R[1:] >= 0) & (doc_R[1:] == doc_R[:-1]) & (doc_R[:-1] >= 0)
+    return found
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,10 @@ class CapturedPacks:
         self._shape = PackShape(0, 0, 0)
         self.captures, self.seconds = 0, 0.0
 
+    def drop(self) -> None:
+        """Forget all graphs: the module computes something else from now on."""
+        self._graphs.clear()
+
     def backward(self, batch: FeatureBatch, scale_T: Tensor) -> tuple[Tensor, Tensor]:
         """As CapturedBackward.backward."""
         needed = PackShape.covering(batch)

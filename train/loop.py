@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from headstart.heads.base import Head
 from headstart.heads.ends import Teacher
 from headstart.heads.provenance import provenance as make_provenance
+from headstart.heads.transfer import to_device
 from headstart.train.captured import CapturedPacks
 from headstart.train.checkpoints.checkpoint import CheckpointStore
 from headstart.train.checkpoints.resume import restore
@@ -37,6 +38,7 @@ from headstart.train.optim import Budget, lr_factor, set_rate
 from headstart.train.saving import Saving
 from headstart.train.sharing.distributed import from_main, on_main
 from headstart.train.sharing.parallel import Parallel, resolve_kind
+from headstart.train.stages import Stages
 from headstart.train.standing import Standing
 from headstart.train.step import LossModule, SumNames, WindowSums, accumulate_window, autocast_dtype, window_counts
 from headstart.train.stream import Fetcher, PackStream, TrainData, Window, WindowFeed, idle_note
@@ -144,10 +146,10 @@ class TrainingLoop:
         compute = autocast_dtype(config.mixed_precision, device)
         module = LossModule(head, teacher, compute, chain)
         kind = resolve_kind(config, accelerator)
-        captured = captures(kind, config, device)
+        captured = captures(kind, config, device, head.capture_obstacle)
         self.captured = CapturedPacks(module, len(head.terms)) if captured else None
         self.parallel: Parallel = make_parallel(kind, head, module, config, accelerator, captured)
-        self.weights_T = head.term_weights().to(device)
+        self.stages = Stages(head.stages, budget)
         self.target_parameters = data.source.target_parameters
         self.meters = Meters(SumNames.of(head), device, peak_flops(device, compute or torch.float32))
         self.feed = WindowFeed(stream, fetcher, config, budget.packs, head, rank, size, device, self.meters.device_idle)
@@ -186,6 +188,7 @@ class TrainingLoop:
         standing, saving = self.standing, self.saving
         resumed_from = restore(standing, self.parallel, saving.writer.store)
         saving.saved_step = resumed_from or None
+        self._enter_stage()
         if note := idle_note(self.config.accumulation, standing.size):
             standing.reporter.say(f"NOTE: {note}")
         if standing.rank == 0:
@@ -204,6 +207,8 @@ class TrainingLoop:
                 return reason
             if standing.state.unvalidated:  # resumed from a checkpoint whose validation did not finish
                 self._evaluate(final=False)
+            if (number := self.stages.due(standing.state, standing.agreed.elapsed)) is not None:
+                self._enter_stage(number)
             self.step()
             step = standing.state.step
             save_due = saving.note_due(step)
@@ -217,6 +222,20 @@ class TrainingLoop:
                 saving.begin()
             if standing.state.unvalidated:
                 self._evaluate(final=False)
+
+    def _enter_stage(self, number: int | None = None) -> None:
+        """Train as the stage of the run's state does. Args: number: of a stage that begins, with fresh moments."""
+        standing, state = self.standing, self.standing.state
+        if number is not None:
+            if self.meters.steps:
+                self._record()  # the averages of one stage
+            self.stages.begin(number, state, standing.agreed.elapsed)
+            self.parallel.restart_optimizer()
+        self.head.enter_stage(state.stage)
+        self.weights_T = self.head.term_weights().to(self.device)
+        if self.captured is not None:
+            self.captured.drop()
+        self.stages.say(state.stage, standing.reporter.say)
 
     def _act_on_agreement(self) -> None:
         """Act on what the last step's exchange said: a write failed, or an earlier window was not finite."""
@@ -243,8 +262,11 @@ class TrainingLoop:
     def _forward_backward(self, window: Window, counts_T: torch.Tensor) -> WindowSums:
         """Gradients of the window, summed over the ranks."""
         config, parallel, standing = self.config, self.parallel, self.standing
-        self.meters.rate = config.lr * lr_factor(config, standing.budget, standing.state.step, standing.agreed.elapsed)
-        set_rate(parallel.optimizer, self.meters.rate)
+        now = self.stages.progress(standing.state, standing.agreed.elapsed)
+        self.meters.rate = config.lr * lr_factor(config, now.budget, now.step, now.elapsed)
+        set_rate(parallel.optimizer, self.meters.rate, standing.state.stage)
+        if self.head.weights_vary:
+            self.weights_T = to_device(self.head.term_weights(now.part), self.device, non_blocking=True)
         sums = accumulate_window(
             parallel.module, window, counts_T, self.weights_T, standing.size, config.accumulation, config.seed,
             parallel.backward, parallel.no_sync, self.captured,

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from headstart.heads.base import Head
 from headstart.heads.errors import TrainingError
 from headstart.train.config import TrainConfig
+
+#: key of a parameter group: its rate factor in every stage (Head.rate_factor)
+FACTORS = "rate_factors"
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def lr_factor(config: TrainConfig, budget: Budget, step: int, elapsed: float) ->
 def build_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters. Matrices decay; norms and biases (fewer than two axes) do not.
 
+    Args: head: a Head, which may give its parameters rates of their own, or any module.
     Raises: TrainingError when nothing is trainable or a trainable parameter is not float32.
     """
     trainable = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
@@ -97,9 +102,11 @@ def build_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         raise TrainingError(
             f"master weights must be float32 (train.mixed_precision sets the rest), found {', '.join(wrong[:4])}"
         )
+    factors = {name: _factors(head, name) for name, _ in trainable}
     groups = [
-        {"params": [p for _, p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for n, p in trainable if chosen(p) and factors[n] == each], "weight_decay": decay, FACTORS: each}
+        for each in dict.fromkeys(factors[name] for name, _ in trainable)
+        for decay, chosen in ((config.weight_decay, _is_matrix), (0.0, _is_vector))
     ]
     fused = all(p.device.type == "cuda" for _, p in trainable)
     return torch.optim.AdamW(
@@ -111,6 +118,22 @@ def build_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     )
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2
+
+
+def _is_vector(parameter: nn.Parameter) -> bool:
+    return parameter.ndim < 2
+
+
+def _factors(head: nn.Module, name: str) -> tuple[float, ...]:
+    """The rate factor of a parameter in every stage."""
+    if not isinstance(head, Head):
+        return (1.0,)
+    return tuple(head.rate_factor(name, stage) for stage in range(len(head.stages)))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float, stage: int = 0) -> None:
+    """Give every group the rate of the run times its own factor in this stage."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(FACTORS, (1.0,))[stage]

@@ -272,7 +272,7 @@ def make_plan(
 
 def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
     """Settings that lower the peak, the cheapest first. Each layout has all changes up to its own."""
-    if head.draft_layers and not layout.activation_checkpointing:
+    if head.recomputable and not layout.activation_checkpointing:
         layout = replace(layout, activation_checkpointing=True)
         yield "train.activation_checkpointing=true", layout
     if layout.ranks_per_node > 1 and layout.target_parallel == "none":
@@ -324,7 +324,7 @@ def _more_ranks(planned: Layout, device_bytes: int, target: Target, head: Head) 
         ranks *= 2
         layout = replace(
             planned, ranks=ranks, ranks_per_node=ranks, shard_ranks=ranks, target_parallel="fsdp2",
-            parallel="fsdp2", activation_checkpointing=bool(head.draft_layers),
+            parallel="fsdp2", activation_checkpointing=head.recomputable,
             accumulation=max(planned.accumulation, ranks),
         )  # fmt: skip
         peak = memory_of(target, head, layout)[1]

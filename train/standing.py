@@ -43,6 +43,7 @@ class RunState:
         finished: [step, reason] once the final validation and checkpoint are done.
         unvalidated: whether a validation was due at this step and is not in `metrics` and `best` yet.
         skipped: steps skipped in a row until here (`train.nonfinite=skip`).
+        stage: number of the stage (stages.py). stage_step, stage_elapsed: `step` and seconds at which it began.
     """
 
     step: int = 0
@@ -56,6 +57,9 @@ class RunState:
     finished: list[Any] | None = None
     unvalidated: bool = False
     skipped: int = 0
+    stage: int = 0
+    stage_step: int = 0
+    stage_elapsed: float = 0.0
 
 
 @dataclass(frozen=True)

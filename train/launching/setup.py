@@ -62,19 +62,19 @@ def check_layout(kind: str, config: TrainConfig, target: TargetConfig, ranks: in
 
 
 def recompute_activations(head: Head) -> None:
-    """Switch `train.activation_checkpointing` on. Raises ConfigError for a head that has no draft layer."""
-    if not head.draft_layers:
+    """Switch `train.activation_checkpointing` on. Raises ConfigError for a head without anything to recompute."""
+    if not head.recomputable:
         raise ConfigError(
             f"train.activation_checkpointing: found true, {head.family} heads have no layer whose activations "
             "could be recomputed: set it to false"
         )
-    for layer in head.draft_layers:
-        layer.recompute = True
+    head.recompute_activations()
 
 
-def captures(kind: str, config: TrainConfig, device: torch.device) -> bool:
+def captures(kind: str, config: TrainConfig, device: torch.device, obstacle: str | None = None) -> bool:
     """Whether steps run as CUDA graphs, with a head shared as `kind` says.
 
+    Args: obstacle: see Head.capture_obstacle.
     Raises: ConfigError where `train.capture=on` asks for what is impossible.
     """
     # in float32, attention loops over documents on the host, which a graph cannot do
@@ -86,13 +86,23 @@ def captures(kind: str, config: TrainConfig, device: torch.device) -> bool:
             f"train.mixed_precision={config.mixed_precision}; graphs need bf16 on GPUs that each hold the whole head: "
             "set train.capture=auto"
         )
-    return possible and config.capture != "off"
+    if config.capture == "on" and obstacle is not None:
+        raise ConfigError(f"train.capture: found on, but {obstacle}: set train.capture=auto")
+    return possible and obstacle is None and config.capture != "off"
 
 
 def make_parallel(
     kind: str, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool
 ) -> Parallel:
-    """Wrap `module` (the loss of `head`) as `kind` says. Afterwards every rank has rank 0's weights."""
+    """Wrap `module` (the loss of `head`) as `kind` says. Afterwards every rank has rank 0's weights.
+
+    Raises: ConfigError for a head that cannot be shared so.
+    """
+    if kind != "replicated" and isinstance(head, Head) and not head.shardable:
+        raise ConfigError(
+            f"train.parallel: found {kind}, expected replicated: parameters of this head are used outside it. Launch "
+            "with a DDP configuration (recipes/accelerate/ddp-8.yaml), or set train.parallel=replicated"
+        )
     if kind == "fsdp2":
         return Sharded(head, module, config, accelerator)
     if kind in ("zero2", "zero3"):

@@ -131,6 +131,10 @@ class Parallel:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
+    def restart_optimizer(self) -> None:
+        """Forget the moments, as at the start of a run. Weights and gradients stay."""
+        self.optimizer.state.clear()
+
     def whole_head(self) -> AbstractContextManager[Any]:
         """While open, every rank has whole weights in an ordinary module (for validation). All ranks must enter it."""
         return nullcontext()

@@ -97,6 +97,9 @@ class EagerPacks:
         (sums[0] * scale_T).sum().backward()
         return sums
 
+    def drop(self) -> None:
+        pass
+
 
 def unwrapped(out: Path) -> tuple[FakeHead, list[str]]:
     """A run whose gradients the loop sums itself, and what happened in which order."""

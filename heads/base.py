@@ -357,6 +357,10 @@ class Head(nn.Module, ABC):
         """
         return sum(p.numel() for p in self.parameters()) * counts[0]
 
+    def copied_numbers(self) -> int:
+        """Numbers of the trained weights whose copies in the compute dtype exist at the same time. By default all."""
+        return self.trained_parameters()
+
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
         """Numbers, in the compute dtype, that one pack's loss keeps for its backward pass. The estimate
 

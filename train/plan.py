@@ -174,7 +174,7 @@ def head_memory(head: Head, layout: Layout) -> dict[str, int]:
     if kind == "zero3":  # master weights, flat gradients and the step's temporaries: 16 bytes a parameter
         memory["DeepSpeed's own copies"] = ceil(16 * trained / ranks)
     if layout.half:
-        memory["half-precision weights"] = 2 * trained
+        memory["half-precision weights"] = 2 * head.copied_numbers()
     return memory
 
 

@@ -13,7 +13,7 @@ S rows of the teacher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import MAX_SIZE, Head, HeadConfig
+from headstart.heads.base import MAX_SIZE, Head, HeadConfig, Loss
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
@@ -30,6 +31,7 @@ from headstart.heads.losses import fused
 from headstart.heads.numerics import compute_dtype
 
 LM_HEADS = ("own", "shared", "lowrank")
+LOSSES = ("kl", "ce")
 
 
 @dataclass
@@ -43,6 +45,9 @@ class OutputConfig(HeadConfig):
     lm_head: str = "own"
     #: Rank of the update under head.lm_head=lowrank.
     rank: int = 64
+    #: What a head learns: kl (the target's distribution, for answers of the target itself) or ce (the tokens of the
+    #: data).
+    loss: str = "kl"
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,17 @@ class OutputMatrices(Head, AddsGradients):
 
     The family's `__init__` calls `make_matrices` where the matrices belong in the order of its parameters. In the state
     dict they are `lm_heads.{d}.weight` (own), or `down.{d}.weight` and `up.{d}.weight` (lowrank); a shared one is not
-    there. `loss` calls `soft_loss` or `hard_loss` for each depth, drafting calls `logits` or `depth_logits`.
+    there. `Head.loss` is a call of `loss_over_depths`; a family with other terms calls `soft_loss` and `hard_loss`
+    itself. Drafting calls `logits` or `depth_logits`.
     """
 
     config: OutputConfig
 
     def __init__(self, config: OutputConfig, dims: HeadDims):
         super().__init__(config, dims)
-        if config.lm_head not in LM_HEADS:
-            raise ConfigError(f"head.lm_head: found {config.lm_head!r}, expected one of {list(LM_HEADS)}")
+        for name, value, allowed in (("lm_head", config.lm_head, LM_HEADS), ("loss", config.loss, LOSSES)):
+            if value not in allowed:
+                raise ConfigError(f"head.{name}: found {value!r}, expected one of {list(allowed)}")
 
     def make_matrices(self) -> None:
         """Make the trained matrices. Updates of a low-rank one start at zero, own ones wait for `initialise`."""
@@ -152,6 +159,32 @@ class OutputMatrices(Head, AddsGradients):
             logits_BV = logits_BV + self._update_logits(d, x_BD).to(logits_BV.dtype)
         return logits_BV
 
+    def loss_over_depths(
+        self, batch: FeatureBatch, teacher: Teacher, input_of: Callable[[int, int], Tensor], scale_T: Tensor | None
+    ) -> Loss:
+        """The loss of a head with one term per depth, as `head.loss` says: against the teacher or the labels.
+
+        Args:
+            input_of: (d, n) → x_AD [n, D], the input of depth d's matrix for the first n anchors. It is called depth
+                after depth, and its results are not held longer than their depth.
+            teacher, scale_T: see `Head.loss`.
+        """
+        anchors, last = batch.anchors, batch.tokens_R.shape[0] - 1
+        soft = None
+        if self.config.loss == "kl":
+            soft = TeacherRows.of(teacher, batch.teacher_hidden(), self.compute_dtype())
+        losses, hits, weights = [], [], anchors.weights()
+        for d, count in enumerate(anchors.count_K):
+            teacher_row_A, weight_A = anchors.teacher_AK[:count, d], weights[d]
+            if soft is not None:
+                loss, argmax_A = self.soft_loss(d, input_of(d, count), soft, teacher_row_A, weight_A, scale_T)
+            else:
+                label_A = batch.tokens_R[(anchors.row_A[:count] + d + 2).clamp(max=last)]
+                loss, argmax_A = self.hard_loss(d, input_of(d, count), label_A, weight_A, scale_T)
+            losses.append(loss)
+            hits.append((argmax_A == batch.teacher_argmax_A[teacher_row_A]) & (weight_A > 0))
+        return Loss.per_depth(torch.stack(losses), weights, hits, weights, len(self.terms))
+
     def soft_loss(
         self,
         d: int,
@@ -184,6 +217,21 @@ class OutputMatrices(Head, AddsGradients):
         """Cross-entropy of depth d against token ids (int64 [A]). Other arguments and results as `soft_loss`'s."""
         x_AD, weight_VD, update = self._products(d, x_AD)
         return fused.hard_ce(x_AD, weight_VD, label_A, row_weight_A, update, self._adds_scale(d, scale_T))
+
+    def copied_numbers(self) -> int:
+        """As the base class's. Own matrices are copied one after the other."""
+        once = (self.depth - 1) * self.dims.vocab_size * self.dims.hidden_size if self.config.lm_head == "own" else 0
+        return super().copied_numbers() - once
+
+    def output_numbers(self, anchors: float) -> float:
+        """What the matrices add to `Head.kept_numbers`: one chunk of logits, and those of the teacher if there is one.
+
+        Inputs and their gradients are the family's to count. Gradients of own matrices are not counted: captured steps
+        keep none (heads/gradients.py).
+        """
+        vocab = self.dims.vocab_size
+        chunk = fused.chunk_rows(max(int(anchors), 1), vocab) * vocab
+        return chunk + (anchors * vocab if self.config.loss == "kl" else 0)
 
     def output_multiply_adds(self) -> float:
         """Multiply-adds of one row at one depth: the average, as all depths cost the same."""

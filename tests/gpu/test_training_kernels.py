@@ -22,6 +22,8 @@ from headstart.heads.targets.target import Target
 from headstart.train import loop
 from headstart.train.captured import CapturedPacks
 from headstart.train.config import TrainConfig
+from headstart.train.optim import build_optimizer
+from headstart.train.plan import Layout, head_activations, head_memory
 from headstart.train.step import LossModule, SumNames
 
 pytestmark = [
@@ -138,25 +140,47 @@ def test_a_float32_gradient_is_added_in_place_from_bfloat16():
     assert relative(total, expected) < 1e-5  # nothing is rounded to bfloat16
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl"])
-def test_a_captured_step_keeps_no_gradient_of_its_own(kind):
-    """Memory that capturing K = 4 own matrices takes: one float32 gradient would be 128 MiB, all of them 512 MiB."""
-    width, vocab, depth = 512, 65536, 4
-    dims = HeadDims(width, vocab, 2, 4, 2, 128, 256)
-    head = build_head(FAMILIES["medusa"].config(depth=depth, loss=kind), dims).cuda()
+def matrices_step(fields: dict, vocab: int, width: int, lengths: list[int]) -> tuple[Head, LossModule, FeatureBatch]:
+    """A head with four output matrices, its loss, and a pack with random features."""
+    head_config = FAMILIES["medusa"].config(depth=4, **fields)
+    head = build_head(head_config, HeadDims(width, vocab, 2, 4, 2, width // 4, 256)).cuda()
     weight = torch.randn(vocab, width, device="cuda", dtype=torch.bfloat16) * 0.1
     teacher = Teacher(weight)
     head.initialise(TargetEnds(weight, teacher))
-    batch = batch_of([64, 64], depth, vocab).to("cuda")
+    batch = batch_of(lengths, head.depth, vocab).to("cuda")
     batch = replace(
         batch, hidden_RD=torch.randn(len(batch.tokens_R), width, device="cuda", dtype=torch.bfloat16),
         teacher_argmax_A=torch.zeros(len(batch.anchors), dtype=torch.int64, device="cuda"),
     )  # fmt: skip
     for parameter in head.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    captured = CapturedPacks(LossModule(head, teacher, torch.bfloat16), len(head.terms))
+    return head, LossModule(head, teacher, torch.bfloat16), batch
+
+
+@pytest.mark.parametrize("fields", [{}, {"loss": "ce"}, {"lm_head": "shared"}, {"lm_head": "lowrank"}], ids=str)
+def test_the_planned_memory_is_what_a_captured_step_takes(fields):
+    """With the optimiser's moments there, as from the second step on."""
+    head, module, batch = matrices_step(fields, 131072, 2048, [1500, 1500, 1400])
+    optimizer = build_optimizer(head, TrainConfig(steps=1))
+    optimizer.step()
+    anchors = -(-len(batch.anchors) // 384) * 384  # as CapturedPacks rounds them up
+    layout = Layout(pack_tokens=4480, supervised=anchors / 4480)
+    planned = sum(head_memory(head, layout).values()) + head_activations(head, layout)
+    others = torch.cuda.memory_allocated() - sum(head_memory(head, Layout(half=False)).values())
+    torch.cuda.reset_peak_memory_stats()
+    captured = CapturedPacks(module, len(head.terms))
+    captured.backward(batch, head.term_weights().cuda() / head.loss_counts(batch).clamp(min=1))
+    assert (torch.cuda.max_memory_allocated() - others) / planned == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["ce", "kl"])
+def test_a_captured_step_keeps_no_gradient_of_its_own(kind):
+    """Memory that capturing K = 4 own matrices takes: one float32 gradient would be 128 MiB, all of them 512 MiB."""
+    vocab, width = 65536, 512
+    head, module, batch = matrices_step({"loss": kind}, vocab, width, [64, 64])
+    captured = CapturedPacks(module, len(head.terms))
     scale_T = head.term_weights().cuda() / head.loss_counts(batch).clamp(min=1)
-    LossModule(head, teacher, torch.bfloat16)(batch)  # libraries take their workspaces
+    module(batch)  # libraries take their workspaces
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

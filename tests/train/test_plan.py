@@ -78,6 +78,55 @@ def test_peaks_are_those_that_were_measured(models, case):
         assert planned == pytest.approx(row["peak_gib"], rel=0.1)
 
 
+#: settings of heads with one output matrix per depth, by the benchmark's cases
+MATRICES = {
+    "medusa_all": {"lm_head": "own"}, "medusa_labels": {"lm_head": "own", "loss": "ce"},
+    "medusa_shared": {"lm_head": "shared"}, "medusa_lowrank": {"lm_head": "lowrank"},
+}  # fmt: skip
+
+
+def matrices_head(models, case: str) -> Head:
+    with torch.device("meta"):
+        return build_head(FAMILIES["medusa"].config(depth=5, **MATRICES[case]), models["8b"][0].dims)
+
+
+def test_a_step_holds_one_matrix_in_half_precision_and_one_chunk_of_logits(models):
+    """Five own matrices of Llama-3.1-8B, by hand: 2.71 B parameters of 16 bytes, and 5 GiB for everything else."""
+    target, labels = models["8b"][0], matrices_head(models, "medusa_labels")
+    layout, matrix, block = Layout(pack_tokens=8192), 128256 * 4096, 4096 * 4096 + 4096
+    memory, _ = memory_of(target, labels, layout)
+    trained = memory["head weights"] + memory["gradients"] + memory["optimiser moments"]
+    assert trained == 16 * 5 * (matrix + block)
+    assert memory["half-precision weights"] == 2 * (matrix + 5 * block)
+    # 8,192 rows are two chunks of 4,096; per row the two features, and of each head the SiLU's input and a gradient
+    kept = 2 * (4096 * 128256 + 8192 * 4096 * (2 + 5 * 2))
+    assert memory["head activations"] == kept
+    with_teacher = memory_of(target, matrices_head(models, "medusa_all"), layout)[0]
+    assert with_teacher["head activations"] == kept + 2 * 8192 * 128256
+    assert with_teacher["half-precision weights"] + with_teacher["head activations"] < 5 * GIB
+    for case, update in (("medusa_shared", 0), ("medusa_lowrank", 64 * (4096 + 128256))):
+        found = memory_of(target, matrices_head(models, case), layout)[0]
+        assert found["head weights"] == 4 * 5 * (block + update)
+        assert found["half-precision weights"] == 2 * 5 * (block + update)
+        assert found["head activations"] == with_teacher["head activations"]
+
+
+@pytest.mark.parametrize("case", MATRICES)
+def test_peaks_of_output_matrices_are_those_that_were_measured(models, case):
+    """`reserved_gib` counts a captured step's temporaries beside the optimiser's moments, as the plan does.
+
+    The benchmark holds the output head alone.
+    """
+    rows = [r for r in json.loads(RESULTS.read_text()) if r["case"] == case and r["preset"] == "llama-3.1-8b"]
+    if not rows:
+        pytest.skip(f"{case} is not in docs/results/train_speed.json yet")
+    for row in rows:
+        layout = Layout(pack_tokens=row["tokens"], supervised=row["supervised_tokens"] / row["tokens"])
+        memory, peak = memory_of(models["8b"][0], matrices_head(models, case), layout)
+        planned = (peak - CONTEXT_BYTES - memory["target weights"] + 2 * 128256 * 4096) / GIB
+        assert planned == pytest.approx(row["reserved_gib"], rel=0.1)
+
+
 #: (train.parallel, target.parallel) of the benchmark's cases
 LAYOUTS = {
     "ddp": ("replicated", "none"), "ddp_saving": ("replicated", "none"), "fsdp2": ("fsdp2", "none"),

@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import MAX_LAYERS, Loss, depth_terms
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import Teacher
-from headstart.heads.errors import ConfigError
-from headstart.heads.families.outputs import OutputConfig, OutputMatrices, TeacherRows
-
-LOSSES = ("kl", "ce")
+from headstart.heads.families.outputs import OutputConfig, OutputMatrices
 
 
 @dataclass
@@ -33,9 +29,6 @@ class MedusaConfig(OutputConfig):
     depth_decay: float = 0.8
     #: Residual blocks per head.
     num_layers: int = 1
-    #: What a head learns: kl (the target's distribution, for answers of the target itself) or ce (the tokens of the
-    #: data).
-    loss: str = "kl"
 
 
 class ResidualBlocks(nn.Module):
@@ -64,8 +57,6 @@ class MedusaHead(OutputMatrices):
         super().__init__(config, dims)
         # λ^d with d = 1 for the first head (Medusa, §2.2.1)
         self.terms = depth_terms(config.depth, config.depth_decay, first=1)
-        if config.loss not in LOSSES:
-            raise ConfigError(f"head.loss: found {config.loss!r}, expected one of {list(LOSSES)}")
         self.blocks = nn.ModuleList(ResidualBlocks(dims.hidden_size, config.num_layers) for _ in range(config.depth))
         self.make_matrices()
 
@@ -78,19 +69,11 @@ class MedusaHead(OutputMatrices):
         blocks = sum(p.numel() for p in self.blocks.parameters())
         return (blocks + self.output_multiply_adds() * self.depth) * counts[0]
 
+    def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
+        """The features of anchors and teacher; per block what its SiLU read, and its output or the gradient of that."""
+        size, config = self.dims.hidden_size, self.config
+        return anchors * size * (2 + 2 * config.depth * config.num_layers) + self.output_numbers(anchors)
+
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
-        anchors, dtype = batch.anchors, self.compute_dtype()
-        hidden_AD = batch.hidden_RD.to(dtype)[anchors.row_A]
-        soft = TeacherRows.of(teacher, batch.teacher_hidden(), dtype) if self.config.loss == "kl" else None
-        losses, hits, weights = [], [], anchors.weights()
-        for d, count in enumerate(anchors.count_K):
-            x_AD, weight_A = self.blocks[d](hidden_AD[:count]), weights[d]
-            teacher_row_A = anchors.teacher_AK[:count, d]
-            if soft is not None:
-                loss, argmax_A = self.soft_loss(d, x_AD, soft, teacher_row_A, weight_A, scale_T)
-            else:
-                label_A = batch.tokens_R[(anchors.row_A[:count] + d + 2).clamp(max=batch.tokens_R.shape[0] - 1)]
-                loss, argmax_A = self.hard_loss(d, x_AD, label_A, weight_A, scale_T)
-            losses.append(loss)
-            hits.append((argmax_A == batch.teacher_argmax_A[teacher_row_A]) & (weight_A > 0))
-        return Loss.per_depth(torch.stack(losses), weights, hits, weights, len(self.terms))
+        hidden_AD = batch.hidden_RD.to(self.compute_dtype())[batch.anchors.row_A]
+        return self.loss_over_depths(batch, teacher, lambda d, count: self.blocks[d](hidden_AD[:count]), scale_T)

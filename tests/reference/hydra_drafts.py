@@ -34,6 +34,7 @@ class NaiveDrafter:
 
     weights: Weights
     ends: Ends
+    embed_scale: float
     shape: Shape
     num_layers: int
     lm_head: str
@@ -44,7 +45,8 @@ class NaiveDrafter:
         """Of the head after a path of drafts. Every token before is penalised, the path's as well."""
         f_D = features(self.weights, self.shape, self.hidden(tokens[:-1]))[-1]
         fed = [tokens[-1], *path]
-        values = head_logits(self.weights, self.ends, f_D, fed, self.num_layers, self.lm_head).tolist()
+        of_head = self.num_layers, self.lm_head
+        values = head_logits(self.weights, self.ends, self.embed_scale, f_D, fed, *of_head).tolist()
         for token in {*tokens, *path}:
             values[token] = values[token] / self.penalty if values[token] > 0 else values[token] * self.penalty
         return values

@@ -89,7 +89,8 @@ def naive_drafter(target: Target, head: Any, penalty: float = 1.0) -> NaiveDraft
 
     weights = {name: parameter.detach().double() for name, parameter in head.named_parameters()}
     ends = Ends(target.ends.embed_VD.double(), target.ends.teacher.weight_VD.double())
-    return NaiveDrafter(weights, ends, shape_of(head), head.config.num_layers, head.config.lm_head, hidden, penalty)
+    scale, config = float(head.embed_scale), head.config
+    return NaiveDrafter(weights, ends, scale, shape_of(head), config.num_layers, config.lm_head, hidden, penalty)
 
 
 def check_tree(tree: Tree, row: int, naive: NaiveDrafter, config: TreeConfig, tokens: list[int]) -> None:

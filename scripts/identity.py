@@ -12,7 +12,7 @@ from typing import Any
 from headstart.data.config import SourceConfig
 from headstart.data.sources import source_path
 from headstart.heads.files import explain_read, json_text, read_json, sha256_file
-from headstart.heads.formats.sidecar import SIDECAR, seal
+from headstart.heads.formats.sidecar import ADDED, SIDECAR, seal
 from headstart.heads.targets.target import TargetConfig
 from headstart.heads.targets.tuned import adapter_of_head, read_adapter
 
@@ -24,12 +24,12 @@ def of_file(path: Path) -> str:
 
 
 def of_saved_head(directory: Path) -> str:
-    """A saved head, by its sidecar without what `headstart tune` wrote there: that does not change the head."""
+    """A saved head, by its sidecar without what was added there after training: that does not change the head."""
     place = directory / SIDECAR
     kept = read_json(place)
-    if "tuned" not in kept:
+    if not kept.keys() & set(ADDED):
         return of_file(place)
-    bare = seal({name: value for name, value in kept.items() if name != "tuned"})
+    bare = seal(without(kept, *ADDED))
     return hashlib.sha256(json_text(bare).encode()).hexdigest()[:16]
 
 

@@ -16,13 +16,23 @@ from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.formats import check_embeddings, fetch_head, load_head
 from headstart.heads.formats.loading import skeleton
-from headstart.heads.formats.sidecar import SIDECAR, notes
+from headstart.heads.formats.sidecar import SIDECAR, adapter_changed, notes
 from headstart.heads.repository import check_head_name
 from headstart.heads.targets.fetch import hub_refusal
-from headstart.heads.targets.target import Target
+from headstart.heads.targets.load import is_tuned
+from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.targets.tuned import adapter_of_head
 
 #: the parts of a target's fingerprint that a head's acceptance depends on → what messages call them
-TRAINED_ON = {"weight_hash": "set of weights", "tokenizer_hash": "tokenizer", "template_hash": "chat template"}
+TRAINED_ON = {
+    "weight_hash": "set of weights",
+    "base_weight_hash": "base",
+    "adapter_digest": "adapter",
+    "tokenizer_hash": "tokenizer",
+    "template_hash": "chat template",
+}
+#: those of them that rounding to another precision changes
+ROUNDED = ("weight_hash", "base_weight_hash")
 #: the parts of a recipe that say how a head is made; the others say what is done with it
 MAKING = ("seed", "start_from", "head", "data", "train")
 #: family of the untrained head that drafts where acceptance is synthetic and no recipe describes a head
@@ -71,15 +81,38 @@ def trained_otherwise(directory: Path | None, target: Target) -> str | None:
     """
     then, now = _trained_on(directory), target.fingerprint()
     known = [name for name in TRAINED_ON if then.get(name) is not None and now.get(name) is not None]
-    other = [TRAINED_ON[name] for name in known if then[name] != now[name]]
-    if TRAINED_ON["weight_hash"] in other and then.get("dtype") != now["dtype"]:
-        other.remove(TRAINED_ON["weight_hash"])
+    if then.get("weight_hash") is None or then.get("weight_hash") != now["weight_hash"]:
+        # a target without an adapter is another one than with it
+        known += ["adapter_digest"] * (bool(then) and "adapter_digest" not in known)
+    names = [name for name in known if then.get(name) != now.get(name)]
+    if then.get("dtype") != now["dtype"]:
+        names = [name for name in names if name not in ROUNDED]
+    other = [TRAINED_ON[name] for name in names]
     if not other:
         return None
     return (
         f"WARNING: the head was trained on a target with another {' and another '.join(other)}: its acceptance here "
         "says nothing about that target"
     )
+
+
+def target_of_head(directory: Path | None, config: TargetConfig) -> TargetConfig:
+    """The target that a head drafts for: `config`, with the adapter that lies beside the head, if there is one.
+
+    A target that has an adapter merged already, or for which the settings name one, stays as it is.
+
+    Raises: FormatError where the adapter is not the one that the head was trained with; TargetError where the target's
+    config cannot be read.
+    """
+    place = adapter_of_head(directory) if directory is not None else None
+    if directory is None or place is None or config.adapter is not None or is_tuned(config):
+        return config
+    if (directory / SIDECAR).is_file() and adapter_changed(directory, notes(directory)):
+        raise FormatError(
+            f"{place}: is not the adapter that the head was trained with (its digest differs from target.adapter_digest "
+            f"in {SIDECAR}): copy the directory again"
+        )
+    return replace(config, adapter=str(place))
 
 
 def recipe_of_head(values: dict[str, Any], directory: Path) -> dict[str, Any]:

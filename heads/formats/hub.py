@@ -20,15 +20,19 @@ from headstart.heads.formats.card import render_card
 from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.plots import draw_plots
-from headstart.heads.formats.sidecar import SIDECAR, hub_name, seal
+from headstart.heads.formats.sidecar import SIDECAR, hub_name, notes, seal
 from headstart.heads.published import published
 from headstart.heads.published_text import published_text, variables
 from headstart.heads.repository import check_repository
+from headstart.heads.targets.adapter import CONFIG_FILE, WEIGHTS_FILE
+from headstart.heads.targets.tuned import ADAPTER
 
 T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched
 HEAD_FILES = ["config.json", SIDECAR, "*.safetensors", "*.safetensors.index.json"]
 HEAD_FILES += ["pytorch_model.bin", "medusa_lm_head.pt"]
+#: files of the adapter that lies beside a head of a tuned target
+ADAPTER_FILES = [f"{ADAPTER}/{CONFIG_FILE}", f"{ADAPTER}/{WEIGHTS_FILE}"]
 #: files in folders of a repository; in a pattern, "*" also stands for "/"
 IN_FOLDERS = "*/*"
 #: weight files that exports write; an upload removes those of an earlier export that the new one does not have
@@ -196,17 +200,24 @@ def fetch_head(name: str, revision: str | None = None, cache_dir: Path | None = 
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     repo, _, tag = name.partition("@")
-    try:
+
+    def fetch(allowed: list[str], ignored: str | None) -> Path:
         return Path(
             snapshot_download(
                 repo,
                 revision=revision or tag or None,
-                allow_patterns=HEAD_FILES,
-                ignore_patterns=IN_FOLDERS,
+                allow_patterns=allowed,
+                ignore_patterns=ignored,
                 cache_dir=cache_dir,
                 endpoint=os.environ.get("HF_ENDPOINT") or None,
             )
         )
+
+    try:
+        directory = fetch(HEAD_FILES, IN_FOLDERS)
+        if (notes(directory).get("target") or {}).get("adapter_digest"):
+            fetch(ADAPTER_FILES, None)
+        return directory
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FormatError(
             f"head {name!r}: neither a directory here nor a repository on the Hub that can be read "

@@ -13,12 +13,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.checkpoints.raw import RawCheckpoint
-from headstart.heads.errors import FormatError, HeadstartError
+from headstart.heads.errors import FormatError, HeadstartError, TargetError
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import read_json, sha256_file, write_json
 from headstart.heads.published import published
 from headstart.heads.repository import is_repository
 from headstart.heads.targets.fetch import TARGETS
+from headstart.heads.targets.tuned import ADAPTER, adapter_of_head, read_adapter
 
 SCHEMA = 1
 SIDECAR = "headstart.json"
@@ -35,7 +36,10 @@ KINDS: dict[str, type] = {
     "provenance": dict,
     "sha256": dict,
     "tuned": dict,
+    "quality": dict,
 }
+#: fields that are added to a saved head later, and do not change it
+ADDED = ("tuned", "quality")
 #: most items of a list, or characters of a text, in the head's settings
 MAX_ITEMS = 64
 
@@ -51,7 +55,7 @@ def sidecar(
         digests: name of every other file → its sha256.
     """
     rest = published(provenance)
-    tuned = rest.pop("tuned", None)
+    added = {name: value for name in ADDED if (value := rest.pop(name, None))}
     return {
         "schema": SCHEMA,
         "type": head.family,
@@ -64,7 +68,7 @@ def sidecar(
         "recipe": rest.pop("recipe", None),
         "provenance": rest,
         "sha256": digests,
-        **({"tuned": tuned} if tuned else {}),
+        **added,
     }
 
 
@@ -123,7 +127,20 @@ def changed_files(raw: RawCheckpoint, side: dict[str, Any]) -> list[str]:
     """Files of the directory whose checksum differs from the one in headstart.json, or is not in it."""
     digests = side.get("sha256")
     digests = digests if isinstance(digests, dict) else {}
-    return [name for name in sorted(sealed_files(raw)) if sha256_file(raw.directory / name) != digests.get(name)]
+    changed = [name for name in sorted(sealed_files(raw)) if sha256_file(raw.directory / name) != digests.get(name)]
+    return changed + ([ADAPTER] if adapter_changed(raw.directory, side) else [])
+
+
+def adapter_changed(directory: Path, side: dict[str, Any]) -> bool:
+    """Whether an adapter lies beside the head, and is not the one of the target that the head was trained for."""
+    place, target = adapter_of_head(directory), side.get("target")
+    if place is None:
+        return False
+    try:
+        digest = read_adapter(place).digest
+    except TargetError:
+        return True
+    return not isinstance(target, dict) or digest != target.get("adapter_digest")
 
 
 def annotate(directory: Path, values: dict[str, Any]) -> None:

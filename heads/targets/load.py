@@ -26,7 +26,14 @@ from headstart.heads.targets.sharded import (
 )
 from headstart.heads.targets.target import TARGET_KINDS, Target, TargetConfig, weight_hash_of
 from headstart.heads.targets.template_date import fix_dates
-from headstart.heads.targets.tuned import Adapter, check_adapter_settings, check_fits, find_adapter, merge_into
+from headstart.heads.targets.tuned import (
+    Adapter,
+    check_adapter_settings,
+    check_fits,
+    find_adapter,
+    merge_into,
+    tuning_in,
+)
 
 #: most bytes of a chat template; the longest have some tens of KiB
 MAX_TEMPLATE_BYTES = 1 << 22
@@ -76,6 +83,15 @@ def adapter_of(config: TargetConfig) -> Adapter | None:
     """
     check_adapter_settings(config.adapter, config.parallel)
     return None if config.adapter is None else find_adapter(config.adapter)
+
+
+def is_tuned(config: TargetConfig) -> bool:
+    """Whether the target's own config.json says that an adapter is merged into it. Raises: TargetError."""
+    from transformers import AutoConfig
+
+    place, shared, hub_refusal = locate(config)
+    with explained_loading(config.name, hub_refusal):
+        return tuning_in(AutoConfig.from_pretrained(place, **shared)) is not None
 
 
 def merged_note(adapter: Adapter, target: str) -> str:

@@ -84,6 +84,17 @@ class Tuning:
         return {"base": base, "adapter_digest": self.digest, "base_weight_hash": self.base_hash}
 
 
+def tuned_fingerprint(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
+    """The fingerprint of a base target with an adapter that is not merged yet: a head that is trained with it keeps this.
+
+    Base and adapter say together what the tuned target is, so the hash of the merged weights is left out.
+
+    Args: base: `Target.fingerprint()` of the base.
+    """
+    rest = {name: value for name, value in base.items() if name != "weight_hash"}
+    return {**rest, **Tuning(ADAPTER, adapter.digest, base["weight_hash"]).fingerprint()}
+
+
 def tuning_in(config: Any) -> Tuning | None:
     """What config.json of a merged target says about it; None for any other target."""
     mark = getattr(config, TUNED_KEY, None)

@@ -95,14 +95,14 @@ def _of_head(
     from headstart.directory_lock import locked
     from headstart.evaluation import UNTRAINED, measure
     from headstart.recipes.load import load_evaluation, load_recipe, to_dict
-    from headstart.saved_heads import bound_head, untrained_head
+    from headstart.saved_heads import bound_head, target_of_head, untrained_head
     from headstart.targets import loaded_target
 
     settings = load_evaluation(recipe, overrides, {"target.name": target, "eval.data": one_or_all(data)})
     place_of_head, label = locate_head(head, settings)
     place = place_of(out) or Path("runs") / "eval" / label
     with locked(place, "--out"):
-        loaded = loaded_target(settings.target, console)
+        loaded = loaded_target(target_of_head(place_of_head, settings.target), console)
         drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
         chosen = recipe is not None or any(word.startswith(("eval.tree", "eval.drafter")) for word in overrides)
         if place_of_head is not None and not chosen:

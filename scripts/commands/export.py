@@ -105,7 +105,7 @@ def _of_head(
     from headstart.heads.formats.sidecar import notes
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_exporting
-    from headstart.saved_heads import find_head, trained_otherwise
+    from headstart.saved_heads import find_head, target_of_head, trained_otherwise
     from headstart.targets import loaded_target
 
     if recipe is None and target is None:
@@ -118,7 +118,7 @@ def _of_head(
     check_out(given, place)
     with locked(place, "--out"):
         names = names_of(settings.environment)
-        loaded = loaded_target(settings.target, console)
+        loaded = loaded_target(target_of_head(given, settings.target), console)
         if warning := trained_otherwise(given, loaded):
             console.say(warning)
         result = write_exports(

@@ -60,7 +60,7 @@ def _tune(
     from headstart.heads.published import published
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_evaluation
-    from headstart.saved_heads import bound_head, trained_otherwise
+    from headstart.saved_heads import bound_head, target_of_head, trained_otherwise
     from headstart.targets import loaded_target
 
     settings = load_evaluation(recipe, words, {"target.name": target, "eval.data": one_or_all(data)})
@@ -71,7 +71,7 @@ def _tune(
     place, label = locate_head(head, settings)
     folder = Path(out) if out else Path("runs") / "tune" / label
     with locked(folder, "--out"):
-        loaded = loaded_target(settings.target, console)
+        loaded = loaded_target(target_of_head(place, settings.target), console)
         drafting = bound_head(place, loaded) if place is not None else None
         if warning := trained_otherwise(place, loaded):
             console.say(warning)

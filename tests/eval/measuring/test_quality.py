@@ -42,7 +42,7 @@ def naive(model: Any, given: list[quality.Scored]) -> tuple[float, int]:
 
 @torch.no_grad()
 def next_logits(model: Any, ids: list[int]) -> torch.Tensor:
-    return model(input_ids=torch.tensor([ids])).logits[0, -1]
+    return model(input_ids=torch.tensor([ids])).logits[0]
 
 
 def worse(target: Target, scale: float) -> Target:

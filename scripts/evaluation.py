@@ -12,8 +12,10 @@ from headstart.eval.measuring.benchmark import evaluate
 from headstart.eval.measuring.report import Report
 from headstart.eval.prompts import eval_sources
 from headstart.heads.base import Head
+from headstart.heads.formats.sidecar import notes
 from headstart.heads.published_names import OWN_DATA, name_of_data, numbered
 from headstart.heads.targets.target import Target
+from headstart.quality_guard import summary
 from headstart.saved_heads import trained_otherwise
 
 #: what a report says of an untrained head, whose weights are random
@@ -42,6 +44,8 @@ def measure(
     with console.progress("eval", "prompts") as advance:
         report = evaluate(target, head, config, recipe=recipe, head_info=head_info, progress=counts_only(advance))
     report.notes += [warning] if warning is not None else []
+    if place is not None and (cost := notes(place).get("quality")):
+        report.notes.append(f"the head drafts for a tuned target: {summary(cost)}")
     if head_info == UNTRAINED:
         report.notes.append(
             "an untrained head drafted: its weights are random, its acceptance was set, its speed is real"

@@ -13,12 +13,15 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.formats import ExportConfig, export_head
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.launch import commented, launch_commands, why_tokens
-from headstart.heads.formats.sidecar import SIDECAR, notes
+from headstart.heads.formats.sidecar import ADDED, SIDECAR, notes
 from headstart.heads.provenance import provenance
 from headstart.heads.published import published
 from headstart.heads.targets.target import Target
+from headstart.heads.targets.tuned import adapter_of_head
+from headstart.quality_guard import require_quality
 from headstart.saved_heads import bound_head
 from headstart.serving_check import compare_features, probe_sequences, require_parity
+from headstart.tuned_export import TunedExport
 
 
 def check_out(head: Path, out: Path) -> None:
@@ -54,25 +57,35 @@ def write_exports(
         begin: called when nothing can be refused any more, before anything is written.
         exported_from: what the user calls a head that no run here has made.
     Returns: `exports` (engine → directory) and `checks` (engine → report).
-    Raises: TargetError where serving would see other features, unless `config.force`.
+    Raises: TargetError where serving would see other features, unless `config.force`; and where tuning cost the target
+        more than the recipe allows, or that was not measured (see require_quality).
     """
     head, side = bound_head(directory, target, torch.float32), notes(directory)
+    if adapter_of_head(directory) is not None:
+        require_quality(side.get("quality"), config.force)
+    tuned = TunedExport.of(target, directory, config, out)
     parity = compare_features(target, head.spec, texts or probe_sequences(target))
     require_parity(parity, config.force)
     console.say(f"serving sees the features that training saw: {parity.rows} tokens, worst {parity.worst:.2g}")
     origin: dict[str, Any] = {"exported_from": exported_from} if exported_from is not None else {}
     origin |= {**(side.get("provenance") or {}), **provenance(target.device), "recipe": recipe}
-    origin |= {"target": target.fingerprint(), "serving_parity": parity.to_json(), "tuned": side.get("tuned")}
+    origin |= {"target": {**target.fingerprint(), **tuned.facts()}, "serving_parity": parity.to_json()}
+    origin |= {name: side.get(name) for name in ADDED}
     begin()
-    return report_exports(export_head(head, out, config, published(origin, environment)), console)
+    tuned.write(console.say)
+    reports = export_head(head, out, config, published(origin, environment))
+    return report_exports(reports, console, out)
 
 
-def report_exports(reports: dict[str, Any], console: Console) -> dict[str, Any]:
-    """Say what the checks of the exports say and how each engine is started; returns the command's result."""
+def report_exports(reports: dict[str, Any], console: Console, root: Path) -> dict[str, Any]:
+    """Say what the checks of the exports say and how each engine is started; returns the command's result.
+
+    Args: root: directory of the first export, in which a tuned target lies.
+    """
     for report in reports.values():
         console.say(report.render())
         side = notes(Path(report.directory))
-        commands = launch_commands(str(report.directory), side, report.served) if side else {}
+        commands = launch_commands(str(report.directory), side, report.served, str(root)) if side else {}
         for engine, command in commands.items():
             console.say(f"{FORMATS[engine].title}:\n{commented(engine, side['type'], command)}")
         if commands and (why := why_tokens(side)):

@@ -109,8 +109,8 @@ def target_of_head(directory: Path | None, config: TargetConfig) -> TargetConfig
         return config
     if (directory / SIDECAR).is_file() and adapter_changed(directory, notes(directory)):
         raise FormatError(
-            f"{place}: is not the adapter that the head was trained with (its digest differs from target.adapter_digest "
-            f"in {SIDECAR}): copy the directory again"
+            f"{place}: is not the adapter that the head was trained with (its digest is not target.adapter_digest in "
+            f"{SIDECAR}): copy the directory again"
         )
     return replace(config, adapter=str(place))
 

@@ -16,6 +16,9 @@ class ExportConfig:
     #: Largest file of weights, e.g. 5GB or 512MiB; larger weights go into several files with an index. null writes one
     #: file. The trained head is saved in the same way. TGI and TensorRT-LLM's Medusa converter read one file only.
     max_shard_size: str | None = None
+    #: How a tuned target is exported (joint training, target.adapter): merged writes it as a whole model into
+    #: `export/target`, separate leaves it to the engine to apply `export/adapter` to the base (vLLM).
+    adapter: str = "merged"
     #: Write the export although a check failed; the export records it.
     force: bool = False
     #: Hub repository (user/name) that the export is uploaded to; null uploads nothing.

@@ -27,6 +27,8 @@ from headstart.heads.formats.shards import shard_bytes
 from headstart.heads.numerics import DTYPES
 
 PORTABLE = "portable"
+#: values of export.adapter
+ADAPTER_KINDS = ("merged", "separate")
 
 
 def contents(head: Head, engine: str, provenance: dict[str, Any]) -> Contents:
@@ -38,11 +40,21 @@ def check_export(config: ExportConfig, family: str | None = None) -> None:
     """Refuse settings with which no export can be written. Nothing is loaded for it.
 
     Args: family: of the head, where it is known.
-    Raises: ConfigError for an unknown engine, one that does not serve the family, an unknown dtype or size.
+    Raises: ConfigError for an unknown engine, one that does not serve the family, or cannot be used with
+        `config.adapter`; an unknown dtype or size.
     """
     known = [PORTABLE, *FORMATS]
     if not config.engines or not set(config.engines) <= set(known):
         raise ConfigError(f"export.engines: found {list(config.engines)}, expected some of {known}")
+    if config.adapter not in ADAPTER_KINDS:
+        raise ConfigError(f"export.adapter: found {config.adapter!r}, expected one of {', '.join(ADAPTER_KINDS)}")
+    unable = [name for name in config.engines if name in FORMATS and not FORMATS[name].adapters]
+    if config.adapter == "separate" and unable:
+        raise ConfigError(
+            f"export.adapter: found separate with export.engines={list(config.engines)}, but "
+            f"{FORMATS[unable[0]].name} is not known to apply an adapter to the target that verifies drafts: set "
+            "export.adapter=merged"
+        )
     if config.dtype not in DTYPES:
         raise ConfigError(f"export.dtype: found {config.dtype!r}, expected one of {sorted(DTYPES)}")
     able = [PORTABLE, *(key for key, engine in FORMATS.items() if family in engine.serves)]

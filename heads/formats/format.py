@@ -63,6 +63,8 @@ class Launch:
         head, target: where the engine finds them: a directory or a Hub id.
         tokens: drafted tokens per cycle.
         context: most tokens of a context; None for as many as the target has positions.
+        adapter, rank: directory and rank of a LoRA adapter that the engine applies to the target; None without one.
+        place: directory from where the head's own settings name its target; None where they name it wherever one is.
     """
 
     head: str
@@ -70,6 +72,9 @@ class Launch:
     family: str
     tokens: int
     context: int | None
+    adapter: str | None = None
+    rank: int = 0
+    place: str | None = None
 
     def limit(self, option: str) -> list[str]:
         """`option` with the limit of contexts, as words of a command; [] without a limit."""
@@ -89,6 +94,7 @@ class Format:
         dropped: `model_type` of drafts that the engine no longer serves → why it refuses them.
         unchecked: families that the engine may serve and whose rules are not known here.
         before: what the engine checks first, whatever the family.
+        adapters: whether it applies a LoRA adapter to the target that verifies drafts, and `launch` says how.
     """
 
     key: str
@@ -100,6 +106,7 @@ class Format:
     dropped: Mapping[str, str] = field(default_factory=dict)
     unchecked: tuple[str, ...] = ()
     before: Check = lambda case: None
+    adapters: bool = False
 
     def check(self, seen: HeadDirectory, target: HeadDims | None) -> EngineVerdict:
         """What the engine does with a directory, and every reason."""
@@ -117,6 +124,8 @@ class Format:
                 self.before(case)
                 rules.check(case)
                 if (sentence := self.versions_of(seen.family)) is not None:
+                    case.note(sentence)
+                if (sentence := self.tuned_target(seen.raw.sidecar or {})) is not None:
                     case.note(sentence)
             except FormatError as error:  # what Headstart cannot read, the engine cannot read either
                 case.refuse(str(error))
@@ -148,6 +157,20 @@ class Format:
         """A sentence that says which releases serve the family; None where all do, or none does."""
         rules = self.serves.get(family) if family is not None else None
         return None if rules is None or rules.versions is None else rules.versions.sentence(self.name)
+
+    def tuned_target(self, side: dict[str, Any]) -> str | None:
+        """Which target an engine must serve with a head of a tuned target; None for any other head.
+
+        Args: side: headstart.json.
+        """
+        target = side.get("target")
+        if not isinstance(target, dict) or not target.get("adapter_digest"):
+            return None
+        if target.get("served_as") is not None:
+            return f"drafts for a tuned target: serve the merged model {target['served_as']!r} with it, not the base"
+        if self.adapters:
+            return "drafts for a tuned target: serve the base with the adapter applied, as the launch command does"
+        return "drafts for a tuned target: export it with export.adapter=merged, and serve the merged model with it"
 
     def loads_portable(self, family: str) -> bool:
         """Whether the portable directory of a family is made for this engine, among others."""

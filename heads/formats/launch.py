@@ -10,8 +10,9 @@ from headstart.heads.escape import table
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.format import Launch
-from headstart.heads.formats.sidecar import hub_name
+from headstart.heads.formats.sidecar import served_name
 from headstart.heads.rope import positions_with_one_rope
+from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET
 
 
 @dataclass(frozen=True)
@@ -118,17 +119,29 @@ def context_limit(side: dict[str, Any]) -> int | None:
         return None
 
 
-def launch_commands(model: str, side: dict[str, Any], engines: list[str]) -> dict[str, str]:
+def launch_commands(
+    model: str, side: dict[str, Any], engines: list[str], root: str | None = None
+) -> dict[str, str]:
     """Engine key → shell command that serves the target with this head, every word quoted as a shell needs it.
+
+    For a head of a tuned target, the commands serve that target. Engines that cannot are left out.
 
     Args:
         model: where engines find the head: directory or Hub id.
+        root: directory that holds the folders `target` and `adapter` of a tuned target; None: `model`.
         side: headstart.json of the export.
         engines: keys of the engines that load it.
     """
-    target = hub_name(side.get("target") or {}) or "TARGET"
-    launch = Launch(model, target, side["type"], drafted_tokens(side), context_limit(side))
-    commands = {key: engine.launch(launch) for key, engine in FORMATS.items() if key in engines}
+    tuned, root = side.get("target") or {}, root or model
+    served, separate = tuned.get("served_as"), tuned.get("served_as") is None and tuned.get("adapter_rank") is not None
+    beside = served == TUNED_TARGET
+    launch = Launch(
+        model, f"{root}/{TUNED_TARGET}" if beside else served_name(tuned) or "TARGET", side["type"],
+        drafted_tokens(side), context_limit(side), adapter=f"{root}/{ADAPTER}" if separate else None,
+        rank=int(tuned["adapter_rank"]) if separate else 0, place=root if beside else None,
+    )  # fmt: skip
+    able = [key for key in FORMATS if key in engines and (FORMATS[key].adapters or not separate)]
+    commands = {key: FORMATS[key].launch(launch) for key in able}
     return {key: command for key, command in commands.items() if command is not None}
 
 

@@ -171,6 +171,15 @@ def hub_name(target: dict[str, Any]) -> str | None:
     return name if is_repository(name) else None
 
 
+def served_name(target: dict[str, Any]) -> str | None:
+    """What engines load as the target, from what headstart.json says about it: for a tuned one, the merged model.
+
+    That is a Hub id, or `target`, the folder beside the head.
+    """
+    served = target.get("served_as")
+    return served if isinstance(served, str) and served else hub_name(target)
+
+
 def family_config(family: Any, values: Any, where: str) -> HeadConfig:
     """The head config in a file. Raises: FormatError for one of no family, or with a wrong or too large value."""
     if not isinstance(family, str) or family not in FAMILIES:

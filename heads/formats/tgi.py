@@ -17,7 +17,7 @@ from headstart.heads.families import FAMILIES
 from headstart.heads.families.medusa.files import config_of, merged_tensors, own_matrices
 from headstart.heads.formats.format import Format, Launch, Rules
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
-from headstart.heads.formats.sidecar import hub_name
+from headstart.heads.formats.sidecar import served_name
 from headstart.heads.formats.verdicts import REFUSES, Case
 from headstart.heads.published_names import name_of_target
 
@@ -79,7 +79,7 @@ def contents(head: Head, provenance: dict[str, Any], v1: bool = False) -> Conten
     config = files.config_json(head) | {
         "medusa_num_heads": head.depth,
         "medusa_num_layers": layers,
-        "base_model_name_or_path": hub_name(target) or name_of_target(str(target.get("name", ""))),
+        "base_model_name_or_path": served_name(target) or name_of_target(str(target.get("name", ""))),
     }
     if shared:  # an architecture that vLLM refuses: it would load this with random output matrices
         config |= {"architectures": ["MedusaModelV2"], "model_type": "medusa_v2"}
@@ -88,7 +88,8 @@ def contents(head: Head, provenance: dict[str, Any], v1: bool = False) -> Conten
 
 def _launch(launch: Launch) -> str:
     words = ["text-generation-launcher", "--model-id", launch.head, "--speculate", str(launch.tokens)]
-    return shlex.join([*words, *launch.limit("--max-total-tokens")])
+    command = shlex.join([*words, *launch.limit("--max-total-tokens")])
+    return command if launch.place is None else f"{shlex.join(['cd', launch.place])} && {command}"
 
 
 FORMAT = Format(

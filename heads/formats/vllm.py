@@ -232,6 +232,8 @@ def _embedding(case: Case, sizes: dict[str, int]) -> None:
 def _launch(launch: Launch) -> str:
     spec = {"method": launch.family, "model": launch.head, "num_speculative_tokens": launch.tokens}
     words = ["vllm", "serve", launch.target, *launch.limit("--max-model-len")]
+    if launch.adapter is not None:  # run on 0.32: the features that the head reads carry the adapter
+        words += ["--enable-lora", "--max-lora-rank", str(launch.rank), "--lora-modules", f"tuned={launch.adapter}"]
     return shlex.join([*words, "--speculative-config", json.dumps(spec, ensure_ascii=False)])
 
 
@@ -251,5 +253,6 @@ FORMAT = Format(
     },
     launch=_launch,
     before=Case.require_parsed,
+    adapters=True,
     dropped={"mlp_speculator": "MLP speculators are no longer in vLLM's registry"},
 )

@@ -7,8 +7,8 @@ is made of. adapter.py merges them.
 from __future__ import annotations
 
 import json
-import math
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +20,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from headstart.heads.errors import ConfigError, TargetError
-from headstart.heads.files import explain_read, require_regular, sha256_file, sha256_text
+from headstart.heads.files import (
+    delete,
+    explain_read,
+    read_json,
+    require_regular,
+    sha256_file,
+    sha256_text,
+    write_json,
+)
 from headstart.heads.repository import check_repository
 from headstart.heads.targets.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, merge_adapter, refuse_quantised
 
 #: folder of a saved head that holds the adapter of its tuned target
 ADAPTER = "adapter"
+#: folder of an export that holds the merged target
+TUNED_TARGET = "target"
 #: key of a merged target's config.json: which base and which adapter it was made of
 TUNED_KEY = "headstart_tuned"
 #: settings of an adapter that change nothing after training, or that the tensors themselves show
@@ -67,13 +77,14 @@ class Tuning:
 
     Attributes:
         adapter: name of the adapter.
-        digest: of the adapter, as `Adapter.digest`.
+        digest: of the adapter, as `Adapter.digest`. directory: where its files are, if they are on this machine.
         base_hash: weight hash of the base, before merging; None where nobody knows it.
     """
 
     adapter: str
     digest: str
     base_hash: str | None
+    directory: Path | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         """What a target's fingerprint says besides the merged weights."""
@@ -85,7 +96,7 @@ class Tuning:
 
 
 def tuned_fingerprint(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
-    """The fingerprint of a base target with an adapter that is not merged yet: a head that is trained with it keeps this.
+    """The fingerprint of a base with an adapter that is not merged yet: a head that is trained with it keeps this.
 
     Base and adapter say together what the tuned target is, so the hash of the merged weights is left out.
 
@@ -272,7 +283,7 @@ def merge_into(model: nn.Module, adapter: Adapter, base_hash: str | None) -> Tun
         )
     merge_adapter(model, adapter.directory)
     model.requires_grad_(False)
-    return Tuning(adapter.name, adapter.digest, base_hash)
+    return Tuning(adapter.name, adapter.digest, base_hash, adapter.directory)
 
 
 def adapted_weights(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
@@ -299,6 +310,45 @@ def merged_for_now(model: nn.Module, adapter: Adapter) -> Iterator[None]:
                 model.get_submodule(name).weight.copy_(weight)
 
 
-def adapter_bytes(adapter: Adapter) -> int:
-    """Bytes of the adapter's tensors in float32."""
-    return sum(4 * math.prod(shape) for shape in adapter.shapes.values())
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def rank_of(adapter: Adapter) -> int:
+    """The largest rank of the adapter's updates, which engines allocate for."""
+    return max(min(shape) for name, shape in adapter.shapes.items() if ".lora_A." in name)
+
+
+def copy_adapter(adapter: Adapter, directory: Path, base: str | None) -> None:
+    """Write the adapter's two files, which then name `base` as their model instead of a place on this machine."""
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory / f"{WEIGHTS_FILE}.partial"
+    shutil.copyfile(adapter.directory / WEIGHTS_FILE, partial)
+    partial.replace(directory / WEIGHTS_FILE)
+    config = read_json(adapter.directory / CONFIG_FILE)
+    write_json(directory / CONFIG_FILE, {**config, "base_model_name_or_path": base})
+
+
+def save_tuned(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype, mark: dict[str, Any]) -> None:
+    """Write a tuned target as an ordinary model directory. An earlier one is replaced once the new one is complete.
+
+    Args:
+        dtype: of the floating-point weights in the files.
+        mark: `Tuning.mark`, which config.json gets, so that nobody merges the adapter twice.
+    """
+    partial = directory.with_name(f"{directory.name}.partial")
+    delete(partial)
+    weights = {name: x.to(dtype) if x.is_floating_point() else x for name, x in model.state_dict().items()}
+    model.save_pretrained(partial, state_dict=weights)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+    config = read_json(partial / "config.json")
+    config.pop("torch_dtype", None)
+    write_json(partial / "config.json", {**config, "dtype": str(dtype).removeprefix("torch."), TUNED_KEY: mark})
+    delete(directory)
+    partial.rename(directory)
+
+
+def tuned_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Size of the files that `save_tuned` writes."""
+    weights = {id(x): x for x in model.parameters()}.values()
+    return sum(x.numel() * (dtype.itemsize if x.is_floating_point() else x.element_size()) for x in weights)

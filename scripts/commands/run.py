@@ -16,6 +16,7 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
         from headstart.pipeline.distill import distill
         from headstart.pipeline.evaluate import evaluate
         from headstart.pipeline.export import export
+        from headstart.pipeline.quality import quality
         from headstart.pipeline.train import train
 
         run = open_run(recipe, overrides, console, ("train", "eval", "export"))
@@ -23,10 +24,12 @@ def command(recipe: RecipeArgument, overrides: Overrides = None, json: Json = Fa
         with run.lock():
             distill(run)
             trained = train(run)
+            cost = quality(run)
             measured = evaluate(run)
             exported = export(run)
             run.save_recipe()
         value = {"run_dir": str(run.dir), "train": trained, "eval": measured, "export": exported}
+        value |= {} if cost is None else {"quality": cost}
         console.result(value, lambda: render_tables(Report.read(run.dir)))
         if not json:
             console.result(None, f"report: {run.dir / 'report.md'} (and report.json)")

@@ -62,13 +62,14 @@ def evaluate(run: Run) -> dict[str, Any]:
 def _measure(run: Run, data: Any, begin: Begin) -> dict[str, Any]:
     run.check_eval_data()
     place = run.head_dir if run.head_dir.is_dir() else None
+    target = run.drafted
     if place is not None:
-        head, info = bound_head(place, run.target), {"path": str(place)}
+        head, info = bound_head(place, target), {"path": str(place)}
     else:
-        head, info = untrained_head(run.recipe.head, run.target), UNTRAINED
+        head, info = untrained_head(run.recipe.head, target), UNTRAINED
     config = dataclasses.replace(run.recipe.eval, data=data)
     values = recipe_of_head(to_dict(run.recipe), run.head_dir)
-    report = measure(run.target, head, config, run.console, values, info, run.recipe.shorter_chains, place)
+    report = measure(target, head, config, run.console, values, info, run.recipe.shorter_chains, place)
     begin()
     path = report.save(run.dir)
     return {"report": str(path), **summary(report.to_json())}

@@ -10,9 +10,11 @@ from headstart.exporting import write_exports
 from headstart.heads.errors import FormatError
 from headstart.heads.files import read_json
 from headstart.heads.formats import check_export, push_export
-from headstart.heads.formats.sidecar import notes
+from headstart.heads.formats.sidecar import ADDED, notes
+from headstart.heads.targets.tuned import adapter_of_head
 from headstart.pipeline.data import prepare
 from headstart.pipeline.markers import Begin
+from headstart.pipeline.quality import quality
 from headstart.pipeline.run import Run
 from headstart.recipes.environment import names_of
 from headstart.saved_heads import recipe_of_head
@@ -28,10 +30,13 @@ def export(run: Run) -> dict[str, Any]:
     if not run.head_dir.is_dir():
         raise FormatError(f"{run.head_dir}: there is no trained head; run `headstart train` first")
     config = run.recipe.export
+    quality(run)
     settings = identity.without(dataclasses.asdict(config), *PUBLISHING)
     inputs = {"head": identity.of_saved_head(run.head_dir), "export": settings}
-    if tuned := notes(run.head_dir).get("tuned"):
-        inputs["tuned"] = tuned
+    kept = notes(run.head_dir)
+    inputs |= {name: kept[name] for name in ADDED if kept.get(name)}
+    if adapter_of_head(run.head_dir) is not None or run.recipe.target.adapter is not None:
+        inputs["published_as"] = config.push_to_hub
     # an export takes a minute to make again, so one that was refused is worth less than the one before it
     result = run.markers.do(
         "export", inputs, [run.dir / "export"], lambda begin: _export(run, begin), worth=lambda: False
@@ -59,7 +64,7 @@ def publish(run: Run) -> dict[str, Any]:
 
 def _export(run: Run, begin: Begin) -> dict[str, Any]:
     check_export(run.recipe.export, notes(run.head_dir).get("type"))
-    target, data, out = run.target, prepare(run), run.dir / "export"
+    target, data, out = run.drafted, prepare(run), run.dir / "export"
     samples = [sample for sample in [*data.held_out, *data.train] if len(sample) >= 4][:2]
     texts = [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
     recipe, names = recipe_of_head(run.inputs.recipe_facts(), run.head_dir), names_of(run.recipe.environment)

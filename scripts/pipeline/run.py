@@ -28,12 +28,13 @@ from headstart.pipeline.markers import Begin, Markers
 from headstart.recipes.load import to_yaml
 from headstart.recipes.schema import Recipe
 from headstart.refusals import refuse_ahead
+from headstart.saved_heads import target_of_head
 from headstart.targets import loaded_target
 
 #: file of a run that holds the day on which it began
 TEMPLATE_DATE = "data/template_date"
 #: directories of a run in which a killed command may leave temporary files (checkpoints/ cleans up after itself)
-WRITTEN = ("steps", "data", "features/*", "head", "export", "export/*")
+WRITTEN = ("steps", "data", "features/*", "head", "head/*", "export", "export/*")
 #: for messages: the settings that give an evaluation its prompts
 EVAL_DATA = "Set eval.data=FILE.jsonl, data.held_out or data.held_out_fraction"
 
@@ -59,6 +60,8 @@ class Run:
 
     Attributes:
         prepared: the samples, once pipeline.data.prepare has made them.
+        target: the recipe's target, which answers prompts and gives the features of training.
+        drafted: the target that the trained head drafts for: the same, or with the adapter of joint training merged.
     """
 
     def __init__(
@@ -75,21 +78,39 @@ class Run:
         self.inputs = Inputs(recipe, self.markers)
         self.prepared: PreparedData | None = None
         self._target, self._device = target, device
+        self._drafted: Target | None = None
 
     @property
     def target(self) -> Target:
         if self._target is None:
             config = dated_target(self.recipe)
+            self._drafted = None  # one of them is in memory at a time
             self._target = loaded_target(replace(config, device=self._device) if self._device else config, self.console)
             shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
             if shown is not None and not self.console.silent and not place.is_file():
                 write_text(place, f"{shown}\n")  # later commands of this run show the same day
         return self._target
 
+    @property
+    def drafted(self) -> Target:
+        config = dated_target(self.recipe)
+        tuned = target_of_head(self.head_dir if self.head_dir.is_dir() else None, config)
+        if tuned == config:
+            return self.target
+        if self._drafted is None:
+            self._target = None
+            self._drafted = loaded_target(replace(tuned, device=self._device) if self._device else tuned, self.console)
+        return self._drafted
+
+    @property
+    def speaker(self) -> Target:
+        """Whichever target is loaded, for its tokenizer and its stop tokens, which both share."""
+        return self._target or self._drafted or self.target
+
     @cached_property
     def weightless(self) -> Target:
         """The target; without its weights, unless it is loaded already."""
-        return self._target or weightless_target(self.recipe.target)
+        return self._target or self._drafted or weightless_target(self.recipe.target)
 
     def feature_spec(self) -> FeatureSpec:
         """What the recipe's head reads of the target. It needs neither weights nor `start_from`."""
@@ -107,6 +128,10 @@ class Run:
     @property
     def head_dir(self) -> Path:
         return self.dir / "head"
+
+    @property
+    def quality_path(self) -> Path:
+        return self.dir / "quality.json"
 
     def without_prompts(self) -> Run:
         """The same run without prompts to answer: its data is what there is before distillation."""
@@ -144,6 +169,7 @@ class Run:
             self.check_eval_data()
         if "train" not in self.ahead:
             return
+        self.require_quality_data()
         refuse_ahead(recipe, self.weightless)
         # A bad line must be found now, not after a large target has loaded for minutes or has answered for hours. The
         # step reads the files again. Rows of the Hub take long to read, so they are read here only before answering.
@@ -155,6 +181,15 @@ class Run:
         """Raise DataError or ConfigError where `eval.data` is set and cannot be read."""
         if self.recipe.eval.data is not None:
             eval_prompts(self.recipe.eval)
+
+    def require_quality_data(self) -> None:
+        """Raise ConfigError where joint training will change the target and nothing is held out to measure that on."""
+        data = self.recipe.data
+        if self.recipe.joint.enabled and not data.held_out and data.held_out_fraction == 0:
+            raise ConfigError(
+                "joint.enabled: found true with data.held_out_fraction=0 and no data.held_out, expected held-out "
+                "conversations, on which the tuned target is measured before it is exported: set one of them"
+            )
 
     def require_eval_data(self) -> None:
         """Raise ConfigError where there will be nothing to evaluate on; called before hours of training."""

@@ -1,0 +1,89 @@
+"""The step `quality`: what joint training cost the target, measured on held-out conversations before any export.
+
+A run without an adapter of its own has no such step. Its numbers stand in quality.json, and as `quality` in the head's
+headstart.json, from where reports, exports and model cards take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from headstart import identity
+from headstart.data.samples import Sample
+from headstart.eval.measuring.quality import Scored, measure_quality
+from headstart.heads.errors import DataError
+from headstart.heads.files import write_json
+from headstart.heads.formats.sidecar import annotate, notes
+from headstart.heads.targets.adapter import has_adapter, remove_adapter
+from headstart.heads.targets.target import Target
+from headstart.heads.targets.tuned import adapter_of_head, merged_for_now, read_adapter
+from headstart.pipeline.data import first_prompt, held_out_prompts, prepare
+from headstart.pipeline.markers import Begin
+from headstart.pipeline.run import Run
+from headstart.quality_guard import judged, summary, verdict
+
+#: most held-out tokens that are read; the first conversations are taken
+MOST_TOKENS = 1 << 19
+
+
+def quality(run: Run) -> dict[str, Any] | None:
+    """Measure the tuned target against the original; None for a run whose target has no adapter of its own.
+
+    A rise of the perplexity beyond the threshold is said here; `export` refuses it.
+    """
+    place = adapter_of_head(run.head_dir)
+    if place is None:
+        return None
+    guard = run.recipe.joint
+    inputs = {
+        "head": identity.of_saved_head(run.head_dir),
+        "adapter": read_adapter(place).digest[:16],
+        "target": identity.of_target(run.recipe.target),
+        "data": run.inputs.data,
+        "guard": {name: getattr(guard, name) for name in ("guard_prompts", "guard_tokens")},
+    }
+    measured = run.markers.do("quality", inputs, [run.quality_path], lambda begin: _measure(run, begin))
+    result = judged(measured, guard.max_perplexity_rise)
+    if notes(run.head_dir).get("quality") != result:  # the threshold may change without measuring anew
+        annotate(run.head_dir, {"quality": result})
+        write_json(run.quality_path, result)
+    run.console.say(f"quality: {summary(result)}{verdict(result)}")
+    return result
+
+
+def _measure(run: Run, begin: Begin) -> dict[str, Any]:
+    place, data, guard = adapter_of_head(run.head_dir), prepare(run), run.recipe.joint
+    if place is None or not data.held_out:
+        raise DataError(
+            "quality: no conversation is held out, and what tuning cost the target is measured on such: set "
+            "data.held_out_fraction=0.05, or data.held_out"
+        )
+    prompts = [first_prompt(sample) for sample in held_out_prompts(data)][: guard.guard_prompts]
+    original, adapter = run.target, read_adapter(place)
+    if has_adapter(original.model):  # training has left it there
+        remove_adapter(original.model)
+
+    @contextmanager
+    def tuned() -> Iterator[Target]:
+        with merged_for_now(original.model, adapter):
+            # another Target: what the original has measured of its model does not hold now
+            yield Target(original.model, original.tokenizer, original.config, original.revision)
+
+    found = measure_quality(original, tuned, scored(data.held_out), prompts, guard.guard_tokens, run.console.say)
+    begin()
+    write_json(run.quality_path, values := found.to_json())
+    return values
+
+
+def scored(samples: list[Sample]) -> list[Scored]:
+    """Held-out conversations whose supervised tokens are scored, as many as MOST_TOKENS allow, one at least."""
+    documents: list[Scored] = []
+    total = 0
+    for sample in samples:
+        total += len(sample)
+        if documents and total > MOST_TOKENS:
+            break
+        documents.append((sample.token_ids.tolist(), (sample.turn_ids >= 0).tolist()))
+    return documents

@@ -33,6 +33,18 @@ SIZES = {
     "smollm2-eagle3": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576,
     "quickstart": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 4096 * 576 + 4 * 576,
     "smollm2-medusa": 4 * (576**2 + 576 + 64 * (576 + 49152)),
+    # four heads: R and L of (d + 1) · D inputs, 14 · D over all heads, with biases; a V × D matrix each
+    "llama-3.1-8b-hydra": 2 * (14 * 4096**2 + 4 * 4096) + 4 * 128256 * 4096,
+    "smollm2-hydra": 2 * (14 * 576**2 + 4 * 576) + 4 * 64 * (576 + 49152),
+    # and three more blocks per head; the prefix layer's q o, k v, MLP and three norms
+    "llama-3.1-8b-hydrapp": (
+        2 * (14 * 4096**2 + 4 * 4096) + 4 * 128256 * 4096 + 12 * (4096**2 + 4096)
+        + 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 3 * 4096
+    ),
+    "smollm2-hydrapp": (
+        2 * (14 * 576**2 + 4 * 576) + 4 * 64 * (576 + 49152) + 12 * (576**2 + 576)
+        + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 3 * 576
+    ),
 }
 
 
@@ -42,8 +54,9 @@ def dims_of(target: str) -> HeadDims:
 
 
 def test_the_list_is_complete() -> None:
-    expected = {"quickstart", "qwen3-8b-eagle3", "llama-3.1-8b-medusa", "llama-3.1-8b-eagle3"}
-    expected |= {f"smollm2-{head}" for head in ("medusa", "eagle", "eagle3")}
+    expected = {"quickstart", "qwen3-8b-eagle3"}
+    expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "hydra", "hydrapp", "eagle3")}
+    expected |= {f"smollm2-{head}" for head in ("medusa", "hydra", "hydrapp", "eagle", "eagle3")}
     assert set(RECIPES) == expected == set(SIZES)
 
 
@@ -85,7 +98,7 @@ def test_rope_of_the_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in shipped_recipes() if n.startswith("_") and n in ("_eagle", "_eagle3", "_medusa")]
+    "name", [n for n in shipped_recipes() if n in ("_eagle", "_eagle3", "_medusa", "_hydra", "_hydrapp")]
 )
 def test_hyper_parameters_cite_their_source(name: str) -> None:
     text = shipped_recipes()[name].read_text()

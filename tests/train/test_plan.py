@@ -108,7 +108,8 @@ def test_a_step_holds_one_matrix_in_half_precision_and_one_chunk_of_logits(model
         found = memory_of(target, matrices_head(models, case), layout)[0]
         assert found["head weights"] == 4 * 5 * (block + update)
         assert found["half-precision weights"] == 2 * 5 * (block + update)
-        assert found["head activations"] == with_teacher["head activations"]
+        inputs = 2 * 5 * 8192 * 4096 * (update > 0)  # of the low-rank products
+        assert found["head activations"] == with_teacher["head activations"] + inputs
 
 
 @pytest.mark.parametrize("case", MATRICES)

@@ -21,11 +21,9 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.hydra.prefix import PrefixLayer
-from headstart.heads.families.outputs import OutputConfig, OutputMatrices, TeacherRows
+from headstart.heads.families.outputs import OutputConfig, OutputMatrices
 from headstart.heads.kernels.attention import TrainAttention
 from headstart.heads.layers import Attend, DraftLayer
-
-LOSSES = ("kl", "ce")
 
 
 @dataclass
@@ -42,9 +40,6 @@ class HydraConfig(OutputConfig):
     depth_decay: float = 1.0
     #: Residual blocks per head.
     num_layers: int = 1
-    #: What a head learns: kl (the target's distribution, for answers of the target itself) or ce (the tokens of the
-    #: data).
-    loss: str = "kl"
     #: Give the heads a decoder layer of their own that reads the features of the whole context (Hydra++).
     prefix_layer: bool = False
     #: Share of a block's inputs, and of the output matrix's, that training sets to zero.
@@ -102,8 +97,6 @@ class HydraHead(OutputMatrices):
 
     def __init__(self, config: HydraConfig, dims: HeadDims):
         super().__init__(config, dims)
-        if config.loss not in LOSSES:
-            raise ConfigError(f"head.loss: found {config.loss!r}, expected one of {list(LOSSES)}")
         if not 0 <= config.dropout < 1:
             raise ConfigError(f"head.dropout: found {config.dropout}, expected a share: 0 (off) or more, less than 1")
         self.register_buffer("embed_scale", torch.ones(()))
@@ -175,21 +168,14 @@ class HydraHead(OutputMatrices):
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         anchors, last = batch.anchors, batch.tokens_R.shape[0] - 1
         f_AD = self.anchor_features(batch)
-        soft = TeacherRows.of(teacher, batch.teacher_hidden(), f_AD.dtype) if self.config.loss == "kl" else None
-        # x_{t+1} … x_{t+1+K} of every anchor; clamped only where the depth is not supervised
-        ahead_K = torch.arange(1, len(anchors.count_K) + 2, device=anchors.row_A.device)
+        # x_{t+1} … x_{t+K} of every anchor; clamped only where the depth is not supervised
+        ahead_K = torch.arange(1, len(anchors.count_K) + 1, device=anchors.row_A.device)
         tokens_AK = batch.tokens_R[(anchors.row_A[:, None] + ahead_K).clamp(max=last)]
-        losses, hits, weights = [], [], anchors.weights()
-        for d, (count, weight_A) in enumerate(zip(anchors.count_K, weights, strict=True), start=1):
-            x_AD = self.state(d, f_AD[:count], tokens_AK[:count, :d])
-            teacher_row_A = anchors.teacher_AK[:count, d - 1]
-            if soft is not None:
-                loss, argmax_A = self.soft_loss(d - 1, x_AD, soft, teacher_row_A, weight_A, scale_T)
-            else:
-                loss, argmax_A = self.hard_loss(d - 1, x_AD, tokens_AK[:count, d], weight_A, scale_T)
-            losses.append(loss)
-            hits.append((argmax_A == batch.teacher_argmax_A[teacher_row_A]) & (weight_A > 0))
-        return Loss.per_depth(torch.stack(losses), weights, hits, weights, len(self.terms))
+
+        def input_of(depth: int, count: int) -> Tensor:
+            return self.state(depth + 1, f_AD[:count], tokens_AK[:count, : depth + 1])
+
+        return self.loss_over_depths(batch, teacher, input_of, scale_T)
 
     # costs
 
@@ -202,7 +188,7 @@ class HydraHead(OutputMatrices):
         return total
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
-        """The teacher's logits, the prefix layer's numbers, and per head: the inputs of its blocks, the output of every
+        """The output matrices' numbers, the prefix layer's, and per head: the inputs of its blocks, the output of every
         L, and the gradient of the output matrix's input, which a low-rank matrix keeps as well.
 
         Dropout keeps a mask of one byte, half a number, per input.
@@ -211,9 +197,9 @@ class HydraHead(OutputMatrices):
         inputs = sum(d + 1 for d in range(1, self.depth + 1)) + self.depth * (config.num_layers - 1)
         masks = (inputs + self.depth) / 2 if config.dropout else 0.0
         lowrank = config.lm_head == "lowrank"
-        per_anchor = size * (inputs + masks + self.depth * (config.num_layers + 1 + lowrank)) + self.dims.vocab_size
+        per_anchor = size * (inputs + masks + self.depth * (config.num_layers + 1 + lowrank))
         prefix = 0.0 if self.prefix is None else self.prefix.kept_numbers(rows, anchors, recompute)
-        return anchors * per_anchor + rows * 2 * size + prefix
+        return anchors * per_anchor + rows * 2 * size + prefix + self.output_numbers(anchors)
 
 
 def embedding_scale(ends: TargetEnds) -> Tensor:

@@ -70,9 +70,13 @@ class MedusaHead(OutputMatrices):
         return (blocks + self.output_multiply_adds() * self.depth) * counts[0]
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
-        """The features of anchors and teacher; per block what its SiLU read, and its output or the gradient of that."""
+        """The features of anchors and teacher; per block what its SiLU read, and its output or the gradient of that.
+
+        A low-rank matrix keeps its input as well.
+        """
         size, config = self.dims.hidden_size, self.config
-        return anchors * size * (2 + 2 * config.depth * config.num_layers) + self.output_numbers(anchors)
+        per_head = 2 * config.num_layers + (config.lm_head == "lowrank")
+        return anchors * size * (2 + config.depth * per_head) + self.output_numbers(anchors)
 
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         hidden_AD = batch.hidden_RD.to(self.compute_dtype())[batch.anchors.row_A]

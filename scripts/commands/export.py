@@ -103,6 +103,8 @@ def _of_head(
     from headstart.heads.errors import ConfigError
     from headstart.heads.formats import check_export, push_export
     from headstart.heads.formats.sidecar import notes
+    from headstart.heads.targets.tuned import adapter_of_head
+    from headstart.quality_guard import require_quality
     from headstart.recipes.environment import names_of
     from headstart.recipes.load import load_exporting
     from headstart.saved_heads import find_head, target_of_head, trained_otherwise
@@ -114,6 +116,8 @@ def _of_head(
     given = find_head(head)
     side = notes(given)
     check_export(settings.export, side.get("type"))
+    if adapter_of_head(given) is not None:
+        require_quality(side.get("quality"), settings.export.force)
     place = Path(out) if out else Path("runs") / "export" / folder_name(head)
     check_out(given, place)
     with locked(place, "--out"):

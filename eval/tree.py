@@ -19,14 +19,14 @@ from headstart.heads.numerics import wide
 
 #: Medusa's published tree for 7B targets (63 nodes, 10/28/23/2 per depth): path of a node → number of its children,
 #: which are its best-ranked candidates. Nodes that are not named here have none.
-MEDUSA_CHILDREN: dict[tuple[int, ...], int] = {
+PUBLISHED_CHILDREN: dict[tuple[int, ...], int] = {
     (): 10,
     (0,): 10, (1,): 7, (2,): 3, (3,): 2, **{(rank,): 1 for rank in range(4, 10)},
     (0, 0): 10, (0, 1): 3, (0, 2): 2, **{(0, rank): 1 for rank in range(3, 8)}, (1, 0): 2, (2, 0): 1,
     (0, 0, 0): 2,
 }  # fmt: skip
 #: candidates per head that the published tree uses
-MEDUSA_RANKS = 10
+PUBLISHED_RANKS = 10
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ def static_shape(paths: list[tuple[int, ...]]) -> StaticShape:
 
 
 def published_paths() -> list[tuple[int, ...]]:
-    """Rank paths of the default static tree, MEDUSA_CHILDREN, the best first.
+    """Rank paths of the default static tree, PUBLISHED_CHILDREN, the best first.
 
     Rank r (from 0) is taken to be right with a probability proportional to 1 / (r + 1), as measured accuracies of ranks
     nearly are (Zipf's law). So a path is worth Π 1 / (rank + 1); of equal paths, the shallower one stands first, and
     then that with the lower first ranks. A parent is worth at least as much as its children, so it stands before them.
     """
-    paths = [(*parent, rank) for parent, children in MEDUSA_CHILDREN.items() for rank in range(children)]
+    paths = [(*parent, rank) for parent, children in PUBLISHED_CHILDREN.items() for rank in range(children)]
     return sorted(paths, key=lambda path: (math.prod(rank + 1 for rank in path), len(path), path))
 
 

@@ -26,8 +26,6 @@ ROOMS = ("heads", "data", "eval", "train", "recipes", "scripts")
 THEIR_PLACES = ("heads/families/", "eval/drafters/", "heads/formats/")
 #: file → words that it may hold, and why
 ALLOWED: dict[str, tuple[set[str], str]] = {
-    "eval/tree.py": ({"MEDUSA_CHILDREN", "MEDUSA_RANKS"}, "a published tree, the default static one"),
-    "eval/tuning/tune.py": ({"MEDUSA_RANKS"}, "the same"),
     "heads/layers.py": ({"medusa"}, "the remedy of an error names a family without a draft layer"),
     "scripts/bench/presets.py": ({"eagle3", "medusa"}, "the heads that are benchmarked"),
     "scripts/bench/train.py": ({"eagle3"}, "the name of a shipped recipe, in help"),

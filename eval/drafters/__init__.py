@@ -31,11 +31,14 @@ class Drafting:
         build: (head bound to its target, eval config) → drafter. A method without a head gets None.
         draft_everywhere: (head, tokens_BT, hidden_BTD, streams_BTkD or None, row_BA, depth) → int64 [B, A, ≤ depth],
             the greedy drafts after many rows of known texts at once. None = it can only draft in the decode loop.
+        shared_candidates: whether all nodes of one depth of a static tree choose from one list of candidates, whatever
+            was drafted before them. `headstart tune` then learns every rank from one path.
     """
 
     kinds: tuple[str, ...]
     build: Callable[[Any, EvalConfig], Drafter]
     draft_everywhere: Callable[[Any, Tensor, Tensor, Tensor | None, Tensor, int], Tensor] | None = None
+    shared_candidates: bool = False
 
 
 AUTOREGRESSIVE = Drafting(
@@ -50,6 +53,7 @@ DRAFTERS: dict[str, Drafting] = {
         ("chain", "static"),
         lambda head, config: MedusaDrafter(head, config.tree, Sampling.from_config(config)),
         medusa_everywhere,
+        shared_candidates=True,
     ),
     "hydra": Drafting(
         ("chain", "static", "dynamic"),

@@ -42,8 +42,13 @@ def node_count(tree: TreeConfig) -> int:
 
 
 def drafting_of(tree: TreeConfig) -> str:
-    """What a tree is drafted by: "chain", "static" or "dynamic<k>". Trees of equal name differ in depth only."""
+    """What a tree is drafted by: "chain", "static" or "dynamic<k>". Trees of equal name differ in `draft_size` only."""
     return f"dynamic{tree.k}" if tree.kind == "dynamic" else tree.kind
+
+
+def draft_size(tree: TreeConfig) -> int:
+    """What drafting takes longer with: levels, of a static tree nodes (which say more of it than its levels do)."""
+    return node_count(tree) if tree.kind == "static" else tree.depth
 
 
 @dataclass
@@ -54,7 +59,7 @@ class Costs:
         context: mean length of the contexts.
         plain_s: a whole cycle of plain decoding.
         verify_s: "chain" or "tree" → tokens in the forward (nodes + 1) → seconds of the target's forward.
-        draft_s: `drafting_of` → levels → seconds of drafting.
+        draft_s: `drafting_of` → `draft_size` → seconds of drafting.
         rest_s: tree kind → nodes → seconds of a whole cycle less the two (acceptance, KV moves, features, host).
     """
 
@@ -71,7 +76,7 @@ class Costs:
     def parts_s(self, tree: TreeConfig) -> float:
         """Verification and drafting."""
         shape, tokens = forward_of(tree)
-        return _at(self.verify_s[shape], tokens) + _at(self.draft_s[drafting_of(tree)], tree.depth)
+        return _at(self.verify_s[shape], tokens) + _at(self.draft_s[drafting_of(tree)], draft_size(tree))
 
     def to_json(self) -> dict[str, Any]:
         tables = {
@@ -104,14 +109,19 @@ def extremes(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
 
 
 def draft_points(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
-    """Trees whose drafting is timed: of every `drafting_of` the shallowest, a middle one and the deepest."""
+    """Trees whose drafting is timed: of every `drafting_of` the smallest, a middle one and the largest.
+
+    Of static trees, which may have any shape, as many as there are sizes of forwards.
+    """
     draftings: dict[str, dict[int, TreeConfig]] = {}
     for tree in trees:
-        draftings.setdefault(drafting_of(tree), {})[tree.depth] = tree
+        draftings.setdefault(drafting_of(tree), {})[draft_size(tree)] = tree
     chosen = []
     for members in draftings.values():
-        depths = sorted(members)
-        chosen += [members[depth] for depth in sorted({depths[0], depths[len(depths) // 2], depths[-1]})]
+        sizes = sorted(members)
+        static = members[sizes[0]].kind == "static"
+        picked = spread(sizes, FORWARDS) if static else sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+        chosen += [members[size] for size in picked]
     return chosen
 
 
@@ -137,7 +147,7 @@ def measure_costs(
     done()
     for tree in draft_points(trees):
         seconds = _draft_seconds(decoder, build(tree), contexts, repeats)
-        costs.draft_s.setdefault(drafting_of(tree), {})[tree.depth] = seconds
+        costs.draft_s.setdefault(drafting_of(tree), {})[draft_size(tree)] = seconds
         done()
     loop = started_loop(decoder, build(max(trees, key=node_count)), contexts)
     for shape, tokens in forwards(trees):

@@ -2,13 +2,12 @@
 
 A run tells, for each of its cycles, what a smaller tree would have accepted. A shorter chain is a prefix of the longest
 one. A smaller dynamic tree keeps the candidates with the best scores, and a parent's score is never below its
-children's. For static trees, all candidates of all heads are recorded: each static tree is a subset of them.
-Shape legend: B batch, N nodes, K levels, R ranks, C cycles.
+children's. Static trees are told of in static.py.
+Shape legend: B batch, N nodes, K levels, C cycles.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,14 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.eval.config import TreeConfig
-from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.drafters import Drafter
 from headstart.eval.kernels.linear import Linear
-from headstart.eval.tree import StaticShape, Tree, static_paths
-
-#: the rank of a node that was not accepted: no tree holds it
-NEVER = np.iinfo(np.int64).max
+from headstart.eval.tree import Tree
+from headstart.eval.tuning.ranks import NEVER
 
 
 class Profile(Protocol):
@@ -77,43 +73,6 @@ class DynamicProfile:
         return 1.0 + float(kept_CK.sum(1).mean())
 
 
-@dataclass(frozen=True)
-class StaticProfile:
-    """rank_CK: int [C, K], rank of the target's token among the candidates of each head; NEVER where it is none.
-
-    A static tree accepts the longest prefix of a row that is a path of the tree.
-    """
-
-    rank_CK: NDArray[np.int64]
-
-    @property
-    def cycles(self) -> int:
-        return len(self.rank_CK)
-
-    def _prefixes(self) -> Counter[tuple[int, ...]]:
-        counts: Counter[tuple[int, ...]] = Counter()
-        for row in self.rank_CK.tolist():
-            for length in range(1, len(row) + 1):
-                if row[length - 1] == NEVER:
-                    break
-                counts[tuple(row[:length])] += 1
-        return counts
-
-    def tau(self, tree: TreeConfig) -> float:
-        counts = self._prefixes()
-        paths = set(static_paths(tree, min(tree.depth, self.rank_CK.shape[1])))
-        return 1.0 + sum(counts[path] for path in paths) / self.cycles
-
-    def best_paths(self, nodes: int) -> list[list[int]]:
-        """The `nodes` paths that were right most often. No static tree of that size accepts more on these cycles.
-
-        A path is right at most as often as its parent and ties prefer the shallower path, so every path's parent is
-        among them.
-        """
-        ordered = sorted(self._prefixes().items(), key=lambda item: (-item[1], len(item[0]), item[0]))
-        return [list(path) for path, _ in ordered[:nodes]]
-
-
 class Recorder:
     """Wraps a drafter and records what is accepted of its trees. It records on the host, so cycles are not captured."""
 
@@ -125,7 +84,7 @@ class Recorder:
         self.name, self.spec, self.max_nodes = drafter.name, drafter.spec, drafter.max_nodes
         self.accepted: list[int] = []
         self.ranks: list[NDArray[np.int64]] = []
-        #: per row of the batch: (tokens committed before, drafted tokens) of every cycle; see `static_ranks`
+        #: per row of the batch: (tokens committed before, drafted tokens) of every cycle; see `recorded_ranks`
         self.proposals: list[list[tuple[int, NDArray[np.int64]]]] = []
 
     @property
@@ -164,30 +123,6 @@ class Recorder:
 
     def dynamic_profile(self) -> DynamicProfile:
         return DynamicProfile(np.stack(self.ranks))
-
-    def static_ranks(self, shape: StaticShape, answers: list[Answer]) -> NDArray[np.int64]:
-        """`StaticProfile.rank_CK` of the last batch, which drafted `spine` trees.
-
-        Cycles too close to their answer's end to know the target's token at every level are left out.
-        """
-        depth_N, rank_N = shape.depth_N.cpu().numpy(), shape.rank_N.cpu().numpy()
-        ranks = []
-        for answer, proposals in zip(answers, self.proposals, strict=True):
-            for offset, token_N in proposals:
-                following = answer.tokens[offset + 1 : offset + 1 + shape.levels]
-                if len(following) == shape.levels:
-                    truth_N = np.array(following)[depth_N - 1]
-                    row = np.full(shape.levels, NEVER)
-                    right = token_N == truth_N
-                    row[depth_N[right] - 1] = rank_N[right]
-                    ranks.append(row)
-        return np.stack(ranks) if ranks else np.zeros((0, shape.levels), dtype=np.int64)
-
-
-def spine(levels: int, ranks: int) -> TreeConfig:
-    """A static tree that holds every candidate of every head: at each level, the children of the best path."""
-    paths = [[*[0] * level, rank] for level in range(levels) for rank in range(ranks)]
-    return TreeConfig("static", levels, total_tokens=len(paths) + 1, paths=paths)
 
 
 def ranks_by_depth(tree: Tree) -> Tensor:

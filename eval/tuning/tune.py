@@ -2,134 +2,56 @@
 
     speed-up = τ(tree) · t_plain(batch) / (t_draft(tree) + t_verify(nodes + 1) + rest)          (methods §11)
 
-τ of every tree is estimated from a few runs with large trees (`profile.py`). The estimate is not exact: a smaller tree
-accepts less per cycle, so its cycles begin at other tokens than the large tree's. So the few trees with the best
-estimate are run themselves. Then the best tree of each batch size is decoded in full, and its measured speed-up stands
-beside the predicted one.
+τ of every tree is estimated from a few runs with large trees (`profile.py`, `static.py`). The estimate is not exact: a
+smaller tree accepts less per cycle, so its cycles begin at other tokens than the large tree's. So the few trees with
+the best estimate are run themselves. Then the best tree of each batch size is decoded in full, and its measured
+speed-up stands beside the predicted one. Where static trees are drafted, the best calibrated one and the published one
+are decoded in full as well: what is measured decides.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from headstart.data.features import Progress
-from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune, tree_label
+from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune
 from headstart.eval.decoding.decode import Decoded
 from headstart.eval.decoding.session import Decoder
-from headstart.eval.drafters import Drafter, build_drafter, find_drafting
+from headstart.eval.drafters import Drafter, Drafting, build_drafter, find_drafting
 from headstart.eval.measuring.benchmark import bind_to_target
 from headstart.eval.measuring.contexts import first_contexts
 from headstart.eval.measuring.metrics import acceptance
 from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, row_batches, spread
 from headstart.eval.prompts import describe_data, eval_prompts
-from headstart.eval.tree import MEDUSA_RANKS, static_paths, static_shape
+from headstart.eval.tree import PUBLISHED_RANKS, static_paths, static_shape
+from headstart.eval.tuning.choice import (
+    Candidate,
+    Choice,
+    Run,
+    Tuning,
+    by_speedup,
+    expected_speedup,
+    finalists,
+    first_of,
+    is_calibrated,
+    is_published,
+    tree_name,
+)
 from headstart.eval.tuning.costs import Costs, drafting_of, measure_costs, measurements, node_count
-from headstart.eval.tuning.profile import Profile, Recorder, StaticProfile, spine
+from headstart.eval.tuning.profile import Profile, Recorder
+from headstart.eval.tuning.static import StaticProfile, published_tree, recorded_ranks, recorded_tree, static_facts
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError
-from headstart.heads.provenance import command_line, device_name, git_revision, versions
+from headstart.heads.provenance import device_name
 from headstart.heads.targets.target import Target
 
-#: largest relative difference between predicted and measured speed-up that counts as agreement
-AGREEMENT = 0.1
 #: contexts decoded together while acceptance is recorded
 PROFILE_BATCH = 16
-#: best trees by estimate whose τ is measured in runs of their own
-FINALISTS = 3
-
-
-def expected_speedup(tau: float, costs: Costs, tree: TreeConfig) -> float:
-    """τ · t_plain / t_cycle of a tree, while all rows of the batch decode (methods §11)."""
-    return tau * costs.plain_s / costs.cycle_s(tree)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    tree: TreeConfig
-    tau: float
-    speedup: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "label": tree_label(self.tree, node_count(self.tree)), "tree": asdict(self.tree), "tau": self.tau,
-            "predicted_speedup": self.speedup,
-        }  # fmt: skip
-
-
-@dataclass
-class Choice:
-    """What to do at one batch size.
-
-    Attributes:
-        best: the fastest tree by prediction, even if it is slower than plain decoding; its τ comes from its own run.
-        best_chain: the fastest chain likewise, since serving engines mostly draft chains; None where none was searched.
-        measured: `measure_point` of `best`; `measured_speedup` is per row, so that rows which end early do not count.
-    """
-
-    costs: Costs
-    best: Candidate
-    best_chain: Candidate | None
-    measured: dict[str, Any]
-
-    @property
-    def speculate(self) -> bool:
-        return self.measured_speedup > 1
-
-    @property
-    def measured_speedup(self) -> float:
-        return float(self.measured["row_speedup"])
-
-    @property
-    def agrees(self) -> bool:
-        return abs(self.best.speedup / self.measured_speedup - 1) <= AGREEMENT
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "batch": self.costs.batch, "speculate": self.speculate, **self.best.to_json(),
-            "measured_speedup": self.measured_speedup, "measured_tau": self.measured["tau"], "agrees": self.agrees,
-            "best_chain": None if self.best_chain is None else self.best_chain.to_json(),
-            "costs": self.costs.to_json(), "measured": self.measured,
-        }  # fmt: skip
-
-
-@dataclass
-class Tuning:
-    """The result of `tune`, for the report and the head's sidecar."""
-
-    drafter: str
-    target: dict[str, Any]
-    data: dict[str, Any]
-    device: str
-    dtype: str
-    temperature: float
-    context: int
-    prompts: int
-    cycles: dict[str, int]
-    #: `tree_name` → estimated τ, of every tree that was compared
-    taus: dict[str, float]
-    choices: list[Choice]
-
-    def to_json(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "choices"}
-        return {
-            **values, "choices": [choice.to_json() for choice in self.choices], "command": command_line(),
-            "versions": versions(), "git_revision": git_revision(),
-        }  # fmt: skip
-
-    def entry(self) -> dict[str, Any]:
-        """For the head's sidecar: the choice at each batch size and the conditions it was measured under."""
-        kept = ("label", "tree", "speculate", "tau", "predicted_speedup", "measured_speedup", "agrees", "best_chain")
-        batches = {str(c.costs.batch): {name: c.to_json()[name] for name in kept} for c in self.choices}
-        return {
-            "device": self.device, "dtype": self.dtype, "temperature": self.temperature, "context": self.context,
-            "data": self.data, "batches": batches, "versions": versions(), "git_revision": git_revision(),
-        }  # fmt: skip
 
 
 def tune(
@@ -149,7 +71,7 @@ def tune(
     """
     _check(target, config, search)
     prompts = eval_prompts(replace(config, max_turns=1))
-    kinds = tree_kinds(head, config)
+    drafting = drafting_for(head, config)
     _, contexts, dropped = first_contexts(spread(prompts, search.prompts), target, config)
     if search.context is not None:
         contexts = [fit(context, search.context) for context in contexts]
@@ -160,8 +82,10 @@ def tune(
     session = _Session(target, head, config, search, contexts, progress)
     for note in dropped:
         session.say(note)
-    profiles, halfway = session.profiles(kinds)
-    trees = candidates(profiles, search)
+    profiles, halfway = session.profiles(drafting)
+    reference = published_tree(search.depth, session.draftable) if "static" in profiles else None
+    trees = candidates(profiles, search, reference)
+    static = profiles.get("static")
     session.expect(trees)
     choices: list[Choice] = []
     for batch in sorted(set(search.batch_sizes)):
@@ -186,6 +110,7 @@ def tune(
         cycles={name: profile.cycles for name, profile in profiles.items()},
         taus={tree_name(tree): profiles[drafting_of(tree)].tau(tree) for tree in trees},
         choices=choices,
+        **(static_facts(static, trees, search.depth) if isinstance(static, StaticProfile) else {}),
     )
 
 
@@ -214,11 +139,11 @@ def typical_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
     return sorted(batches, key=lambda some: max(map(len, some)))[len(batches) // 2]
 
 
-def tree_kinds(head: Head | None, config: EvalConfig) -> tuple[str, ...]:
+def drafting_for(head: Head | None, config: EvalConfig) -> Drafting:
     drafting = find_drafting(head, config)
     if drafting is None:
         raise ConfigError("tune: give a head, or eval.drafter=ngram")
-    return drafting.kinds
+    return drafting
 
 
 def deepest(head: Head | None, search: TuneConfig) -> int:
@@ -226,16 +151,13 @@ def deepest(head: Head | None, search: TuneConfig) -> int:
     return search.depth if most is None else min(search.depth, most)
 
 
-def tree_name(tree: TreeConfig) -> str:
-    """A candidate's name, such as `chain3`, `dynamic k10 d6 n47`, `static n15`."""
-    nodes = node_count(tree)
-    if tree.kind == "dynamic":
-        return f"dynamic k{tree.k} d{tree.depth} n{nodes}"
-    return f"chain{nodes}" if tree.kind == "chain" else f"static n{nodes}"
+def candidates(
+    profiles: dict[str, Profile], search: TuneConfig, reference: TreeConfig | None = None
+) -> list[TreeConfig]:
+    """All trees that are compared, each once.
 
-
-def candidates(profiles: dict[str, Profile], search: TuneConfig) -> list[TreeConfig]:
-    """All trees that are compared, each once."""
+    Args: reference: the published static tree. A calibrated tree of its size is compared as well.
+    """
     trees = [TreeConfig("chain", depth) for depth in range(1, search.depth + 1)]
     for k in search.k if f"dynamic{search.k[0]}" in profiles else []:
         for depth in range(1, search.depth + 1):
@@ -243,11 +165,13 @@ def candidates(profiles: dict[str, Profile], search: TuneConfig) -> list[TreeCon
             trees += [TreeConfig("dynamic", depth, k, nodes + 1) for nodes in sorted(sizes) if nodes > 1]
     static = profiles.get("static")
     if isinstance(static, StaticProfile):
-        by_size = {len(paths): paths for paths in map(static.best_paths, (n - 1 for n in sorted(search.total_tokens)))}
+        sizes = {total - 1 for total in search.total_tokens} | ({node_count(reference)} if reference else set())
+        by_size = {len(paths): paths for paths in map(static.best_paths, sorted(sizes))}
         for nodes, paths in by_size.items():
             if nodes:
                 depth = max(map(len, paths))
                 trees.append(TreeConfig("static", depth, total_tokens=nodes + 1, paths=paths))
+        trees += [reference] if reference else []
     return trees
 
 
@@ -255,16 +179,6 @@ def rank(profiles: dict[str, Profile], costs: Costs, trees: list[TreeConfig]) ->
     """Candidates by predicted speed-up, the best first; of equals, that with fewer nodes first."""
     estimated = [(tree, profiles[drafting_of(tree)].tau(tree)) for tree in trees]
     return by_speedup([Candidate(tree, tau, expected_speedup(tau, costs, tree)) for tree, tau in estimated])
-
-
-def by_speedup(made: list[Candidate]) -> list[Candidate]:
-    return sorted(made, key=lambda candidate: (-candidate.speedup, node_count(candidate.tree)))
-
-
-def finalists(ranked: list[Candidate]) -> list[Candidate]:
-    """The best few, and the best chain: it too gets a run of its own, which may show that it is the fastest."""
-    chains = [candidate for candidate in ranked if candidate.tree.kind == "chain"]
-    return ranked[:FINALISTS] + [chain for chain in chains[:1] if chain not in ranked[:FINALISTS]]
 
 
 class _Session:
@@ -284,6 +198,9 @@ class _Session:
         #: `tree_name` → τ of the tree's own run
         self.own_taus: dict[str, float] = {}
         self.decoder = Decoder(target, config)
+        own = head.draft_vocab_size if head is not None else None
+        #: tokens that can be drafted
+        self.draftable = own or target.dims.vocab_size
 
     def say(self, what: str = "", step: int = 0) -> None:
         self.done += step
@@ -291,26 +208,27 @@ class _Session:
             self.progress(self.done, max(self.total, self.done), what)
 
     def expect(self, trees: list[TreeConfig]) -> None:
-        self.total = self.done + len(self.search.batch_sizes) * (measurements(trees) + 2)
+        measured = 1 + any(map(is_calibrated, trees)) + any(map(is_published, trees))
+        self.total = self.done + len(self.search.batch_sizes) * (measurements(trees) + 1 + measured)
 
     def build(self, tree: TreeConfig) -> Drafter:
         drafter = build_drafter(self.head, replace(self.config, tree=tree))
         assert drafter is not None
         return drafter
 
-    def profiles(self, kinds: tuple[str, ...]) -> tuple[dict[str, Profile], list[list[int]]]:
+    def profiles(self, drafting: Drafting) -> tuple[dict[str, Profile], list[list[int]]]:
         """`drafting_of` → acceptance, and the contexts that costs are measured with."""
         depth, most = self.search.depth, max(self.search.total_tokens)
         trees = [TreeConfig("chain", depth)]
-        if "dynamic" in kinds:
+        if "dynamic" in drafting.kinds:
             trees += [TreeConfig("dynamic", depth, k, most) for k in self.search.k]
-        if "static" in kinds:
-            trees.append(spine(depth, MEDUSA_RANKS))
+        if "static" in drafting.kinds:
+            trees.append(recorded_tree(depth, min(PUBLISHED_RANKS, self.draftable), drafting.shared_candidates))
         self.total = len(trees) * -(-len(self.contexts) // PROFILE_BATCH)
         profiles: dict[str, Profile] = {}
         lengths: list[int] = []
         for tree in trees:
-            profiles[drafting_of(tree)], answers = self._profile(tree)
+            profiles[drafting_of(tree)], answers = self._profile(tree, drafting.shared_candidates)
             lengths = lengths or answers
         if self.search.context is not None:
             return profiles, self.contexts
@@ -321,7 +239,7 @@ class _Session:
             for context, limit in zip(self.contexts, limits, strict=True)
         ]
 
-    def _profile(self, tree: TreeConfig) -> tuple[Profile, list[int]]:
+    def _profile(self, tree: TreeConfig, shared: bool) -> tuple[Profile, list[int]]:
         """Decode the prompts with the largest tree of a kind: its profile, and the lengths of the answers."""
         shape = static_shape(static_paths(tree, tree.depth)) if tree.kind == "static" else None
         recorder = Recorder(self.build(tree))
@@ -331,11 +249,11 @@ class _Session:
         for decoded in self._decoded(recorder):
             lengths += [len(answer.tokens) for answer in decoded.answers]
             if shape is not None:
-                ranks.append(recorder.static_ranks(shape, decoded.answers))
+                ranks.append(recorded_ranks(shape, recorder.proposals, decoded.answers, shared))
             self.say(step=1)
         profile: Profile
         if shape is not None:
-            profile = StaticProfile(np.concatenate(ranks))
+            profile = StaticProfile(np.concatenate(ranks), shape.ranks)
         else:
             profile = recorder.dynamic_profile() if tree.kind == "dynamic" else recorder.chain_profile()
         if not profile.cycles:
@@ -351,13 +269,20 @@ class _Session:
         costs = measure_costs(self.decoder, self.build, trees, rows, self.search.repeats, lambda: self.say(step=1))
         ranked = rank(profiles, costs, trees)
         refined = by_speedup([self.refine(candidate, costs) for candidate in finalists(ranked)])
-        best, best_chain = refined[0], next((c for c in refined if c.tree.kind == "chain"), None)
         self.say(step=1)
-        self.say(f"decoding with {tree_name(best.tree)} at batch {batch}")
-        point_config = replace(self.config, sweep_prompts=min(self.search.prompts, len(self.contexts)))
-        measured = measure_point(self.decoder, self.build(best.tree), point_config, self.contexts, batch)
+        also = (first_of(refined, is_calibrated), first_of(refined, is_published))
+        chosen = [refined[0], *(candidate for candidate in also if candidate not in (None, refined[0]))]
+        return Choice.of(costs, refined, [self.run(candidate, batch) for candidate in chosen if candidate])
+
+    def run(self, candidate: Candidate, batch: int) -> Run:
+        """Decode all prompts plainly and with the candidate."""
+        self.say(f"decoding with {tree_name(candidate.tree)} at batch {batch}")
+        config = replace(self.config, sweep_prompts=min(self.search.prompts, len(self.contexts)))
+        measured = measure_point(self.decoder, self.build(candidate.tree), config, self.contexts, batch)
+        # captured cycles keep their drafters in memory
+        self.decoder.graphs.clear()
         self.say(step=1)
-        return Choice(costs, best, best_chain, measured)
+        return Run(candidate, measured)
 
     def refine(self, candidate: Candidate, costs: Costs) -> Candidate:
         """The candidate with τ from its own run over all prompts."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from headstart.eval.config import TreeConfig
 from headstart.eval.measuring.rendering import number
-from headstart.eval.tuning.tune import AGREEMENT, Choice, Tuning, tree_name
+from headstart.eval.tuning.choice import AGREEMENT, Choice, Tuning, overrides, tree_name
+from headstart.eval.tuning.costs import node_count
 from headstart.heads.escape import code, line, markdown, table
 from headstart.heads.files import atomic_write, write_json, write_text
 from headstart.heads.formats.plots import new_figure, save_figure
@@ -26,18 +25,24 @@ PLOT = "tune.png"
 COLUMNS = (
     "batch", "plain ms", "best tree", "τ", "cycle ms", "predicted", "measured", "measured τ", "do", "best chain",
 )  # fmt: skip
-
-
-def overrides(tree: TreeConfig) -> str:
-    """The `eval.tree.*` overrides of the command line that give this tree."""
-    default = TreeConfig()
-    changed = [f.name for f in fields(TreeConfig) if getattr(tree, f.name) != getattr(default, f.name)]
-    words = []
-    for name in changed:
-        value = getattr(tree, name)
-        text = json.dumps(value).replace(" ", "") if isinstance(value, list) else str(value)
-        words.append(f"eval.tree.{name}={text}")
-    return shlex.join(words)
+#: of the table that shows calibrated trees beside the published one
+STATIC_COLUMNS = ("batch", "static tree", "nodes", "levels", "τ", "measured τ", "predicted", "measured", "kept")
+STATIC_TITLE = "Calibrated static trees beside the published one"
+IN_SAMPLE = (
+    "They were measured on the prompts that the trees were calibrated on. `headstart eval` measures them on others. "
+    "The paths of every tree are in tune.json."
+)
+RANK_NOTE = (
+    "The share of a head's positions at which the target's token was among the head's first candidates. Every head has "
+    "its own number of positions."
+)
+ESTIMATE_NOTE = (
+    "τ recorded: of the recorded cycles. By path: from counts of each path, drawn to what the heads say in general. "
+    "This estimate builds the trees. By head: from the product of the heads' rank accuracies, as if the heads were "
+    "right independently of each other."
+)
+#: ranks in the table of rank accuracies
+SHOWN_RANKS = 5
 
 
 def _cells(choice: Choice) -> tuple[str, ...]:
@@ -49,6 +54,21 @@ def _cells(choice: Choice) -> tuple[str, ...]:
         number(choice.measured["tau"]), "speculate" if choice.speculate else "decode plainly",
         "–" if chain is None else f"{chain.tree.depth} ({chain.speedup:.2f}×)",
     )  # fmt: skip
+
+
+def _static_rows(tuning: Tuning) -> list[tuple[str, ...]]:
+    """Two rows per batch size: the best calibrated tree and the published one."""
+    rows = []
+    for choice in tuning.choices:
+        for run in filter(None, (choice.calibrated, choice.published)):
+            tree = run.candidate.tree
+            rows.append((
+                str(choice.costs.batch), tree_name(tree), str(node_count(tree)), str(tree.depth),
+                number(run.candidate.tau), number(run.measured["tau"]), number(run.candidate.speedup, 2, "×"),
+                number(run.measured_speedup, 2, "×") + ("" if run.agrees else " !"),
+                "kept" if run.candidate.tree == choice.best.tree else "",
+            ))  # fmt: skip
+    return rows
 
 
 def _title(tuning: Tuning) -> str:
@@ -70,6 +90,13 @@ def _remarks(tuning: Tuning, text: Callable[[str], str] = str, command: Callable
                 f"! at batch {choice.costs.batch} prediction and measurement differ by more than {AGREEMENT:.0%}: "
                 "trust the measured one"
             )
+        if (other := choice.passed_over) is not None:
+            kept, passed = (number(speedup, 2, "×") for speedup in (choice.measured_speedup, other.measured_speedup))
+            lines.append(
+                f"batch {choice.costs.batch}: {tree_name(choice.best.tree)} is kept, measured {kept}; "
+                f"{tree_name(other.candidate.tree)}, the best by prediction, measured {passed}"
+            )
+    lines += tuning.notes
     uses = []
     for choice in tuning.choices:
         if choice.speculate:
@@ -77,12 +104,22 @@ def _remarks(tuning: Tuning, text: Callable[[str], str] = str, command: Callable
     return [*map(text, lines), *uses]
 
 
-def tuning_table(tuning: Tuning) -> Table:
-    shown = Table(title=Text(line(_title(tuning))), title_justify="left")
-    for n, column in enumerate(COLUMNS):
-        shown.add_column(column, justify="left" if n in (2, 8) else "right")
-    for choice in tuning.choices:
-        shown.add_row(*(Text(line(cell)) for cell in _cells(choice)))
+def tuning_table(tuning: Tuning) -> Group:
+    """The choice at every batch size, and where static trees are drafted, calibrated ones beside the published one."""
+    static = _static_rows(tuning)
+    return Group(
+        _shown(_title(tuning), COLUMNS, list(map(_cells, tuning.choices)), (2, 8)),
+        *([_shown(STATIC_TITLE, STATIC_COLUMNS, static, (1, 8))] if static else []),
+    )
+
+
+def _shown(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], left: tuple[int, ...]) -> Table:
+    """A table for the terminal. Args: left: columns that are aligned to the left."""
+    shown = Table(title=Text(line(title)), title_justify="left")
+    for n, column in enumerate(columns):
+        shown.add_column(column, justify="left" if n in left else "right")
+    for row in rows:
+        shown.add_row(*(Text(line(cell)) for cell in row))
     return shown
 
 
@@ -97,13 +134,15 @@ def tuning_markdown(tuning: Tuning) -> str:
     lines += [*table(COLUMNS, [_cells(choice) for choice in tuning.choices]), ""]
     lines += [f"- {remark}" for remark in _remarks(tuning, markdown, code)]
     lines += [f"- data: {markdown(tuning.data['path'])}, {tuning.prompts} prompts", ""]
+    lines += _static_markdown(tuning)
     lines += ["## Costs in ms", ""]
     for choice in tuning.choices:
         costs = choice.costs.to_json()
         lines += [f"Batch {costs['batch']}, context {costs['context']}: plain {costs['plain_ms']:.3f}", ""]
         rows = []
-        for part, size in (("verify", "tokens"), ("draft", "levels"), ("rest", "nodes")):
+        for part, size_of_part in (("verify", "tokens"), ("draft", "levels"), ("rest", "nodes")):
             for name, points in costs[f"{part}_ms"].items():
+                size = "nodes" if (part, name) == ("draft", "static") else size_of_part
                 shown = ", ".join(f"{n}: {ms:.3f}" for n, ms in points.items())
                 rows.append((f"{part} ({size})", name, shown))
         lines += [*table(("part", "of", "size: ms"), rows), ""]
@@ -111,6 +150,28 @@ def tuning_markdown(tuning: Tuning) -> str:
     lines += ["## τ of every tree on these prompts", ""]
     lines += table(("tree", "τ"), [(name, number(tau)) for name, tau in ordered])
     return "\n".join(lines) + "\n"
+
+
+def _static_markdown(tuning: Tuning) -> list[str]:
+    """Static trees: calibrated ones beside the published one, ranks of the heads, and τ by size."""
+    if not tuning.static_trees:
+        return []
+    ranks = ("head", "positions", *(f"top-{rank}" for rank in range(1, SHOWN_RANKS + 1)))
+    heads = [
+        (str(head["head"]), str(head["positions"]), *(number(share, 3) for share in head["top"][:SHOWN_RANKS]))
+        for head in tuning.rank_accuracy
+    ]
+    sizes = ("tree", "nodes", "levels", "τ recorded", "τ by path", "τ by head")
+    trees = [
+        (tree["name"], *(str(tree[size]) for size in ("nodes", "levels")),
+         *(number(tree[way]) for way in ("tau", "by_path", "by_head")))
+        for tree in tuning.static_trees
+    ]  # fmt: skip
+    return [
+        f"## {STATIC_TITLE}", "", *table(STATIC_COLUMNS, _static_rows(tuning)), "", IN_SAMPLE, "",
+        "## Rank accuracy of the heads", "", RANK_NOTE, "", *table(ranks, heads), "",
+        "## τ of static trees by size", "", *table(sizes, trees), "", ESTIMATE_NOTE, "",
+    ]  # fmt: skip
 
 
 def write_tuning(
@@ -149,6 +210,7 @@ def _plot(tuning: Tuning, place: Path) -> None:
         ("predicted", [choice.best.speedup for choice in tuning.choices]),
         ("measured", [choice.measured_speedup for choice in tuning.choices]),
         ("best chain, predicted", [c.best_chain.speedup if c.best_chain else None for c in tuning.choices]),
+        ("published tree, measured", [c.published.measured_speedup if c.published else None for c in tuning.choices]),
     ):
         if None not in values:
             axes.plot(batches, values, marker="o", linestyle="-" if label == "measured" else "--", label=label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from eval_help import Trained, memory_for_two_rows, word_tokenizer
+from rich.console import Console
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
+from headstart.eval.tuning.choice import Run, finalists
 from headstart.eval.tuning.costs import Costs, draft_points, extremes, forwards, measure_costs, measurements, node_count
-from headstart.eval.tuning.profile import ChainProfile, StaticProfile
+from headstart.eval.tuning.profile import ChainProfile
+from headstart.eval.tuning.static import StaticProfile
 from headstart.eval.tuning.tune import (
     Candidate,
     Choice,
@@ -20,12 +24,12 @@ from headstart.eval.tuning.tune import (
     Tuning,
     candidates,
     expected_speedup,
-    finalists,
     rank,
     tree_name,
     tune,
     typical_batch,
 )
+from headstart.eval.tuning.tune_report import tuning_markdown, tuning_table, tuning_text
 from headstart.heads.errors import ConfigError
 from headstart.heads.targets.target import Target
 
@@ -57,6 +61,11 @@ def test_cycle_by_hand() -> None:
     # beyond what was measured the nearest holds
     assert costs().cycle_s(TreeConfig("chain", 9)) == pytest.approx(0.012 + 0.003 + 0.0007)
     assert costs().to_json()["draft_ms"]["dynamic4"] == {"1": pytest.approx(1.0), "5": pytest.approx(9.0)}
+    # drafting of a static tree goes by its nodes: verify 10 tokens 13, draft 9 nodes 4, rest 2
+    with_static = costs()
+    with_static.draft_s["static"], with_static.rest_s["static"] = {7: 0.003, 11: 0.005}, {7: 0.002}
+    tree = TreeConfig("static", 2, total_tokens=10, paths=[[rank] for rank in range(9)])
+    assert with_static.cycle_s(tree) == pytest.approx(0.013 + 0.004 + 0.002)
 
 
 def test_expected_speedup_by_hand() -> None:
@@ -92,6 +101,12 @@ def test_what_is_measured() -> None:
         ("chain", 1), ("chain", 2), ("chain", 3), ("dynamic", 2), ("dynamic", 4), ("dynamic", 5),
     ]  # fmt: skip
     assert measurements(trees) == 1 + 6 + 5 + 4
+    # static trees may have any shape: drafting is timed at every size, up to as many as forwards are
+    paths = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [3], [4], [5], [6], [7], [8], [9]]
+    static = [TreeConfig("static", 3, total_tokens=n + 1, paths=paths[:n]) for n in (2, 5, 8)]
+    assert [node_count(t) for t in draft_points(static)] == [2, 5, 8]
+    many = [TreeConfig("static", 3, total_tokens=n + 1, paths=paths[:n]) for n in range(1, 15)]
+    assert [node_count(t) for t in draft_points(many)] == [1, 3, 5, 7, 10, 12, 14]
     long = [TreeConfig("chain", depth) for depth in range(1, 14)]
     assert forwards(long) == [("chain", n) for n in (2, 4, 6, 8, 10, 12, 14)]
 
@@ -101,8 +116,10 @@ def test_candidates_are_all_different() -> None:
     trees = candidates(
         {"chain": ChainProfile(np.array([1])), "static": static}, TuneConfig(depth=2, total_tokens=[3, 4, 60])
     )
-    assert [tree_name(tree) for tree in trees] == ["chain1", "chain2", "static n2", "static n3", "static n5"]
+    assert [tree_name(tree) for tree in trees] == ["chain1", "chain2", "static n2", "static n3", "static n6"]
     assert trees[2].paths == [[0], [0, 0]] and trees[2].depth == 2
+    # (1, 1) was never right, but both of its ranks were
+    assert trees[4].paths is not None and sorted(trees[4].paths)[-1] == [1, 1]
     for tree in trees:
         check_config(EvalConfig(tree=tree))
     dynamic: Any = {"chain": ChainProfile(np.array([1])), "dynamic2": None}
@@ -152,6 +169,61 @@ def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:
     json.dumps(tuning.to_json())
 
 
+CALIBRATED = TreeConfig("static", 2, total_tokens=4, paths=[[0], [1], [0, 0]])
+PUBLISHED = TreeConfig("static", 2, total_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "kept"),
+    [
+        ({"chain": 1.5, "static": 1.4, "published": 1.3}, "chain2"),
+        # as predicted
+        ({"static": 1.4, "published": 1.3}, "static n3"),
+        # the measurement tells otherwise
+        ({"static": 1.3, "published": 1.4}, "published n38"),
+        ({"chain": 1.2, "static": 1.4, "published": 1.3}, "static n3"),
+    ],
+)
+def test_the_faster_tree_by_measurement_is_kept(speedups: dict[str, float], kept: str) -> None:
+    trees = {"chain": TreeConfig("chain", 2), "static": CALIBRATED, "published": PUBLISHED}
+    runs = [
+        Run(Candidate(trees[name], 2.0 - n / 10, 1.6 - n / 10), {"row_speedup": speedup, "tau": 1.9})
+        for n, (name, speedup) in enumerate(speedups.items())
+    ]
+    refined = [run.candidate for run in runs]
+    timed = costs()
+    timed.draft_s["static"], timed.rest_s["static"] = {3: 0.001, 38: 0.002}, {3: 0.001, 38: 0.001}
+    choice = Choice.of(timed, refined, runs)
+    assert tree_name(choice.best.tree) == kept and choice.measured_speedup == max(speedups.values())
+    assert choice.calibrated is not None and choice.calibrated.measured_speedup == speedups["static"]
+    assert choice.published is not None and choice.published.measured_speedup == speedups["published"]
+    shown = choice.to_json()
+    assert shown["tree"] == {**vars(choice.best.tree)} and shown["published"]["nodes"] == 38
+    tuning = Tuning(
+        "drafts", {"name": "target"}, {"path": "x"}, "card", "bfloat16", 0.0, 64, 4, {}, {}, [choice],
+        rank_accuracy=[{"head": 1, "positions": 7, "top": [0.5, 0.6, 0.7, 0.8, 0.9, 0.95]}],
+        static_trees=[{"name": "static n3", "nodes": 3, "levels": 2, "tau": 1.5, "by_path": 1.4, "by_head": 1.3}],
+        notes=["the published tree is cut"],
+    )  # fmt: skip
+    said = tuning_text(tuning)
+    passed = f"batch 1: {kept} is kept, measured 1.40×; {tree_name(refined[0].tree)}, the best by prediction, measured"
+    assert (passed in said) == (choice.best is not refined[0]) == (choice.passed_over is not None)
+    text = tuning_markdown(tuning)
+    # side by side: nodes, levels, τ predicted and measured, speed-up predicted and measured
+    last = len(runs) - 1
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert [row for row in rows if row[1:2] == ["published n38"]] == [
+        ["1", "published n38", "38", "2", f"{2.0 - last / 10:.2f}", "1.90", f"{1.6 - last / 10:.2f}×",
+         f"{speedups['published']:.2f}×" + ("" if runs[-1].agrees else " !"), "kept" if kept[0] == "p" else ""]
+    ]  # fmt: skip
+    assert ["1", "7", "0.500", "0.600", "0.700", "0.800", "0.900"] in rows
+    assert ["static n3", "3", "2", "1.50", "1.40", "1.30"] in rows
+    assert "the published tree is cut" in said and "the published tree is cut" in text
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(tuning_table(tuning))
+    assert "published n38" in printed.getvalue() and "static n3" in printed.getvalue()
+
+
 def settings(prompts: str, **changes: Any) -> EvalConfig:
     return EvalConfig(data=prompts, max_new_tokens=12, warmup_tokens=0, **changes)
 
@@ -196,8 +268,34 @@ def test_a_whole_tuning(target: Target, family: str, prompts: str, request: pyte
     )
     assert found.taus[tree_name(best.tree)] * choice.costs.plain_s / choice.costs.cycle_s(best.tree) in by_profile[-3:]
     assert steps[-1][0] == steps[-1][1] and steps[-1][2] == "done"
+    # every step was counted: the total never grew
+    assert len({total for _, total, what in steps if what.startswith(("costs", "decoding"))}) == 1
+    check_static(found, family)
     assert set(found.cycles) == {"chain", *(["dynamic2"] if family == "eagle3" else ["static"])}
     json.dumps(found.to_json())
+
+
+def check_static(found: Tuning, family: str) -> None:
+    """Calibrated trees of all sizes and the published one, which was decoded with as well."""
+    (choice,) = found.choices
+    if family == "eagle3":
+        assert not found.static_trees and choice.published is choice.calibrated is None
+        return
+    names = [tree["name"] for tree in found.static_trees]
+    assert names == ["static n3", "static n5", "static n38", "published n38"]
+    assert choice.calibrated is not None and choice.published is not None
+    for run in (choice.calibrated, choice.published):
+        # decoded on the same prompts, so with the τ of its own run
+        assert run.candidate.tau == pytest.approx(run.measured["tau"]) and run.measured["rows"] == 2
+        assert choice.measured_speedup >= run.measured_speedup
+    assert [head["head"] for head in found.rank_accuracy] == [1, 2]
+    # at the end of an answer the second head has no token to be compared with
+    first, second = (head["positions"] for head in found.rank_accuracy)
+    assert 0 < second <= first == found.cycles["static"]
+    for tree in found.static_trees:
+        assert tree["nodes"] == len(tree["paths"]) and found.taus[tree["name"]] == tree["tau"] >= 1
+    assert found.static_trees[2]["by_path"] >= found.static_trees[3]["by_path"] - 1e-9
+    assert "2 are drafted: its 38 nodes" in found.notes[0] and found.notes[0] in tuning_text(found)
 
 
 def trees_of(found: Tuning, trained: Trained) -> list[TreeConfig]:

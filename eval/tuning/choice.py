@@ -1,0 +1,216 @@
+"""What a tuning found: the trees that were compared, the choice at every batch size, and the whole for the report."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from headstart.eval.config import TreeConfig, tree_label
+from headstart.eval.tuning.costs import Costs, node_count
+from headstart.heads.provenance import command_line, git_revision, versions
+
+#: largest relative difference between predicted and measured speed-up that counts as agreement
+AGREEMENT = 0.1
+#: best trees by estimate whose τ is measured in runs of their own
+FINALISTS = 3
+
+
+def expected_speedup(tau: float, costs: Costs, tree: TreeConfig) -> float:
+    """τ · t_plain / t_cycle of a tree, while all rows of the batch decode (methods §11)."""
+    return tau * costs.plain_s / costs.cycle_s(tree)
+
+
+def is_published(tree: TreeConfig) -> bool:
+    """Whether it is the published static tree, to which the calibrated ones are compared."""
+    return tree.kind == "static" and tree.paths is None
+
+
+def is_calibrated(tree: TreeConfig) -> bool:
+    return tree.kind == "static" and tree.paths is not None
+
+
+def tree_name(tree: TreeConfig) -> str:
+    """A candidate's name, such as `chain3`, `dynamic k10 d6 n47`, `static n15` (calibrated) or `published n63`."""
+    nodes = node_count(tree)
+    if tree.kind == "dynamic":
+        return f"dynamic k{tree.k} d{tree.depth} n{nodes}"
+    if tree.kind == "chain":
+        return f"chain{nodes}"
+    return f"{'published' if is_published(tree) else 'static'} n{nodes}"
+
+
+def overrides(tree: TreeConfig) -> str:
+    """The `eval.tree.*` overrides of the command line that give this tree."""
+    default = TreeConfig()
+    changed = [f.name for f in fields(TreeConfig) if getattr(tree, f.name) != getattr(default, f.name)]
+    words = []
+    for name in changed:
+        value = getattr(tree, name)
+        text = json.dumps(value).replace(" ", "") if isinstance(value, list) else str(value)
+        words.append(f"eval.tree.{name}={text}")
+    return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    tree: TreeConfig
+    tau: float
+    speedup: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "label": tree_label(self.tree, node_count(self.tree)), "tree": asdict(self.tree), "tau": self.tau,
+            "predicted_speedup": self.speedup, "overrides": overrides(self.tree),
+        }  # fmt: skip
+
+
+def by_speedup(made: list[Candidate]) -> list[Candidate]:
+    return sorted(made, key=lambda candidate: (-candidate.speedup, node_count(candidate.tree)))
+
+
+def first_of(ranked: list[Candidate], kind: Callable[[TreeConfig], bool]) -> Candidate | None:
+    """The best candidate whose tree satisfies `kind`."""
+    return next((candidate for candidate in ranked if kind(candidate.tree)), None)
+
+
+def finalists(ranked: list[Candidate]) -> list[Candidate]:
+    """The best few, the best chain, the best calibrated tree and the published one.
+
+    They get runs of their own, which may show that another one is the fastest.
+    """
+    chosen = ranked[:FINALISTS]
+    for kind in (lambda tree: tree.kind == "chain", is_calibrated, is_published):
+        best = first_of(ranked, kind)
+        if best is not None and best not in chosen:
+            chosen = [*chosen, best]
+    return chosen
+
+
+@dataclass(frozen=True)
+class Run:
+    """A candidate and its `measure_point`. `measured_speedup` is per row: rows which end early do not count."""
+
+    candidate: Candidate
+    measured: dict[str, Any]
+
+    @property
+    def measured_speedup(self) -> float:
+        return float(self.measured["row_speedup"])
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.candidate.speedup / self.measured_speedup - 1) <= AGREEMENT
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.candidate.to_json(), "nodes": node_count(self.candidate.tree),
+            "measured_speedup": self.measured_speedup, "measured_tau": self.measured["tau"], "agrees": self.agrees,
+            "measured": self.measured,
+        }  # fmt: skip
+
+
+@dataclass
+class Choice:
+    """What to do at one batch size.
+
+    Attributes:
+        best: of the trees that were measured the fastest, even if it is slower than plain decoding; its τ comes from
+            its own run. Measured are the best by prediction and, where static trees are drafted, the two below.
+        best_chain: the fastest chain by prediction, since serving engines mostly draft chains; None where none was
+            searched.
+        measured: `measure_point` of `best`.
+        calibrated, published: the best calibrated tree by prediction, and the published one; None without static trees.
+        passed_over: the best by prediction, where another one was faster.
+    """
+
+    costs: Costs
+    best: Candidate
+    best_chain: Candidate | None
+    measured: dict[str, Any]
+    calibrated: Run | None = None
+    published: Run | None = None
+    passed_over: Run | None = None
+
+    @classmethod
+    def of(cls, costs: Costs, refined: list[Candidate], runs: list[Run]) -> Choice:
+        """Args: refined: candidates by predicted speed-up, the best first. runs: of the first of them, and more."""
+        best = max(runs, key=lambda run: run.measured_speedup)
+
+        def run_of(candidate: Candidate | None) -> Run | None:
+            return next((run for run in runs if run.candidate is candidate), None)
+
+        return cls(
+            costs,
+            best.candidate,
+            first_of(refined, lambda tree: tree.kind == "chain"),
+            best.measured,
+            calibrated=run_of(first_of(refined, is_calibrated)),
+            published=run_of(first_of(refined, is_published)),
+            passed_over=None if best.candidate is refined[0] else run_of(refined[0]),
+        )
+
+    @property
+    def speculate(self) -> bool:
+        return self.measured_speedup > 1
+
+    @property
+    def measured_speedup(self) -> float:
+        return Run(self.best, self.measured).measured_speedup
+
+    @property
+    def agrees(self) -> bool:
+        return Run(self.best, self.measured).agrees
+
+    def to_json(self) -> dict[str, Any]:
+        def shown(made: Run | Candidate | None) -> dict[str, Any] | None:
+            return None if made is None else made.to_json()
+
+        return {
+            "batch": self.costs.batch, "speculate": self.speculate, **self.best.to_json(),
+            "measured_speedup": self.measured_speedup, "measured_tau": self.measured["tau"], "agrees": self.agrees,
+            "best_chain": shown(self.best_chain), "calibrated": shown(self.calibrated),
+            "published": shown(self.published), "passed_over": shown(self.passed_over),
+            "costs": self.costs.to_json(), "measured": self.measured,
+        }  # fmt: skip
+
+
+@dataclass
+class Tuning:
+    """The result of `tune`, for the report and the head's sidecar."""
+
+    drafter: str
+    target: dict[str, Any]
+    data: dict[str, Any]
+    device: str
+    dtype: str
+    temperature: float
+    context: int
+    prompts: int
+    cycles: dict[str, int]
+    #: `tree_name` → estimated τ, of every tree that was compared
+    taus: dict[str, float]
+    choices: list[Choice]
+    #: of every head: positions, and how often the target's token was its candidate of rank r (`HeadCounts.to_json`)
+    rank_accuracy: list[dict[str, Any]] = field(default_factory=list)
+    #: of every static tree: name, nodes, levels, τ of the recorded cycles and by both estimates, paths
+    static_trees: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "choices"}
+        return {
+            **values, "choices": [choice.to_json() for choice in self.choices], "command": command_line(),
+            "versions": versions(), "git_revision": git_revision(),
+        }  # fmt: skip
+
+    def entry(self) -> dict[str, Any]:
+        """For the head's sidecar: the choice at each batch size and the conditions it was measured under."""
+        kept = ("label", "tree", "speculate", "tau", "predicted_speedup", "measured_speedup", "agrees", "best_chain")
+        batches = {str(c.costs.batch): {name: c.to_json()[name] for name in kept} for c in self.choices}
+        return {
+            "device": self.device, "dtype": self.dtype, "temperature": self.temperature, "context": self.context,
+            "data": self.data, "batches": batches, "versions": versions(), "git_revision": git_revision(),
+        }  # fmt: skip

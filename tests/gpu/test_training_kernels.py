@@ -321,6 +321,8 @@ def test_row_kernels_match_their_twins():
         ("medusa", {"loss": "ce"}),
         ("medusa", {"lm_head": "shared"}),
         ("medusa", {"lm_head": "lowrank"}),
+        ("hydra", {"loss": "ce", "lm_head": "lowrank"}),
+        ("hydra", {"prefix_layer": True, "num_layers": 4, "lm_head": "lowrank"}),
         ("eagle", {"depth": 3}),
         ("eagle", {"depth": 2, "top_tokens_loss_weight": 1.0}),
         ("eagle3", {"loss": "lk", "row_fraction": 0.7}),
@@ -366,6 +368,31 @@ def test_captured_step_equals_eager_step(family, fields):
         for parameter, gradient in zip(head.parameters(), gradients, strict=True):
             if gradient is not None:
                 assert relative(parameter.grad, 2 * gradient) < 2e-2
+
+
+def test_dropout_of_a_captured_step_follows_the_seed():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    target = Target.from_model(LlamaForCausalLM(config).cuda().bfloat16())
+    head = build_head(FAMILIES["hydra"].config(prefix_layer=True, dropout=0.2), target.dims).cuda()
+    head.initialise(target.ends)
+    captured = CapturedPacks(LossModule(head.train(), target.teacher, torch.bfloat16), len(head.terms))
+    batch = target.extract(batch_of([64, 64], head.depth), head.spec)
+    scale_T = head.term_weights().cuda() / head.loss_counts(batch)
+
+    def step(seed: int) -> torch.Tensor:
+        for parameter in head.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+        torch.manual_seed(seed)
+        captured.backward(batch, scale_T)
+        return head.blocks[1].residual.weight.grad.clone()
+
+    step(1)  # captures
+    first, again, other = step(1), step(1), step(2)
+    assert relative(again, first) < 1e-3 and relative(other, first) > 0.1
 
 
 class StoredFeatures(FeatureSource):

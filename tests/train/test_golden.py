@@ -33,6 +33,7 @@ from headstart.train.validate import Validator
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 SETTINGS = {
     "medusa": {"depth": 3},
+    "hydra": {"depth": 3, "prefix_layer": True, "num_layers": 2, "lm_head": "lowrank", "rank": 8},
     "eagle": {"feature_noise": 0.01},
     "eagle3": {"depth": 3, "draft_vocab_size": 48},
 }

@@ -185,7 +185,12 @@ def _apply(
     dtype = compute_dtype(weight_UH)
     more = () if update is None else (update[0].to(dtype), update[1])
     with torch.autocast(hidden_AH.device.type, enabled=False):
-        return _LinearLoss.apply(row_loss, sum_UH, hidden_AH.to(dtype), weight_UH, *more)
+        return _LinearLoss.apply(row_loss, sum_UH, *_wanting(hidden_AH.to(dtype), weight_UH, *more))
+
+
+def _wanting(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, constants where no gradient is formed (validation): autograd asks for gradients there as well."""
+    return tensors if torch.is_grad_enabled() else tuple(x.detach() for x in tensors)
 
 
 def _sum_into(weight_UH: Tensor, adds_scale: Tensor | None) -> Tensor | None:
@@ -289,7 +294,7 @@ def soft_loss_depths(
     dtype = compute_dtype(weight_UH)
     with torch.autocast(weight_UH.device.type, enabled=False):
         loss_K, argmax_M = _LinearLossDepths.apply(
-            hidden_MH.to(dtype), weight_UH, row_loss, row_weight_M, depth_M, scale_K
+            *_wanting(hidden_MH.to(dtype), weight_UH), row_loss, row_weight_M, depth_M, scale_K
         )
     return loss_K, list(argmax_M.split(counts))
 

@@ -192,3 +192,22 @@ def test_gradients_are_formed_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward pass"):
         loss.backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_validation_forms_no_gradient(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Two of the three products are those of the gradients."""
+    x = inputs()
+    expected = run(fused, kind, x)[:2]
+    taken = []
+    monkeypatch.setattr(fused, "weight_grad", lambda *arguments: taken.append(arguments))
+    monkeypatch.setattr(torch, "mm", lambda *arguments, **options: taken.append(arguments))
+    with torch.no_grad():
+        if kind == "hard_ce":
+            found = fused.hard_ce(x["hidden"], x["weight"], x["label"], x["row_weight"])
+        else:
+            found = fused.soft_loss(x["hidden"], x["weight"], x["teacher"], x["row"], x["row_weight"], kind)
+            depths = [x["row"]], [x["row_weight"]], torch.ones(1, dtype=torch.float64), kind
+            loss_K, _ = fused.soft_loss_depths(x["hidden"], x["weight"], x["teacher"], *depths)
+            assert torch.allclose(loss_K[0], expected[0])
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and not taken

@@ -288,8 +288,9 @@ WEIGHT_FILES = (
     ("model.safetensors.index.json", "model.safetensors"),
     (None, "medusa_lm_head.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-    (None, "medusa_lm_head.pt"),
 )
+#: the pickled weights of trainers that name the file after their method
+PICKLED = "*_lm_head.pt"
 
 
 def open_checkpoint(directory: Path) -> RawCheckpoint:
@@ -322,6 +323,11 @@ def _open_weights(directory: Path) -> dict[Path, Opened]:
             return _open_shards(directory, index)
         if os.path.lexists(directory / single):
             return {directory / single: _open_file(directory / single)}
+    pickled = sorted(directory.glob(PICKLED))
+    if len(pickled) > 1:
+        raise FormatError(f"{directory}: {len(pickled)} files named {PICKLED}; keep the one that is meant")
+    if pickled:
+        return {pickled[0]: _open_file(pickled[0])}
     shards = sorted(directory.glob("*.safetensors"))
     if len(shards) == 1:
         return {shards[0]: open_safetensors(shards[0])}
@@ -329,7 +335,8 @@ def _open_weights(directory: Path) -> dict[Path, Opened]:
         raise FormatError(
             f"{directory}: {len(shards)} safetensors files and no model.safetensors.index.json that says which to read"
         )
-    raise FormatError(f"{directory}: no weights; expected one of {', '.join(single for _, single in WEIGHT_FILES)}")
+    expected = ", ".join([*(single for _, single in WEIGHT_FILES), PICKLED])
+    raise FormatError(f"{directory}: no weights; expected one of {expected}")
 
 
 def _open_file(path: Path) -> Opened:

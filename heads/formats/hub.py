@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headstart.heads.checkpoints.raw import PICKLED
 from headstart.heads.errors import ConfigError, FormatError, StorageError
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats.card import render_card
@@ -30,7 +31,7 @@ from headstart.heads.targets.tuned import ADAPTER
 T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched
 HEAD_FILES = ["config.json", SIDECAR, "*.safetensors", "*.safetensors.index.json"]
-HEAD_FILES += ["pytorch_model.bin", "medusa_lm_head.pt"]
+HEAD_FILES += ["pytorch_model.bin", PICKLED]
 #: files of the adapter that lies beside a head of a tuned target
 ADAPTER_FILES = [f"{ADAPTER}/{CONFIG_FILE}", f"{ADAPTER}/{WEIGHTS_FILE}"]
 #: files in folders of a repository; in a pattern, "*" also stands for "/"

@@ -186,7 +186,7 @@ class Bomb:
         return (Path.write_text, (self.place, "executed"))
 
 
-@pytest.mark.parametrize("weights", ["pytorch_model.bin", "medusa_lm_head.pt"])
+@pytest.mark.parametrize("weights", ["pytorch_model.bin", "medusa_lm_head.pt", "another_lm_head.pt"])
 @pytest.mark.parametrize("plain_pickle", [True, False])
 def test_pickles_are_never_executed(tmp_path: Path, weights: str, plain_pickle: bool) -> None:
     head = write(tmp_path / "head", EAGLE_CONFIG, {}, "pytorch_model.bin")
@@ -199,6 +199,13 @@ def test_pickles_are_never_executed(tmp_path: Path, weights: str, plain_pickle: 
     with pytest.raises(FormatError, match="more than tensors|cannot be read"):
         load_head(head)
     assert not (tmp_path / "executed").exists()
+
+
+def test_of_two_pickles_neither_is_read(tmp_path: Path) -> None:
+    head = write(tmp_path, EAGLE_CONFIG, {"fc.weight": torch.ones(2)}, "one_lm_head.pt")
+    (head / "two_lm_head.pt").write_bytes((head / "one_lm_head.pt").read_bytes())
+    with pytest.raises(FormatError, match=r"2 files named \*_lm_head.pt; keep the one that is meant"):
+        load_head(head)
 
 
 def test_pickles_hold_tensors_only(tmp_path: Path) -> None:

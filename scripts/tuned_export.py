@@ -11,6 +11,7 @@ import torch
 
 from headstart.heads.files import delete, require_disk
 from headstart.heads.formats import ExportConfig
+from headstart.heads.formats.hub import published_target
 from headstart.heads.formats.sidecar import hub_name
 from headstart.heads.numerics import DTYPES
 from headstart.heads.published_names import name_of_target
@@ -78,8 +79,3 @@ class TunedExport:
             place = self.out / TUNED_TARGET
             save_tuned(self.target.model, self.target.tokenizer, place, self.dtype, self.target.tuning.mark(base))
             say(f"the tuned target is in {place} ({str(self.dtype).removeprefix('torch.')})")
-
-
-def published_target(repository: str) -> str:
-    """The repository of a tuned target whose head is published as `repository`: engines read a repository's root."""
-    return f"{repository}-target"

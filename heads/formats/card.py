@@ -20,8 +20,10 @@ from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.flags import MEANINGS, flag_of
 from headstart.heads.formats.launch import commented, launch_commands, tuned_table, why_tokens
 from headstart.heads.formats.sidecar import hub_name
+from headstart.heads.formats.tuned_card import is_tuned, tuned_section
 from headstart.heads.published import published
 from headstart.heads.published_names import ANSWERS, HELD_OUT, OWN_DATA
+from headstart.heads.targets.tuned import ADAPTER
 
 
 def render_card(
@@ -47,6 +49,7 @@ def render_card(
         _front_matter(family, target, license_id),
         f"# {markdown(repo_id.split('/')[-1])}",
         _summary(family, target, side, flag_of(report or {})),
+        tuned_section(side),
         _results(report),
         *(f"![{name.removesuffix('.png')}]({name})" for name in plots),
         tuned_table(side),
@@ -82,9 +85,11 @@ def _summary(family: str, target: dict[str, Any], side: dict[str, Any], flag: st
     if flag is not None:
         more += f" The results below were not measured so: they are {flag}."
     name = markdown(target.get("name", "an unnamed target"))
+    tuned = "tuned " if is_tuned(target) else ""
     return (
-        f"{FAMILIES[family].paper.method} draft head for **{name}**{revision}. It proposes tokens that the target "
-        f"verifies: with greedy or lossless sampled verification the output is the target's own.{more}\n\n{facts}."
+        f"{FAMILIES[family].paper.method} draft head for **{name}**{revision}. It proposes tokens that the "
+        f"{tuned}target verifies: with greedy or lossless sampled verification the output is the {tuned}target's own."
+        f"{more}\n\n{facts}."
     )
 
 
@@ -121,11 +126,15 @@ def _results(report: dict[str, Any] | None) -> str:
 
 
 def _use(repo_id: str, target: dict[str, Any], engines: list[str], side: dict[str, Any]) -> str:
-    base = hub_name(target) or "TARGET"
+    base, folder = hub_name(target) or "TARGET", repo_id.split("/")[-1]
+    commands = launch_commands(repo_id, side, engines, folder)
     shown = [
         f"{FORMATS[engine].title}:\n\n{fenced(commented(engine, side['type'], command), 'bash')}"
-        for engine, command in launch_commands(repo_id, side, engines).items()
+        for engine, command in commands.items()
     ]
+    if any(f"{folder}/{ADAPTER}" in command for command in commands.values()):
+        fetch = shlex.join(["hf", "download", repo_id, "--include", f"{ADAPTER}/*", "--local-dir", folder])
+        shown.insert(0, f"Engines apply the adapter to the base from a folder:\n\n{fenced(fetch, 'bash')}")
     if shown and (why := why_tokens(side, markdown)):
         shown.insert(0, why)
     measure = shlex.join(["headstart", "eval", "--head", repo_id, "--target", base, "--data", "prompts.jsonl"])

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,11 +23,12 @@ from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.plots import draw_plots
 from headstart.heads.formats.sidecar import SIDECAR, hub_name, notes, seal
+from headstart.heads.formats.tuned_card import target_card
 from headstart.heads.published import published
 from headstart.heads.published_text import published_text, variables
 from headstart.heads.repository import check_repository
 from headstart.heads.targets.adapter import CONFIG_FILE, WEIGHTS_FILE
-from headstart.heads.targets.tuned import ADAPTER
+from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET
 
 T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched
@@ -36,6 +38,8 @@ HEAD_FILES += ["pytorch_model.bin", PICKLED]
 ADAPTER_FILES = [f"{ADAPTER}/{CONFIG_FILE}", f"{ADAPTER}/{WEIGHTS_FILE}"]
 #: files in folders of a repository; in a pattern, "*" also stands for "/"
 IN_FOLDERS = "*/*"
+#: files of a merged target that are uploaded
+TARGET_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model", "README.md"]
 #: weight files that exports write; an upload removes those of an earlier export that the new one does not have
 WRITTEN = re.compile(r"(model(-\d{5}-of-\d{5})?|medusa_lm_head)\.safetensors(\.index\.json)?")
 #: seconds to wait before the second attempt, the third and the fourth
@@ -59,8 +63,9 @@ def push_export(
 ) -> str:
     """Write the model card into an exported directory, create the repository and upload.
 
-    Folders in it (exports for further engines) are not uploaded: a serving engine reads a repository's root. Weight
-    files of an earlier export that the new one does not have are removed: engines would load them too.
+    Folders in it (exports for further engines) are not uploaded: a serving engine reads a repository's root. The
+    folder `adapter` of a tuned target is, and the merged target goes into a repository of its own, `NAME-target`.
+    Weight files of an earlier export that the new one does not have are removed: engines would load them too.
 
     Args:
         report: report.json of the head's evaluation, for the card.
@@ -100,6 +105,10 @@ def push_export(
     named = (side.get("target") or {}).get("name", "its target")
     message = published_text(config.commit_message or f"{side['type']} head for {named}", names)
 
+    served = (side.get("target") or {}).get("served_as")
+    if served is not None:
+        _push_target(api, directory, config, side, message, sleep)
+
     def upload() -> str:
         url = api.create_repo(name, private=config.private, repo_type="model", exist_ok=True)
         old = [file for file in api.list_repo_files(name) if WRITTEN.fullmatch(file)]
@@ -107,13 +116,59 @@ def push_export(
             repo_id=name,
             folder_path=directory,
             commit_message=message,
-            allow_patterns=[*HEAD_FILES, "README.md", "report.json", *plots],
-            ignore_patterns=IN_FOLDERS,
+            allow_patterns=_root_files(directory, [*HEAD_FILES, "README.md", "report.json", *plots]) + ADAPTER_FILES,
             delete_patterns=[file for file in old if not (directory / file).is_file()] or None,
         )
         return str(url)
 
     return _patiently(upload, directory, name, sleep)
+
+
+def published_target(repository: str) -> str:
+    """The repository of a tuned target whose head is published as `repository`: engines read a repository's root."""
+    return f"{repository}-target"
+
+
+def _root_files(directory: Path, patterns: list[str]) -> list[str]:
+    """Files of the directory itself, not of its folders, that match one of the patterns."""
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+
+
+def _push_target(
+    api: Any,
+    directory: Path,
+    config: ExportConfig,
+    side: dict[str, Any],
+    message: str,
+    sleep: Callable[[float], None],
+) -> None:
+    """Upload the merged target of an export into a repository of its own, before the head that refers to it.
+
+    Raises: FormatError where it is not there, or was exported for another repository.
+    """
+    head, place = config.push_to_hub or "", directory / TUNED_TARGET
+    name, served = published_target(head), side["target"]["served_as"]
+    if served != name or not (place / "config.json").is_file():
+        raise FormatError(
+            f"{directory}: the head drafts for the tuned target {served!r}, expected {name!r} with its files in "
+            f"{place}: run `headstart export` again with this repository"
+        )
+    write_text(place / "README.md", target_card(name, head, side, _licence(api, side)))
+
+    def upload() -> str:
+        api.create_repo(name, private=config.private, repo_type="model", exist_ok=True)
+        old = [file for file in api.list_repo_files(name) if WRITTEN.fullmatch(file)]
+        api.upload_folder(
+            repo_id=name,
+            folder_path=place,
+            commit_message=message,
+            allow_patterns=_root_files(place, TARGET_FILES),
+            delete_patterns=[file for file in old if not (place / file).is_file()] or None,
+        )
+        return name
+
+    _patiently(upload, directory, name, sleep)
 
 
 def _cleared(directory: Path, environment: list[str]) -> dict[str, Any]:

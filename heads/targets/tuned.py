@@ -341,6 +341,10 @@ def save_tuned(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype, 
     model.save_pretrained(partial, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
+    for path in partial.glob("*.json"):  # transformers may note where the base was on this machine
+        content = read_json(path)
+        if isinstance(content, dict) and (here := {"_name_or_path", "name_or_path"} & content.keys()):
+            write_json(path, {key: value for key, value in content.items() if key not in here})
     config = read_json(partial / "config.json")
     config.pop("torch_dtype", None)
     write_json(partial / "config.json", {**config, "dtype": str(dtype).removeprefix("torch."), TUNED_KEY: mark})

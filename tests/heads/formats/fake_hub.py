@@ -25,7 +25,13 @@ def listing(files: dict[str, bytes]) -> list[dict[str, Any]]:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The endpoints of the Hub that an upload and a download use; `server.files` is the repository."""
+    """The endpoints of the Hub that an upload and a download use; `server.files` is the repository me/head."""
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files of the repository that the path names."""
+        hub: Any = self.server
+        return hub.target_files if "me/head-target/" in self.path else hub.files
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -55,9 +61,10 @@ class Hub(BaseHTTPRequestHandler):
         host = f"http://127.0.0.1:{self.server.server_address[1]}"
         if self.path == "/api/repos/create":
             hub.created = json.loads(body)
-            return self.answer(200, {"url": f"{host}/me/head", "name": "me/head"})
-        if self.path.startswith("/api/models/me/head/tree/main"):
-            return self.answer(200, listing(hub.files))
+            name = f"me/{hub.created['name']}"
+            return self.answer(200, {"url": f"{host}/{name}", "name": name})
+        if self.path.startswith(("/api/models/me/head/tree/main", "/api/models/me/head-target/tree/main")):
+            return self.answer(200, listing(self.files))
         if self.path == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})
         if self.path.endswith("/preupload/main"):
@@ -83,11 +90,11 @@ class Hub(BaseHTTPRequestHandler):
                 if line["key"] == "header":
                     hub.messages.append(value["summary"])
                 elif line["key"] == "file":
-                    hub.files[value["path"]] = base64.b64decode(value["content"])
+                    self.files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
-                    hub.files[value["path"]] = hub.blobs[value["oid"]]
+                    self.files[value["path"]] = hub.blobs[value["oid"]]
                 elif line["key"] == "deletedFile":
-                    del hub.files[value["path"]]
+                    del self.files[value["path"]]
             commit = {"commitUrl": f"{host}/me/head/commit/1", "commitOid": "1" * 40, "pullRequestUrl": None}
             return self.answer(200, {"success": True, **commit})
         if self.path == "/api/models/someone/tiny-llama":
@@ -132,13 +139,14 @@ class Hub(BaseHTTPRequestHandler):
 def local_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A running Hub, which huggingface_hub takes for the real one.
 
-    Attributes of what is yielded: `files` (the repository that was pushed), `blobs`, `messages` (of commits),
+    Attributes of what is yielded: `files` (the repository me/head, which was pushed), `target_files` (me/head-target),
+    `blobs`, `messages` (of commits),
     `requests` ((method, path)), `failures` (statuses with which the next commits fail), `published` (revision → files
     of the repository me/published), `address`.
     """
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.files, server.blobs, server.messages, server.requests, server.failures = {}, {}, [], [], []
-    server.published = {}
+    server.published, server.target_files = {}, {}
     server.address = f"http://127.0.0.1:{server.server_address[1]}"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)

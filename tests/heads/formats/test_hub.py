@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 import yaml
 from fake_hub import local_hub
 from format_layouts import DIMS, U, our_head, same_state
@@ -18,10 +19,13 @@ from headstart.heads.errors import ConfigError, FormatError, StorageError
 from headstart.heads.families.eagle.head import EagleConfig
 from headstart.heads.families.eagle3.head import Eagle3Config
 from headstart.heads.families.medusa.head import MedusaConfig
+from headstart.heads.files import write_json, write_safetensors
 from headstart.heads.formats import ExportConfig, export_head, load_head, plots, save_head
 from headstart.heads.formats.card import render_card
+from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.hub import fetch_head, push_export
 from headstart.heads.formats.plots import draw_plots
+from headstart.heads.targets.tuned import read_adapter
 
 PROVENANCE = {
     "target": {"name": "someone/tiny-llama", "revision": "abc123"},
@@ -353,6 +357,99 @@ def test_fetching_a_head_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
 
 def published(directory: Path, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()} | (more or {})
+
+
+QUALITY = {
+    "tokens": 12345, "conversations": 40, "perplexity_original": 7.1, "perplexity_tuned": 7.123, "rise": 0.00324,
+    "dtype": "bfloat16", "max_perplexity_rise": 0.01, "passed": True,
+    "answers": {
+        "prompts": 32, "identical": 20, "common_prefix": 55.5, "length_original": 100.0, "length_tuned": 99.0,
+        "perplexity_own": 1.25, "perplexity_tuned": 1.5,
+    },
+}  # fmt: skip
+
+
+def tuned_export(directory: Path, served: str | None) -> Path:
+    """An export of a head that drafts for a tuned target, with files of an adapter and of a merged target."""
+    write_json(directory / "adapter" / "adapter_config.json", {"peft_type": "LORA", "r": 4, "lora_alpha": 8})
+    tensors = {f"base_model.model.q_proj.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
+    write_safetensors(directory / "adapter" / "adapter_model.safetensors", tensors)
+    (directory / "adapter" / "notes.txt").write_text("private")
+    target = {
+        **PROVENANCE["target"], "adapter": "adapter", "adapter_digest": read_adapter(directory / "adapter").digest,
+        "adapter_rank": 4, **({"served_as": served} if served else {}),
+    }  # fmt: skip
+    if served:
+        write_json(directory / "target" / "config.json", {"model_type": "llama"})
+        write_safetensors(directory / "target" / "model.safetensors", {"a": torch.ones(2)})
+        (directory / "target" / "notes.md").write_text("private")
+    origin = {**PROVENANCE, "target": target, "quality": QUALITY}
+    export_head(our_head(MedusaConfig(depth=2)), directory, ExportConfig(), origin)
+    return directory
+
+
+def test_a_tuned_target_is_pushed_into_a_repository_of_its_own(hub: Any, tmp_path: Path) -> None:
+    place = tuned_export(tmp_path / "export", "me/head-target")
+    hub.target_files["model-00001-of-00002.safetensors"] = b"of an earlier export"
+    push_export(place, TO, None, api_of(hub))
+    assert set(hub.target_files) == {"config.json", "model.safetensors", "README.md"}
+    adapter = {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    assert set(hub.files) == {"config.json", "headstart.json", "model.safetensors", "README.md"} | adapter
+    front = yaml.safe_load(hub.target_files["README.md"].decode().split("---\n")[1])
+    assert front["base_model"] == ["someone/tiny-llama"] and front["base_model_relation"] == "finetune"
+    assert front["license"] == "apache-2.0"
+    said = hub.target_files["README.md"].decode()
+    assert "[me/head](https://huggingface.co/me/head)" in said and "+0.32 %" in said
+    assert "vllm serve me/head-target --speculative-config" in hub.files["README.md"].decode()
+
+
+def test_a_target_that_was_exported_for_another_repository_is_not_pushed(hub: Any, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="run `headstart export` again with this repository"):
+        push_export(tuned_export(tmp_path / "export", "target"), TO, None, api_of(hub))
+    assert not hub.files and not hub.target_files
+
+
+def test_the_card_says_that_the_target_was_tuned(tmp_path: Path) -> None:
+    merged = json.loads((tuned_export(tmp_path / "merged", "me/head-target") / "headstart.json").read_text())
+    card = render_card("me/head", merged, None, ["vllm", "tgi"])
+    assert "lossless relative to the *tuned* target" in card and "the whole model `me/head-target`" in card
+    assert "the output is the tuned target's own" in card
+    assert "| perplexity on held-out answers | 7.1 | 7.123 |" in card
+    assert "| the original's perplexity over these answers | 1.25 | 1.5 |" in card
+    assert "12,345 held-out tokens in bfloat16" in card and "+0.32 %; the recipe allows +1 %" in card
+    assert "20 of 32 greedy answers are the same" in card and "first 55.5 tokens agree" in card
+    assert "text-generation-launcher --model-id me/head" in card and "cd " not in card
+    separate = json.loads((tuned_export(tmp_path / "separate", None) / "headstart.json").read_text())
+    card = render_card("me/head", separate, None, ["vllm", "tgi"])
+    assert "the adapter in the folder `adapter`" in card and "text-generation-launcher" not in card
+    assert "hf download me/head --include 'adapter/*' --local-dir head" in card
+    assert "vllm serve someone/tiny-llama --enable-lora --max-lora-rank 4 --lora-modules tuned=head/adapter" in card
+    del separate["quality"]
+    assert "What the adapter changed was not measured." in render_card("me/head", separate, None, ["vllm"])
+    plain = {**separate, "target": PROVENANCE["target"]}
+    assert "tuned" not in render_card("me/head", plain, None, ["vllm"])
+
+
+def test_engines_are_told_which_target_to_serve(tmp_path: Path) -> None:
+    merged = check_directory(tuned_export(tmp_path / "merged", "target"))
+    assert any("serve the merged model 'target'" in note for note in merged.engines["vllm"].notes)
+    separate = check_directory(tuned_export(tmp_path / "separate", None))
+    assert any("serve the base with the adapter applied" in note for note in separate.engines["vllm"].notes)
+    # an adapter that is not the one of the export shows
+    (tmp_path / "separate" / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 9}')
+    changed = check_directory(tmp_path / "separate")
+    assert any("adapter is not the file that was exported" in reason for reason in changed.engines["vllm"].wrong)
+
+
+def test_a_published_head_is_fetched_with_its_adapter(hub: Any, tmp_path: Path) -> None:
+    place = tuned_export(tmp_path / "export", None)
+    files = {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    hub.published = {"main": {**files, "other/model.safetensors": b"not ours"}}
+    fetched = fetch_head("me/published", cache_dir=tmp_path / "cache")
+    names = {str(path.relative_to(fetched)) for path in fetched.rglob("*") if path.is_file()}
+    adapter = {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    assert names == {"config.json", "headstart.json", "model.safetensors"} | adapter
+    assert load_head(fetched).depth == 2
 
 
 def test_a_published_head_is_fetched_by_revision(hub: Any, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ if triton is not None:
         """One program per row: cross-entropy with the label, and the gradient over the logits."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
-        wanted = tl.load(label + row)
+        wanted = tl.load(label + row).to(tl.int32)
         weight = tl.load(grad_weight + row)
         column = tl.arange(0, BLOCK)
         z_max, z_sum, best, at_label = float("-inf"), 0.0, 0, 0.0

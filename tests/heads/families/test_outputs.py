@@ -170,13 +170,14 @@ class AliveLogits(TorchDispatchMode):
     Attributes:
         rows: most rows of a tensor with V columns.
         beside: most other tensors with V columns that are alive when logits are made (`F.linear`).
-        matrices: tensors of [V, D] that were made.
+        matrices: tensors of [V, D] that were made; most that were alive at once.
     """
 
     def __init__(self):
         super().__init__()
-        self.rows = self.beside = self.matrices = 0
+        self.rows = self.beside = self.matrices = self.matrices_alive = 0
         self.known: list[StorageWeakRef] = []
+        self.known_matrices: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -186,6 +187,9 @@ class AliveLogits(TorchDispatchMode):
                 continue
             if x.shape == (VOCAB, WIDTH):
                 self.matrices += 1
+                self.known_matrices = [ref for ref in self.known_matrices if not ref.expired()]
+                self.known_matrices.append(StorageWeakRef(x.untyped_storage()))
+                self.matrices_alive = max(self.matrices_alive, len(self.known_matrices))
             elif x.shape[1] == VOCAB and x.shape[0] not in (WIDTH, 5):  # not a transposed matrix, nor one of an update
                 self.known = [ref for ref in self.known if not ref.expired()]
                 if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.linear):
@@ -223,6 +227,18 @@ def test_the_logits_of_one_chunk_are_alive_and_no_more(kind: str, loss: str, add
     assert alive.beside == 0 and 0 < alive.rows <= chunk < rows / 3
     # a shared or low-rank matrix is never made; own gradients are, unless they are added at once
     assert (alive.matrices > 0) == (kind == "own" and not adds)
+
+
+def test_half_precision_copies_are_alive_one_after_the_other():
+    """Of the K own matrices one has a copy in bfloat16; on a CPU a gradient in bfloat16 is beside it for a moment."""
+    head = example("own", torch.float32)
+    batch, teacher, scale_T = packed(head)
+    for p in head.parameters():
+        p.grad = torch.zeros_like(p)
+    module = LossModule(head, teacher, torch.bfloat16)
+    with AliveLogits() as alive, adding_gradients(module):
+        module(batch, scale_T)
+    assert alive.matrices >= 2 * DEPTH and alive.matrices_alive == 2
 
 
 def test_the_watch_sees_what_it_watches_for():

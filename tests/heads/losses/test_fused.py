@@ -14,6 +14,9 @@ from headstart.heads.kernels import losses as kernels
 from headstart.heads.losses import eager, fused
 
 ROWS, HIDDEN, TOKENS, TEACHERS = 13, 16, 61, 7
+interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (and Triton)"
+)
 KINDS = ["soft_ce", "kl", "lk", "hard_ce"]
 
 
@@ -158,7 +161,7 @@ def test_huge_logits_stay_finite():
         assert loss.isfinite() and hidden.isfinite().all() and weight.isfinite().all()
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (and Triton)")
+@interpreter
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [16, 64])
@@ -174,6 +177,32 @@ def test_the_kernel_interpreted_is_eager(
     for name, a, b in zip(("loss", "argmax", "gradient of hidden", "gradient of weight"), expected, found, strict=True):
         error = (b.double() - a.double()).abs().max()
         assert error <= relative * a.double().abs().max(), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("interpreted", [False, pytest.param(True, marks=interpreter)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_forward_pass_adds_the_scaled_gradient(kind: str, interpreted: bool, monkeypatch: pytest.MonkeyPatch):
+    """In chunks, on top of what is there, and scaled by the caller's factor; the input's gradient carries it too."""
+    monkeypatch.setattr(fused, "CHUNK_ELEMENTS", 5 * TOKENS)
+    if interpreted:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(fused, "wants_kernel", lambda x: True)
+        monkeypatch.setattr(kernels, "BLOCK", 16)
+    dtype = torch.float32
+    total, argmax, grad_hidden, grad_weight = run(eager, kind, inputs(dtype), factor=0.3)
+    x, scale = inputs(dtype), torch.tensor(0.3)
+    start = torch.randn_like(x["weight"])
+    x["weight"].grad = start.clone()
+    if kind == "hard_ce":
+        loss, found = fused.hard_ce(x["hidden"], x["weight"], x["label"], x["row_weight"], adds_scale=scale)
+    else:
+        teacher = x["teacher"], x["row"], x["row_weight"], kind
+        loss, found = fused.soft_loss(x["hidden"], x["weight"], *teacher, adds_scale=scale)
+    (loss * scale).backward()
+    torch.testing.assert_close(loss, total, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found, argmax)
+    torch.testing.assert_close(x["hidden"].grad, grad_hidden, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(x["weight"].grad, start + grad_weight, rtol=1e-4, atol=1e-5)
 
 
 def test_chunks_are_few_and_even():

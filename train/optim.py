@@ -88,10 +88,12 @@ def lr_factor(config: TrainConfig, budget: Budget, step: int, elapsed: float) ->
     return warm * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
 
 
-def build_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    head: nn.Module, config: TrainConfig, factors: dict[str, tuple[float, ...]] | None = None
+) -> torch.optim.AdamW:
     """AdamW over the trainable parameters. Matrices decay; norms and biases (fewer than two axes) do not.
 
-    Args: head: a Head, which may give its parameters rates of their own, or any module.
+    Args: factors: see rate_factors; None = every parameter has the run's rate.
     Raises: TrainingError when nothing is trainable or a trainable parameter is not float32.
     """
     trainable = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
@@ -102,7 +104,7 @@ def build_optimizer(head: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         raise TrainingError(
             f"master weights must be float32 (train.mixed_precision sets the rest), found {', '.join(wrong[:4])}"
         )
-    factors = {name: _factors(head, name) for name, _ in trainable}
+    factors = {name: (factors or {}).get(name, (1.0,)) for name, _ in trainable}
     groups = [
         {"params": [p for n, p in trainable if chosen(p) and factors[n] == each], "weight_decay": decay, FACTORS: each}
         for each in dict.fromkeys(factors[name] for name, _ in trainable)
@@ -126,14 +128,13 @@ def _is_vector(parameter: nn.Parameter) -> bool:
     return parameter.ndim < 2
 
 
-def _factors(head: nn.Module, name: str) -> tuple[float, ...]:
-    """The rate factor of a parameter in every stage."""
-    if not isinstance(head, Head):
-        return (1.0,)
-    return tuple(head.rate_factor(name, stage) for stage in range(len(head.stages)))
+def rate_factors(head: Head) -> dict[str, tuple[float, ...]]:
+    """The rate factor of every parameter, in every stage of the run."""
+    stages = range(len(head.stages))
+    return {name: tuple(head.rate_factor(name, stage) for stage in stages) for name, _ in head.named_parameters()}
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float, stage: int = 0) -> None:
     """Give every group the rate of the run times its own factor in this stage."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get(FACTORS, (1.0,))[stage]
+        group["lr"] = rate * group[FACTORS][stage]

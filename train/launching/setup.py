@@ -92,13 +92,13 @@ def captures(kind: str, config: TrainConfig, device: torch.device, obstacle: str
 
 
 def make_parallel(
-    kind: str, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool
+    kind: str, head: Head, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool
 ) -> Parallel:
     """Wrap `module` (the loss of `head`) as `kind` says. Afterwards every rank has rank 0's weights.
 
     Raises: ConfigError for a head that cannot be shared so.
     """
-    if kind != "replicated" and isinstance(head, Head) and not head.shardable:
+    if kind != "replicated" and not head.shardable:
         raise ConfigError(
             f"train.parallel: found {kind}, expected replicated: parameters of this head are used outside it. Launch "
             "with a DDP configuration (recipes/accelerate/ddp-8.yaml), or set train.parallel=replicated"

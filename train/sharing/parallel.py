@@ -18,9 +18,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, StorageError
 from headstart.train.config import TrainConfig
-from headstart.train.optim import build_optimizer
+from headstart.train.optim import build_optimizer, rate_factors
 from headstart.train.sharing.distributed import is_distributed
 from headstart.train.sharing.gradients import FlatGradients, fill_gradients
 
@@ -232,11 +233,11 @@ class Replicated(Parallel):
     """
 
     def __init__(
-        self, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool
+        self, head: Head, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool
     ):
         super().__init__(head, config)
         self.captured = captured
-        self.optimizer = build_optimizer(head, config)
+        self.optimizer = build_optimizer(head, config, rate_factors(head))
         broadcast_weights(head)
         self.flat = FlatGradients(self.trainable()) if captured and accelerator.num_processes > 1 else None
         self.module = module
@@ -268,7 +269,7 @@ class Sharded(Parallel):
     window too, however many packs a rank has.
     """
 
-    def __init__(self, head: nn.Module, module: nn.Module, config: TrainConfig, accelerator: Accelerator):
+    def __init__(self, head: Head, module: nn.Module, config: TrainConfig, accelerator: Accelerator):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -276,7 +277,7 @@ class Sharded(Parallel):
         broadcast_weights(head)
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         self.module = fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        self.optimizer = build_optimizer(head, config)
+        self.optimizer = build_optimizer(head, config, rate_factors(head))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

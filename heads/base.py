@@ -258,7 +258,7 @@ class Head(nn.Module, ABC):
     def term_weights(self, part: float = 1.0) -> Tensor:
         """weight_t of every term, float32 [T], on the host.
 
-        Args: part: of the stage that is done, 0 … 1. Validation takes 1, so that its losses can be compared.
+        Args: part: of the stage that is done after this step, 0 … 1. Validation takes 1, so that its losses can be compared.
         """
         return torch.tensor([term.weight for term in self.terms])
 
@@ -307,6 +307,10 @@ class Head(nn.Module, ABC):
         Speed is measured with such heads. A dynamic tree takes its shape from the draft's probabilities, and random
         weights give flat ones, hence broad and shallow trees. Other families need not define this.
         """
+
+    def drafting(self) -> Head:
+        """The head that drafts, where this one is a head and more; the target is then as it drafts for it."""
+        return self
 
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
         """The pack with the anchors that this step trains: by default all, else a random part of them.

@@ -20,7 +20,7 @@ from headstart.heads.targets.load import weightless_target
 from headstart.pipeline.data import trained_samples
 from headstart.pipeline.run import Run, dated_target
 from headstart.recipes.schema import Recipe
-from headstart.refusals import planned_head, refuse_ahead
+from headstart.refusals import planned_training, refuse_ahead
 from headstart.train.flops import matmul_flops
 from headstart.train.launching.setup import check_layout
 from headstart.train.plan import (
@@ -116,7 +116,7 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
     refuse_ahead(recipe, target)
     target.model.to(torch.bfloat16 if recipe.target.dtype == "auto" else DTYPES[recipe.target.dtype])
     target.embed_VD = target.model.get_input_embeddings().weight
-    head, data = planned_head(recipe, target), data_of(Run(recipe, console, target), launch)
+    head, data = planned_training(recipe, target), data_of(Run(recipe, console, target), launch)
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
     layout = _layout(recipe, launch, node_ranks, data.supervised)
     if recipe.train.parallel == "auto" and layout.ranks > 1:

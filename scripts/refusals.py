@@ -51,6 +51,22 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
     return head
 
 
+def planned_training(recipe: Recipe, target: Target) -> Head:
+    """What training will train: the head, in joint training with the adapter of its target.
+
+    Raises: as planned_head; ConfigError or TargetError for a head or target that cannot be trained together.
+    """
+    head = planned_head(recipe, target)
+    if not recipe.joint.enabled:
+        return head
+    from headstart.train.joint.head import JointHead
+
+    joint = JointHead(head, target, recipe.joint, planned=True)
+    if recipe.train.activation_checkpointing:
+        joint.recompute_activations()
+    return joint
+
+
 def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:
     """The dimensions of a head that continues from `start_from`, read from its file without its weights."""
     start_from = str(recipe.start_from)
@@ -66,7 +82,7 @@ def ask_head(recipe: Recipe, target: Target) -> str:
     and a layer for `train.activation_checkpointing`."""
     from headstart.train.launching.setup import recompute_activations
 
-    head = planned_head(recipe, target)
+    head = planned_training(recipe, target)
     if recipe.train.activation_checkpointing:
         recompute_activations(head)
     return head.describe()

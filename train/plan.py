@@ -190,7 +190,7 @@ def memory_of(target: Target, head: Head, layout: Layout) -> tuple[dict[str, int
     The activations of the target and of the head are never there at the same time: the peak has the larger of the two.
     """
     packs = max(1, ceil(layout.accumulation / layout.ranks))
-    streams = len(head.spec.layer_ids) + 1
+    streams = 0 if head.spec.tokens_alone else len(head.spec.layer_ids) + 1
     features = layout.pack_tokens * streams * target.dims.hidden_size * target.dtype.itemsize
     steady = {
         **target_memory(target, head, layout),
@@ -217,7 +217,8 @@ def expected_rate(target: Target, head: Head, layout: Layout, card_flops: float)
     rows, anchors = layout.pack_tokens, round(layout.pack_tokens * layout.supervised)
     # those of a pack that is one document: each depth has a row fewer
     counts = [max(min(anchors, rows - 1) - depth, 0) for depth in range(1, head.depth + 1)]
-    target_parameters = parameters_per_row(target) if layout.features == "online" else 0
+    live = layout.features == "online" and not head.spec.tokens_alone
+    target_parameters = parameters_per_row(target) if live else 0
     busy = layout.ranks * busy_share(layout.accumulation, layout.ranks)
     return busy * rows * UTILISATION * card_flops / step_flops(head, rows, counts, target_parameters)
 

@@ -37,8 +37,8 @@ class Progress:
 
     @property
     def part(self) -> float:
-        """Part of the stage that is done, 0 … 1."""
-        return self.budget.fraction(self.step, self.elapsed)
+        """Part of the stage that is done when the next step is made, 0 … 1."""
+        return self.budget.fraction(self.step + 1, self.elapsed)
 
 
 class Stages:

@@ -149,6 +149,29 @@ def add_adapter(model: nn.Module, settings: LoraSettings, seed: int) -> dict[str
     return adapter_parameters(model)
 
 
+def planned_parameters(model: nn.Module, settings: LoraSettings) -> dict[str, nn.Parameter]:
+    """What `add_adapter` would return, without weights (on the meta device). The model does not change."""
+    found: dict[str, nn.Parameter] = {}
+    modules = linear_modules(model)
+    for name in chosen_modules(model, settings.modules):
+        weight = modules[name].weight
+        rows, columns = weight.shape if isinstance(modules[name], nn.Linear) else weight.shape[::-1]
+        found[f"{name}.lora_A.weight"] = nn.Parameter(torch.empty(settings.rank, columns, device="meta"))
+        found[f"{name}.lora_B.weight"] = nn.Parameter(torch.empty(rows, settings.rank, device="meta"))
+    return found
+
+
+def require_peft() -> None:
+    """Raises: ConfigError where peft is not installed."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"joint.enabled: found true, and peft cannot be imported ({error}): `pip install peft`, or set "
+            "joint.enabled=false"
+        ) from error
+
+
 def _peft_config(settings: LoraSettings, names: list[str], **others: Any) -> Any:
     from peft import LoraConfig
 

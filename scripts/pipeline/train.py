@@ -21,6 +21,7 @@ from headstart.heads.provenance import provenance
 from headstart.pipeline.data import first_prompt, held_out_prompts, prepare, save_data_report, trained_samples
 from headstart.pipeline.features import feature_source, store_features
 from headstart.pipeline.inputs import lasting
+from headstart.pipeline.joint import save_adapter_of, trained_head
 from headstart.pipeline.markers import Begin, no_begin
 from headstart.pipeline.run import Run
 from headstart.refusals import require_decoding
@@ -72,21 +73,29 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
 
     Args: begin: called when nothing can be refused any more, before the first training step.
     """
-    recipe, target, data = run.recipe, run.target, prepare(run)
+    data, head = prepare(run), fresh_head(run)
+    require_decoding(run.target, head.spec, run.recipe.export.force)
+    with trained_head(run, head) as training:
+        return _train(run, data, head, training, accelerator, watch, begin)
+
+
+def _train(
+    run: Run, data: PreparedData, head: Head, training: Head, accelerator: Any, watch: Any, begin: Begin
+) -> dict[str, Any]:
+    """Train `training`: `head`, alone or with an adapter; then save both."""
+    recipe, target = run.recipe, run.target
     main = accelerator is None or accelerator.is_main_process
-    head = fresh_head(run)
     samples = trained_samples(run)
-    source = feature_source(run, samples, "train", head, head.depth)
-    _say_coverage(run, head, source)
+    source = feature_source(run, samples, "train", training, training.depth)
+    _say_coverage(run, training, source)
     origin = {**provenance(target.device), "recipe": run.inputs.recipe_facts(), "target": target.fingerprint()}
-    validator = _validator(run, data, head, accelerator)
-    require_decoding(target, head.spec, recipe.export.force)
+    validator = _validator(run, data, training, accelerator)
     begin()
     if main:
         save_data_report(run)
     supervised = [sample.supervised for sample in samples]
     result = loop.train(
-        head,
+        training,
         TrainData(source, recipe.data.pack_tokens, supervised),
         target.teacher,
         recipe.train,
@@ -103,6 +112,7 @@ def train_head(run: Run, accelerator: Any = None, watch: Any = None, begin: Begi
         origin["training"] = values
         # numbers alone: names of conversations are private
         origin["data"] = {name: n for name, n in data.report.as_dict().items() if isinstance(n, int | float)}
+        origin["target"] = save_adapter_of(run)
         save_head(head, run.head_dir, origin, max_shard_bytes=shard_bytes(recipe.export.max_shard_size))
     return {**values, "head": str(run.head_dir)}
 
@@ -158,7 +168,7 @@ def _validator(run: Run, data: PreparedData, head: Head, accelerator: Any) -> Va
     prompts = [first_prompt(sample) for sample in held_out_prompts(data)[: config.tau_prompts]]
 
     def probe(trained: Head) -> float:
-        return tau_probe(target, trained, prompts, config.tau_tokens, chain)
+        return tau_probe(target, trained.drafting(), prompts, config.tau_tokens, chain)
 
     rank, size = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     autocast = autocast_dtype(config.mixed_precision, target.device)

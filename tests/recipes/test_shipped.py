@@ -32,6 +32,9 @@ SIZES = {
     "smollm2-eagle": 2 * 576**2 + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 576,
     "smollm2-eagle3": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576,
     "quickstart": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 4096 * 576 + 4 * 576,
+    # the heads of Medusa-1; the adapter is the target's
+    "llama-3.1-8b-medusa2": 4 * (4096**2 + 4096 + 128256 * 4096),
+    "smollm2-medusa2": 4 * (576**2 + 576 + 64 * (576 + 49152)),
     "smollm2-medusa": 4 * (576**2 + 576 + 64 * (576 + 49152)),
     # four heads: R and L of (d + 1) · D inputs, 14 · D over all heads, with biases; a V × D matrix each
     "llama-3.1-8b-hydra": 2 * (14 * 4096**2 + 4 * 4096) + 4 * 128256 * 4096,
@@ -55,8 +58,8 @@ def dims_of(target: str) -> HeadDims:
 
 def test_the_list_is_complete() -> None:
     expected = {"quickstart", "qwen3-8b-eagle3"}
-    expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "hydra", "hydrapp", "eagle3")}
-    expected |= {f"smollm2-{head}" for head in ("medusa", "hydra", "hydrapp", "eagle", "eagle3")}
+    expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle3")}
+    expected |= {f"smollm2-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle", "eagle3")}
     assert set(RECIPES) == expected == set(SIZES)
 
 

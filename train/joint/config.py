@@ -91,6 +91,11 @@ def check_together(target: TargetConfig, train: TrainConfig, features: str) -> N
     Args: features: `data.features`.
     """
     why = "with joint.enabled=true"
+    if target.adapter is not None:
+        raise ConfigError(
+            f"target.adapter: found {target.adapter!r} {why}, which trains an adapter of its own: leave it out, or "
+            "save the merged model and give it as target.name"
+        )
     if features != "online":
         raise ConfigError(
             f"data.features: found {features} {why}; the target changes, so its features cannot be kept: set "

@@ -17,17 +17,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from headstart.data.features import parameters_per_row
 from headstart.heads.base import Head, Loss, LossTerm, Stage
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.layers import DraftLayer
 from headstart.heads.positions import predicting_rows
-from headstart.heads.targets.adapter import adapter_off, add_adapter, keep_input_dtype, refuse_quantised, use_dropout
+from headstart.heads.targets.adapter import (
+    adapter_off,
+    add_adapter,
+    keep_input_dtype,
+    planned_parameters,
+    refuse_quantised,
+    require_peft,
+    use_dropout,
+)
 from headstart.heads.targets.live import LivePass
 from headstart.heads.targets.target import Target
 from headstart.train.joint.config import JointConfig
+from headstart.train.joint.cost import plain_parameters, target_numbers
 from headstart.train.joint.loss import target_loss
 
 HEAD_ALONE, TOGETHER = "the head alone", "head and target together"
@@ -54,6 +62,7 @@ def grown(config: JointConfig, part: float) -> float:
 
 def check_joint(inner: Head, target: Target) -> None:
     """Raises: ConfigError or TargetError for a head or a target that cannot be trained together."""
+    require_peft()
     refuse_quantised(target.model)
     if inner.draft_vocab_size is not None:
         raise ConfigError(
@@ -81,21 +90,22 @@ class JointHead(Head):
     Args:
         inner: bound to the target's ends.
         target: whole on this device; it gets the adapter. seed: of the adapter's first weights.
+        planned: whether nothing will be trained: the target stays as it is and needs no weights.
     Attributes:
-        live: runs the target over packs.
+        live: runs the target over packs; None where training is only planned.
         together: whether head and target train together now, or the head alone.
     Raises: ConfigError, see check_joint and adapter.add_adapter.
     """
 
-    def __init__(self, inner: Head, target: Target, config: JointConfig, seed: int = 0):
+    def __init__(self, inner: Head, target: Target, config: JointConfig, seed: int = 0, planned: bool = False):
         nn.Module.__init__(self)  # Head.__init__ would make attributes that this head takes from the inner one
         check_joint(inner, target)
         self.config, self.dims, self.joint = inner.config, inner.dims, config
         self.inner, self._target = inner, (target,)  # in a tuple, as the target is not part of the head
         self.terms = (LossTerm(TARGET_TERM, 1.0), *inner.terms)
-        target.fingerprint()  # the hash of its weights, before peft renames them
         self.adapter = _Node()
-        for name, parameter in add_adapter(target.model, config.lora, seed).items():
+        parameters = planned_parameters(target.model, config.lora) if planned else None
+        for name, parameter in (parameters or add_adapter(target.model, config.lora, seed)).items():
             *path, leaf = name.split(".")
             node: nn.Module = self.adapter
             for part in path:
@@ -103,8 +113,10 @@ class JointHead(Head):
                     node.add_module(part, _Node())
                 node = node.get_submodule(part)
             node.register_parameter(leaf, parameter)
-        self.live = LivePass(target)
-        self.live.random = config.dropout > 0
+        self.live = None if planned else LivePass(target)
+        if self.live is not None:
+            self.live.random = config.dropout > 0
+        self._recompute = False
         self.together = stages_of(config)[0].name == TOGETHER
 
     # --- what the inner head says -------------------------------------------------------------------------------
@@ -162,6 +174,10 @@ class JointHead(Head):
         adapter = sum(p.numel() for p in self.adapter.parameters())
         return f"{self.inner.describe()}; with an adapter of the target: {adapter / 1e6:.1f} M parameters"
 
+    def drafting(self) -> Head:
+        keep_input_dtype(self._target[0].model, False)  # decoding runs without autocast
+        return self.inner
+
     # --- stages -------------------------------------------------------------------------------------------------
 
     @property
@@ -191,7 +207,8 @@ class JointHead(Head):
 
     def train(self, mode: bool = True) -> JointHead:
         super().train(mode)
-        use_dropout(self._target[0].model, mode and self.together)
+        if self.live is not None:
+            use_dropout(self._target[0].model, mode and self.together)
         return self
 
     # --- how a run may be made ----------------------------------------------------------------------------------
@@ -203,6 +220,8 @@ class JointHead(Head):
     @property
     def capture_obstacle(self) -> str | None:
         live = self.live
+        if live is None:
+            return None
         if live.packed and live.recompute and live.random:
             return "joint.dropout draws random numbers that train.activation_checkpointing must draw again"
         if live.capturable:
@@ -215,7 +234,9 @@ class JointHead(Head):
 
     def recompute_activations(self) -> None:
         self.inner.recompute_activations()
-        self.live.recompute = True
+        self._recompute = True
+        if self.live is not None:
+            self.live.recompute = True
 
     # --- the loss -----------------------------------------------------------------------------------------------
 
@@ -275,11 +296,28 @@ class JointHead(Head):
     # --- what it costs ------------------------------------------------------------------------------------------
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
-        """As the base class says; a pass of the target without gradients counts a third, with them two thirds."""
+        """As the base class says. A plan gets the mean over the run's stages."""
+        if self.live is not None:
+            return self._multiply_adds(rows, counts, self.together)
+        stages = self.stages
+        return sum(stage.share * self._multiply_adds(rows, counts, stage.name == TOGETHER) for stage in stages)
+
+    def _multiply_adds(self, rows: float, counts: Sequence[float], together: bool) -> float:
+        """A pass of the target without gradients counts a third of its multiply-adds, one with them two thirds."""
         target, adapter = self._target[0], sum(p.numel() for p in self.adapter.parameters())
-        body = rows * (parameters_per_row(target) - adapter)
-        if not self.together:
-            return self.inner.multiply_adds(rows, counts) + body / 3
+        body = rows * plain_parameters(target)
+        inner = self.inner.multiply_adds(rows, counts)
+        if not together:
+            return inner + body / 3
         output = rows * target.teacher.weight_VD.numel()
-        passes = (body + output) * (2 / 3 + (1 / 3 if self.joint.loss == "kl" else 0) + self.live.recompute / 3)
-        return self.inner.multiply_adds(rows, counts) + passes + rows * adapter
+        original = (body + output) / 3 if self.joint.loss == "kl" else 0.0
+        again = body / 3 if self._recompute else 0.0
+        return inner + rows * adapter + (body + output) * 2 / 3 + original + again
+
+    def copied_numbers(self) -> int:
+        return self.inner.copied_numbers() + sum(p.numel() for p in self.adapter.parameters())
+
+    def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
+        """As the inner head's, and what the second stage keeps of the target: see target_numbers."""
+        target = target_numbers(self._target[0], self.joint, rows, recompute)
+        return self.inner.kept_numbers(rows, anchors, recompute) + target

@@ -258,7 +258,7 @@ class Head(nn.Module, ABC):
     def term_weights(self, part: float = 1.0) -> Tensor:
         """weight_t of every term, float32 [T], on the host.
 
-        Args: part: of the stage that is done after this step, 0 … 1. Validation takes 1, so that its losses can be compared.
+        Args: part: of the stage that is done after this step, 0 … 1. Validation takes 1, so that losses compare.
         """
         return torch.tensor([term.weight for term in self.terms])
 

@@ -147,6 +147,7 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
 
 def _layout(recipe: Recipe, launch: Launch, node_ranks: int, supervised: float) -> Layout:
     """The layout that train/plan.py estimates; `train.parallel=auto` counts as replicated."""
+    tuned = recipe.joint.enabled or recipe.target.adapter is not None
     half = recipe.target.dtype in ("auto", "bfloat16", "float16")
     return Layout(
         ranks=node_ranks * launch.nodes,
@@ -161,6 +162,7 @@ def _layout(recipe: Recipe, launch: Launch, node_ranks: int, supervised: float) 
         half=half and recipe.train.mixed_precision != "no",
         activation_checkpointing=recipe.train.activation_checkpointing,
         features=recipe.data.features,
+        exports_target=tuned and recipe.export.adapter == "merged",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from headstart.heads.families import build_head
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.loading import check_shapes, map_head, skeleton
 from headstart.heads.targets.target import Target
+from headstart.heads.targets.tuned import adapter_of_head
 from headstart.recipes.schema import Recipe
 from headstart.saved_heads import find_head, require_same_head
 
@@ -70,11 +72,24 @@ def planned_training(recipe: Recipe, target: Target) -> Head:
 def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:
     """The dimensions of a head that continues from `start_from`, read from its file without its weights."""
     start_from = str(recipe.start_from)
-    raw = open_checkpoint(find_head(start_from, "start_from"))
+    directory = find_head(start_from, "start_from")
+    if not recipe.joint.enabled and recipe.target.adapter is None:
+        require_untuned(directory)
+    raw = open_checkpoint(directory)
     mapped, config = map_head(raw, dims)
     check_shapes(raw, mapped, config)
     given = skeleton(config, mapped.dims, str(raw.directory))
     return require_same_head(given, start_from, recipe.head, dims)
+
+
+def require_untuned(directory: Path) -> None:
+    """Raises: ConfigError where the head that training goes on from drafts for a tuned target, and this one is none."""
+    place = adapter_of_head(directory)
+    if place is not None:
+        raise ConfigError(
+            f"start_from: {directory} drafts for a target with the adapter beside it, and the recipe's has none: "
+            f"set target.adapter={place} to go on with that target, or joint.enabled=true to train the adapter further"
+        )
 
 
 def ask_head(recipe: Recipe, target: Target) -> str:

@@ -22,6 +22,7 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
 from headstart.heads.targets.locate import decoder_layers
 from headstart.heads.targets.target import Target
+from headstart.heads.targets.tuned import tuned_bytes
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
 from headstart.train.optim import Budget
@@ -53,6 +54,7 @@ class Layout:
         pack_tokens: rows of a pack. accumulation: packs of a step, over all ranks.
         supervised: part of the rows that is supervised.
         half: computes in bfloat16 (2 bytes a number) instead of float32.
+        exports_target: the run writes a tuned target as a whole model.
     """
 
     ranks: int = 1
@@ -67,6 +69,7 @@ class Layout:
     half: bool = True
     activation_checkpointing: bool = False
     features: str = "online"
+    exports_target: bool = False
 
     @property
     def cards_per_target(self) -> int:
@@ -229,7 +232,7 @@ def disk_of(
     """Bytes on disk by what they are for.
 
     They are the checkpoints that are kept and the one being written (each holds weights and two moments), the best head
-    and the final one, and the features where they are stored.
+    and the final one, the features where they are stored, and the tuned target where it is exported.
     """
     weights = parameter_bytes(head.parameters(), 4)
     periodic = ceil((steps or 0) / config.save_every) if config.save_every else 0
@@ -237,6 +240,8 @@ def disk_of(
     disk = {"checkpoints": (kept + 1) * 3 * weights, "best and final head": 2 * weights}
     if layout.features == "stored":
         disk["features"] = store_bytes(tokens, target.dims.hidden_size, len(head.spec.layer_ids), target.dtype)
+    if layout.exports_target:
+        disk["tuned target"] = tuned_bytes(target.model, target.dtype)
     return disk
 
 

@@ -262,3 +262,32 @@ def test_what_is_not_held_out_is_asked_for_before_training(recipe: Path, headsta
     assert json.loads(headstart("train", recipe, "joint.enabled=true", "data.held_out_fraction=0", "--json").out)[
         "error"
     ]
+
+
+def test_the_plan_counts_the_tuned_target(recipe: Path, tiny_target: Path, headstart: Call, tmp_path: Path) -> None:
+    save_random_adapter(tiny_target, tmp_path / "lora", HARMLESS)
+    parameters = sum(x.numel() for x in tokens_of(None, tiny_target).model.parameters())
+    adapted = f"target.adapter={tmp_path / 'lora'}"
+    for overrides, size in (([adapted], 2 * parameters), ([], None), ([adapted, "export.adapter=separate"], None)):
+        result = headstart("plan", recipe, *overrides, "--json")
+        assert result.code == 0 and result.json["disk"].get("tuned target") == size
+
+
+def test_training_goes_on_from_a_head_of_a_tuned_target(
+    trained: Path, recipe: Path, tiny_target: Path, headstart: Call, tmp_path: Path
+) -> None:
+    shutil.copytree(trained / "head", tmp_path / "start")
+    tune_by_hand(tmp_path / "start", tiny_target, HARMLESS)
+    start, place = f"start_from={tmp_path / 'start'}", tmp_path / "start" / "adapter"
+    refused = headstart("train", recipe, start)
+    assert refused.code == 2 and f"set target.adapter={place} to go on" in refused.err
+    result = headstart("run", recipe, start, f"target.adapter={place}")
+    assert result.code == 0, result.err
+    side = read_json(trained / "head" / "headstart.json")["target"]
+    assert side["adapter_digest"] == read_json(tmp_path / "start" / "headstart.json")["target"]["adapter_digest"]
+
+
+def test_an_adapter_is_not_trained_on_another(recipe: Path, tiny_target: Path, headstart: Call, tmp_path: Path) -> None:
+    save_random_adapter(tiny_target, tmp_path / "lora", HARMLESS)
+    result = headstart("plan", recipe, f"target.adapter={tmp_path / 'lora'}", "joint.enabled=true")
+    assert result.code == 2 and "which trains an adapter of its own" in result.err

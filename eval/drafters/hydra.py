@@ -36,9 +36,12 @@ from headstart.heads.families.hydra.head import HydraHead
 
 
 class DepthPass:
-    """A copy of head d (from 1). Args: shared: the target's output matrix, where the head has none of its own."""
+    """A copy of head d (from 1).
 
-    def __init__(self, head: HydraHead, d: int, shared: Linear | None):
+    Args: shared, scale: the target's output matrix and the scale of its logits, where the head has no own matrix.
+    """
+
+    def __init__(self, head: HydraHead, d: int, shared: Linear | None, scale: float):
         blocks, dtype = head.blocks[d - 1], head.compute_dtype()
 
         def copied(*parameters: Tensor) -> Tensor:
@@ -50,7 +53,7 @@ class DepthPass:
         weight_OC[:, head.dims.hidden_size :] *= head.embed_scale.to(dtype)
         self.first = Linear(weight_OC, copied(blocks.residual.bias, into.bias))
         self.later = [Linear(copied(layer.weight), copied(layer.bias)) for layer in later]
-        self.shared, self.scale = shared, head.teacher.scale
+        self.shared, self.scale = shared, scale
         self.own = Linear(head.lm_heads[d - 1].weight.detach().to(dtype)) if shared is None else None
         self.update: tuple[Linear, Linear] | None = None
         if head.config.lm_head == "lowrank":
@@ -262,10 +265,10 @@ class HydraDrafter:
 
     def _copy_heads(self) -> list[DepthPass]:
         head = self.head
-        if head.embed_VD is None:
+        if head.embed_VD is None or head.teacher is None:
             raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
         shared = None if head.config.lm_head == "own" else Linear(head.teacher.weight_VD)
-        return [DepthPass(head, d, shared) for d in range(1, self.depth + 1)]
+        return [DepthPass(head, d, shared, head.teacher.scale) for d in range(1, self.depth + 1)]
 
     def _compile_start(self, like_BJD: Tensor) -> None:
         """Run a pass of every width that `start` may need, to compile its kernels."""

@@ -137,6 +137,7 @@ def test_measured_kernels_compute_what_the_head_computes(config: HydraConfig, ba
     ends = TargetEnds(embed_VD, Teacher((embed_VD.float() / dims.hidden_size**0.5).bfloat16()))
     head: Any = build_head(config, dims)
     randomise(head, 1)
+    head.embed_scale.fill_(0.5)
     head = head.to("cuda", torch.bfloat16).eval()
     head.bind(ends)
     drafter = HydraDrafter(head, TreeConfig("dynamic", 3, 10, 40), Sampling())
@@ -156,5 +157,5 @@ def test_measured_kernels_compute_what_the_head_computes(config: HydraConfig, ba
             x_BPC = f_BPD
             for level in range(d):
                 x_BPC = drafter._extend(x_BPC, tokens_BPd[:, :, level])
-            expected = head.depth_logits(d, f_BPD.flatten(0, 1), tokens_BPd.flatten(0, 1))
+            expected = head.draft_logits(d, f_BPD.flatten(0, 1), tokens_BPd.flatten(0, 1))
             close(step(x_BPC).flatten(0, 1), expected)

@@ -9,11 +9,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.session import Decoder
+from headstart.eval.drafters import build_drafter
 from headstart.eval.drafters.ngram import NgramDrafter
 from headstart.eval.measuring.benchmark import evaluate
+from headstart.heads.families import HydraConfig, build_head
 from headstart.heads.targets.fetch import default_cache, find_damage
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
@@ -55,3 +58,23 @@ def test_report_on_the_real_target(smollm2: Target) -> None:
     report = evaluate(smollm2, None, config)
     assert report.greedy_identity is not None and report.greedy_identity["identical"] == 2
     assert report.target["name"] == NAME
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_node_by_node_drafts_leave_the_answer_alone(smollm2: Target, kind: str) -> None:
+    """Of a Hydra++ head that was trained on nothing: what it drafts is mostly wrong."""
+    record = json.loads(DATA.read_text().splitlines()[0])
+    torch.manual_seed(0)
+    head = build_head(HydraConfig(depth=3, lm_head="shared", prefix_layer=True, num_layers=2), smollm2.dims)
+    head.initialise(smollm2.ends)
+    with torch.no_grad():
+        # blocks that read the drafted tokens, and a layer that does something
+        for parameter in head.parameters():
+            if parameter.dim() == 2:
+                parameter += 0.02 * torch.randn(parameter.shape)
+    config = EvalConfig(tree=TreeConfig(kind, 3, k=3, total_tokens=10))
+    drafter = build_drafter(head.eval(), config)
+    (answer,) = Decoder(smollm2, config).run([record["prompt_token_ids"]], drafter, 12, seed=0).answers
+    assert answer.tokens == record["greedy_token_ids"][:12]
+    assert all(cycle.drafted for cycle in answer.cycles)

@@ -128,8 +128,13 @@ class TrainConfig:
         }
         for name, allowed in choices.items():
             check((name,), "one of " + ", ".join(allowed), allowed.__contains__)
-        check(("betas",), "two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= b < 1 for b in betas))
+        # whatever the entries of a recipe's list should be, they may be mappings
+        check(("betas",), "two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(map(_is_rate, betas)))
         check(("warmup_ratio",), "a fraction in [0, 1)", lambda ratio: 0 <= ratio < 1)
         check(("warmup_steps",), "0 or more", lambda steps: steps is None or steps >= 0)
         check(("min_lr_ratio",), "a fraction in [0, 1]", lambda ratio: 0 <= ratio <= 1)
         check(("tau_depth",), "1 or more", lambda depth: depth is None or depth > 0)
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1

@@ -81,6 +81,7 @@ def test_half_precision_master_weights_are_refused():
         ({"steps": 0}, "train.steps: found 0"),
         ({"steps": 1, "schedule": "linear"}, "train.schedule: found 'linear', expected one of cosine, constant"),
         ({"steps": 1, "betas": [0.9]}, "train.betas"),
+        ({"steps": 1, "betas": [0.9, {"lr": 1}]}, "train.betas"),
         ({"steps": 1, "warmup_ratio": 1.5}, "train.warmup_ratio"),
         ({"steps": 1, "accumulation": 0}, "train.accumulation"),
         ({"steps": 1, "tracker": "mlflow"}, "train.tracker"),

@@ -117,7 +117,7 @@ class HydraHead(OutputMatrices):
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
         """As the base class's. Embeddings get the scale of features, and the prefix layer passes features through."""
         super().initialise(ends, draft_ids_U)
-        self.embed_scale.fill_(embedding_scale(ends))
+        self.embed_scale.copy_(embedding_scale(ends))
         if self.prefix is not None:
             self.prefix.initialise(ends.teacher.norm_D)
 

@@ -44,7 +44,7 @@ class PrefixLayer(nn.Module):
         """Args: norm_D: factor of the target's final norm, None for a target without one."""
         if norm_D is not None:
             with torch.no_grad():
-                self.norm.weight.fill_(norm_D.float().square().mean().sqrt())
+                self.norm.weight.copy_(norm_D.float().square().mean().sqrt())
 
     def rows(self, hidden_RD: Tensor, position_R: Tensor, row_A: Tensor, attend: AttendRows) -> Tensor:
         """The outputs [A, D] of the rows `row_A`, which see their document's rows up to their own."""

@@ -21,6 +21,7 @@ from headstart.heads.errors import ConfigError
 from headstart.heads.families import build_head
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.loading import check_shapes, map_head, skeleton
+from headstart.heads.targets.adapter import check_continued, planned_parameters
 from headstart.heads.targets.target import Target
 from headstart.heads.targets.tuned import adapter_of_head
 from headstart.recipes.schema import Recipe
@@ -63,10 +64,28 @@ def planned_training(recipe: Recipe, target: Target) -> Head:
         return head
     from headstart.train.joint.head import JointHead
 
+    if (start := started_adapter(recipe)) is not None:
+        check_continued(planned_parameters(target.model, recipe.joint.lora), recipe.joint.lora, start)
     joint = JointHead(head, target, recipe.joint, planned=True)
     if recipe.train.activation_checkpointing:
         joint.recompute_activations()
     return joint
+
+
+def started_adapter(recipe: Recipe) -> Path | None:
+    """The adapter that joint training goes on from, beside the head of `start_from`; None where it starts anew.
+
+    Raises: ConfigError where the first stage would train the head on the features of the target without it.
+    """
+    if recipe.start_from is None or not recipe.joint.enabled:
+        return None
+    place = adapter_of_head(find_head(recipe.start_from, "start_from"))
+    if place is not None and recipe.joint.heads_only > 0:
+        raise ConfigError(
+            f"joint.heads_only: found {recipe.joint.heads_only:g} with a start_from that has an adapter, expected 0: "
+            "head and adapter go on together, and a stage for the head alone would show it the original target"
+        )
+    return place
 
 
 def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:

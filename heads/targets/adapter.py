@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headstart.heads.errors import ConfigError, DataError, TargetError
-from headstart.heads.files import write_json, write_safetensors
+from headstart.heads.files import read_json, write_json, write_safetensors
 from headstart.heads.targets.locate import decoder_layers
 
 #: value of `modules`: every linear layer of the decoder layers
@@ -147,6 +147,38 @@ def add_adapter(model: nn.Module, settings: LoraSettings, seed: int) -> dict[str
             up.weight.zero_()
     use_dropout(model, False)
     return adapter_parameters(model)
+
+
+def continue_adapter(model: nn.Module, settings: LoraSettings, directory: Path) -> None:
+    """Inject an adapter that goes on from the saved one in `directory`.
+
+    Raises: as `add_adapter` and `check_continued`.
+    """
+    check_continued(planned_parameters(model, settings), settings, directory)
+    parameters, tensors = add_adapter(model, settings, 0), _read_tensors(directory)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[PREFIX + name])
+
+
+def check_continued(wanted: dict[str, nn.Parameter], settings: LoraSettings, directory: Path) -> None:
+    """Raises: ConfigError unless a saved adapter has the tensors and the scale that the settings describe.
+
+    Args: wanted: `planned_parameters`, or those of the injected adapter.
+    """
+    tensors, config = _read_tensors(directory), read_json(directory / CONFIG_FILE)
+    found = {name.removeprefix(PREFIX): tuple(x.shape) for name, x in tensors.items()}
+    shapes = {name: tuple(x.shape) for name, x in wanted.items()}
+    scale = float(config.get("lora_alpha", 8)) / float(config.get("r", 8))
+    odd = next((key for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern") if config.get(key)), None)
+    if found == shapes and odd is None and scale == settings.alpha / settings.rank:
+        return
+    what = f"its {odd} is {config[odd]!r}" if odd else f"its tensors are those of {config.get('target_modules')}"
+    raise ConfigError(
+        f"start_from: {directory} is another adapter than the recipe's: r {config.get('r')}, alpha "
+        f"{config.get('lora_alpha')}, and {what}, expected r {settings.rank}, alpha {settings.alpha:g} on "
+        f"{list(settings.modules)}: set joint.rank, joint.alpha and joint.modules to its own"
+    )
 
 
 def planned_parameters(model: nn.Module, settings: LoraSettings) -> dict[str, nn.Parameter]:

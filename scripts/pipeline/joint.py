@@ -9,9 +9,10 @@ from typing import Any
 from headstart.heads.base import Head
 from headstart.heads.files import delete
 from headstart.heads.published_names import name_of_target
-from headstart.heads.targets.adapter import remove_adapter, save_adapter
+from headstart.heads.targets.adapter import continue_adapter, remove_adapter, save_adapter
 from headstart.heads.targets.tuned import ADAPTER, read_adapter, tuned_fingerprint
 from headstart.pipeline.run import Run
+from headstart.refusals import started_adapter
 from headstart.train.joint.head import JointHead
 
 
@@ -24,6 +25,8 @@ def trained_head(run: Run, head: Head) -> Iterator[Head]:
         return
     remove_adapter(target.model)
     try:
+        if (start := started_adapter(run.recipe)) is not None:
+            continue_adapter(target.model, config.lora, start)  # which JointHead then keeps
         joint = JointHead(head, target, config, run.recipe.seed)
         if joint.live is not None and joint.live.note is not None:
             run.console.say(f"joint training runs the target over padded documents, uncaptured: {joint.live.note}")

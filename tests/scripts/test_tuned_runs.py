@@ -291,3 +291,47 @@ def test_an_adapter_is_not_trained_on_another(recipe: Path, tiny_target: Path, h
     save_random_adapter(tiny_target, tmp_path / "lora", HARMLESS)
     result = headstart("plan", recipe, f"target.adapter={tmp_path / 'lora'}", "joint.enabled=true")
     assert result.code == 2 and "which trains an adapter of its own" in result.err
+
+
+def test_joint_training_is_measured_and_exported(
+    recipe: Path, tiny_target: Path, headstart: Call, tmp_path: Path
+) -> None:
+    joint = ("joint.enabled=true", "joint.max_perplexity_rise=10", "train.epochs=2", "export.dtype=float32")
+    result = headstart("run", recipe, *joint, "--json")
+    assert result.code == 0, result.err
+    run = tmp_path / "run"
+    base, tuned = tokens_of(None, tiny_target), tokens_of(run / "head" / "adapter", tiny_target)
+    assert tuned.weight_hash() != base.weight_hash()
+    quality = read_json(run / "quality.json")
+    before, after = naive_perplexity(base.model, recipe)[0], naive_perplexity(tuned.model, recipe)[0]
+    assert quality["rise"] == pytest.approx(after / before - 1, abs=2e-5) and quality["rise"] != 0
+    report = read_json(run / "report.json")
+    assert report["target"]["weight_hash"] == tuned.weight_hash()
+    assert report["greedy_identity"]["identical"] == report["greedy_identity"]["sequences"]
+    exported = tokens_of(None, run / "export" / "target")
+    assert exported.weight_hash() == tuned.weight_hash()
+    strict = headstart("export", recipe, *joint[:1], *joint[2:], f"joint.max_perplexity_rise={quality['rise'] / 2}")
+    assert (strict.code == 1) is (quality["rise"] > 0)
+
+
+def test_joint_training_goes_on_with_head_and_adapter(recipe: Path, headstart: Call, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    lora = ("joint.enabled=true", "joint.rank=4", "joint.modules=[q_proj,v_proj]")
+    assert headstart("train", recipe, *lora).code == 0
+    shutil.copytree(tmp_path / "run" / "head", tmp_path / "first")
+    start = (*lora, f"start_from={tmp_path / 'first'}", f"run_dir={tmp_path / 'second'}")
+    refused = headstart("train", recipe, *start)
+    assert refused.code == 2 and "joint.heads_only: found 0.5" in refused.err
+    other = headstart("train", recipe, *start, "joint.heads_only=0", "joint.rank=8")
+    assert other.code == 2 and "another adapter than the recipe's: r 4" in other.err and "expected r 8" in other.err
+    # without steps of any size it is the adapter that it went on from
+    result = headstart("train", recipe, *start, "joint.heads_only=0", "train.lr=1e-12", "joint.dropout=0")
+    assert result.code == 0, result.err
+    first, second = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("first", "second/head")
+    )
+    assert first.keys() == second.keys() and any(
+        tensor.abs().max() > 1e-5 for n, tensor in first.items() if "lora_B" in n
+    )
+    assert all(torch.allclose(first[name], second[name], atol=1e-9) for name in first)

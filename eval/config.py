@@ -28,8 +28,8 @@ LIMITS = ("limit", "limit_per_task", "max_turns")
 class TreeConfig:
     """What is drafted before each verification."""
 
-    #: Shape of the draft: chain, dynamic (EAGLE-2's tree, for autoregressive heads) or static (Medusa's tree: ranks of
-    #: the heads' candidates).
+    #: Shape of the draft: chain, dynamic (EAGLE-2's tree, for heads that read the tokens drafted before) or static
+    #: (Medusa's tree: ranks of the heads' candidates).
     kind: str = "chain"
     #: Tokens of the chain, or levels of the tree. A head with fewer depths drafts only those that it has.
     depth: int = 5

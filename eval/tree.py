@@ -105,7 +105,9 @@ def with_root(mask_BNN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StaticShape:
-    """A static tree (Medusa): node n takes candidate `rank_N[n]` of the head at its depth.
+    """A static tree: node n takes candidate `rank_N[n]` of the head at its depth.
+
+    In Medusa's trees all nodes of a depth share the candidates; other heads have candidates below each parent.
 
     Attributes: parent_N, depth_N, rank_N: int64 [N]; levels, ranks: host ints, depths and candidates per head it needs.
     """

@@ -197,6 +197,7 @@ class HydraDrafter:
         elif tree.kind == "dynamic":
             self.max_nodes = tree.total_tokens - 1
         self.prepare_s = 0.0
+        self.dtype: torch.dtype
         self.passes: list[DepthPass] = []
         self.prefix: PrefixCache | None = None
         self._placed: tuple[int, int] | None = None
@@ -233,7 +234,7 @@ class HydraDrafter:
         if self.prefix is not None:
             self.feature_BD = self.prefix.start(hidden_BJD, context.count_B)
         else:
-            self.feature_BD = _last(hidden_BJD, context.count_B).to(self.head.compute_dtype())
+            self.feature_BD = _last(hidden_BJD, context.count_B).to(self.dtype)
 
     def _prepare(self, hidden_BJD: Tensor, capacity: int) -> None:
         """Make weights and buffers, unless those of an earlier batch fit."""
@@ -248,7 +249,7 @@ class HydraDrafter:
         synchronize(device)  # do not count the target's prefill, which may still run
         began = time.perf_counter()
         if not self.passes:
-            self.passes = self._copy_heads()
+            self.dtype, self.passes = self.head.compute_dtype(), self._copy_heads()
         # captured cycles read these, so they must stay where they are
         self._zero_B = torch.zeros(batch, dtype=torch.int64, device=device)
         nodes = torch.zeros((batch, self.max_nodes), dtype=torch.int64, device=device)
@@ -283,7 +284,7 @@ class HydraDrafter:
         if self.prefix is not None:
             self.feature_BD = self.prefix.append(accepted, hidden_BJD, self.feature_BD)
         else:
-            new_BD = _last(hidden_BJD, accepted.count_B).to(self.head.compute_dtype())
+            new_BD = _last(hidden_BJD, accepted.count_B).to(self.dtype)
             self.feature_BD = torch.where((accepted.count_B > 0)[:, None], new_BD, self.feature_BD)
 
     @torch.inference_mode()

@@ -347,7 +347,8 @@ class Head(nn.Module, ABC):
 
         Args:
             scale_T: float32 [T]. If given, the caller differentiates only multiples of `(sum_T * scale_T).sum()`, so
-                the head may form gradients in the forward pass. None = any combination of the terms.
+                the head may form gradients in the forward pass (and add them to `.grad` there, where heads/gradients.py
+                allows it). None = any combination of the terms.
         """
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:

@@ -58,7 +58,7 @@ def _cells(choice: Choice) -> tuple[str, ...]:
 
 def _static_rows(tuning: Tuning) -> list[tuple[str, ...]]:
     """Two rows per batch size: the best calibrated tree and the published one."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for choice in tuning.choices:
         for run in filter(None, (choice.calibrated, choice.published)):
             tree = run.candidate.tree

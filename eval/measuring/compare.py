@@ -113,7 +113,7 @@ def differences(reports: dict[str, Report]) -> list[str]:
     runs = list(reports.values())
     sentences = []
     for what, differs in (
-        ("prompts", _several((r.data.get("sha256"), r.prompts) for r in runs)),
+        ("prompts", _several((r.data.get("sha256"), r.prompts, _half(r)) for r in runs)),
         ("targets", _several(r.target["name"] for r in runs)),
         ("the target's weights", _same_name_other_weights(runs)),
         ("tokenizer or chat template", _differ([r.target for r in runs], ("tokenizer_hash", "template_hash"))),
@@ -128,6 +128,11 @@ def differences(reports: dict[str, Report]) -> list[str]:
         if differs:
             sentences.append(f"the runs differ in {what}")
     return sentences
+
+
+def _half(report: Report) -> str:
+    """Which half of the prompts was asked, or "None" for all of them (`eval.half`)."""
+    return str((report.recipe.get("eval") or {}).get("half"))
 
 
 def _several(values: Iterable[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_tune_keeps_its_choice_and_eval_uses_it(
     (entry,) = notes(head)["tuned"].values()
     kept = entry["batches"]["1"]
     assert kept["predicted_speedup"] == choice["predicted_speedup"] and entry["data"]["path"] == "own data"
+
+    # the calibrated tree and the published one, whose overrides give them to eval
+    for name in ("calibrated", "published"):
+        words = shlex.split(choice[name]["overrides"])
+        given = headstart("eval", *options, *words, "--out", tmp_path / name, "--json")
+        assert given.code == 0, given.err
+        assert {**given.json["tree"], "label": None} == {**choice[name]["tree"], "label": None}
+        assert given.json["tree"]["label"] == choice[name]["label"] == f"static{choice[name]['nodes']}"
 
     # whether a tiny model gains here is a matter of noise: say that it does, with a tree of our own
     tree = {**kept["tree"], "kind": "static", "depth": 2, "total_tokens": 4, "paths": [[0], [1], [0, 0]]}

@@ -146,6 +146,10 @@ def test_differences_are_named() -> None:
     assert differences({"one": report(), "two": report(tau=1.0, batch_size=4)}) == []
     other = report(data={"path": "d.jsonl", "sha256": "y"}, device="other")
     assert differences({"one": report(), "two": other}) == ["the runs differ in prompts", "the runs differ in devices"]
+    # the other half of one file, as many prompts
+    odd, even = (report(recipe={"eval": {"half": half}}) for half in ("odd", "even"))
+    assert differences({"one": odd, "two": even}) == ["the runs differ in prompts"]
+    assert differences({"one": report(recipe={"eval": {"half": None}}), "two": report()}) == []
 
 
 @pytest.mark.parametrize(

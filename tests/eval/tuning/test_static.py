@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from beside import Beside
-from eval_help import VOCAB, Trained, run
+from eval_help import FAMILY_TREES, VOCAB, Trained, run
 from torch import Tensor
 
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig
@@ -144,20 +144,21 @@ SPREAD = [[0], [1], [3], [0, 0], [0, 2], [1, 0], [0, 0, 1]]
 NARROW = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 1], [1, 3], [1, 1, 0]]
 
 
-def medusa_build(medusa: Trained) -> Callable[[TreeConfig], Drafter]:
+@pytest.mark.parametrize("family", [family for family, kind in FAMILY_TREES if kind == "static"])
+def test_every_static_tree_follows_from_the_recorded_one(
+    family: str, target: Target, trained: Callable[[str], Trained], long_answers: list[Answer]
+) -> None:
+    """Of every family that drafts them, as it says whether its candidates depend on the path."""
+
     def build(tree: TreeConfig) -> Drafter:
-        made = build_drafter(medusa.head, EvalConfig(tree=tree))
+        made = build_drafter(trained(family).head, EvalConfig(tree=tree))
         assert made is not None
         return made
 
-    return build
-
-
-def test_every_static_tree_follows_from_the_spine(target: Target, medusa: Trained, long_answers: list[Answer]) -> None:
-    build = medusa_build(medusa)
-    profile = check_profile(target, build, True, [SPREAD, NARROW], long_answers)
+    shared = DRAFTERS[family].shared_candidates
+    profile = check_profile(target, build, shared, [SPREAD, NARROW], long_answers)
     best = profile.best_paths(8)
-    check_profile(target, build, True, [best, best[:3]], long_answers)
+    check_profile(target, build, shared, [best, best[:3]], long_answers)
     # closed under parents, and no worse than another of its size
     static_shape([tuple(path) for path in best])
     assert profile.tau(TreeConfig("static", 3, paths=best[:7])) >= profile.tau(TreeConfig("static", 3, paths=SPREAD))
@@ -227,15 +228,15 @@ def test_the_published_tree_for_other_heads() -> None:
 def test_a_tuning_where_ranks_depend_on_the_path(
     target: Target, medusa: Trained, prompts: str, long_answers: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.eval.tuning.costs.CYCLE_TOKENS", 12)
+    monkeypatch.setattr("headstart.eval.tuning.costs.CYCLE_TOKENS", 6)
     drafting = Drafting(("chain", "static"), lambda head, config: FollowerDrafter(config.tree, long_answers))
     monkeypatch.setitem(DRAFTERS, medusa.head.family, drafting)
-    config = EvalConfig(data=prompts, max_new_tokens=16, warmup_tokens=0)
-    search = TuneConfig(batch_sizes=[2], depth=3, total_tokens=[4, 9], prompts=3, repeats=1)
+    config = EvalConfig(data=prompts, max_new_tokens=20, warmup_tokens=0)
+    search = TuneConfig(batch_sizes=[1], depth=2, total_tokens=[4], prompts=3, repeats=1)
     found = tune(target, medusa.head, config, search)
-    assert [tree["name"] for tree in found.static_trees] == ["static n3", "static n8", "static n61", "published n61"]
+    assert [tree["name"] for tree in found.static_trees] [::2] == ["static n3", "published n38"]
     positions = [head["positions"] for head in found.rank_accuracy]
     # deeper ranks are known only where the path was drafted
-    assert positions[0] > positions[1] > positions[2] > 0 and positions[0] <= found.cycles["static"]
+    assert found.cycles["static"] == positions[0] > positions[1] > 0
     (choice,) = found.choices
     assert choice.calibrated is not None and choice.published is not None

@@ -24,6 +24,11 @@ def decode(job_path: str, out_path: str) -> None:
     from vllm.sampling_params import RequestOutputKind
 
     job = json.loads(Path(job_path).read_text())
+    lora, adapted = None, {}
+    if job.get("adapter"):
+        from vllm.lora.request import LoRARequest
+
+        lora, adapted = LoRARequest("tuned", 1, job["adapter"]), {"enable_lora": True, "max_lora_rank": job["rank"]}
     llm = LLM(
         model=job["target"],
         dtype="float32",
@@ -33,6 +38,7 @@ def decode(job_path: str, out_path: str) -> None:
         enable_prefix_caching=False,
         disable_log_stats=False,
         speculative_config=job["speculative"],
+        **adapted,
     )
     sampling = SamplingParams(
         temperature=0.0,
@@ -44,7 +50,7 @@ def decode(job_path: str, out_path: str) -> None:
     answers = []
     for number, prompt in enumerate(job["prompts"]):
         before = counters(llm)
-        llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling, lora_request=lora)
         steps: list[list[int]] = []
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():

@@ -37,15 +37,18 @@ from headstart.eval.servers.served import evaluate_server
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import read_json, write_json
 from headstart.heads.formats import ExportConfig, export_head
+from headstart.heads.formats.vllm import max_lora_rank
 from headstart.heads.provenance import git_revision
 from headstart.heads.targets.load import load_target
-from headstart.heads.targets.target import TargetConfig
+from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET, rank_of, read_adapter
 from headstart.pipeline.distill import distill
 from headstart.pipeline.run import Run
 from headstart.pipeline.train import train
 from headstart.recipes.load import load_recipe
-from headstart.saved_heads import bound_head
+from headstart.saved_heads import bound_head, target_of_head
 from headstart.serve_vllm import end_of, engine_environment, vllm_server
+from headstart.tuned_export import TunedExport
 
 FAMILIES = ("medusa", "eagle", "eagle3")
 #: largest relative difference of acceptance that passes
@@ -101,6 +104,13 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     options.add_argument("--recipe", default="quickstart", help="recipe whose data and sizes train the heads")
     options.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of that recipe")
+    options.add_argument(
+        "--joint", action="store_true", help="train the heads here together with an adapter of the target (a few steps)"
+    )
+    options.add_argument(
+        "--adapter", default="merged", choices=("merged", "separate"),
+        help="how the engine gets a tuned target: as a whole model, or the base with --enable-lora",
+    )  # fmt: skip
     options.add_argument("--depth", type=int, default=3, help="length of the chain")
     options.add_argument("--limit", type=int, default=None, help="first prompts only")
     options.add_argument("--max-new-tokens", type=int, default=96)
@@ -132,7 +142,7 @@ def compare(arguments: argparse.Namespace) -> int:
     for family in arguments.families:
         directory = head_directory(family, target, arguments)
         for path, prompts in sets.items():
-            row = compare_family(family, directory, target, place, prompts, arguments)
+            row = compare_family(family, directory, target_for(directory, target, arguments), place, prompts, arguments)
             rows.append({"head": row.pop("head"), "data": path.name, **row})
             update_rows(out, rows[-1])
             say(f"{family}: {json.dumps({k: v for k, v in rows[-1].items() if k not in ('command', 'note')})}")
@@ -141,10 +151,20 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def update_rows(path: Path, row: dict[str, Any]) -> None:
-    """Write a row into the results file. It replaces an earlier row of the same head and prompts."""
+    """Write a row into the results file. It replaces an earlier row of the same head, target and prompts."""
+
+    def key(row: dict[str, Any]) -> tuple[str, int, str]:
+        return row["data"], FAMILIES.index(row["head"]), row.get("target") or ""
+
     kept = read_json(path) if path.is_file() else []
-    kept = [other for other in kept if (other["head"], other.get("data")) != (row["head"], row["data"])]
-    write_json(path, sorted([*kept, row], key=lambda row: (row["data"], FAMILIES.index(row["head"]))))
+    write_json(path, sorted([*(other for other in kept if key(other) != key(row)), row], key=key))
+
+
+def target_for(directory: Path, base: Target, arguments: argparse.Namespace) -> Target:
+    """The target that a head drafts for: the base, or with the adapter beside the head."""
+    plain = TargetConfig(name=arguments.target, dtype="float32", device="cpu")
+    config = target_of_head(directory, plain)
+    return base if config == plain else load_target(config)
 
 
 def say(line: str) -> None:
@@ -186,7 +206,10 @@ def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> P
         "eagle3": [],
     }[family]
     where = [f"name=parity-{family}", f"run_dir={arguments.work / family}", f"target.name={arguments.target}"]
-    run = Run(load_recipe(arguments.recipe, [*own, *where, "target.dtype=float32", *arguments.set]), Console(), target)
+    # large steps: the tuned target must say other things than the base, or nothing would be tested
+    joint = ["joint.enabled=true", "joint.loss=ce", "joint.rank=8", "joint.heads_only=0.5"] if arguments.joint else []
+    words = [*own, *joint, *where, "target.dtype=float32", *arguments.set]
+    run = Run(load_recipe(arguments.recipe, words), Console(), target)
     with run.lock():
         run.save_recipe()
         distill(run)
@@ -199,9 +222,18 @@ def compare_family(
 ) -> dict[str, Any]:
     head = bound_head(directory, target, torch.float32)
     exported = arguments.work / "exports" / family
-    config = ExportConfig(["portable"], "float32", max_shard_size=arguments.max_shard_size)
-    export_head(head, exported, config, {"target": target.fingerprint()})
-    theirs = run_engine(family, exported, target, place, prompts, arguments)
+    config = ExportConfig(["portable"], "float32", max_shard_size=arguments.max_shard_size, adapter=arguments.adapter)
+    tuned = TunedExport.of(target, directory, config, exported)
+    tuned.write(say)
+    export_head(head, exported, config, {"target": {**target.fingerprint(), **tuned.facts()}})
+    merged, separate = exported / TUNED_TARGET, exported / ADAPTER
+    tuning: dict[str, Any] = {}
+    if tuned.adapter is not None and tuned.merged:
+        place, tuning = merged, {"target": "tuned, merged"}
+    elif tuned.adapter is not None:
+        tuning = {"target": "tuned, adapter applied by the engine (--enable-lora)"}
+    lora = separate if tuning and not tuned.merged else None
+    theirs = run_engine(family, exported, target, place, prompts, arguments, lora)
     # the export is read back, so that both sides draft with what the engine loads, not with the training checkpoint
     answers = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
     equal = [a.tokens == b["tokens"] for a, b in zip(answers, theirs["answers"], strict=True)]
@@ -216,6 +248,7 @@ def compare_family(
     worst = max((abs(a - b) / max(abs(a), 1e-9) for a, b in compared if max(a, b) > 0), default=0.0)
     return {
         "head": family,
+        **tuning,
         "prompts": len(prompts),
         "tokens": sum(len(answer.tokens) for answer in answers),
         "outputs_equal": all(equal),
@@ -248,9 +281,18 @@ def run_ours(head: Any, target: Any, prompts: list[list[int]], arguments: argpar
 
 
 def run_engine(
-    family: str, exported: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
+    family: str,
+    exported: Path,
+    target: Any,
+    place: Path,
+    prompts: list[list[int]],
+    arguments: argparse.Namespace,
+    adapter: Path | None = None,
 ) -> dict[str, Any]:
+    """The engine's answers. Args: adapter: that the engine applies to the target in `place`."""
     job = {
+        "adapter": None if adapter is None else str(adapter.resolve()),
+        "rank": None if adapter is None else max_lora_rank(rank_of(read_adapter(adapter))),
         "target": str(place.resolve()),
         "prompts": prompts,
         "stop_token_ids": list(target.stop_token_ids),

@@ -37,6 +37,8 @@ EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 #: tensors that an EAGLE-3 load takes, and does not need
 EAGLE3_OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden"}
+#: what --max-lora-rank can be
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def _medusa(case: Case) -> None:
@@ -229,11 +231,17 @@ def _embedding(case: Case, sizes: dict[str, int]) -> None:
         case.refuse(f"embed_tokens.weight is {list(shape)}, config.json makes it [{sizes['V']}, {sizes['H']}]")
 
 
+def max_lora_rank(rank: int) -> int:
+    """The smallest --max-lora-rank for adapters of this rank."""
+    return next((most for most in LORA_RANKS if most >= rank), rank)
+
+
 def _launch(launch: Launch) -> str:
     spec = {"method": launch.family, "model": launch.head, "num_speculative_tokens": launch.tokens}
     words = ["vllm", "serve", launch.target, *launch.limit("--max-model-len")]
     if launch.adapter is not None:  # run on 0.32: the features that the head reads carry the adapter
-        words += ["--enable-lora", "--max-lora-rank", str(launch.rank), "--lora-modules", f"tuned={launch.adapter}"]
+        words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank(launch.rank))]
+        words += ["--lora-modules", f"tuned={launch.adapter}"]
     return shlex.join([*words, "--speculative-config", json.dumps(spec, ensure_ascii=False)])
 
 

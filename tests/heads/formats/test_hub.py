@@ -423,7 +423,7 @@ def test_the_card_says_that_the_target_was_tuned(tmp_path: Path) -> None:
     card = render_card("me/head", separate, None, ["vllm", "tgi"])
     assert "the adapter in the folder `adapter`" in card and "text-generation-launcher" not in card
     assert "hf download me/head --include 'adapter/*' --local-dir head" in card
-    assert "vllm serve someone/tiny-llama --enable-lora --max-lora-rank 4 --lora-modules tuned=head/adapter" in card
+    assert "vllm serve someone/tiny-llama --enable-lora --max-lora-rank 8 --lora-modules tuned=head/adapter" in card
     del separate["quality"]
     assert "What the adapter changed was not measured." in render_card("me/head", separate, None, ["vllm"])
     plain = {**separate, "target": PROVENANCE["target"]}

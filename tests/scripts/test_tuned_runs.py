@@ -159,6 +159,12 @@ def test_a_run_measures_before_it_evaluates(trained: Path, recipe: Path, tiny_ta
     assert report["target"]["weight_hash"] == tuned.weight_hash() and not any("WARNING" in n for n in report["notes"])
     assert report["target"]["adapter"] == "a local adapter"
     assert report["greedy_identity"]["identical"] == report["greedy_identity"]["sequences"] == 2
+    tune = headstart("tune", recipe, "tune.batch_sizes=[1]", "eval.max_new_tokens=6", "--json")
+    assert tune.code == 0, tune.err
+    assert f"target: tuned: the adapter {trained / 'head' / 'adapter'}" in tune.err
+    assert tune.json["target"]["weight_hash"] == tuned.weight_hash()
+    # the tree that was chosen does not make it another head
+    assert "quality: finished before" in headstart("run", recipe).err
 
 
 def test_a_saved_head_brings_its_adapter(

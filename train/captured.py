@@ -152,7 +152,9 @@ class CapturedPacks:
             started = time.perf_counter()
             shape = replace(self._shape, anchors=anchors)
             pool = next(iter(self._graphs.values())).pool if self._graphs else None
+            drawn = torch.cuda.get_rng_state()  # capturing draws numbers; what this pack draws must not depend on it
             self._graphs[key] = CapturedBackward(self._module, batch, shape, self._terms, pool)
+            torch.cuda.set_rng_state(drawn)
             self.captures += 1
             self.seconds += time.perf_counter() - started
         return self._graphs[key].backward(batch, scale_T)

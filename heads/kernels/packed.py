@@ -42,6 +42,9 @@ def packed_attention(q_RhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, rows: PackRows
 
     What padding rows get is finite and means nothing.
     """
+    kind = q_RhD.device.type
+    if torch.is_autocast_enabled(kind):  # a model in float32 has rotated its queries and keys in float32
+        q_RhD, k_RgD, v_RgD = (x.to(torch.get_autocast_dtype(kind)) for x in (q_RhD, k_RgD, v_RgD))
     if fused(q_RhD):
         edges = rows.edges_E
         return torch.ops.aten._flash_attention_forward(

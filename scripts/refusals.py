@@ -113,10 +113,13 @@ def require_untuned(directory: Path) -> None:
 
 def ask_head(recipe: Recipe, target: Target) -> str:
     """Whether the head can be built, bound and trained: rope, feature layers, activation, the target's output matrix,
-    and a layer for `train.activation_checkpointing`."""
+    a step for every stage, and a layer for `train.activation_checkpointing`."""
     from headstart.train.launching.setup import recompute_activations
+    from headstart.train.optim import Budget
+    from headstart.train.stages import Stages
 
     head = planned_training(recipe, target)
+    Stages(head.stages, Budget.of(recipe.train, None))
     if recipe.train.activation_checkpointing:
         recompute_activations(head)
     return head.describe()

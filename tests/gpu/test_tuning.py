@@ -66,6 +66,23 @@ def test_predictions_hold(target: Target, head: Head, config: EvalConfig) -> Non
         assert choice.agrees, (tree_name(choice.best.tree), choice.best.speedup, choice.measured_speedup)
 
 
+def test_static_predictions_hold(target: Target, config: EvalConfig) -> None:
+    """Both static trees are decoded in full at every batch size, and the faster one is kept."""
+    made = build_head(FAMILIES["medusa"].config(depth=4, lm_head="lowrank"), target.dims)
+    made = made.to(target.device, target.dtype)
+    made.initialise(target.ends)
+    search = TuneConfig(batch_sizes=[1, 8], depth=4, total_tokens=[8, 32], prompts=8)
+    found = tune(target, made.eval(), config, search)
+    assert found.static_trees[-1]["name"] == "published n63" and len(found.rank_accuracy) == 4
+    for choice in found.choices:
+        assert all(seconds > 0 for seconds in choice.costs.draft_s["static"].values())
+        assert choice.published is not None
+        for run in filter(None, (choice.calibrated, choice.published)):
+            name = tree_name(run.candidate.tree)
+            assert run.agrees, (name, run.candidate.speedup, run.measured_speedup)
+            assert choice.measured_speedup >= run.measured_speedup
+
+
 def test_sweeps_leave_captures_out(target: Target, head: Head, config: EvalConfig) -> None:
     """Every point captures anew; none of that is in its seconds."""
     swept = replace(config, tree=TreeConfig("chain", 3), batch_sizes=[1, 4], sweep_prompts=4, warmup_tokens=0)

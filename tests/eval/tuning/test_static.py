@@ -234,7 +234,7 @@ def test_a_tuning_where_ranks_depend_on_the_path(
     config = EvalConfig(data=prompts, max_new_tokens=20, warmup_tokens=0)
     search = TuneConfig(batch_sizes=[1], depth=2, total_tokens=[4], prompts=3, repeats=1)
     found = tune(target, medusa.head, config, search)
-    assert [tree["name"] for tree in found.static_trees] [::2] == ["static n3", "published n38"]
+    assert [tree["name"] for tree in found.static_trees][::2] == ["static n3", "published n38"]
     positions = [head["positions"] for head in found.rank_accuracy]
     # deeper ranks are known only where the path was drafted
     assert found.cycles["static"] == positions[0] > positions[1] > 0

@@ -64,7 +64,7 @@ class TrainConfig:
     #: on or off.
     capture: str = "auto"
     #: Compute the activations of the draft layer's MLP again in the backward pass. It saves about two thirds of the
-    #: activations' memory and costs a tenth more arithmetic.
+    #: activations' memory and costs a tenth more arithmetic. In joint training the target's layers are computed again.
     activation_checkpointing: bool = False
     #: Seed of the order of the data and of what a head draws at random. A recipe takes its `seed` unless this is set.
     seed: int = 0

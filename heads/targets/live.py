@@ -194,9 +194,9 @@ class LivePass:
         for number, length in enumerate(PROBE):
             found, expected = (x[start : start + length].double() for x in (found_RD, expected_RD))
             start += length
-            error = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
-            if not error <= tolerance:
-                return f"document {number + 1} of a pack differs by {error:.2g} of its size from the document alone"
+            off = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+            if not off <= tolerance:
+                return f"document {number + 1} of a pack differs by {off:.2g} of its size from the document alone"
             if half and number == 0:
-                tolerance = max(LATER_HALF, TIMES_FIRST * error)
+                tolerance = max(LATER_HALF, TIMES_FIRST * off)
         return None

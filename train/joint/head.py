@@ -280,17 +280,19 @@ class JointHead(Head):
 
     def _features(self, batch: FeatureBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(hidden [R, D], streams [R, k, D], the original target's hidden [R, D] or None), as the stage trains them."""
+        live = self.live
+        assert live is not None, "a planned head computes no loss"
         model, layers = self._target[0].model, self.inner.spec.layer_ids
         if not self.together:
             with torch.no_grad(), adapter_off(model):
-                hidden_RD, streams_RkD = self.live(batch, layers)
+                hidden_RD, streams_RkD = live(batch, layers)
             return hidden_RD, streams_RkD, hidden_RD
         original_RD = None
         if self.joint.loss == "kl":
             with torch.no_grad(), adapter_off(model):
-                original_RD, _ = self.live(batch)
+                original_RD, _ = live(batch)
         keep_input_dtype(model, torch.is_autocast_enabled(batch.tokens_R.device.type))
-        hidden_RD, streams_RkD = self.live(batch, layers)
+        hidden_RD, streams_RkD = live(batch, layers)
         return hidden_RD, streams_RkD, original_RD
 
     # --- what it costs ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from headstart.pipeline.data import prepare
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.quality import quality
 from headstart.pipeline.run import Run
+from headstart.quality_guard import require_quality
 from headstart.recipes.environment import names_of
 from headstart.saved_heads import recipe_of_head
 
@@ -30,9 +31,10 @@ def export(run: Run) -> dict[str, Any]:
     if not run.head_dir.is_dir():
         raise FormatError(f"{run.head_dir}: there is no trained head; run `headstart train` first")
     config = run.recipe.export
-    quality(run)
+    if (cost := quality(run)) is not None:
+        require_quality(cost, config.force)
     settings = identity.without(dataclasses.asdict(config), *PUBLISHING)
-    inputs = {"head": identity.of_saved_head(run.head_dir), "export": settings}
+    inputs: dict[str, Any] = {"head": identity.of_saved_head(run.head_dir), "export": settings}
     kept = notes(run.head_dir)
     inputs |= {name: kept[name] for name in ADDED if kept.get(name)}
     if adapter_of_head(run.head_dir) is not None or run.recipe.target.adapter is not None:

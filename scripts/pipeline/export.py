@@ -24,6 +24,8 @@ from headstart.saved_heads import recipe_of_head
 PARITY_TOKENS = 96
 #: settings of `export` that say how it is uploaded
 PUBLISHING = ("push_to_hub", "private", "commit_message")
+#: settings of `export` that matter to a tuned target only
+OF_TARGET = ("adapter",)
 
 
 def export(run: Run) -> dict[str, Any]:
@@ -33,12 +35,12 @@ def export(run: Run) -> dict[str, Any]:
     config = run.recipe.export
     if (cost := quality(run)) is not None:
         require_quality(cost, config.force)
-    settings = identity.without(dataclasses.asdict(config), *PUBLISHING)
+    settings = identity.without(dataclasses.asdict(config), *PUBLISHING, *OF_TARGET)
     inputs: dict[str, Any] = {"head": identity.of_saved_head(run.head_dir), "export": settings}
     kept = notes(run.head_dir)
     inputs |= {name: kept[name] for name in ADDED if kept.get(name)}
     if adapter_of_head(run.head_dir) is not None or run.recipe.target.adapter is not None:
-        inputs["published_as"] = config.push_to_hub
+        inputs["target"] = {"published_as": config.push_to_hub, **{name: getattr(config, name) for name in OF_TARGET}}
     # an export takes a minute to make again, so one that was refused is worth less than the one before it
     result = run.markers.do(
         "export", inputs, [run.dir / "export"], lambda begin: _export(run, begin), worth=lambda: False

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from train_fakes import FakeHead
 
 from headstart.heads.errors import StorageError
 from headstart.train.checkpoints.checkpoint import (
@@ -142,14 +143,14 @@ def test_leftovers_of_a_killed_writer_are_ignored_and_removed(tmp_path):
 
 def test_optimizer_state_goes_by_name(tmp_path):
     def fresh(seed):
-        torch.manual_seed(seed)
-        head = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+        head = FakeHead(depth=1, seed=seed)
+        head.heads.append(nn.LayerNorm(13))
         alone = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
         return head, Replicated(head, head, TrainConfig(steps=1, lr=0.1, weight_decay=0.1), alone, captured=False)
 
     head, parallel = fresh(0)
     optimizer = parallel.optimizer
-    head(torch.ones(1, 3)).square().sum().backward()
+    nn.Sequential(*head.heads)(torch.ones(1, 8)).square().sum().backward()
     optimizer.step()
     store = CheckpointStore(tmp_path, 1)
     path = store.save(Checkpoint(dict(parallel.head_tensors()), dict(parallel.optimizer_tensors()), {}, {"step": 1}))
@@ -159,7 +160,7 @@ def test_optimizer_state_goes_by_name(tmp_path):
     other.load_optimizer(loaded.optimizer)
     for module, opt in ((head, optimizer), (again, other.optimizer)):
         opt.zero_grad()
-        module(torch.full((1, 3), 2.0)).square().sum().backward()
+        nn.Sequential(*module.heads)(torch.full((1, 8), 2.0)).square().sum().backward()
         opt.step()
     for a, b in zip(head.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)

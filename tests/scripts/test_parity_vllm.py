@@ -12,6 +12,7 @@ import pytest
 from headstart import parity_engine, parity_vllm
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.measuring.metrics import acceptance
+from headstart.heads.formats.vllm import max_lora_rank
 
 
 def answer(committed: list[int], accepted: int, per_position: list[int] | None = None) -> dict[str, Any]:
@@ -73,6 +74,21 @@ def test_a_row_replaces_the_one_of_the_same_head_and_prompts(tmp_path: Path) -> 
         ("eagle3", "a", 4),
         ("medusa", "b", 2),
     ]
+
+
+def test_a_row_of_a_tuned_target_stands_beside_that_of_the_base(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    for target, tau in ((None, 1), ("tuned, merged", 2), ("tuned, merged", 3)):
+        row = {"head": "medusa", "data": "a", "tau_ours": tau, **({"target": target} if target else {})}
+        parity_vllm.update_rows(path, row)
+    assert [(row.get("target"), row["tau_ours"]) for row in json.loads(path.read_text())] == [
+        (None, 1),
+        ("tuned, merged", 3),
+    ]
+
+
+def test_the_engine_allocates_for_the_rank_of_the_adapter() -> None:
+    assert [max_lora_rank(rank) for rank in (1, 4, 8, 9, 32, 200, 512)] == [1, 8, 8, 16, 32, 256, 512]
 
 
 def test_without_an_engine_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

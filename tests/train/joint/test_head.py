@@ -12,8 +12,9 @@ from reference.joint import Tiny, joint_loss, medusa_sums, target_sums, tuned_do
 from reference.llama import Shape
 from reference.tiny import assert_near, gradients
 
+from headstart.heads.batch import FeatureSpec
 from headstart.heads.errors import ConfigError, TargetError
-from headstart.heads.families import Eagle3Config, EagleConfig, MedusaConfig, build_head
+from headstart.heads.families import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, build_head
 from headstart.heads.targets.adapter import adapter_off
 from headstart.train.captured import PackShape
 from headstart.train.joint.head import JointHead
@@ -238,30 +239,43 @@ def test_rates_and_stages():
     assert len(only.stages) == 1 and only.together and only.rate_factor(down, 0) == 1.0
 
 
-def test_an_inner_head_of_another_family_gets_streams_and_gradients():
+@pytest.mark.parametrize(
+    "config",
+    [EagleConfig(depth=2, feature_noise=0.0), HydraConfig(depth=2, prefix_layer=True), HydraConfig(depth=2, loss="ce")],
+    ids=["eagle", "hydra with a prefix layer", "hydra"],
+)
+def test_an_inner_head_of_another_family_sends_gradients_into_the_adapter(config):
     target = tiny_target(num_hidden_layers=6)
-    config = EagleConfig(depth=2, feature_noise=0.0)
+    config = replace(config, **({"dropout": 0.0} if hasattr(config, "dropout") else {}))
     inner = build_head(config, target.dims)
     inner.initialise(target.ends)
     head = JointHead(inner, target, config_of(), seed=0)
     fill(head.adapter, 6)
+    fill(head.inner, 5, 0.1)
     head.enter_stage(1)
     assert head.spec.tokens_alone
     batch = batch_of()
-    scale_T = head.term_weights() / head.loss_counts(batch)
-    found = head.loss(batch, target.teacher, scale_T)
-    grads = gradients(head, (found.sum_T[1:] * scale_T[1:]).sum())
-    assert all(g.abs().max() > 0 for name, g in grads.items() if name.endswith("lora_B.weight"))
+    scale_T = head.term_weights() / head.loss_counts(batch).clamp(min=1)
+    whole = [
+        gradients(head, (head.loss(batch, target.teacher, given).sum_T[1:] * scale_T[1:]).sum())
+        for given in (None, scale_T)
+    ]
+    assert all(g.abs().max() > 0 for name, g in whole[0].items() if name.endswith("lora_B.weight"))
+    for name, gradient in whole[0].items():
+        assert_near(whole[1][name], gradient, name, 5e-5)
 
-    # the features that the target makes are those that the inner head would read from a source
+
+def test_the_features_that_it_makes_are_those_of_a_merged_target():
+    target = tiny_target(num_hidden_layers=6)
+    head = joint_head(config_of(), target=target)
+    head.enter_stage(1)
+    batch = batch_of()
     with torch.no_grad():
         hidden_RD, streams_RkD = head.live(batch, (1, 3))
     merged = tiny_target(num_hidden_layers=6)
     for name, layer in head._target[0].model.named_modules():
         if hasattr(layer, "lora_A"):
             merged.model.get_submodule(name).weight.data += layer.get_delta_weight("default")
-    from headstart.heads.batch import FeatureSpec
-
     expected = merged.extract(batch, FeatureSpec((1, 3)))
     assert_near(hidden_RD, expected.hidden_RD, "hidden")
     assert_near(streams_RkD, expected.streams_RkD, "streams")

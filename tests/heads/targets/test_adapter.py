@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from headstart.heads.targets.adapter import (
     linear_modules,
     merge_adapter,
     plain_weights,
+    planned_parameters,
     remove_adapter,
+    require_peft,
     save_adapter,
 )
 from headstart.heads.targets.target import Target
@@ -199,3 +202,41 @@ def test_tied_embeddings_stay_tied(tmp_path):
     merge_adapter(merged, tmp_path)
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
     torch.testing.assert_close(logits(merged), logits(model), rtol=0, atol=1e-5)
+
+
+def test_layers_that_hold_their_matrix_transposed(tmp_path):
+    """GPT-2's layers are Conv1D: their weights are [in, out]."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def gpt2() -> nn.Module:
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2)
+        return GPT2LMHeadModel(config).eval().requires_grad_(False)
+
+    model = gpt2()
+    planned = planned_parameters(model, SETTINGS)
+    with pytest.warns(UserWarning, match="fan_in_fan_out"):
+        parameters = filled(model)
+    assert {n: p.shape for n, p in parameters.items()} == {n: p.shape for n, p in planned.items()}
+    assert len(parameters) == 2 * 4 * 2
+    save_adapter(model, tmp_path, "base")
+    merged = gpt2()
+    merge_adapter(merged, tmp_path)
+    assert (logits(model) - logits(gpt2())).abs().max() > 0.01
+    torch.testing.assert_close(logits(merged), logits(model), rtol=0, atol=1e-5)
+
+
+def test_planned_parameters_are_those_that_are_injected():
+    model = tiny_llama()
+    for modules in (["all-linear"], ["q_proj", "mlp.down_proj"]):
+        settings = LoraSettings(rank=4, modules=modules)
+        planned = planned_parameters(model, settings)
+        added = add_adapter(tiny_llama(), settings, 0)
+        assert {n: p.shape for n, p in planned.items()} == {n: p.shape for n, p in added.items()}
+        assert not has_adapter(model)
+
+
+def test_a_missing_peft_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match="joint.enabled: found true, and peft cannot be imported.*pip install peft"):
+        require_peft()

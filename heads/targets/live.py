@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.kernels.packed import PackRows, packed_attention
+from headstart.heads.targets.adapter import dropping_again
 from headstart.heads.targets.locate import decoder_layers, record_layer_inputs, text_decoder
 from headstart.heads.targets.target import Target, length_groups
 
@@ -78,9 +80,9 @@ def _register() -> None:
 
 @contextmanager
 def _wrapped(layers: nn.ModuleList, wrap: Callable[..., Any]) -> Iterator[None]:
-    """While open, each layer's forward is `wrap(forward, …)`. Hooks of the layers stay outside it."""
+    """While open, each layer's forward is `wrap(layer, forward, …)`. Hooks of the layers stay outside it."""
     for layer in layers:
-        layer.forward = partial(wrap, layer.forward)
+        layer.forward = partial(wrap, layer, layer.forward)
     try:
         yield
     finally:
@@ -104,8 +106,6 @@ class LivePass:
         self.target = target
         self.config = text_decoder(target.model).config
         self.recompute = False
-        #: whether recomputing must draw the same random numbers again
-        self.random = False
         _register()
         self.packed = True
         self.note = self._difference()
@@ -130,12 +130,15 @@ class LivePass:
         model = self.target.model
         attention = partial(_own_attention, self.config) if self.packed else nullcontext
 
-        def again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def again(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            runs = count()
+
             def run(*args: Any, **kwargs: Any) -> Any:
-                with attention():  # it also runs in the backward pass
+                # the first time in the forward pass, the second in the backward pass
+                with attention(), dropping_again(layer, next(runs) > 0):
                     return forward(*args, **kwargs)
 
-            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.random, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         recompute = self.recompute and torch.is_grad_enabled()
         wrapped = _wrapped(decoder_layers(model), again) if recompute else nullcontext()

@@ -17,7 +17,7 @@ from headstart.data.samples import Sample
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.families import MedusaConfig
 from headstart.heads.kernels.packed import PackRows, packed_attention
-from headstart.heads.targets.adapter import keep_input_dtype
+from headstart.heads.targets.adapter import KeptDropout, keep_input_dtype
 from headstart.heads.targets.target import Target
 from headstart.train import loop
 from headstart.train.captured import CapturedPacks
@@ -178,6 +178,14 @@ def test_dropout_is_drawn_anew_at_every_replay_and_from_the_seed():
     first, again, other = at(1), at(1), at(2)  # the first call captures
     name = "adapter.model.layers.0.mlp.up_proj.lora_B.weight"
     assert relative(again[name], first[name]) < 0.01 and relative(other[name], first[name]) > 0.05
+    head.recompute_activations()
+    head.live.recompute = False
+    captured = CapturedPacks(module, len(head.terms))
+    kept = at(1)
+    head.live.recompute = True
+    captured = CapturedPacks(module, len(head.terms))
+    recomputed = at(1)
+    assert all(relative(recomputed[each], gradient) < 0.01 for each, gradient in kept.items())
     uncaptured = eager(module, batch, scale_of(head, batch), seed=1)[2]
     assert relative(uncaptured[name], first[name]) < 1.5  # the same size, whatever was drawn
 
@@ -186,14 +194,14 @@ def test_the_planned_memory_is_near_the_measured_one():
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
     made = target(**shape, num_key_value_heads=4, max_position_embeddings=8192)
     batch = pack([2048, 2048, 2048, 2048])
-    for dropout, recompute in ((0.0, False), (0.1, False), (0.0, True)):
+    for dropout, recompute in ((0.0, False), (0.1, False), (0.0, True), (0.1, True)):
         head = head_of(1, made, loss="kl", dropout=dropout)
         if recompute:
             head.recompute_activations()
         keep_input_dtype(made.model, True)
         for module in made.model.modules():  # the target keeps its first adapter
             if hasattr(module, "lora_dropout"):
-                module.lora_dropout["default"] = torch.nn.Dropout(dropout) if dropout else torch.nn.Identity()
+                module.lora_dropout["default"] = KeptDropout(dropout) if dropout else torch.nn.Identity()
         with torch.autocast("cuda", dtype=torch.bfloat16):
             hidden_RD, _ = head.live(batch)
             hidden_RD.sum().backward()

@@ -13,8 +13,8 @@ from headstart.train.joint.config import JointConfig
 
 #: a norm keeps its input in float32: two numbers of the compute dtype
 NORM = 2
-#: inputs of an update after dropout, and the mask, which has a byte per number
-DROPPED = 1.5
+#: the mask of dropout has a byte per number
+MASK = 0.5
 #: numbers of the compute dtype per logit of a chunk: both distributions, or one with its float32 copies
 LOGITS = {"kl": 2, "ce": 6}
 
@@ -34,20 +34,26 @@ def layer_numbers(target: Target, joint: JointConfig) -> float:
     dims = target.dims
     attention, width, inner = dims.num_heads * dims.head_dim, dims.hidden_size, dims.intermediate_size
     numbers = 2 * NORM * width + 2 * attention + 2 * dims.num_kv_heads * dims.head_dim + 3 * inner
-    updates = planned_parameters(target.model, joint.lora)
-    per_layer = sum(p.shape[1] for name, p in updates.items() if ".lora_A." in name) / dims.num_layers
+    inputs = update_inputs(target, joint)
     if joint.dropout > 0:
-        return numbers + DROPPED * per_layer
-    return numbers + min(per_layer, 2 * width + inner)
+        return numbers + (1 + MASK) * inputs
+    return numbers + min(inputs, 2 * width + inner)
+
+
+def update_inputs(target: Target, joint: JointConfig) -> float:
+    """Numbers per row and layer that go into the updates."""
+    updates = planned_parameters(target.model, joint.lora)
+    return sum(p.shape[1] for name, p in updates.items() if ".lora_A." in name) / target.dims.num_layers
 
 
 def target_numbers(target: Target, joint: JointConfig, rows: float, recompute: bool) -> float:
     """Numbers, in the compute dtype, that the second stage keeps of the target for one pack's backward pass.
 
-    With `recompute`, the input of every layer, and one layer whole.
+    With `recompute`, the input of every layer, the masks of dropout, and one layer whole.
     """
     layer, width, layers = layer_numbers(target, joint), target.dims.hidden_size, target.dims.num_layers
-    kept = width * layers + layer if recompute else layer * layers
+    masks = MASK * update_inputs(target, joint) * layers if joint.dropout > 0 else 0.0
+    kept = width * layers + masks + layer if recompute else layer * layers
     states = (NORM + 2 + (joint.loss == "kl")) * width  # the last norm, its output and gradient, the original's output
     vocabulary = len(target.teacher.weight_VD)
     logits = chunk_rows(max(int(rows), 1), vocabulary) * vocabulary * LOGITS[joint.loss]

@@ -26,6 +26,7 @@ from headstart.heads.positions import predicting_rows
 from headstart.heads.targets.adapter import (
     adapter_off,
     add_adapter,
+    keep_dropout,
     keep_input_dtype,
     planned_parameters,
     refuse_quantised,
@@ -114,8 +115,6 @@ class JointHead(Head):
                 node = node.get_submodule(part)
             node.register_parameter(leaf, parameter)
         self.live = None if planned else LivePass(target)
-        if self.live is not None:
-            self.live.random = config.dropout > 0
         self._recompute = False
         self.together = stages_of(config)[0].name == TOGETHER
 
@@ -220,11 +219,7 @@ class JointHead(Head):
     @property
     def capture_obstacle(self) -> str | None:
         live = self.live
-        if live is None:
-            return None
-        if live.packed and live.recompute and live.random:
-            return "joint.dropout draws random numbers that train.activation_checkpointing must draw again"
-        if live.capturable:
+        if live is None or live.capturable:
             return None
         return live.note or "its rope changes with the length of a text, which a graph cannot read"
 
@@ -237,6 +232,7 @@ class JointHead(Head):
         self._recompute = True
         if self.live is not None:
             self.live.recompute = True
+            keep_dropout(self._target[0].model)
 
     # --- the loss -----------------------------------------------------------------------------------------------
 

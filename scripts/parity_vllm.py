@@ -31,6 +31,7 @@ from headstart.eval.decoding.decode import Cycle
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import build_drafter
 from headstart.eval.measuring.metrics import acceptance
+from headstart.eval.measuring.quality import greedy_answers
 from headstart.eval.measuring.rendering import write_report
 from headstart.eval.prompts import load_prompts
 from headstart.eval.servers.served import evaluate_server
@@ -142,7 +143,7 @@ def compare(arguments: argparse.Namespace) -> int:
     for family in arguments.families:
         directory = head_directory(family, target, arguments)
         for path, prompts in sets.items():
-            row = compare_family(family, directory, target_for(directory, target, arguments), place, prompts, arguments)
+            row = compare_family(family, directory, target, place, prompts, arguments)
             rows.append({"head": row.pop("head"), "data": path.name, **row})
             update_rows(out, rows[-1])
             say(f"{family}: {json.dumps({k: v for k, v in rows[-1].items() if k not in ('command', 'note')})}")
@@ -220,22 +221,21 @@ def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> P
 def compare_family(
     family: str, directory: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    head = bound_head(directory, target, torch.float32)
+    base, target = target, target_for(directory, target, arguments)
     exported = arguments.work / "exports" / family
-    config = ExportConfig(["portable"], "float32", max_shard_size=arguments.max_shard_size, adapter=arguments.adapter)
-    tuned = TunedExport.of(target, directory, config, exported)
-    tuned.write(say)
-    export_head(head, exported, config, {"target": {**target.fingerprint(), **tuned.facts()}})
-    merged, separate = exported / TUNED_TARGET, exported / ADAPTER
+    tuned = export(directory, exported, target, arguments)
     tuning: dict[str, Any] = {}
+    lora = None
     if tuned.adapter is not None and tuned.merged:
-        place, tuning = merged, {"target": "tuned, merged"}
+        place, tuning = exported / TUNED_TARGET, {"target": "tuned, merged"}
     elif tuned.adapter is not None:
-        tuning = {"target": "tuned, adapter applied by the engine (--enable-lora)"}
-    lora = separate if tuning and not tuned.merged else None
+        lora, tuning = exported / ADAPTER, {"target": "tuned, adapter applied by the engine (--enable-lora)"}
     theirs = run_engine(family, exported, target, place, prompts, arguments, lora)
     # the export is read back, so that both sides draft with what the engine loads, not with the training checkpoint
     answers = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
+    if tuning:  # an adapter that changes no answer would prove nothing
+        plain = greedy_answers(base, prompts, arguments.max_new_tokens)
+        tuning["identical_to_base"] = sum(a.tokens == b for a, b in zip(answers, plain, strict=True))
     equal = [a.tokens == b["tokens"] for a, b in zip(answers, theirs["answers"], strict=True)]
     here = acceptance(cycle for answer in answers for cycle in answer.cycles)
     there = acceptance(c for answer in theirs["answers"] for c in engine_cycles(answer, arguments.depth))
@@ -269,6 +269,16 @@ def compare_family(
         "command": "bash scripts/parity_vllm.sh " + " ".join(sys.argv[1:]),
         "git_revision": git_revision(),
     }
+
+
+def export(directory: Path, exported: Path, target: Target, arguments: argparse.Namespace) -> TunedExport:
+    """Write the head for the engine, with its tuned target where it has one."""
+    config = ExportConfig(["portable"], "float32", max_shard_size=arguments.max_shard_size, adapter=arguments.adapter)
+    tuned = TunedExport.of(target, directory, config, exported)
+    tuned.write(say)
+    head = bound_head(directory, target, torch.float32)
+    export_head(head, exported, config, {"target": {**target.fingerprint(), **tuned.facts()}})
+    return tuned
 
 
 def run_ours(head: Any, target: Any, prompts: list[list[int]], arguments: argparse.Namespace) -> list[Any]:

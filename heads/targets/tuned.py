@@ -337,7 +337,12 @@ def save_tuned(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype, 
     """
     partial = directory.with_name(f"{directory.name}.partial")
     delete(partial)
-    weights = {name: x.to(dtype) if x.is_floating_point() else x for name, x in model.state_dict().items()}
+    # a matrix that the model ties stays one tensor, which is written once
+    cast: dict[tuple[int, torch.Size], Tensor] = {}
+    weights = {}
+    for name, x in model.state_dict().items():
+        kind = dtype if x.is_floating_point() else x.dtype
+        weights[name] = cast.setdefault((x.data_ptr(), x.shape), x.to(kind))
     model.save_pretrained(partial, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)

@@ -19,7 +19,14 @@ from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import sha256_file
 from headstart.heads.targets.load import load_target, weightless_target
 from headstart.heads.targets.target import TargetConfig
-from headstart.heads.targets.tuned import TUNED_KEY, merged_for_now, read_adapter, tuning_in
+from headstart.heads.targets.tuned import (
+    TUNED_KEY,
+    merged_for_now,
+    read_adapter,
+    save_tuned,
+    tuned_bytes,
+    tuning_in,
+)
 from headstart.identity import of_target
 
 TOKENS = torch.arange(3, 23)[None]
@@ -156,6 +163,23 @@ def test_a_saved_tuned_target_says_so(base: Path, tmp_path: Path) -> None:
         assert again.fingerprint()[key] == tuned.fingerprint()[key]
     with pytest.raises(TargetError, match="this adapter is merged into it already: leave it out"):
         load_target(config(tmp_path / "merged", tmp_path / "lora"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_written_target_holds_every_weight_once(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+    model = model_of(tie_word_embeddings=tied)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "old.safetensors").write_bytes(b"of an earlier export")
+    save_tuned(model, None, tmp_path / "there", dtype, {"adapter_digest": "abc"})
+    tensors = load_file(tmp_path / "there" / "model.safetensors")
+    weights = dict(model.named_parameters())  # tied ones once
+    assert tensors.keys() == weights.keys() and ("lm_head.weight" in tensors) is not tied
+    assert all(torch.equal(tensor, weights[name].to(dtype)) for name, tensor in tensors.items())
+    assert sum(x.nbytes for x in tensors.values()) == tuned_bytes(model, dtype)
+    assert not (tmp_path / "there" / "old.safetensors").exists() and len(list(tmp_path.iterdir())) == 1
+    made_of = tuning_in(transformers.AutoConfig.from_pretrained(tmp_path / "there"))
+    assert made_of is not None and made_of.digest == "abc"
 
 
 def test_merging_for_now_leaves_no_trace(base: Path, tmp_path: Path) -> None:

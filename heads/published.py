@@ -39,6 +39,7 @@ from headstart.heads.published_names import (
     BENCHMARKS,
     FILES,
     HELD_OUT,
+    OWN_ADAPTER,
     OWN_DATA,
     OWN_FILE,
     OWN_HEAD,
@@ -257,7 +258,7 @@ OPTIONS: dict[str, Callable[[str], str | None]] = {
     "--url": published_text,
 }
 #: replacements in a command, without spaces
-WORDS = {OWN_DATA: "FILE.jsonl", HELD_OUT: "FILE.jsonl", ANSWERS: "FILE.jsonl", OWN_HEAD: "DIR", OWN_FILE: "FILE"}
+WORDS = {OWN_DATA: "FILE.jsonl", HELD_OUT: "FILE.jsonl", ANSWERS: "FILE.jsonl", OWN_HEAD: "DIR", OWN_ADAPTER: "DIR", OWN_FILE: "FILE"}
 
 
 def _command(command: str, private: dict[str, str]) -> str:

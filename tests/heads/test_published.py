@@ -154,6 +154,21 @@ def test_tasks_that_become_the_same_stay_apart() -> None:
     assert published({"tasks": tasks}) == {"tasks": shown} == published({"tasks": shown})
 
 
+def test_adapters() -> None:
+    document = {
+        "command": "headstart run x.yaml target.adapter=/home/me/lora",
+        "recipe": {"target": {"name": "me/base", "adapter": "/home/me/lora"}},
+        "target": {"adapter": "me/lora@v1"},
+        "notes": ["tuned with /home/me/lora"],
+    }
+    assert published(document) == {
+        "command": "headstart run RECIPE.yaml target.adapter=DIR",
+        "recipe": {"target": {"name": "me/base", "adapter": "a local adapter"}},
+        "target": {"adapter": "me/lora@v1"},
+        "notes": ["tuned with a local adapter"],
+    }
+
+
 def test_a_tuning_names_its_head_as_a_report_does() -> None:
     assert published({"head": "runs/acme/head", "prompts": 2}) == {"head": "a local head", "prompts": 2}
     assert published({"head": "me/head@v1"}) == {"head": "me/head@v1"} and published({"head": None}) == {"head": None}

@@ -258,7 +258,8 @@ OPTIONS: dict[str, Callable[[str], str | None]] = {
     "--url": published_text,
 }
 #: replacements in a command, without spaces
-WORDS = {OWN_DATA: "FILE.jsonl", HELD_OUT: "FILE.jsonl", ANSWERS: "FILE.jsonl", OWN_HEAD: "DIR", OWN_ADAPTER: "DIR", OWN_FILE: "FILE"}
+WORDS = dict.fromkeys((OWN_DATA, HELD_OUT, ANSWERS), "FILE.jsonl")
+WORDS |= {OWN_HEAD: "DIR", OWN_ADAPTER: "DIR", OWN_FILE: "FILE"}
 
 
 def _command(command: str, private: dict[str, str]) -> str:

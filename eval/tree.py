@@ -161,6 +161,22 @@ def published_paths() -> list[tuple[int, ...]]:
     return sorted(paths, key=lambda path: (math.prod(rank + 1 for rank in path), len(path), path))
 
 
+def drafted_shape(tree: TreeConfig, depth: int, tokens: int) -> StaticShape | None:
+    """What a drafter drafts of a static tree; None for a tree of another kind.
+
+    Args: depth: levels that the drafter has. tokens: that it can draft.
+    Raises: ConfigError for a rank that no token has.
+    """
+    if tree.kind != "static":
+        return None
+    shape = static_shape(static_paths(tree, depth))
+    if shape.ranks > tokens:
+        raise ConfigError(
+            f"eval.tree.paths: found rank {shape.ranks - 1}, the vocabulary has {tokens} tokens: ranks count from 0"
+        )
+    return shape
+
+
 def static_paths(tree: TreeConfig, depth: int) -> list[tuple[int, ...]]:
     """`tree.paths`, by default `published_paths`, cut to `depth` levels and `tree.total_tokens - 1` nodes."""
     paths = published_paths() if tree.paths is None else [tuple(path) for path in tree.paths]

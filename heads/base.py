@@ -286,6 +286,12 @@ class Head(nn.Module, ABC):
         """
         self.embed_VD, self.teacher = ends.embed_VD.detach(), ends.teacher
 
+    def bound_ends(self) -> TargetEnds:
+        """What `bind` attached. Raises: RuntimeError before it was called."""
+        if self.embed_VD is None or self.teacher is None:
+            raise RuntimeError(f"this {self.family} head is not bound to its target: call bind(target.ends) first")
+        return TargetEnds(self.embed_VD, self.teacher)
+
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
         """Bind the ends, store the draft vocabulary, and copy the target's weights where the head starts from them.
 

@@ -45,6 +45,17 @@ class Rows:
     hidden_BJD: Tensor | None = None
     streams_BJkD: Tensor | None = None
 
+    def features(self) -> Tensor:
+        """f of every token, [B, J, D]. Raises: ValueError where there are none."""
+        if self.hidden_BJD is None:
+            raise ValueError("the rows carry no features: give the engine the drafter's spec")
+        return self.hidden_BJD
+
+    def last_features(self) -> Tensor:
+        """f of the last token of each row, [B, D]; of an idle row its first column's. Raises: as `features`."""
+        hidden_BJD = self.features()
+        return hidden_BJD[torch.arange(len(hidden_BJD), device=hidden_BJD.device), (self.count_B - 1).clamp(min=0)]
+
     def _with(self, tokens_BJ: Tensor, count_B: Tensor, change: Callable[[Tensor], Tensor]) -> Rows:
         """Other tokens, with `change` applied to the features that there are."""
         features = (None if x is None else change(x) for x in (self.hidden_BJD, self.streams_BJkD))

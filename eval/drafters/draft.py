@@ -47,12 +47,11 @@ class DraftStep:
     def _input(self) -> DraftInput | None:
         """For the kernel that gathers the rows' inputs (EAGLE-1's fc follows it); None = the head's own `mix` runs."""
         head: Any = self.head
-        if head.embed_VD is None:
-            raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
+        embed_VD = head.bound_ends().embed_VD
         if computes_as(head, Eagle3Head, "mix"):
-            embed_VD = head.embed_VD if head.embed_tokens is None else head.embed_tokens.weight.detach()
+            embed_VD = embed_VD if head.embed_tokens is None else head.embed_tokens.weight.detach()
             return DraftInput(embed_VD, (norm_of(head.midlayer.input_layernorm), norm_of(head.midlayer.hidden_norm)))
-        return DraftInput(head.embed_VD, None) if computes_as(head, EagleHead, "mix") else None
+        return DraftInput(embed_VD, None) if computes_as(head, EagleHead, "mix") else None
 
     def _inputs(self, tokens_BN: Tensor, g_BfH: Tensor, under_BN: Tensor | None) -> tuple[Tensor, Tensor]:
         """(attention input of the layer [R, I], start of its residual stream [R, H])."""

@@ -29,9 +29,8 @@ from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.eval.kernels.line_up import line_up
 from headstart.eval.kernels.linear import Linear
 from headstart.eval.kernels.norm import rms_norm
-from headstart.eval.tree import StaticShape, Tree, chain, static_paths, static_shape
+from headstart.eval.tree import StaticShape, Tree, chain, drafted_shape
 from headstart.heads.batch import FeatureSpec
-from headstart.heads.errors import ConfigError
 from headstart.heads.families.hydra.head import HydraHead
 
 
@@ -121,13 +120,13 @@ class PrefixCache:
             begin += width
         return last_BD
 
-    def append(self, rows: Rows, hidden_BJD: Tensor, last_BD: Tensor) -> Tensor:
+    def append(self, rows: Rows, last_BD: Tensor) -> Tensor:
         """Add committed rows. Args: last_BD: what stays for rows without new tokens. Returns: as `start`."""
         # tokens play no part here, and the counts stand where roots would
         lined = line_up(rows.tokens_BJ, rows.count_B, rows.count_B, self.length_B, self.kv.bin, 1)
         visibility = Visibility(lined.position_BW, lined.write_BW, self.length_B)
         self.length_B = lined.length_B
-        return self._pass(hidden_BJD, visibility, lined.last_B1, rows.count_B, last_BD)
+        return self._pass(rows.features(), visibility, lined.last_B1, rows.count_B, last_BD)
 
     def _pass(
         self, hidden_BJD: Tensor, visibility: Visibility, last_B1: Tensor, count_B: Tensor, last_BD: Tensor
@@ -185,15 +184,9 @@ class HydraDrafter:
         self.name = head.family
         self.spec: FeatureSpec | None = head.spec
         self.depth = self.max_nodes = min(tree.depth, head.depth)
-        self.shape: StaticShape | None = None
-        if tree.kind == "static":
-            self.shape = static_shape(static_paths(tree, self.depth))
+        self.shape = drafted_shape(tree, self.depth, head.dims.vocab_size)
+        if self.shape is not None:
             self.depth, self.max_nodes = self.shape.levels, len(self.shape.parent_N)
-            if self.shape.ranks > head.dims.vocab_size:
-                raise ConfigError(
-                    f"eval.tree.paths: found rank {self.shape.ranks - 1}, the vocabulary has {head.dims.vocab_size} "
-                    "tokens: ranks count from 0"
-                )
         elif tree.kind == "dynamic":
             self.max_nodes = tree.total_tokens - 1
         self.prepare_s = 0.0
@@ -228,13 +221,13 @@ class HydraDrafter:
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:
-        hidden_BJD = _features(context)
+        hidden_BJD = context.features()
         self._prepare(hidden_BJD, capacity)
         self.seen_BV = context_seen(self.sampling, context.tokens_BJ, context.count_B, self.head.dims.vocab_size)
         if self.prefix is not None:
             self.feature_BD = self.prefix.start(hidden_BJD, context.count_B)
         else:
-            self.feature_BD = _last(hidden_BJD, context.count_B).to(self.dtype)
+            self.feature_BD = context.last_features().to(self.dtype)
 
     def _prepare(self, hidden_BJD: Tensor, capacity: int) -> None:
         """Make weights and buffers, unless those of an earlier batch fit."""
@@ -265,11 +258,9 @@ class HydraDrafter:
         self.prepare_s += time.perf_counter() - began
 
     def _copy_heads(self) -> list[DepthPass]:
-        head = self.head
-        if head.embed_VD is None or head.teacher is None:
-            raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
-        shared = None if head.config.lm_head == "own" else Linear(head.teacher.weight_VD)
-        return [DepthPass(head, d, shared, head.teacher.scale) for d in range(1, self.depth + 1)]
+        head, teacher = self.head, self.head.bound_ends().teacher
+        shared = None if head.config.lm_head == "own" else Linear(teacher.weight_VD)
+        return [DepthPass(head, d, shared, teacher.scale) for d in range(1, self.depth + 1)]
 
     def _compile_start(self, like_BJD: Tensor) -> None:
         """Run a pass of every width that `start` may need, to compile its kernels."""
@@ -280,11 +271,10 @@ class HydraDrafter:
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
         self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
-        hidden_BJD = _features(accepted)
         if self.prefix is not None:
-            self.feature_BD = self.prefix.append(accepted, hidden_BJD, self.feature_BD)
+            self.feature_BD = self.prefix.append(accepted, self.feature_BD)
         else:
-            new_BD = _last(hidden_BJD, accepted.count_B).to(self.dtype)
+            new_BD = accepted.last_features().to(self.dtype)
             self.feature_BD = torch.where((accepted.count_B > 0)[:, None], new_BD, self.feature_BD)
 
     @torch.inference_mode()
@@ -296,8 +286,7 @@ class HydraDrafter:
         return self._dynamic(x_B1C) if self.tree.kind == "dynamic" else self._chain(x_B1C, generator)
 
     def _extend(self, x_BfC: Tensor, tokens_BP: Tensor, under_BP: Tensor | None = None) -> Tensor:
-        assert self.head.embed_VD is not None
-        return extend_input(x_BfC, tokens_BP, self.head.embed_VD, under_BP)
+        return extend_input(x_BfC, tokens_BP, self.head.bound_ends().embed_VD, under_BP)
 
     def _chain(self, x_B1C: Tensor, generator: torch.Generator | None) -> Tree:
         sampled = self.tree.sample and not self.sampling.greedy
@@ -343,17 +332,6 @@ class HydraDrafter:
             seen_BPV = growth.seen_on_path(seen_BPV)
             growth = growth.grow(penalise(step(x_BPC), self.sampling, seen_BPV))
         return growth.tree(self.max_nodes)
-
-
-def _features(rows: Rows) -> Tensor:
-    if rows.hidden_BJD is None:
-        raise ValueError("the rows carry no features: give the engine the drafter's spec")
-    return rows.hidden_BJD
-
-
-def _last(hidden_BJD: Tensor, count_B: Tensor) -> Tensor:
-    batch = torch.arange(count_B.shape[0], device=count_B.device)
-    return hidden_BJD[batch, (count_B - 1).clamp(min=0)]
 
 
 def hydra_everywhere(

@@ -10,9 +10,8 @@ from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, penalise, probabilities
 from headstart.eval.kernels.candidates import top_ids
 from headstart.eval.kernels.linear import Linear
-from headstart.eval.tree import StaticShape, Tree, chain, static_paths, static_shape
+from headstart.eval.tree import Tree, chain, drafted_shape
 from headstart.heads.batch import FeatureSpec
-from headstart.heads.errors import ConfigError
 from headstart.heads.families.medusa.head import MedusaHead
 
 
@@ -27,15 +26,9 @@ class MedusaDrafter:
         self.name = head.family
         self.spec: FeatureSpec | None = head.spec
         self.depth = self.max_nodes = min(tree.depth, head.depth)
-        self.shape: StaticShape | None = None
-        if tree.kind == "static":
-            self.shape = static_shape(static_paths(tree, self.depth))
+        self.shape = drafted_shape(tree, self.depth, head.dims.vocab_size)
+        if self.shape is not None:
             self.max_nodes = len(self.shape.parent_N)
-            if self.shape.ranks > head.dims.vocab_size:
-                raise ConfigError(
-                    f"eval.tree.paths: found rank {self.shape.ranks - 1}, the vocabulary has {head.dims.vocab_size} "
-                    "tokens: ranks count from 0"
-                )
 
     @property
     def state(self) -> list[tuple[object, str]]:
@@ -46,7 +39,7 @@ class MedusaDrafter:
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:
-        self.hidden_BD = self._last(context)
+        self.hidden_BD = context.last_features()
         if self.shape is not None:
             self.shape = self.shape.to(context.tokens_BJ.device)
         vocab = self.head.dims.vocab_size
@@ -55,14 +48,8 @@ class MedusaDrafter:
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
         new_B1 = (accepted.count_B > 0)[:, None]
-        self.hidden_BD = torch.where(new_B1, self._last(accepted), self.hidden_BD)
+        self.hidden_BD = torch.where(new_B1, accepted.last_features(), self.hidden_BD)
         self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
-
-    def _last(self, rows: Rows) -> Tensor:
-        if rows.hidden_BJD is None:
-            raise ValueError("the rows carry no features: give the engine the drafter's spec")
-        batch = torch.arange(rows.count_B.shape[0], device=rows.count_B.device)
-        return rows.hidden_BJD[batch, (rows.count_B - 1).clamp(min=0)]
 
     @torch.inference_mode()
     def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:

@@ -74,9 +74,7 @@ class AutoregressiveHead(Head):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [...] → embeddings [..., H] in the compute dtype."""
-        if self.embed_VD is None:
-            raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
-        return F.embedding(tokens, self.embed_VD).to(compute_dtype(self.fc.weight))
+        return F.embedding(tokens, self.bound_ends().embed_VD).to(compute_dtype(self.fc.weight))
 
     @abstractmethod
     def fuse(self, hidden: Tensor, streams: Tensor | None) -> Tensor:

@@ -126,8 +126,8 @@ class OutputMatrices(Head, AddsGradients):
 
     def target_weight(self) -> Tensor:
         """The target's output matrix [V, D], times the scale of its logits."""
-        weight_VD = self._frozen.weight_VD
-        return weight_VD if self._frozen.scale == 1.0 else weight_VD * self._frozen.scale
+        teacher = self.bound_ends().teacher
+        return teacher.weight_VD if teacher.scale == 1.0 else teacher.weight_VD * teacher.scale
 
     def output_weight(self, d: int) -> Tensor:
         """The whole output matrix of depth d [V, D], for export. A low-rank one is the sum, in the target's dtype."""
@@ -239,17 +239,11 @@ class OutputMatrices(Head, AddsGradients):
         update = self.config.rank * (size + vocab) if self.config.lm_head == "lowrank" else 0
         return size * vocab + update
 
-    @property
-    def _frozen(self) -> Teacher:
-        if self.teacher is None:
-            raise RuntimeError(f"this {self.family} head is not bound to its target: call bind first")
-        return self.teacher
-
     def _target_logits(self, x: Tensor) -> Tensor:
         """x [..., D] → [..., V] by the target's matrix and scale."""
-        weight_VD, scale = self._frozen.weight_VD, self._frozen.scale
-        logits = F.linear(x.to(weight_VD.dtype), weight_VD)
-        return logits if scale == 1.0 else logits * scale
+        teacher = self.bound_ends().teacher
+        logits = F.linear(x.to(teacher.weight_VD.dtype), teacher.weight_VD)
+        return logits if teacher.scale == 1.0 else logits * teacher.scale
 
     def _update_logits(self, d: int, x_BD: Tensor) -> Tensor:
         low: Tensor = self.down[d](x_BD)
@@ -263,10 +257,10 @@ class OutputMatrices(Head, AddsGradients):
         """
         if self.config.lm_head == "own":
             return x_AD, self.lm_heads[d].weight, None
-        scale = self._frozen.scale
-        scaled_AD = x_AD if scale == 1.0 else x_AD * scale
+        teacher = self.bound_ends().teacher
+        scaled_AD = x_AD if teacher.scale == 1.0 else x_AD * teacher.scale
         update = (self.down[d](x_AD), self.up[d].weight) if self.config.lm_head == "lowrank" else None
-        return scaled_AD, self._frozen.weight_VD, update
+        return scaled_AD, teacher.weight_VD, update
 
     def _adds_scale(self, d: int, scale_T: Tensor | None) -> Tensor | None:
         return scale_T[d] if self.adds_gradients and scale_T is not None else None

@@ -96,7 +96,6 @@ if triton is not None:
         tl.store(loss + row, total)
         tl.store(argmax + row, best)
 
-
     @triton.jit
     def _hard_kernel(
         logits, label, row_weight, grad_weight, loss, argmax, tokens, stride, BLOCK: tl.constexpr,
@@ -125,6 +124,7 @@ if triton is not None:
             tl.store(logits + start + column, grad.to(logits.dtype.element_ty), mask=inside)
         tl.store(loss + row, (z_lse - at_label) * tl.load(row_weight + row))
         tl.store(argmax + row, best)
+
 
 def logsumexp(x_TU: Tensor) -> Tensor:
     """log Σ exp of every row, float32 [T]."""

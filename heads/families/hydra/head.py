@@ -125,10 +125,8 @@ class HydraHead(OutputMatrices):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [...] → the target's embeddings [..., D], times embed_scale; no gradient."""
-        if self.embed_VD is None:
-            raise RuntimeError("the head is not bound to a target: call bind(target.ends) first")
         dtype = self.compute_dtype()
-        return F.embedding(tokens, self.embed_VD).to(dtype) * self.embed_scale.to(dtype)
+        return F.embedding(tokens, self.bound_ends().embed_VD).to(dtype) * self.embed_scale.to(dtype)
 
     def prefix_states(self, hidden_BND: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
         """What the heads read in the place of f_t, of N new rows of each context: [B, N, D].

@@ -352,7 +352,7 @@ def test_what_cannot_be_drafted_is_refused(target: Target, heads: Heads) -> None
     drafter = HydraDrafter(head, TREES["chain"], Sampling())
     with pytest.raises(ValueError, match="the rows carry no features"):
         drafter.start(Rows(torch.tensor([[1]]), torch.tensor([1])), 8)
-    with pytest.raises(RuntimeError, match="not bound to a target"):
+    with pytest.raises(RuntimeError, match="is not bound to its target"):
         unbound: Any = build_head(HydraConfig(depth=2), target.dims)
         rows = Rows(torch.tensor([[1]]), torch.tensor([1]), torch.zeros(1, 1, target.dims.hidden_size))
         HydraDrafter(unbound, TREES["chain"], Sampling()).start(rows, 8)

@@ -326,5 +326,5 @@ def test_a_target_with_another_output_head_is_refused() -> None:
 
 def test_a_head_without_its_target_says_so() -> None:
     head = build_head(hydra(), DIMS)
-    with pytest.raises(RuntimeError, match="not bound to a target"):
+    with pytest.raises(RuntimeError, match="is not bound to its target"):
         head.embed(torch.tensor([1]))

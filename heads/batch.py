@@ -25,7 +25,7 @@ class FeatureSpec:
     Attributes:
         layer_ids: ascending indices k of HF `hidden_states[k]` (0 < k < L). That is the *input* of decoder layer k: the
             pre-norm residual stream.
-        tokens_alone: the head runs the target itself: nobody need run it before.
+        tokens_alone: the head reads tokens alone: it runs the target itself, so no features are made for it.
     """
 
     layer_ids: tuple[int, ...] = ()

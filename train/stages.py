@@ -23,7 +23,7 @@ from headstart.train.standing import RunState
 
 
 @dataclass(frozen=True)
-class Progress:
+class StageProgress:
     """Where a run is within its stage.
 
     Attributes:
@@ -79,16 +79,16 @@ class Stages:
         """Note in the run's state that this stage begins."""
         state.stage, state.stage_step, state.stage_elapsed = number, state.step, elapsed
 
-    def progress(self, state: RunState, elapsed: float) -> Progress:
+    def progress(self, state: RunState, elapsed: float) -> StageProgress:
         """How far the state's stage is."""
         if len(self.stages) == 1:
-            return Progress(self.budget, state.step, elapsed)
+            return StageProgress(self.budget, state.step, elapsed)
         steps = None if self._step_ends is None else max(self._step_ends[state.stage] - state.stage_step, 1)
         seconds = self.budget.seconds
         if seconds is not None:
             seconds = max(self._share_ends[state.stage] * seconds - state.stage_elapsed, 1e-9)
         budget = Budget(steps, None, seconds, self.budget.by)
-        return Progress(budget, state.step - state.stage_step, elapsed - state.stage_elapsed)
+        return StageProgress(budget, state.step - state.stage_step, elapsed - state.stage_elapsed)
 
     def say(self, number: int, say: Callable[[str], None]) -> None:
         """Tell which stage trains, in a run of several."""

@@ -33,7 +33,7 @@ def is_calibrated(tree: TreeConfig) -> bool:
 
 
 def tree_name(tree: TreeConfig) -> str:
-    """A candidate's name, such as `chain3`, `dynamic k10 d6 n47`, `static n15` (calibrated) or `published n63`."""
+    """A short name, such as `chain3`, `dynamic k10 d6 n47`, `static n15` (calibrated) or `published n63`."""
     nodes = node_count(tree)
     if tree.kind == "dynamic":
         return f"dynamic k{tree.k} d{tree.depth} n{nodes}"
@@ -55,7 +55,9 @@ def overrides(tree: TreeConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Prediction:
+    """What is expected of a tree at one batch size: its τ, and the speed-up that follows from it and the costs."""
+
     tree: TreeConfig
     tau: float
     speedup: float
@@ -67,16 +69,16 @@ class Candidate:
         }  # fmt: skip
 
 
-def by_speedup(made: list[Candidate]) -> list[Candidate]:
-    return sorted(made, key=lambda candidate: (-candidate.speedup, node_count(candidate.tree)))
+def by_speedup(made: list[Prediction]) -> list[Prediction]:
+    return sorted(made, key=lambda prediction: (-prediction.speedup, node_count(prediction.tree)))
 
 
-def first_of(ranked: list[Candidate], kind: Callable[[TreeConfig], bool]) -> Candidate | None:
-    """The best candidate whose tree satisfies `kind`."""
-    return next((candidate for candidate in ranked if kind(candidate.tree)), None)
+def first_of(ranked: list[Prediction], kind: Callable[[TreeConfig], bool]) -> Prediction | None:
+    """The best one whose tree satisfies `kind`."""
+    return next((prediction for prediction in ranked if kind(prediction.tree)), None)
 
 
-def finalists(ranked: list[Candidate]) -> list[Candidate]:
+def finalists(ranked: list[Prediction]) -> list[Prediction]:
     """The best few, the best chain, the best calibrated tree and the published one.
 
     They get runs of their own, which may show that another one is the fastest.
@@ -90,10 +92,13 @@ def finalists(ranked: list[Candidate]) -> list[Candidate]:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A candidate and its `measure_point`. `measured_speedup` is per row: rows which end early do not count."""
+class Trial:
+    """A tree that was decoded in full: its prediction, and its `measure_point`.
 
-    candidate: Candidate
+    `measured_speedup` is per row: rows which end early do not count.
+    """
+
+    prediction: Prediction
     measured: dict[str, Any]
 
     @property
@@ -102,11 +107,11 @@ class Run:
 
     @property
     def agrees(self) -> bool:
-        return abs(self.candidate.speedup / self.measured_speedup - 1) <= AGREEMENT
+        return abs(self.prediction.speedup / self.measured_speedup - 1) <= AGREEMENT
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **self.candidate.to_json(), "nodes": node_count(self.candidate.tree),
+            **self.prediction.to_json(), "nodes": node_count(self.prediction.tree),
             "measured_speedup": self.measured_speedup, "measured_tau": self.measured["tau"], "agrees": self.agrees,
             "measured": self.measured,
         }  # fmt: skip
@@ -127,29 +132,29 @@ class Choice:
     """
 
     costs: Costs
-    best: Candidate
-    best_chain: Candidate | None
+    best: Prediction
+    best_chain: Prediction | None
     measured: dict[str, Any]
-    calibrated: Run | None = None
-    published: Run | None = None
-    passed_over: Run | None = None
+    calibrated: Trial | None = None
+    published: Trial | None = None
+    passed_over: Trial | None = None
 
     @classmethod
-    def of(cls, costs: Costs, refined: list[Candidate], runs: list[Run]) -> Choice:
-        """Args: refined: candidates by predicted speed-up, the best first. runs: of the first of them, and more."""
-        best = max(runs, key=lambda run: run.measured_speedup)
+    def of(cls, costs: Costs, refined: list[Prediction], trials: list[Trial]) -> Choice:
+        """Args: refined: by predicted speed-up, the best first. trials: of the first of them, and more."""
+        best = max(trials, key=lambda trial: trial.measured_speedup)
 
-        def run_of(candidate: Candidate | None) -> Run | None:
-            return next((run for run in runs if run.candidate is candidate), None)
+        def trial_of(prediction: Prediction | None) -> Trial | None:
+            return next((trial for trial in trials if trial.prediction is prediction), None)
 
         return cls(
             costs,
-            best.candidate,
+            best.prediction,
             first_of(refined, lambda tree: tree.kind == "chain"),
             best.measured,
-            calibrated=run_of(first_of(refined, is_calibrated)),
-            published=run_of(first_of(refined, is_published)),
-            passed_over=None if best.candidate is refined[0] else run_of(refined[0]),
+            calibrated=trial_of(first_of(refined, is_calibrated)),
+            published=trial_of(first_of(refined, is_published)),
+            passed_over=None if best.prediction is refined[0] else trial_of(refined[0]),
         )
 
     @property
@@ -158,14 +163,14 @@ class Choice:
 
     @property
     def measured_speedup(self) -> float:
-        return Run(self.best, self.measured).measured_speedup
+        return Trial(self.best, self.measured).measured_speedup
 
     @property
     def agrees(self) -> bool:
-        return Run(self.best, self.measured).agrees
+        return Trial(self.best, self.measured).agrees
 
     def to_json(self) -> dict[str, Any]:
-        def shown(made: Run | Candidate | None) -> dict[str, Any] | None:
+        def shown(made: Trial | Prediction | None) -> dict[str, Any] | None:
             return None if made is None else made.to_json()
 
         return {

@@ -30,9 +30,9 @@ from headstart.eval.measuring.sweep import check_contexts, fit, measure_point, r
 from headstart.eval.prompts import describe_data, eval_prompts
 from headstart.eval.tree import PUBLISHED_RANKS, static_paths, static_shape
 from headstart.eval.tuning.choice import (
-    Candidate,
     Choice,
-    Run,
+    Prediction,
+    Trial,
     Tuning,
     by_speedup,
     expected_speedup,
@@ -84,7 +84,7 @@ def tune(
         session.say(note)
     profiles, halfway = session.profiles(drafting)
     reference = published_tree(search.depth, session.draftable) if "static" in profiles else None
-    trees = candidates(profiles, search, reference)
+    trees = compared_trees(profiles, search, reference)
     static = profiles.get("static")
     session.expect(trees)
     choices: list[Choice] = []
@@ -151,7 +151,7 @@ def deepest(head: Head | None, search: TuneConfig) -> int:
     return search.depth if most is None else min(search.depth, most)
 
 
-def candidates(
+def compared_trees(
     profiles: dict[str, Profile], search: TuneConfig, reference: TreeConfig | None = None
 ) -> list[TreeConfig]:
     """All trees that are compared, each once.
@@ -175,10 +175,10 @@ def candidates(
     return trees
 
 
-def rank(profiles: dict[str, Profile], costs: Costs, trees: list[TreeConfig]) -> list[Candidate]:
-    """Candidates by predicted speed-up, the best first; of equals, that with fewer nodes first."""
+def predictions(profiles: dict[str, Profile], costs: Costs, trees: list[TreeConfig]) -> list[Prediction]:
+    """What is expected of every tree, by speed-up, the best first; of equals, that with fewer nodes first."""
     estimated = [(tree, profiles[drafting_of(tree)].tau(tree)) for tree in trees]
-    return by_speedup([Candidate(tree, tau, expected_speedup(tau, costs, tree)) for tree, tau in estimated])
+    return by_speedup([Prediction(tree, tau, expected_speedup(tau, costs, tree)) for tree, tau in estimated])
 
 
 class _Session:
@@ -267,35 +267,37 @@ class _Session:
         rows = typical_batch(halfway, batch)
         self.say(f"costs at batch {batch}")
         costs = measure_costs(self.decoder, self.build, trees, rows, self.search.repeats, lambda: self.say(step=1))
-        ranked = rank(profiles, costs, trees)
-        refined = by_speedup([self.refine(candidate, costs) for candidate in finalists(ranked)])
+        ranked = predictions(profiles, costs, trees)
+        refined = by_speedup([self.refine(prediction, costs) for prediction in finalists(ranked)])
         self.say(step=1)
-        also = (first_of(refined, is_calibrated), first_of(refined, is_published))
-        chosen = [refined[0], *(candidate for candidate in also if candidate not in (None, refined[0]))]
-        return Choice.of(costs, refined, [self.run(candidate, batch) for candidate in chosen if candidate])
+        chosen = [refined[0]]
+        for best in (first_of(refined, is_calibrated), first_of(refined, is_published)):
+            if best is not None and best != refined[0]:
+                chosen.append(best)
+        return Choice.of(costs, refined, [self.decode_in_full(prediction, batch) for prediction in chosen])
 
-    def run(self, candidate: Candidate, batch: int) -> Run:
-        """Decode all prompts plainly and with the candidate."""
-        self.say(f"decoding with {tree_name(candidate.tree)} at batch {batch}")
+    def decode_in_full(self, prediction: Prediction, batch: int) -> Trial:
+        """Decode all prompts plainly and with the tree."""
+        self.say(f"decoding with {tree_name(prediction.tree)} at batch {batch}")
         config = replace(self.config, sweep_prompts=min(self.search.prompts, len(self.contexts)))
-        measured = measure_point(self.decoder, self.build(candidate.tree), config, self.contexts, batch)
+        measured = measure_point(self.decoder, self.build(prediction.tree), config, self.contexts, batch)
         # captured cycles keep their drafters in memory
         self.decoder.graphs.clear()
         self.say(step=1)
-        return Run(candidate, measured)
+        return Trial(prediction, measured)
 
-    def refine(self, candidate: Candidate, costs: Costs) -> Candidate:
-        """The candidate with τ from its own run over all prompts."""
-        name = tree_name(candidate.tree)
+    def refine(self, prediction: Prediction, costs: Costs) -> Prediction:
+        """The same with τ from the tree's own run over all prompts."""
+        name = tree_name(prediction.tree)
         if name not in self.own_taus:
             self.say(f"acceptance of {name}")
-            runs = self._decoded(self.build(candidate.tree))
+            runs = self._decoded(self.build(prediction.tree))
             cycles = [cycle for decoded in runs for answer in decoded.answers for cycle in answer.cycles]
             # captured cycles keep their drafters in memory
             self.decoder.graphs.clear()
             self.own_taus[name] = acceptance(cycles).tau
         tau = self.own_taus[name]
-        return Candidate(candidate.tree, tau, expected_speedup(tau, costs, candidate.tree))
+        return Prediction(prediction.tree, tau, expected_speedup(tau, costs, prediction.tree))
 
     def _decoded(self, drafter: Drafter) -> Iterator[Decoded]:
         """Decode all prompts, batch after batch."""

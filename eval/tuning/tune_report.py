@@ -60,13 +60,13 @@ def _static_rows(tuning: Tuning) -> list[tuple[str, ...]]:
     """Two rows per batch size: the best calibrated tree and the published one."""
     rows: list[tuple[str, ...]] = []
     for choice in tuning.choices:
-        for run in filter(None, (choice.calibrated, choice.published)):
-            tree = run.candidate.tree
+        for trial in filter(None, (choice.calibrated, choice.published)):
+            tree = trial.prediction.tree
             rows.append((
                 str(choice.costs.batch), tree_name(tree), str(node_count(tree)), str(tree.depth),
-                number(run.candidate.tau), number(run.measured["tau"]), number(run.candidate.speedup, 2, "×"),
-                number(run.measured_speedup, 2, "×") + ("" if run.agrees else " !"),
-                "kept" if run.candidate.tree == choice.best.tree else "",
+                number(trial.prediction.tau), number(trial.measured["tau"]), number(trial.prediction.speedup, 2, "×"),
+                number(trial.measured_speedup, 2, "×") + ("" if trial.agrees else " !"),
+                "kept" if trial.prediction.tree == choice.best.tree else "",
             ))  # fmt: skip
     return rows
 
@@ -94,7 +94,7 @@ def _remarks(tuning: Tuning, text: Callable[[str], str] = str, command: Callable
             kept, passed = (number(speedup, 2, "×") for speedup in (choice.measured_speedup, other.measured_speedup))
             lines.append(
                 f"batch {choice.costs.batch}: {tree_name(choice.best.tree)} is kept, measured {kept}; "
-                f"{tree_name(other.candidate.tree)}, the best by prediction, measured {passed}"
+                f"{tree_name(other.prediction.tree)}, the best by prediction, measured {passed}"
             )
     lines += tuning.notes
     uses = []

@@ -5,7 +5,7 @@ Two backends compute the same function:
              captured graph can run packs of other documents.
     sdpa     torch's attention, one document after the other; any device and dtype.
 
-Shape legend: R rows of the pack, h query heads, g key heads, d head width, E edges between documents.
+Shape legend: R rows of the pack, h query heads, g key heads, D head width, E edges between documents.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fused(x: Tensor) -> bool:
 
 
 def packed_attention(q_RhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, rows: PackRows, scale: float) -> Tensor:
-    """Context [R, h, d] of every row, from the rows of its document up to itself. Differentiable in q, k and v.
+    """Context [R, h, D] of every row, from the rows of its document up to itself. Differentiable in q, k and v.
 
     What padding rows get is finite and means nothing.
     """

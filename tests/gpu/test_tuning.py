@@ -77,10 +77,10 @@ def test_static_predictions_hold(target: Target, config: EvalConfig) -> None:
     for choice in found.choices:
         assert all(seconds > 0 for seconds in choice.costs.draft_s["static"].values())
         assert choice.published is not None
-        for run in filter(None, (choice.calibrated, choice.published)):
-            name = tree_name(run.candidate.tree)
-            assert run.agrees, (name, run.candidate.speedup, run.measured_speedup)
-            assert choice.measured_speedup >= run.measured_speedup
+        for trial in filter(None, (choice.calibrated, choice.published)):
+            name = tree_name(trial.prediction.tree)
+            assert trial.agrees, (name, trial.prediction.speedup, trial.measured_speedup)
+            assert choice.measured_speedup >= trial.measured_speedup
 
 
 def test_sweeps_leave_captures_out(target: Target, head: Head, config: EvalConfig) -> None:

@@ -50,9 +50,9 @@ class PrefixLayer(nn.Module):
         """The outputs [A, D] of the rows `row_A`, which see their document's rows up to their own."""
         attention, x_RD = self.layer.self_attn, self.input_layernorm(hidden_RD)
         cos, sin = self.rope(position_R)
-        k_RgD, v_RgD = attention.keys_values(x_RD, cos, sin)
-        q_AhD = attention.queries(x_RD[row_A], cos[row_A], sin[row_A])
-        return self.norm(self.layer.finish(attend(q_AhD, k_RgD, v_RgD), hidden_RD[row_A]))
+        k_Rgd, v_Rgd = attention.keys_values(x_RD, cos, sin)
+        q_Ahd = attention.queries(x_RD[row_A], cos[row_A], sin[row_A])
+        return self.norm(self.layer.finish(attend(q_Ahd, k_Rgd, v_Rgd), hidden_RD[row_A]))
 
     def decode(self, hidden_BND: Tensor, position_BN: Tensor, attend: Attend) -> Tensor:
         """The outputs [B, N, D] of N new rows, with the caller's attention over its cache."""

@@ -13,18 +13,18 @@ from eval_help import Trained, memory_for_two_rows, word_tokenizer
 from rich.console import Console
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
-from headstart.eval.tuning.choice import Run, finalists
+from headstart.eval.tuning.choice import Trial, finalists
 from headstart.eval.tuning.costs import Costs, draft_points, extremes, forwards, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import ChainProfile
 from headstart.eval.tuning.static import StaticProfile
 from headstart.eval.tuning.tune import (
-    Candidate,
     Choice,
+    Prediction,
     TuneConfig,
     Tuning,
-    candidates,
+    compared_trees,
     expected_speedup,
-    rank,
+    predictions,
     tree_name,
     tune,
     typical_batch,
@@ -74,10 +74,10 @@ def test_expected_speedup_by_hand() -> None:
     for depth, expected in ((1, 1.75 * 10 / 12.5), (2, 2.25 * 10 / 14.1), (3, 2.75 * 10 / 15.7)):
         tree = TreeConfig("chain", depth)
         assert expected_speedup(profile.tau(tree), costs(), tree) == pytest.approx(expected)
-    ranked = rank({"chain": profile}, costs(), [TreeConfig("chain", depth) for depth in (1, 2, 3)])
-    assert [candidate.tree.depth for candidate in ranked] == [3, 2, 1]
+    ranked = predictions({"chain": profile}, costs(), [TreeConfig("chain", depth) for depth in (1, 2, 3)])
+    assert [prediction.tree.depth for prediction in ranked] == [3, 2, 1]
     never = ChainProfile(np.zeros(4, dtype=np.int64))
-    assert rank({"chain": never}, costs(), [TreeConfig("chain", 1)])[0].speedup == pytest.approx(10 / 12.5)
+    assert predictions({"chain": never}, costs(), [TreeConfig("chain", 1)])[0].speedup == pytest.approx(10 / 12.5)
 
 
 def test_nodes() -> None:
@@ -113,7 +113,7 @@ def test_what_is_measured() -> None:
 
 def test_candidates_are_all_different() -> None:
     static = StaticProfile(np.array([[0, 0], [1, 0], [0, 1], [0, 0]]))
-    trees = candidates(
+    trees = compared_trees(
         {"chain": ChainProfile(np.array([1])), "static": static}, TuneConfig(depth=2, total_tokens=[3, 4, 60])
     )
     assert [tree_name(tree) for tree in trees] == ["chain1", "chain2", "static n2", "static n3", "static n6"]
@@ -124,7 +124,7 @@ def test_candidates_are_all_different() -> None:
         check_config(EvalConfig(tree=tree))
     dynamic: Any = {"chain": ChainProfile(np.array([1])), "dynamic2": None}
     search = TuneConfig(depth=3, k=[2], total_tokens=[4, 8, 60])
-    names = [tree_name(tree) for tree in candidates(dynamic, search)]
+    names = [tree_name(tree) for tree in compared_trees(dynamic, search)]
     assert names[3:] == [
         "dynamic k2 d1 n2",
         *("dynamic k2 d2 n3", "dynamic k2 d2 n6"),
@@ -133,8 +133,8 @@ def test_candidates_are_all_different() -> None:
 
 
 def test_the_best_chain_is_among_the_finalists() -> None:
-    trees = [Candidate(TreeConfig("dynamic", depth, 4, 60), 2.0, 3.0 - depth / 10) for depth in range(1, 6)]
-    chains = [Candidate(TreeConfig("chain", depth), 2.0, 1.5 - depth / 10) for depth in (1, 2)]
+    trees = [Prediction(TreeConfig("dynamic", depth, 4, 60), 2.0, 3.0 - depth / 10) for depth in range(1, 6)]
+    chains = [Prediction(TreeConfig("chain", depth), 2.0, 1.5 - depth / 10) for depth in (1, 2)]
     assert finalists(trees + chains) == [*trees[:3], chains[0]]
     assert finalists([*trees[:2], *chains]) == [*trees[:2], chains[0]]
     assert finalists(trees) == trees[:3] and finalists(chains) == chains
@@ -152,7 +152,7 @@ def test_costs_are_of_a_typical_batch() -> None:
 
 def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:
     def choice(predicted: float, measured: float) -> Choice:
-        best = Candidate(TreeConfig("chain", 2), 2.0, predicted)
+        best = Prediction(TreeConfig("chain", 2), 2.0, predicted)
         return Choice(costs(), best, best, {"row_speedup": measured, "tau": 2.0})
 
     assert choice(1.5, 1.45).speculate and choice(1.5, 1.45).agrees
@@ -186,14 +186,14 @@ PUBLISHED = TreeConfig("static", 2, total_tokens=64)
 )
 def test_the_faster_tree_by_measurement_is_kept(speedups: dict[str, float], kept: str) -> None:
     trees = {"chain": TreeConfig("chain", 2), "static": CALIBRATED, "published": PUBLISHED}
-    runs = [
-        Run(Candidate(trees[name], 2.0 - n / 10, 1.6 - n / 10), {"row_speedup": speedup, "tau": 1.9})
+    trials = [
+        Trial(Prediction(trees[name], 2.0 - n / 10, 1.6 - n / 10), {"row_speedup": speedup, "tau": 1.9})
         for n, (name, speedup) in enumerate(speedups.items())
     ]
-    refined = [run.candidate for run in runs]
+    refined = [trial.prediction for trial in trials]
     timed = costs()
     timed.draft_s["static"], timed.rest_s["static"] = {3: 0.001, 38: 0.002}, {3: 0.001, 38: 0.001}
-    choice = Choice.of(timed, refined, runs)
+    choice = Choice.of(timed, refined, trials)
     assert tree_name(choice.best.tree) == kept and choice.measured_speedup == max(speedups.values())
     assert choice.calibrated is not None and choice.calibrated.measured_speedup == speedups["static"]
     assert choice.published is not None and choice.published.measured_speedup == speedups["published"]
@@ -210,11 +210,11 @@ def test_the_faster_tree_by_measurement_is_kept(speedups: dict[str, float], kept
     assert (passed in said) == (choice.best is not refined[0]) == (choice.passed_over is not None)
     text = tuning_markdown(tuning)
     # side by side: nodes, levels, τ predicted and measured, speed-up predicted and measured
-    last = len(runs) - 1
+    last = len(trials) - 1
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     assert [row for row in rows if row[1:2] == ["published n38"]] == [
         ["1", "published n38", "38", "2", f"{2.0 - last / 10:.2f}", "1.90", f"{1.6 - last / 10:.2f}×",
-         f"{speedups['published']:.2f}×" + ("" if runs[-1].agrees else " !"), "kept" if kept[0] == "p" else ""]
+         f"{speedups['published']:.2f}×" + ("" if trials[-1].agrees else " !"), "kept" if kept[0] == "p" else ""]
     ]  # fmt: skip
     assert ["1", "7", "0.500", "0.600", "0.700", "0.800", "0.900"] in rows
     assert ["static n3", "3", "2", "1.50", "1.40", "1.30"] in rows
@@ -284,10 +284,10 @@ def check_static(found: Tuning, family: str) -> None:
     names = [tree["name"] for tree in found.static_trees]
     assert names == ["static n3", "static n5", "static n38", "published n38"]
     assert choice.calibrated is not None and choice.published is not None
-    for run in (choice.calibrated, choice.published):
+    for trial in (choice.calibrated, choice.published):
         # decoded on the same prompts, so with the τ of its own run
-        assert run.candidate.tau == pytest.approx(run.measured["tau"]) and run.measured["rows"] == 2
-        assert choice.measured_speedup >= run.measured_speedup
+        assert trial.prediction.tau == pytest.approx(trial.measured["tau"]) and trial.measured["rows"] == 2
+        assert choice.measured_speedup >= trial.measured_speedup
     assert [head["head"] for head in found.rank_accuracy] == [1, 2]
     # at the end of an answer the second head has no token to be compared with
     first, second = (head["positions"] for head in found.rank_accuracy)

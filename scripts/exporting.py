@@ -57,8 +57,8 @@ def write_exports(
         begin: called when nothing can be refused any more, before anything is written.
         exported_from: what the user calls a head that no run here has made.
     Returns: `exports` (engine → directory) and `checks` (engine → report).
-    Raises: TargetError where serving would see other features, unless `config.force`; and where tuning cost the target
-        more than the recipe allows, or that was not measured (see require_quality).
+    Raises: TargetError where serving would see other features, unless `config.force`; and where the adapter cost the
+        target more than the recipe allows, or that was not measured (see require_quality).
     """
     head, side = bound_head(directory, target, torch.float32), notes(directory)
     if adapter_of_head(directory) is not None:

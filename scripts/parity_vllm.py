@@ -224,18 +224,18 @@ def compare_family(
     base, target = target, target_for(directory, target, arguments)
     exported = arguments.work / "exports" / family
     tuned = export(directory, exported, target, arguments)
-    tuning: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     lora = None
     if tuned.adapter is not None and tuned.merged:
-        place, tuning = exported / TUNED_TARGET, {"target": "tuned, merged"}
+        place, facts = exported / TUNED_TARGET, {"target": "tuned, merged"}
     elif tuned.adapter is not None:
-        lora, tuning = exported / ADAPTER, {"target": "tuned, adapter applied by the engine (--enable-lora)"}
+        lora, facts = exported / ADAPTER, {"target": "tuned, adapter applied by the engine (--enable-lora)"}
     theirs = run_engine(family, exported, target, place, prompts, arguments, lora)
     # the export is read back, so that both sides draft with what the engine loads, not with the training checkpoint
     answers = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
-    if tuning:  # an adapter that changes no answer would prove nothing
+    if facts:  # an adapter that changes no answer would prove nothing
         plain = greedy_answers(base, prompts, arguments.max_new_tokens)
-        tuning["identical_to_base"] = sum(a.tokens == b for a, b in zip(answers, plain, strict=True))
+        facts["identical_to_base"] = sum(a.tokens == b for a, b in zip(answers, plain, strict=True))
     equal = [a.tokens == b["tokens"] for a, b in zip(answers, theirs["answers"], strict=True)]
     here = acceptance(cycle for answer in answers for cycle in answer.cycles)
     there = acceptance(c for answer in theirs["answers"] for c in engine_cycles(answer, arguments.depth))
@@ -248,7 +248,7 @@ def compare_family(
     worst = max((abs(a - b) / max(abs(a), 1e-9) for a, b in compared if max(a, b) > 0), default=0.0)
     return {
         "head": family,
-        **tuning,
+        **facts,
         "prompts": len(prompts),
         "tokens": sum(len(answer.tokens) for answer in answers),
         "outputs_equal": all(equal),

@@ -1,4 +1,4 @@
-"""What the measurement of a tuned target's quality means: a verdict, a sentence, and the refusal to export it."""
+"""The guard of a tuned target's quality: what was measured, in a sentence, and whether the target may be exported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def summary(quality: dict[str, Any]) -> str:
     )
 
 
-def verdict(quality: dict[str, Any]) -> str:
+def consequence(quality: dict[str, Any]) -> str:
     """What follows from the numbers, to stand behind `summary`."""
     allowed = f"joint.max_perplexity_rise allows {100 * quality['max_perplexity_rise']:+g} %"
     return f" ({allowed})" if quality["passed"] else f": it will not be exported ({allowed})"
@@ -56,7 +56,7 @@ def require_quality(quality: dict[str, Any] | None, force: bool) -> None:
         if force:
             return
         raise TargetError(
-            "export: the head drafts for a tuned target, and what tuning cost it was not measured: run `headstart "
+            "export: the head drafts for a tuned target, and what the adapter cost it was not measured: run `headstart "
             "export RECIPE` with the recipe that trained it, which measures it; or set export.force=true to export it "
             "unmeasured"
         )

@@ -49,8 +49,8 @@ class TunedExport:
     @classmethod
     def of(cls, target: Target, head: Path, config: ExportConfig, out: Path) -> TunedExport:
         """Args: head: the saved head's directory, beside which an adapter may lie."""
-        tuning = target.tuning
-        place = None if tuning is None else tuning.directory or adapter_of_head(head)
+        merged = target.merged_adapter
+        place = None if merged is None else merged.directory or adapter_of_head(head)
         # float32 is what a processor calculates in: the files need no more than the recipe asks for
         dtype = DTYPES[config.dtype] if target.dtype == torch.float32 else target.dtype
         hub = None if config.push_to_hub is None else published_target(config.push_to_hub)
@@ -68,7 +68,8 @@ class TunedExport:
         """Write `target` and `adapter` into the export; what an earlier export has left there goes."""
         for name in (TUNED_TARGET, ADAPTER):
             delete(self.out / name)
-        if self.adapter is None or self.target.tuning is None:
+        merged_adapter = self.target.merged_adapter
+        if self.adapter is None or merged_adapter is None:
             return
         name = self.target.config.name
         base = hub_name({"name": name})
@@ -77,5 +78,5 @@ class TunedExport:
         if self.merged:
             require_disk(self.out, tuned_bytes(self.target.model, self.dtype) + (64 << 20), "the tuned target")
             place = self.out / TUNED_TARGET
-            save_tuned(self.target.model, self.target.tokenizer, place, self.dtype, self.target.tuning.mark(base))
+            save_tuned(self.target.model, self.target.tokenizer, place, self.dtype, merged_adapter.mark(base))
             say(f"the tuned target is in {place} ({str(self.dtype).removeprefix('torch.')})")

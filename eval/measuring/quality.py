@@ -69,7 +69,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Quality:
-    """What tuning cost.
+    """What the adapter cost the target.
 
     Attributes:
         tokens: held-out tokens that were scored; conversations: from how many.

@@ -35,7 +35,7 @@ def tuned_section(side: dict[str, Any]) -> str:
 
 
 def quality_text(quality: dict[str, Any] | None) -> str:
-    """What tuning cost, as a table and sentences."""
+    """What the adapter cost the target, as a table and sentences."""
     if not quality:
         return "What the adapter changed was not measured."
     before, after = f"{quality['perplexity_original']:.4g}", f"{quality['perplexity_tuned']:.4g}"

@@ -32,7 +32,7 @@ from headstart.heads.targets.tuned import (
     check_fits,
     find_adapter,
     merge_into,
-    tuning_in,
+    merged_adapter_in,
 )
 
 #: most bytes of a chat template; the longest have some tens of KiB
@@ -68,11 +68,11 @@ def load_target(config: TargetConfig) -> Target:
 
         model, notes = with_attention(make, config.attn_implementation)
         revision = getattr(model.config, "_commit_hash", None) or config.revision
-        model, tuning = model if spread else model.to(device), None
+        model, merged = model if spread else model.to(device), None
         if adapter is not None:
-            tuning = merge_into(model, adapter, weight_hash_of(model))
+            merged = merge_into(model, adapter, weight_hash_of(model))
             notes.append(merged_note(adapter, config.name))
-        target = Target(model, tokenizer, config, revision, tuning)
+        target = Target(model, tokenizer, config, revision, merged)
     return _ready(target, notes)
 
 
@@ -91,7 +91,7 @@ def is_tuned(config: TargetConfig) -> bool:
 
     place, shared, hub_refusal = locate(config)
     with explained_loading(config.name, hub_refusal):
-        return tuning_in(AutoConfig.from_pretrained(place, **shared)) is not None
+        return merged_adapter_in(AutoConfig.from_pretrained(place, **shared)) is not None
 
 
 def merged_note(adapter: Adapter, target: str) -> str:

@@ -26,7 +26,7 @@ from headstart.heads.targets.locate import (
 )
 from headstart.heads.targets.probe import measured_teacher, require_single_pass, rule_without_weights
 from headstart.heads.targets.template_date import shown_date
-from headstart.heads.targets.tuned import Tuning, tuning_in
+from headstart.heads.targets.tuned import MergedAdapter, merged_adapter_in
 
 #: values of target.parallel
 TARGET_KINDS = ("none", "fsdp2", "device_map")
@@ -116,7 +116,7 @@ class Target:
         dims: HeadDims of the text model.
         teacher: the output head (lm_head, soft-cap, scale) as the model applies it.
         embed_VD: input embedding weight, unscaled.
-        tuning: the adapter that is merged into the model; None for a model as its makers published it.
+        merged_adapter: the adapter that is merged into the model; None for a model as its makers published it.
         stop_token_ids: every id that ends generation (generation config and tokenizer).
     """
 
@@ -131,10 +131,10 @@ class Target:
         tokenizer: Any,
         config: TargetConfig,
         revision: str | None = None,
-        tuning: Tuning | None = None,
+        merged_adapter: MergedAdapter | None = None,
     ):
         self.model, self.tokenizer, self.config = model.eval().requires_grad_(False), tokenizer, config
-        self.revision, self.tuning = revision, tuning or tuning_in(model.config)
+        self.revision, self.merged_adapter = revision, merged_adapter or merged_adapter_in(model.config)
         self.dims = HeadDims.from_hf_config(model.config)
         keep_first_frequencies(model)
         output = model.get_output_embeddings()
@@ -320,5 +320,5 @@ class Target:
             "vocab_size": self.dims.vocab_size,
             "hidden_size": self.dims.hidden_size,
             "num_layers": self.dims.num_layers,
-            **({} if self.tuning is None else self.tuning.fingerprint()),
+            **({} if self.merged_adapter is None else self.merged_adapter.fingerprint()),
         }

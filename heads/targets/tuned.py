@@ -1,7 +1,7 @@
 """A tuned target: a base model with a LoRA adapter merged into its weights.
 
-This file finds an adapter's files, checks them without loading anything, and says which base and which adapter a target
-is made of. adapter.py merges them.
+Where the two are compared, the base is called the original target. This file finds an adapter's files, checks them
+without loading anything, and says which base and which adapter a target is made of. adapter.py merges them.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """What a tuned target is made of.
+class MergedAdapter:
+    """The adapter that a tuned target has in its weights.
 
     Attributes:
-        adapter: name of the adapter.
-        digest: of the adapter, as `Adapter.digest`. directory: where its files are, if they are on this machine.
+        adapter: its name.
+        digest: as `Adapter.digest`. directory: where its files are, if they are on this machine.
         base_hash: weight hash of the base, before merging; None where nobody knows it.
     """
 
@@ -103,16 +103,16 @@ def tuned_fingerprint(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
     Args: base: `Target.fingerprint()` of the base.
     """
     rest = {name: value for name, value in base.items() if name != "weight_hash"}
-    return {**rest, **Tuning(ADAPTER, adapter.digest, base["weight_hash"]).fingerprint()}
+    return {**rest, **MergedAdapter(ADAPTER, adapter.digest, base["weight_hash"]).fingerprint()}
 
 
-def tuning_in(config: Any) -> Tuning | None:
-    """What config.json of a merged target says about it; None for any other target."""
+def merged_adapter_in(config: Any) -> MergedAdapter | None:
+    """What config.json of a target says about the adapter in its weights; None where it says nothing."""
     mark = getattr(config, TUNED_KEY, None)
     if not isinstance(mark, dict) or not isinstance(mark.get("adapter_digest"), str):
         return None
     base_hash = mark.get("base_weight_hash")
-    return Tuning("merged", mark["adapter_digest"], base_hash if isinstance(base_hash, str) else None)
+    return MergedAdapter("merged", mark["adapter_digest"], base_hash if isinstance(base_hash, str) else None)
 
 
 def adapter_of_head(directory: Path) -> Path | None:
@@ -269,9 +269,9 @@ def check_fits(adapter: Adapter, model: nn.Module) -> None:
 # --- merging --------------------------------------------------------------------------------------------------------
 
 
-def merge_into(model: nn.Module, adapter: Adapter, base_hash: str | None) -> Tuning:
+def merge_into(model: nn.Module, adapter: Adapter, base_hash: str | None) -> MergedAdapter:
     """Merge an adapter into a loaded model, in place. Raises: TargetError as `check_fits` and `merge_adapter` do."""
-    if (made_of := tuning_in(model.config)) is not None:
+    if (made_of := merged_adapter_in(model.config)) is not None:
         same = "this adapter is merged into it already" if made_of.digest == adapter.digest else "it is tuned already"
         raise TargetError(f"target.adapter: {adapter.name}: the target's config.json says that {same}: leave it out")
     check_fits(adapter, model)
@@ -283,7 +283,7 @@ def merge_into(model: nn.Module, adapter: Adapter, base_hash: str | None) -> Tun
         )
     merge_adapter(model, adapter.directory)
     model.requires_grad_(False)
-    return Tuning(adapter.name, adapter.digest, base_hash, adapter.directory)
+    return MergedAdapter(adapter.name, adapter.digest, base_hash, adapter.directory)
 
 
 def adapted_weights(model: nn.Module, adapter: Adapter) -> dict[str, Tensor]:
@@ -333,7 +333,7 @@ def save_tuned(model: Any, tokenizer: Any, directory: Path, dtype: torch.dtype, 
 
     Args:
         dtype: of the floating-point weights in the files.
-        mark: `Tuning.mark`, which config.json gets, so that nobody merges the adapter twice.
+        mark: `MergedAdapter.mark`, which config.json gets, so that nobody merges the adapter twice.
     """
     partial = directory.with_name(f"{directory.name}.partial")
     delete(partial)

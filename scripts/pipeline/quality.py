@@ -1,4 +1,4 @@
-"""The step `quality`: what joint training cost the target, measured on held-out conversations before any export.
+"""The step `quality`: what the adapter cost the target, measured on held-out conversations before any export.
 
 A run without an adapter of its own has no such step. Its numbers stand in quality.json, and as `quality` in the head's
 headstart.json, from where reports, exports and model cards take them.
@@ -22,7 +22,7 @@ from headstart.heads.targets.tuned import adapter_of_head, merged_for_now, read_
 from headstart.pipeline.data import first_prompt, held_out_prompts, prepare
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.run import Run
-from headstart.quality_guard import judged, summary, verdict
+from headstart.quality_guard import consequence, judged, summary
 
 #: most held-out tokens that are read; the first conversations are taken
 MOST_TOKENS = 1 << 19
@@ -36,31 +36,31 @@ def quality(run: Run) -> dict[str, Any] | None:
     place = adapter_of_head(run.head_dir)
     if place is None:
         return None
-    guard = run.recipe.joint
+    joint = run.recipe.joint
     inputs = {
         "head": identity.of_saved_head(run.head_dir),
         "adapter": read_adapter(place).digest[:16],
         "target": identity.of_target(run.recipe.target),
         "data": run.inputs.data,
-        "guard": {name: getattr(guard, name) for name in ("guard_prompts", "guard_tokens")},
+        "guard": {name: getattr(joint, name) for name in ("guard_prompts", "guard_tokens")},
     }
     measured = run.markers.do("quality", inputs, [run.quality_path], lambda begin: _measure(run, begin))
-    result = judged(measured, guard.max_perplexity_rise)
+    result = judged(measured, joint.max_perplexity_rise)
     if notes(run.head_dir).get("quality") != result:  # the threshold may change without measuring anew
         annotate(run.head_dir, {"quality": result})
         write_json(run.quality_path, result)
-    run.console.say(f"quality: {summary(result)}{verdict(result)}")
+    run.console.say(f"quality: {summary(result)}{consequence(result)}")
     return result
 
 
 def _measure(run: Run, begin: Begin) -> dict[str, Any]:
-    place, data, guard = adapter_of_head(run.head_dir), prepare(run), run.recipe.joint
+    place, data, joint = adapter_of_head(run.head_dir), prepare(run), run.recipe.joint
     if place is None or not data.held_out:
         raise DataError(
-            "quality: no conversation is held out, and what tuning cost the target is measured on such: set "
+            "quality: no conversation is held out, and what the adapter cost the target is measured on such: set "
             "data.held_out_fraction=0.05, or data.held_out"
         )
-    prompts = [first_prompt(sample) for sample in held_out_prompts(data)][: guard.guard_prompts]
+    prompts = [first_prompt(sample) for sample in held_out_prompts(data)][: joint.guard_prompts]
     original, adapter = run.target, read_adapter(place)
     if has_adapter(original.model):  # training has left it there
         remove_adapter(original.model)
@@ -71,7 +71,7 @@ def _measure(run: Run, begin: Begin) -> dict[str, Any]:
             # another Target: what the original has measured of its model does not hold now
             yield Target(original.model, original.tokenizer, original.config, original.revision)
 
-    found = measure_quality(original, tuned, scored(data.held_out), prompts, guard.guard_tokens, run.console.say)
+    found = measure_quality(original, tuned, scored(data.held_out), prompts, joint.guard_tokens, run.console.say)
     begin()
     write_json(run.quality_path, values := found.to_json())
     return values

@@ -21,11 +21,11 @@ from headstart.heads.targets.load import load_target, weightless_target
 from headstart.heads.targets.target import TargetConfig
 from headstart.heads.targets.tuned import (
     TUNED_KEY,
+    merged_adapter_in,
     merged_for_now,
     read_adapter,
     save_tuned,
     tuned_bytes,
-    tuning_in,
 )
 from headstart.identity import of_target
 
@@ -154,8 +154,8 @@ def test_another_adapter_is_another_target(base: Path, tmp_path: Path) -> None:
 def test_a_saved_tuned_target_says_so(base: Path, tmp_path: Path) -> None:
     save_lora(tmp_path / "lora", model_of())
     tuned = load_target(config(base, tmp_path / "lora"))
-    assert tuned.tuning is not None
-    setattr(tuned.model.config, TUNED_KEY, tuned.tuning.mark("me/base"))
+    assert tuned.merged_adapter is not None
+    setattr(tuned.model.config, TUNED_KEY, tuned.merged_adapter.mark("me/base"))
     tuned.tokenizer.save_pretrained(tmp_path / "merged")
     tuned.model.save_pretrained(tmp_path / "merged")
     again = load_target(config(tmp_path / "merged", None))
@@ -178,7 +178,7 @@ def test_a_written_target_holds_every_weight_once(tmp_path: Path, tied: bool, dt
     assert all(torch.equal(tensor, weights[name].to(dtype)) for name, tensor in tensors.items())
     assert sum(x.nbytes for x in tensors.values()) == tuned_bytes(model, dtype)
     assert not (tmp_path / "there" / "old.safetensors").exists() and len(list(tmp_path.iterdir())) == 1
-    made_of = tuning_in(transformers.AutoConfig.from_pretrained(tmp_path / "there"))
+    made_of = merged_adapter_in(transformers.AutoConfig.from_pretrained(tmp_path / "there"))
     assert made_of is not None and made_of.digest == "abc"
 
 
@@ -188,7 +188,7 @@ def test_merging_for_now_leaves_no_trace(base: Path, tmp_path: Path) -> None:
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with merged_for_now(model, read_adapter(tmp_path / "lora")):
         assert (logits(model) - logits(theirs)).abs().max() < 1e-5
-    assert tuning_in(model.config) is None
+    assert merged_adapter_in(model.config) is None
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 

@@ -81,7 +81,7 @@ def test_the_decoded_tau_of_training_is_that_of_the_tuned_target(recipe, headsta
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     prompts = [first_prompt(sample) for sample in held_out_prompts(prepare(run))[:2]]
     tuned = run.drafted
-    assert tuned.tuning is not None
+    assert tuned.merged_adapter is not None
     head = load_head(run.head_dir, tuned.dims)
     head.bind(tuned.ends)
     head.eval()

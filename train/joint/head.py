@@ -68,7 +68,7 @@ def check_joint(inner: Head, target: Target) -> None:
     if inner.draft_vocab_size is not None:
         raise ConfigError(
             f"joint.enabled: found true with a draft vocabulary of {inner.draft_vocab_size} tokens; which rows carry a "
-            "loss would depend on a target that changes: set head.draft_vocab_size=null where the family allows it, or "
+            "loss would depend on a target that changes: set head.draft_vocab_size=0 where the family allows it, or "
             "joint.enabled=false"
         )
     if target.teacher.bias_V is not None or target.teacher.softcap is not None:

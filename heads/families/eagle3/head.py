@@ -151,7 +151,8 @@ class Eagle3Head(AutoregressiveHead):
     def in_vocab(self, batch: FeatureBatch) -> Tensor:
         """bool [A]: whether the target's greedy token after row_A + 1 is in the draft vocabulary."""
         if self.draft_ids_U is None:
-            return torch.ones_like(batch.teacher_argmax_A, dtype=torch.bool)
+            # a pack whose features are yet to be made has no choices of the target
+            return torch.ones_like(batch.anchors.row_A, dtype=torch.bool)
         return membership(self.draft_ids_U, self.dims.vocab_size)[batch.teacher_argmax_A]
 
     def loss_counts(self, batch: FeatureBatch) -> Tensor:

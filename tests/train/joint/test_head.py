@@ -12,7 +12,7 @@ from reference.joint import Tiny, joint_loss, medusa_sums, target_sums, tuned_do
 from reference.llama import Shape
 from reference.tiny import assert_near, gradients
 
-from headstart.heads.batch import FeatureSpec
+from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.families import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, build_head
 from headstart.heads.targets.adapter import adapter_off
@@ -269,6 +269,55 @@ def test_an_inner_head_of_another_family_sends_gradients_into_the_adapter(config
         assert_near(whole[1][name], gradient, name, 5e-5)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        EagleConfig(feature_noise=0.0),
+        Eagle3Config(depth=3, draft_vocab_size=0, feature_layers=[1, 3, 4]),
+        HydraConfig(depth=3, prefix_layer=True, num_layers=2, lm_head="lowrank", rank=4),
+        MedusaConfig(depth=3, lm_head="shared", loss="ce"),
+    ],
+    ids=["eagle", "eagle3 of the whole vocabulary", "hydra with a prefix layer", "medusa"],
+)
+def test_gradients_of_the_adapter_are_slopes_of_the_loss(config, monkeypatch):
+    def norm(self, x):  # transformers' own computes in float32, which is too coarse for slopes
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", norm)
+    target = tiny_target(torch.float64, num_hidden_layers=6)
+    inner = build_head(config, target.dims)
+    inner.initialise(target.ends)
+    head = JointHead(inner, target, config_of(), seed=0).double()
+    fill(head.adapter, 6, 0.2)
+    fill(head.inner, 5, 0.2)
+    head.enter_stage(1)
+    batch = batch_of(depth=config.depth, pad_to=40)
+    scale_T = (head.term_weights(0.5) / head.loss_counts(batch)).double()
+
+    def value() -> torch.Tensor:
+        return (head.loss(batch, target.teacher, scale_T).sum_T * scale_T).sum()
+
+    found = gradients(head, value())
+    with torch.no_grad():
+        learnt_AD = replace(batch, hidden_RD=head.live(batch)[0]).teacher_hidden()
+    monkeypatch.setattr(FeatureBatch, "teacher_hidden", lambda self: learnt_AD)  # no gradient goes through it
+    noise, size = torch.Generator().manual_seed(1), 1e-6
+    for part in ("lora_A", "lora_B", "inner."):
+        moved = {name: p for name, p in head.named_parameters() if part in name and p.requires_grad}
+        towards = {n: torch.randn(p.shape, generator=noise, dtype=torch.float64) for n, p in moved.items()}
+        values = []
+        with torch.no_grad():
+            for steps in (1, -2):
+                for name, parameter in moved.items():
+                    parameter.add_(towards[name], alpha=steps * size)
+                values.append(float(value()))
+            for name, parameter in moved.items():
+                parameter.add_(towards[name], alpha=size)
+        slope = (values[0] - values[1]) / (2 * size)
+        expected = sum(float((found[name] * towards[name]).sum()) for name in moved)
+        assert abs(expected) > 1e-3 and slope == pytest.approx(expected, rel=1e-5), part
+
+
 def test_the_features_that_it_makes_are_those_of_a_merged_target():
     target = tiny_target(num_hidden_layers=6)
     head = joint_head(config_of(), target=target)
@@ -288,7 +337,7 @@ def test_the_features_that_it_makes_are_those_of_a_merged_target():
 def test_what_cannot_be_trained_together_is_refused():
     target = tiny_target(num_hidden_layers=8)
     eagle3 = build_head(Eagle3Config(draft_vocab_size=8), target.dims)
-    with pytest.raises(ConfigError, match=r"joint.enabled: .* draft vocabulary of 8 tokens"):
+    with pytest.raises(ConfigError, match=r"draft vocabulary of 8 tokens.*set head.draft_vocab_size=0"):
         JointHead(eagle3, target, config_of())
     target.teacher.softcap = 30.0
     with pytest.raises(ConfigError, match=r"joint.enabled: .*soft-cap"):

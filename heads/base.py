@@ -314,8 +314,8 @@ class Head(nn.Module, ABC):
         weights give flat ones, hence broad and shallow trees. Other families need not define this.
         """
 
-    def drafting(self) -> Head:
-        """The head that drafts, where this one is a head and more; the target is then as it drafts for it."""
+    def drafting_head(self) -> Head:
+        """What drafts: this head, or the one inside it. A target that is trained with it is made ready to decode."""
         return self
 
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:

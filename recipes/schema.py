@@ -151,11 +151,6 @@ def check_variables(key: str, variables: dict[str, Any]) -> None:
 def check_joint(recipe: Recipe) -> None:
     """Raises: ConfigError for settings of joint training that cannot work, alone or together with others."""
     recipe.joint.check()
-    if recipe.joint.enabled and recipe.target.adapter is not None:
-        raise ConfigError(
-            f"target.adapter: found {shown(recipe.target.adapter)} with joint.enabled=true, which trains an adapter of "
-            "its own: merge yours into a model directory and give that as target.name, or leave it out"
-        )
     if recipe.joint.enabled:
         check_together(recipe.target, recipe.train, recipe.data.features)
 

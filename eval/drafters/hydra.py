@@ -92,10 +92,10 @@ class PrefixCache:
     kv: Buffers
 
     def __init__(self, head: HydraHead, positions: int):
-        assert head.prefix is not None
-        self.dtype, self.dims, self.positions = head.compute_dtype(), head.dims, positions
-        self.input_norm = norm_of(head.prefix.input_layernorm)
         prefix = head.prefix
+        assert prefix is not None
+        self.dtype, self.dims, self.positions = head.compute_dtype(), head.dims, positions
+        self.input_norm = norm_of(prefix.input_layernorm)
         self.layer = LayerPass(prefix.layer, head.dims, prefix.rope, self.dtype, positions, prefix.norm)
 
     def place(self, batch: int, slots: int, device: torch.device) -> None:
@@ -234,11 +234,10 @@ class HydraDrafter:
         batch, device = len(hidden_BJD), hidden_BJD.device
         # a commit's padding stands at most one tree's levels behind the context
         slots = capacity + self.depth + 1
-        placed = (
-            self._placed is not None and self._placed[0] == batch and (self.prefix is None or self._placed[1] == slots)
-        )
-        if placed:
-            return
+        if self._placed is not None:
+            same_batch, same_slots = self._placed[0] == batch, self._placed[1] == slots
+            if same_batch and (same_slots or self.prefix is None):
+                return
         synchronize(device)  # do not count the target's prefill, which may still run
         began = time.perf_counter()
         if not self.passes:

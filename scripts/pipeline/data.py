@@ -28,7 +28,7 @@ def prepare(run: Run, ranks: Ranks = ALONE) -> PreparedData:
                 f"{run.dir / 'recipe.yaml'}, which has them, as the recipe. Otherwise run `headstart distill` with "
                 "the same arguments first"
             )
-        target = run.speaker
+        target = run.either_target
         run.prepared = data = tokenise(
             recipe.data, target.tokenizer, target.stop_token_ids, distilled, recipe.seed, ranks
         )

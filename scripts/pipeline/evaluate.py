@@ -62,7 +62,7 @@ def evaluate(run: Run) -> dict[str, Any]:
 def _measure(run: Run, data: Any, begin: Begin) -> dict[str, Any]:
     run.check_eval_data()
     place = run.head_dir if run.head_dir.is_dir() else None
-    target = run.drafted
+    target = run.drafted_target
     if place is not None:
         head, info = bound_head(place, target), {"path": str(place)}
     else:

@@ -68,7 +68,7 @@ def publish(run: Run) -> dict[str, Any]:
 
 def _export(run: Run, begin: Begin) -> dict[str, Any]:
     check_export(run.recipe.export, notes(run.head_dir).get("type"))
-    target, data, out = run.drafted, prepare(run), run.dir / "export"
+    target, data, out = run.drafted_target, prepare(run), run.dir / "export"
     samples = [sample for sample in [*data.held_out, *data.train] if len(sample) >= 4][:2]
     texts = [sample.token_ids[:PARITY_TOKENS].tolist() for sample in samples]
     recipe, names = recipe_of_head(run.inputs.recipe_facts(), run.head_dir), names_of(run.recipe.environment)

@@ -61,7 +61,8 @@ class Run:
     Attributes:
         prepared: the samples, once pipeline.data.prepare has made them.
         target: the recipe's target, which answers prompts and gives the features of training.
-        drafted: the target that the trained head drafts for: the same, or with the adapter of joint training merged.
+        drafted_target: the target that the trained head drafts for: the same, or with the adapter of joint training in
+            its weights.
     """
 
     def __init__(
@@ -85,26 +86,29 @@ class Run:
         if self._target is None:
             config = dated_target(self.recipe)
             self._drafted = None  # one of them is in memory at a time
-            self._target = loaded_target(replace(config, device=self._device) if self._device else config, self.console)
+            self._target = self._loaded(config)
             shown, place = shown_date(self._target.tokenizer), self.dir / TEMPLATE_DATE
             if shown is not None and not self.console.silent and not place.is_file():
                 write_text(place, f"{shown}\n")  # later commands of this run show the same day
         return self._target
 
     @property
-    def drafted(self) -> Target:
+    def drafted_target(self) -> Target:
         config = dated_target(self.recipe)
         tuned = target_of_head(self.head_dir if self.head_dir.is_dir() else None, config)
         if tuned == config:
             return self.target
         if self._drafted is None:
             self._target = None
-            self._drafted = loaded_target(replace(tuned, device=self._device) if self._device else tuned, self.console)
+            self._drafted = self._loaded(tuned)
         return self._drafted
 
+    def _loaded(self, config: TargetConfig) -> Target:
+        return loaded_target(replace(config, device=self._device) if self._device else config, self.console)
+
     @property
-    def speaker(self) -> Target:
-        """Whichever target is loaded, for its tokenizer and its stop tokens, which both share."""
+    def either_target(self) -> Target:
+        """`target` or `drafted_target`, whichever is loaded, for the tokenizer and the stop tokens that both have."""
         return self._target or self._drafted or self.target
 
     @cached_property

@@ -168,7 +168,7 @@ def _validator(run: Run, data: PreparedData, head: Head, accelerator: Any) -> Va
     prompts = [first_prompt(sample) for sample in held_out_prompts(data)[: config.tau_prompts]]
 
     def probe(trained: Head) -> float:
-        return tau_probe(target, trained.drafting(), prompts, config.tau_tokens, chain)
+        return tau_probe(target, trained.drafting_head(), prompts, config.tau_tokens, chain)
 
     rank, size = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
     autocast = autocast_dtype(config.mixed_precision, target.device)

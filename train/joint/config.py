@@ -19,7 +19,7 @@ class JointConfig:
     """Joint training (Medusa-2, arXiv 2401.10774 §2.2.2). It changes the target: a LoRA adapter of it is saved beside
     the head, in `head/adapter`.
 
-    A run has two stages. In the first the head alone trains, on the features of the untouched target, as without joint
+    A run has two stages. In the first the head alone trains, on the features of the original target, as without joint
     training. In the second head and adapter train together on
 
         L = L_target + weight · s(t) · L_head

@@ -173,7 +173,7 @@ class JointHead(Head):
         adapter = sum(p.numel() for p in self.adapter.parameters())
         return f"{self.inner.describe()}; with an adapter of the target: {adapter / 1e6:.1f} M parameters"
 
-    def drafting(self) -> Head:
+    def drafting_head(self) -> Head:
         keep_input_dtype(self._target[0].model, False)  # decoding runs without autocast
         return self.inner
 

@@ -170,7 +170,7 @@ class HydraHead(OutputMatrices):
         ahead_K = torch.arange(1, len(anchors.count_K) + 1, device=anchors.row_A.device)
         tokens_AK = batch.tokens_R[(anchors.row_A[:, None] + ahead_K).clamp(max=last)]
 
-        def input_of(depth: int, count: int) -> Tensor:
+        def input_of(depth: int, count: int) -> Tensor:  # depths are counted from 0, heads from 1
             return self.state(depth + 1, f_AD[:count], tokens_AK[:count, : depth + 1])
 
         return self.loss_over_depths(batch, teacher, input_of, scale_T)

@@ -80,7 +80,7 @@ def test_the_decoded_tau_of_training_is_that_of_the_tuned_target(recipe, headsta
     run = Run(load_recipe(recipe), Console())
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     prompts = [first_prompt(sample) for sample in held_out_prompts(prepare(run))[:2]]
-    tuned = run.drafted
+    tuned = run.drafted_target
     assert tuned.merged_adapter is not None
     head = load_head(run.head_dir, tuned.dims)
     head.bind(tuned.ends)

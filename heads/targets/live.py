@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.kernels.packed import PackRows, packed_attention
-from headstart.heads.targets.adapter import dropping_again
+from headstart.heads.targets.kept_dropout import dropping_again
 from headstart.heads.targets.locate import decoder_layers, record_layer_inputs, text_decoder
 from headstart.heads.targets.target import Target, length_groups
 

@@ -17,7 +17,8 @@ from headstart.data.samples import Sample
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.families import MedusaConfig
 from headstart.heads.kernels.packed import PackRows, packed_attention
-from headstart.heads.targets.adapter import KeptDropout, keep_input_dtype
+from headstart.heads.targets.adapter import keep_input_dtype
+from headstart.heads.targets.kept_dropout import KeptDropout
 from headstart.heads.targets.target import Target
 from headstart.train import loop
 from headstart.train.captured import CapturedPacks

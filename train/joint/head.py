@@ -26,13 +26,13 @@ from headstart.heads.positions import predicting_rows
 from headstart.heads.targets.adapter import (
     adapter_off,
     add_adapter,
-    keep_dropout,
     keep_input_dtype,
     planned_parameters,
     refuse_quantised,
     require_peft,
     use_dropout,
 )
+from headstart.heads.targets.kept_dropout import keep_dropout
 from headstart.heads.targets.live import LivePass
 from headstart.heads.targets.target import Target
 from headstart.train.joint.config import JointConfig

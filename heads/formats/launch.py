@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headstart.heads.escape import table
@@ -101,7 +101,9 @@ def tuned_table(side: dict[str, Any]) -> str:
     if not rows:
         return ""
     columns = ("card", "batch", "best tree", "τ", "predicted", "measured", "do", "best chain")
-    said = "Speed-ups over plain decoding in Headstart's own loop; the tree is chosen by prediction and then measured."
+    said = (
+        "Speed-ups over plain decoding in Headstart's own loop. Of the best trees by prediction, the fastest is kept."
+    )
     return "\n".join(["## Tuned trees", "", *table(columns, rows), "", said])
 
 
@@ -119,9 +121,7 @@ def context_limit(side: dict[str, Any]) -> int | None:
         return None
 
 
-def launch_commands(
-    model: str, side: dict[str, Any], engines: list[str], root: str | None = None
-) -> dict[str, str]:
+def launch_commands(model: str, side: dict[str, Any], engines: list[str], root: str | None = None) -> dict[str, str]:
     """Engine key → shell command that serves the target with this head, every word quoted as a shell needs it.
 
     For a head of a tuned target, the commands serve that target. Engines that cannot are left out.
@@ -132,14 +132,14 @@ def launch_commands(
         side: headstart.json of the export.
         engines: keys of the engines that load it.
     """
-    tuned, root = side.get("target") or {}, root or model
-    served, separate = tuned.get("served_as"), tuned.get("served_as") is None and tuned.get("adapter_rank") is not None
-    beside = served == TUNED_TARGET
-    launch = Launch(
-        model, f"{root}/{TUNED_TARGET}" if beside else served_name(tuned) or "TARGET", side["type"],
-        drafted_tokens(side), context_limit(side), adapter=f"{root}/{ADAPTER}" if separate else None,
-        rank=int(tuned["adapter_rank"]) if separate else 0, place=root if beside else None,
-    )  # fmt: skip
+    target, root = side.get("target") or {}, root or model
+    launch = Launch(model, served_name(target) or "TARGET", side["type"], drafted_tokens(side), context_limit(side))
+    merged, rank = target.get("served_as"), target.get("adapter_rank")
+    if merged == TUNED_TARGET:
+        launch = replace(launch, target=f"{root}/{TUNED_TARGET}", place=root)
+    separate = merged is None and rank is not None
+    if separate:
+        launch = replace(launch, adapter=f"{root}/{ADAPTER}", rank=int(rank))
     able = [key for key in FORMATS if key in engines and (FORMATS[key].adapters or not separate)]
     commands = {key: FORMATS[key].launch(launch) for key in able}
     return {key: command for key, command in commands.items() if command is not None}

@@ -239,9 +239,7 @@ def examples() -> Iterator[tuple[str, Example]]:
             yield f"{family}, {name}", example
 
 
-def documents(
-    patterns: list[str] = PATTERNS, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> list[Document]:
+def documents(patterns: list[str] = PATTERNS, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Document]:
     """Documents of the examples' target, by the patterns of their turns."""
     made = [random_document(pattern, VOCAB, WIDTH, 3, seed + i) for i, pattern in enumerate(patterns)]
     return [double_document(document) for document in made] if dtype == torch.float64 else made

@@ -232,9 +232,7 @@ class Replicated(Parallel):
         captured: whether steps run as CUDA graphs; nothing wraps the module then.
     """
 
-    def __init__(
-        self, head: Head, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool
-    ):
+    def __init__(self, head: Head, module: nn.Module, config: TrainConfig, accelerator: Accelerator, captured: bool):
         super().__init__(head, config)
         self.captured = captured
         self.optimizer = build_optimizer(head, config, rate_factors(head))

@@ -75,22 +75,13 @@ def push_export(
     Raises: ConfigError without a token or with a bad name; FormatError for a directory without our sidecar;
         StorageError when the Hub stays out of reach.
     """
-    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub import HfApi
 
     name = config.push_to_hub or ""
     check_published_name(name)
     api = api or HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-    complete = f"The export is complete in {directory}."
-    if not (api.token or get_token()):
-        raise ConfigError(
-            "export.push_to_hub: no Hugging Face token found. Run `hf auth login`, or set HF_TOKEN to a token "
-            f"with write access, then run the same command again. {complete}"
-        )
-    if constants.HF_HUB_OFFLINE:
-        raise ConfigError(
-            f"export.push_to_hub: HF_HUB_OFFLINE is set: unset it and run the same command again. {complete}"
-        )
     directory = Path(directory)
+    _require_access(api, directory)
     names = list(environment)
     side = _cleared(directory, names)
     checked = check_directory(directory)
@@ -104,24 +95,43 @@ def push_export(
         write_json(directory / "report.json", report)
     named = (side.get("target") or {}).get("name", "its target")
     message = published_text(config.commit_message or f"{side['type']} head for {named}", names)
-
-    served = (side.get("target") or {}).get("served_as")
-    if served is not None:
+    if (side.get("target") or {}).get("served_as") is not None:
         _push_target(api, directory, config, side, message, sleep)
+    files = _root_files(directory, [*HEAD_FILES, "README.md", "report.json", *plots]) + ADAPTER_FILES
+    return _patiently(lambda: _upload(api, name, directory, files, config, message), directory, name, sleep)
 
-    def upload() -> str:
-        url = api.create_repo(name, private=config.private, repo_type="model", exist_ok=True)
-        old = [file for file in api.list_repo_files(name) if WRITTEN.fullmatch(file)]
-        api.upload_folder(
-            repo_id=name,
-            folder_path=directory,
-            commit_message=message,
-            allow_patterns=_root_files(directory, [*HEAD_FILES, "README.md", "report.json", *plots]) + ADAPTER_FILES,
-            delete_patterns=[file for file in old if not (directory / file).is_file()] or None,
+
+def _require_access(api: Any, directory: Path) -> None:
+    """Raises: ConfigError where nothing can be uploaded from here: there is no token, or the Hub is switched off."""
+    from huggingface_hub import constants, get_token
+
+    complete = f"The export is complete in {directory}."
+    if not (api.token or get_token()):
+        raise ConfigError(
+            "export.push_to_hub: no Hugging Face token found. Run `hf auth login`, or set HF_TOKEN to a token "
+            f"with write access, then run the same command again. {complete}"
         )
-        return str(url)
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"export.push_to_hub: HF_HUB_OFFLINE is set: unset it and run the same command again. {complete}"
+        )
 
-    return _patiently(upload, directory, name, sleep)
+
+def _upload(api: Any, name: str, place: Path, files: list[str], config: ExportConfig, message: str) -> str:
+    """Upload files of a folder into the repository `name`, which is created where needed. Returns its address.
+
+    Weight files of an earlier upload that `place` does not have are removed.
+    """
+    url = api.create_repo(name, private=config.private, repo_type="model", exist_ok=True)
+    old = [file for file in api.list_repo_files(name) if WRITTEN.fullmatch(file)]
+    api.upload_folder(
+        repo_id=name,
+        folder_path=place,
+        commit_message=message,
+        allow_patterns=files,
+        delete_patterns=[file for file in old if not (place / file).is_file()] or None,
+    )
+    return str(url)
 
 
 def published_target(repository: str) -> str:
@@ -155,20 +165,8 @@ def _push_target(
             f"{place}: run `headstart export` again with this repository"
         )
     write_text(place / "README.md", target_card(name, head, side, _licence(api, side)))
-
-    def upload() -> str:
-        api.create_repo(name, private=config.private, repo_type="model", exist_ok=True)
-        old = [file for file in api.list_repo_files(name) if WRITTEN.fullmatch(file)]
-        api.upload_folder(
-            repo_id=name,
-            folder_path=place,
-            commit_message=message,
-            allow_patterns=_root_files(place, TARGET_FILES),
-            delete_patterns=[file for file in old if not (place / file).is_file()] or None,
-        )
-        return name
-
-    _patiently(upload, directory, name, sleep)
+    files = _root_files(place, TARGET_FILES)
+    _patiently(lambda: _upload(api, name, place, files, config, message), directory, name, sleep)
 
 
 def _cleared(directory: Path, environment: list[str]) -> dict[str, Any]:

@@ -81,10 +81,10 @@ def trained_otherwise(directory: Path | None, target: Target) -> str | None:
     """
     then, now = _trained_on(directory), target.fingerprint()
     known = [name for name in TRAINED_ON if then.get(name) is not None and now.get(name) is not None]
-    if then.get("weight_hash") is None or then.get("weight_hash") != now["weight_hash"]:
+    names = [name for name in known if then[name] != now[name]]
+    if then and then.get("weight_hash") != now["weight_hash"] and "adapter_digest" not in known:
         # a target without an adapter is another one than with it
-        known += ["adapter_digest"] * (bool(then) and "adapter_digest" not in known)
-    names = [name for name in known if then.get(name) != now.get(name)]
+        names += ["adapter_digest"] if then.get("adapter_digest") != now.get("adapter_digest") else []
     if then.get("dtype") != now["dtype"]:
         names = [name for name in names if name not in ROUNDED]
     other = [TRAINED_ON[name] for name in names]

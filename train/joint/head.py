@@ -221,7 +221,9 @@ class JointHead(Head):
         live = self.live
         if live is None or live.capturable:
             return None
-        return live.note or "its rope changes with the length of a text, which a graph cannot read"
+        if not live.packed:
+            return "the target runs over padded documents"
+        return "the target's rope changes with the length of a text, which a graph cannot read"
 
     @property
     def recomputable(self) -> bool:

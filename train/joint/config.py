@@ -94,7 +94,7 @@ def check_together(target: TargetConfig, train: TrainConfig, features: str) -> N
     if target.adapter is not None:
         raise ConfigError(
             f"target.adapter: found {target.adapter!r} {why}, which trains an adapter of its own: leave it out, or "
-            "save the merged model and give it as target.name"
+            "merge it with peft (merge_and_unload), save the model, and give that directory as target.name"
         )
     if features != "online":
         raise ConfigError(

@@ -65,6 +65,12 @@ def check_joint(inner: Head, target: Target) -> None:
     """Raises: ConfigError or TargetError for a head or a target that cannot be trained together."""
     require_peft()
     refuse_quantised(target.model)
+    if target.merged_adapter is not None:
+        raise ConfigError(
+            f"joint.enabled: found true with the target {target.config.name}, into which an adapter is merged; expected "
+            "the original: give that as target.name. To train its adapter further, also give start_from=DIR, the head "
+            "beside the adapter, and joint.heads_only=0"
+        )
     if inner.draft_vocab_size is not None:
         raise ConfigError(
             f"joint.enabled: found true with a draft vocabulary of {inner.draft_vocab_size} tokens; which rows carry a "

@@ -16,6 +16,7 @@ from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.families import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, build_head
 from headstart.heads.targets.adapter import adapter_off
+from headstart.heads.targets.tuned import MergedAdapter
 from headstart.train.captured import PackShape
 from headstart.train.joint.head import JointHead
 from headstart.train.step import LossModule
@@ -343,6 +344,10 @@ def test_what_cannot_be_trained_together_is_refused():
     with pytest.raises(ConfigError, match=r"joint.enabled: .*soft-cap"):
         JointHead(build_head(EagleConfig(), target.dims), target, config_of())
     target.teacher.softcap = None
+    target.merged_adapter = MergedAdapter("merged", "0" * 64, None)
+    with pytest.raises(ConfigError, match=r"joint.enabled: .*an adapter is merged; expected the original.*start_from"):
+        JointHead(build_head(EagleConfig(), target.dims), target, config_of())
+    target.merged_adapter = None
     target.model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(TargetError, match="quantised"):
         JointHead(build_head(EagleConfig(), target.dims), target, config_of())

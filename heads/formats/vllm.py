@@ -236,13 +236,19 @@ def max_lora_rank(rank: int) -> int:
     return next((most for most in LORA_RANKS if most >= rank), rank)
 
 
+#: the name that requests give for the target with its adapter
+ADAPTED_NAME = "tuned"
+
+
 def _launch(launch: Launch) -> str:
+    comment = ""
     spec = {"method": launch.family, "model": launch.head, "num_speculative_tokens": launch.tokens}
     words = ["vllm", "serve", launch.target, *launch.limit("--max-model-len")]
     if launch.adapter is not None:  # run on 0.32: the features that the head reads carry the adapter
         words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank(launch.rank))]
-        words += ["--lora-modules", f"tuned={launch.adapter}"]
-    return shlex.join([*words, "--speculative-config", json.dumps(spec, ensure_ascii=False)])
+        words += ["--lora-modules", f"{ADAPTED_NAME}={launch.adapter}"]
+        comment = f'# requests name the model "{ADAPTED_NAME}"; under the name of the base, the base answers\n'
+    return comment + shlex.join([*words, "--speculative-config", json.dumps(spec, ensure_ascii=False)])
 
 
 FORMAT = Format(

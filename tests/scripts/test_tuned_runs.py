@@ -230,7 +230,7 @@ def test_the_adapter_stays_separate(trained: Path, recipe: Path, tiny_target: Pa
     export = trained / "export"
     assert not (export / "target").exists() and (export / "adapter" / "adapter_model.safetensors").is_file()
     lora = f"--enable-lora --max-lora-rank 8 --lora-modules tuned={export}/adapter --speculative-config"
-    assert f"vllm serve TARGET {lora}" in result.err
+    assert f"vllm serve TARGET {lora}" in result.err and 'requests name the model "tuned"' in result.err
     refused = headstart("export", recipe, "export.adapter=separate", "export.engines=[tgi]")
     assert refused.code == 2 and "TGI is not known to apply an adapter" in refused.err
     assert headstart("export", recipe, "export.adapter=halfway").code == 2

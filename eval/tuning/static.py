@@ -23,6 +23,9 @@ from headstart.eval.tuning.ranks import NEVER, UNKNOWN, PathRates, best_tree
 
 #: nodes whose children are recorded, where the candidates depend on the drafted path
 RECORDED_PARENTS = 16
+#: cycles below which a tuning says that they are few: from 460 of them, a calibrated tree of 63 nodes was no better than
+#: the published one (ranks.py)
+FEW_CYCLES = 1000
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,11 @@ def static_facts(profile: StaticProfile, trees: list[TreeConfig], levels: int) -
         notes.append(
             f"the published static tree has {whole} levels, here {levels} are drafted: its {node_count(published)} "
             "nodes of these levels are compared"
+        )
+    if profile.cycles < FEW_CYCLES:
+        notes.append(
+            f"static trees were calibrated on {profile.cycles} cycles, and fewer than {FEW_CYCLES} tell little of deep "
+            "paths: give more prompts (tune.prompts) or longer answers (eval.max_new_tokens)"
         )
     entries = [
         {"name": tree_name(tree), "nodes": node_count(tree), "levels": tree.depth, "tau": profile.tau(tree),

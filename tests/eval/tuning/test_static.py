@@ -215,14 +215,17 @@ def test_the_published_tree_for_other_heads() -> None:
     assert deeper == whole and shallow is not None
     assert len(static_paths(shallow, shallow.depth)) == 38
     assert published_tree(4, 9) is None
-    profile = StaticProfile(np.array([[0, 1], [1, NEVER]]), 9)
+    profile = StaticProfile(np.tile([[0, 1], [1, NEVER]], (500, 1)), 9)
     (without,) = static_facts(profile, [TreeConfig("static", 2, paths=[[0], [1]])], 4)["notes"]
     assert without == "the published static tree needs 10 candidates per head, here are 9: it is left out"
-    profile = StaticProfile(np.array([[0, 1], [1, NEVER]]), 10)
+    profile = StaticProfile(np.tile([[0, 1], [1, NEVER]], (500, 1)), 10)
     (cut,) = static_facts(profile, [shallow], 2)["notes"]
     assert cut.startswith("the published static tree has 4 levels, here 2 are drafted: its 38 nodes")
-    four = StaticProfile(np.array([[0, 1, 0, 0], [1, NEVER, 2, 1]]), 10)
+    rank_CK = np.tile([[0, 1, 0, 0], [1, NEVER, 2, 1]], (500, 1))
+    four = StaticProfile(rank_CK, 10)
     assert static_facts(four, [whole], 4)["notes"] == static_facts(four, [whole], 5)["notes"] == []
+    (few,) = static_facts(StaticProfile(rank_CK[1:], 10), [whole], 4)["notes"]
+    assert few.startswith("static trees were calibrated on 999 cycles, and fewer than 1000 tell little")
 
 
 def test_a_tuning_where_ranks_depend_on_the_path(

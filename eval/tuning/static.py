@@ -23,8 +23,8 @@ from headstart.eval.tuning.ranks import NEVER, UNKNOWN, PathRates, best_tree
 
 #: nodes whose children are recorded, where the candidates depend on the drafted path
 RECORDED_PARENTS = 16
-#: cycles below which a tuning says that they are few: from 460 of them, a calibrated tree of 63 nodes was no better than
-#: the published one (ranks.py)
+#: cycles below which a tuning says that they are few: from 460 of them, a calibrated tree of 63 nodes was no better
+#: than the published one (ranks.py)
 FEW_CYCLES = 1000
 
 

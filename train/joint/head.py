@@ -67,9 +67,9 @@ def check_joint(inner: Head, target: Target) -> None:
     refuse_quantised(target.model)
     if target.merged_adapter is not None:
         raise ConfigError(
-            f"joint.enabled: found true with the target {target.config.name}, into which an adapter is merged; expected "
-            "the original: give that as target.name. To train its adapter further, also give start_from=DIR, the head "
-            "beside the adapter, and joint.heads_only=0"
+            f"joint.enabled: found true with the target {target.config.name}, into which an adapter is merged; "
+            "expected the original: give that as target.name. To train its adapter further, also give start_from=DIR, "
+            "the head beside the adapter, and joint.heads_only=0"
         )
     if inner.draft_vocab_size is not None:
         raise ConfigError(

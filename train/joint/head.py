@@ -71,6 +71,11 @@ def check_joint(inner: Head, target: Target) -> None:
             "expected the original: give that as target.name. To train its adapter further, also give start_from=DIR, "
             "the head beside the adapter, and joint.heads_only=0"
         )
+    if len(inner.stages) > 1:
+        raise ConfigError(
+            f"joint.enabled: found true with a {inner.family} head, whose own training has {len(inner.stages)} stages; "
+            "joint training has stages of its own: set joint.enabled=false"
+        )
     if inner.draft_vocab_size is not None:
         raise ConfigError(
             f"joint.enabled: found true with a draft vocabulary of {inner.draft_vocab_size} tokens; which rows carry a "
@@ -195,19 +200,20 @@ class JointHead(Head):
 
     @property
     def weights_vary(self) -> bool:
-        return self.together and self.joint.schedule != "constant"
+        return self.inner.weights_vary or (self.together and self.joint.schedule != "constant")
 
     def term_weights(self, part: float = 1.0) -> Tensor:
         """1 and λ0 · s(part) · the inner weights. While the head trains alone: 0 and the inner weights."""
-        inner_T = self.inner.term_weights()
+        inner_T = self.inner.term_weights(part)
         if not self.together:
             return torch.cat((torch.zeros(1), inner_T))
         return torch.cat((torch.ones(1), inner_T * (self.joint.weight * grown(self.joint, part))))
 
     def rate_factor(self, name: str, stage: int) -> float:
-        """`joint.head_rate` for the head in both stages; for the adapter 0 while the head trains alone, then 1."""
+        """For the head its own times `joint.head_rate`, in both stages; for the adapter 0 while the head trains alone,
+        then 1."""
         if name.startswith("inner."):
-            return self.joint.head_rate
+            return self.joint.head_rate * self.inner.rate_factor(name.removeprefix("inner."), 0)
         return 1.0 if self.stages[stage].name == TOGETHER else 0.0
 
     def train(self, mode: bool = True) -> JointHead:
@@ -226,7 +232,7 @@ class JointHead(Head):
     def capture_obstacle(self) -> str | None:
         live = self.live
         if live is None or live.capturable:
-            return None
+            return self.inner.capture_obstacle
         if not live.packed:
             return "the target runs over padded documents"
         return "the target's rope changes with the length of a text, which a graph cannot read"

@@ -12,6 +12,7 @@ from reference.joint import Tiny, joint_loss, medusa_sums, target_sums, tuned_do
 from reference.llama import Shape
 from reference.tiny import assert_near, gradients
 
+from headstart.heads.base import Stage
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.families import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, build_head
@@ -242,6 +243,31 @@ def test_rates_and_stages():
     assert [head.rate_factor("inner.blocks.0.layers.0.weight", stage) for stage in (0, 1)] == [4.0, 4.0]
     only = joint_head(config_of(heads_only=0.0))
     assert len(only.stages) == 1 and only.together and only.rate_factor(down, 0) == 1.0
+
+
+def test_what_the_inner_head_says_of_its_training_holds_in_joint_training():
+    head = joint_head(config_of(head_rate=4.0, schedule="linear", weight=0.5))
+
+    class Particular(type(head.inner)):
+        capture_obstacle, weights_vary = "it asks the host", True
+
+        def term_weights(self, part=1.0):
+            return torch.tensor([1.0, part])
+
+        def rate_factor(self, name, stage):
+            return 0.5 if name == "lm_heads.0.weight" else 1.0
+
+    head.inner.__class__ = Particular
+    assert head.capture_obstacle == "it asks the host"
+    head.enter_stage(0)
+    assert head.weights_vary and head.term_weights(0.25).tolist() == [0.0, 1.0, 0.25]
+    head.enter_stage(1)
+    assert head.weights_vary and head.term_weights(0.5).tolist() == [1.0, 0.25, 0.125]
+    names = ("inner.lm_heads.0.weight", "inner.lm_heads.1.weight")
+    assert [head.rate_factor(name, 1) for name in names] == [2.0, 4.0]
+    Particular.stages = (Stage("one", 0.5), Stage("two", 0.5))
+    with pytest.raises(ConfigError, match=r"joint.enabled: .* medusa head, whose own training has 2 stages"):
+        JointHead(head.inner, head._target[0], config_of())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from headstart.heads.formats.loading import skeleton
 from headstart.heads.formats.sidecar import SIDECAR, adapter_changed, notes
 from headstart.heads.repository import check_head_name
 from headstart.heads.targets.fetch import hub_refusal
-from headstart.heads.targets.load import is_tuned
+from headstart.heads.targets.load import has_merged_adapter
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.tuned import adapter_of_head
 
@@ -105,7 +105,7 @@ def target_of_head(directory: Path | None, config: TargetConfig) -> TargetConfig
     config cannot be read.
     """
     place = adapter_of_head(directory) if directory is not None else None
-    if directory is None or place is None or config.adapter is not None or is_tuned(config):
+    if directory is None or place is None or config.adapter is not None or has_merged_adapter(config):
         return config
     if (directory / SIDECAR).is_file() and adapter_changed(directory, notes(directory)):
         raise FormatError(

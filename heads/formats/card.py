@@ -20,10 +20,10 @@ from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.flags import MEANINGS, flag_of
 from headstart.heads.formats.launch import commented, launch_commands, tuned_table, why_tokens
 from headstart.heads.formats.sidecar import hub_name
-from headstart.heads.formats.tuned_card import is_tuned, tuned_section
+from headstart.heads.formats.tuned_card import tuned_target_section
 from headstart.heads.published import published
 from headstart.heads.published_names import ANSWERS, HELD_OUT, OWN_DATA
-from headstart.heads.targets.tuned import ADAPTER
+from headstart.heads.targets.tuned import ADAPTER, is_tuned
 
 
 def render_card(
@@ -49,7 +49,7 @@ def render_card(
         _front_matter(family, target, license_id),
         f"# {markdown(repo_id.split('/')[-1])}",
         _summary(family, target, side, flag_of(report or {})),
-        tuned_section(side),
+        tuned_target_section(side),
         _results(report),
         *(f"![{name.removesuffix('.png')}]({name})" for name in plots),
         tuned_table(side),

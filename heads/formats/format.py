@@ -13,6 +13,7 @@ from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES
 from headstart.heads.formats.recognise import NOT_READ
 from headstart.heads.formats.verdicts import Case, EngineVerdict, HeadDirectory, Verdict
+from headstart.heads.targets.tuned import is_tuned
 
 #: a rule: adds to the case's verdict what the engine does with the directory; by a FormatError it refuses it
 Check = Callable[[Case], None]
@@ -163,8 +164,8 @@ class Format:
 
         Args: side: headstart.json.
         """
-        target = side.get("target")
-        if not isinstance(target, dict) or not target.get("adapter_digest"):
+        target: Any = side.get("target")
+        if not is_tuned(target):
             return None
         if target.get("served_as") is not None:
             return f"drafts for a tuned target: serve the merged model {target['served_as']!r} with it, not the base"

@@ -28,7 +28,7 @@ from headstart.heads.published import published
 from headstart.heads.published_text import published_text, variables
 from headstart.heads.repository import check_repository
 from headstart.heads.targets.adapter import CONFIG_FILE, WEIGHTS_FILE
-from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET
+from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET, is_tuned
 
 T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched
@@ -269,7 +269,7 @@ def fetch_head(name: str, revision: str | None = None, cache_dir: Path | None = 
 
     try:
         directory = fetch(HEAD_FILES, IN_FOLDERS)
-        if (notes(directory).get("target") or {}).get("adapter_digest"):
+        if is_tuned(notes(directory).get("target")):
             fetch(ADAPTER_FILES, None)
         return directory
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -11,14 +11,10 @@ import yaml
 
 from headstart.heads.escape import code, markdown, table
 from headstart.heads.formats.sidecar import hub_name, served_name
+from headstart.heads.targets.tuned import is_tuned
 
 
-def is_tuned(target: dict[str, Any]) -> bool:
-    """Whether the head drafts for a target with an adapter. Args: target: the field of headstart.json."""
-    return bool(target.get("adapter_digest"))
-
-
-def tuned_section(side: dict[str, Any]) -> str:
+def tuned_target_section(side: dict[str, Any]) -> str:
     """Markdown for the head's card; "" for a head of a target as its makers published it."""
     target = side.get("target") or {}
     if not is_tuned(target):

@@ -85,7 +85,7 @@ def adapter_of(config: TargetConfig) -> Adapter | None:
     return None if config.adapter is None else find_adapter(config.adapter)
 
 
-def is_tuned(config: TargetConfig) -> bool:
+def has_merged_adapter(config: TargetConfig) -> bool:
     """Whether the target's own config.json says that an adapter is merged into it. Raises: TargetError."""
     from transformers import AutoConfig
 

@@ -115,6 +115,11 @@ def merged_adapter_in(config: Any) -> MergedAdapter | None:
     return MergedAdapter("merged", mark["adapter_digest"], base_hash if isinstance(base_hash, str) else None)
 
 
+def is_tuned(fingerprint: Any) -> bool:
+    """Whether a target's fingerprint, or what headstart.json keeps of it, is that of a tuned target."""
+    return isinstance(fingerprint, dict) and bool(fingerprint.get("adapter_digest"))
+
+
 def adapter_of_head(directory: Path) -> Path | None:
     """The adapter that lies beside a saved head, whose target it tunes; None for a head of a base target."""
     place = Path(directory) / ADAPTER

@@ -52,8 +52,8 @@ class JointConfig:
     schedule: str = "sine"
     #: Part of the second stage after which the weight is full, with joint.schedule=sine_r.
     sine_share: float = 0.5
-    #: What keeps the target what it is: kl (its distribution without the adapter, for answers of the target itself) or
-    #: ce (the tokens of the data).
+    #: The target's own loss: kl (keep the original's distribution, for data that the target answered itself) or ce
+    #: (learn the tokens of the data).
     loss: str = "kl"
 
     #: Largest rise of the perplexity on held-out text over the original target's, as a fraction. A tuned target beyond

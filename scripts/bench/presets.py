@@ -9,6 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from headstart.heads.base import HeadConfig
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import FAMILIES
 from headstart.heads.targets.target import Target, TargetConfig
@@ -82,6 +84,13 @@ def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.d
     finally:
         torch.set_default_dtype(default)
     return Target.from_model(model, config=TargetConfig(name="random"))
+
+
+def random_ends(dims: HeadDims, device: torch.device, dtype: torch.dtype, embeddings: bool) -> TargetEnds:
+    """Ends of a target that is not there itself. Args: embeddings: False for a head that reads no tokens."""
+    weight_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype).mul_(0.02)
+    place = device if embeddings else torch.device("meta")
+    return TargetEnds(torch.randn(dims.vocab_size, dims.hidden_size, device=place, dtype=dtype), Teacher(weight_VD))
 
 
 def refuse_ranks() -> None:

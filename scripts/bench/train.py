@@ -37,6 +37,7 @@ from headstart.bench.presets import (
     PRESETS,
     head_config,
     matrices_config,
+    random_ends,
     random_target,
     refuse_ranks,
 )
@@ -49,7 +50,7 @@ from headstart.data.samples import Sample
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
-from headstart.heads.ends import TargetEnds, Teacher
+from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.families import build_head
 from headstart.heads.files import write_json
@@ -324,13 +325,6 @@ def described_head(case: Case, arguments: argparse.Namespace) -> HeadConfig:
     if case.matrices is not None:
         return matrices_config(depth=arguments.depth or MATRICES_DEPTH, **case.matrices)
     return head_config(arguments.preset, arguments.depth or DEPTH, row_fraction=arguments.row_fraction)
-
-
-def random_ends(dims: HeadDims, device: torch.device, dtype: torch.dtype, embeddings: bool) -> TargetEnds:
-    """Ends of a target that is not there itself. Args: embeddings: False for a head that reads no tokens."""
-    weight_VD = torch.randn(dims.vocab_size, dims.hidden_size, device=device, dtype=dtype).mul_(0.02)
-    place = device if embeddings else torch.device("meta")
-    return TargetEnds(torch.randn(dims.vocab_size, dims.hidden_size, device=place, dtype=dtype), Teacher(weight_VD))
 
 
 def bench(arguments: argparse.Namespace) -> list[Record]:

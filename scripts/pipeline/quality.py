@@ -18,7 +18,7 @@ from headstart.heads.files import write_json
 from headstart.heads.formats.sidecar import annotate, notes
 from headstart.heads.targets.adapter import has_adapter, remove_adapter
 from headstart.heads.targets.target import Target
-from headstart.heads.targets.tuned import adapter_of_head, merged_for_now, read_adapter
+from headstart.heads.targets.tuned import Adapter, adapter_of_head, merged_for_now, read_adapter
 from headstart.pipeline.data import first_prompt, held_out_prompts, prepare
 from headstart.pipeline.markers import Begin
 from headstart.pipeline.run import Run
@@ -36,15 +36,15 @@ def quality(run: Run) -> dict[str, Any] | None:
     place = adapter_of_head(run.head_dir)
     if place is None:
         return None
-    joint = run.recipe.joint
+    joint, adapter = run.recipe.joint, read_adapter(place)
     inputs = {
         "head": identity.of_saved_head(run.head_dir),
-        "adapter": read_adapter(place).digest[:16],
+        "adapter": adapter.digest[:16],
         "target": identity.of_target(run.recipe.target),
         "data": run.inputs.data,
         "guard": {name: getattr(joint, name) for name in ("guard_prompts", "guard_tokens")},
     }
-    measured = run.markers.do("quality", inputs, [run.quality_path], lambda begin: _measure(run, begin))
+    measured = run.markers.do("quality", inputs, [run.quality_path], lambda begin: _measure(run, adapter, begin))
     result = judged(measured, joint.max_perplexity_rise)
     if notes(run.head_dir).get("quality") != result:  # the threshold may change without measuring anew
         annotate(run.head_dir, {"quality": result})
@@ -53,15 +53,15 @@ def quality(run: Run) -> dict[str, Any] | None:
     return result
 
 
-def _measure(run: Run, begin: Begin) -> dict[str, Any]:
-    place, data, joint = adapter_of_head(run.head_dir), prepare(run), run.recipe.joint
-    if place is None or not data.held_out:
+def _measure(run: Run, adapter: Adapter, begin: Begin) -> dict[str, Any]:
+    data, joint = prepare(run), run.recipe.joint
+    if not data.held_out:
         raise DataError(
             "quality: no conversation is held out, and what the adapter cost the target is measured on such: set "
             "data.held_out_fraction=0.05, or data.held_out"
         )
     prompts = [first_prompt(sample) for sample in held_out_prompts(data)][: joint.guard_prompts]
-    original, adapter = run.target, read_adapter(place)
+    original = run.target
     if has_adapter(original.model):  # training has left it there
         remove_adapter(original.model)
 

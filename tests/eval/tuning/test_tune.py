@@ -111,7 +111,7 @@ def test_what_is_measured() -> None:
     assert forwards(long) == [("chain", n) for n in (2, 4, 6, 8, 10, 12, 14)]
 
 
-def test_candidates_are_all_different() -> None:
+def test_compared_trees_are_all_different() -> None:
     static = StaticProfile(np.array([[0, 0], [1, 0], [0, 1], [0, 0]]))
     trees = compared_trees(
         {"chain": ChainProfile(np.array([1])), "static": static}, TuneConfig(depth=2, total_tokens=[3, 4, 60])

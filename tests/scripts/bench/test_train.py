@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.bench import train
+from headstart.bench import presets, train
 from headstart.heads.dims import HeadDims
 
 SMALL = "--preset tiny --tokens 128 --length 64 --depth 3 --steps 2 --matmul-tflops 0.01".split()
@@ -97,7 +97,7 @@ def test_the_published_depths_are_the_default():
 def test_a_head_that_reads_no_tokens_gets_no_embeddings():
     dims = HeadDims(8, 97, 2, 2, 2, 4, 8)
     for embeddings, place in ((True, "cpu"), (False, "meta")):
-        ends = train.random_ends(dims, torch.device("cpu"), torch.float32, embeddings)
+        ends = presets.random_ends(dims, torch.device("cpu"), torch.float32, embeddings)
         assert (ends.embed_VD.device.type, ends.teacher.weight_VD.device.type) == (place, "cpu")
 
 

@@ -28,8 +28,6 @@ def trained_head(run: Run, head: Head) -> Iterator[Head]:
         if (start := started_adapter(run.recipe)) is not None:
             continue_adapter(target.model, config.lora, start)  # which JointHead then keeps
         joint = JointHead(head, target, config, run.recipe.seed)
-        if run.recipe.train.activation_checkpointing:
-            joint.recompute_activations()
         if joint.live is not None and joint.live.note is not None:
             run.console.say(f"joint training runs the target over padded documents: {joint.live.note}")
         if target.device.type == "cuda" and joint.capture_obstacle is not None:

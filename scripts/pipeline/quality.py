@@ -16,7 +16,6 @@ from headstart.eval.measuring.quality import Scored, measure_quality
 from headstart.heads.errors import DataError
 from headstart.heads.files import write_json
 from headstart.heads.formats.sidecar import annotate, notes
-from headstart.heads.targets.adapter import has_adapter, remove_adapter
 from headstart.heads.targets.target import Target
 from headstart.heads.targets.tuned import Adapter, adapter_of_head, merged_for_now, read_adapter
 from headstart.pipeline.data import first_prompt, held_out_prompts, prepare
@@ -62,8 +61,6 @@ def _measure(run: Run, adapter: Adapter, begin: Begin) -> dict[str, Any]:
         )
     prompts = [first_prompt(sample) for sample in held_out_prompts(data)][: joint.guard_prompts]
     original = run.target
-    if has_adapter(original.model):  # training has left it there
-        remove_adapter(original.model)
 
     @contextmanager
     def tuned() -> Iterator[Target]:

@@ -258,14 +258,16 @@ def check_fits(adapter: Adapter, model: nn.Module) -> None:
             raise TargetError(
                 f"{said}: adapts {name}, which the target shares with its embeddings: merging would change both"
             )
-        weight_OI = module.weight if isinstance(module, nn.Linear) else module.weight.T
-        expected = {"A.weight": (None, weight_OI.shape[1]), "B.weight": (weight_OI.shape[0], None)}.get(part)
-        if expected is not None:
-            rank = shape[0] if part.startswith("A") else shape[-1]
-            if len(shape) != 2 or any(want not in (None, has) for want, has in zip(expected, shape, strict=True)):
-                wanted = [rank if want is None else want for want in expected]
-                raise TargetError(f"{said}: {tensor} is {list(shape)}, the target's {name} makes it {wanted}: {other}")
-            ranks.setdefault(name, {})[part[0]] = rank
+        rows, columns = (module.weight if isinstance(module, nn.Linear) else module.weight.T).shape
+        first, last = (shape[0], shape[-1]) if shape else (0, 0)
+        expected = {"A.weight": (first, columns), "B.weight": (rows, last)}.get(part)
+        if expected is None:
+            continue  # DoRA's magnitudes have no rank
+        if shape != expected:
+            raise TargetError(
+                f"{said}: {tensor} is {list(shape)}, the target's {name} makes it {list(expected)}: {other}"
+            )
+        ranks.setdefault(name, {})[part[0]] = first if part == "A.weight" else last
     odd = sorted(name for name, of in ranks.items() if len(of) != 2 or of["A"] != of["B"])
     if odd or not ranks:
         raise TargetError(f"{said}: {odd[0] if odd else 'it'} has no pair of lora_A and lora_B of one rank")

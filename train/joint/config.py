@@ -8,6 +8,7 @@ from functools import partial
 from headstart.heads.errors import ConfigError, check_settings
 from headstart.heads.targets.adapter import ALL_LINEAR, LoraSettings
 from headstart.heads.targets.target import TargetConfig
+from headstart.heads.targets.tuned import MERGE_YOURSELF
 from headstart.train.config import TrainConfig
 
 LOSSES = ("kl", "ce")
@@ -94,7 +95,7 @@ def check_together(target: TargetConfig, train: TrainConfig, features: str) -> N
     if target.adapter is not None:
         raise ConfigError(
             f"target.adapter: found {target.adapter!r} {why}, which trains an adapter of its own: leave it out, or "
-            "merge it with peft (merge_and_unload), save the model, and give that directory as target.name"
+            f"{MERGE_YOURSELF}"
         )
     if features != "online":
         raise ConfigError(

@@ -36,6 +36,13 @@ class Teacher:
         """Whether the logits are the product with `weight_VD` and nothing else."""
         return self.bias_V is None and self.softcap is None and self.scale == 1.0
 
+    @property
+    def more_than_matrix(self) -> str | None:
+        """What makes the logits more than a product and its scale, in words for messages; None if nothing does."""
+        if self.bias_V is not None:
+            return "a bias"
+        return None if self.softcap is None else f"a soft-cap of {self.softcap}"
+
     def logits(self, hidden_AD: Tensor, ids_U: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """[A, V] (or [A, U], the columns of ids_U), float32 or `dtype`."""
         weight = self.weight_VD if ids_U is None else self.weight_VD[ids_U]

@@ -107,11 +107,9 @@ class OutputMatrices(Head, AddsGradients):
 
     def bind(self, ends: TargetEnds) -> None:
         """As the base class's. Raises: ConfigError for a target with a bias or a soft-cap on its logits."""
-        teacher = ends.teacher
-        if teacher.bias_V is not None or teacher.softcap is not None:
-            what = "a bias" if teacher.bias_V is not None else f"a soft-cap of {teacher.softcap}"
+        if (more := ends.teacher.more_than_matrix) is not None:
             raise ConfigError(
-                f"head.type: {self.family} needs a target whose lm_head is a plain matrix, this one has {what}; "
+                f"head.type: {self.family} needs a target whose lm_head is a plain matrix, this one has {more}; "
                 "use head.type=eagle3"
             )
         super().bind(ends)

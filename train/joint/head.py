@@ -82,16 +82,25 @@ def check_joint(inner: Head, target: Target) -> None:
             "loss would depend on a target that changes: set head.draft_vocab_size=0 where the family allows it, or "
             "joint.enabled=false"
         )
-    if target.teacher.bias_V is not None or target.teacher.softcap is not None:
-        what = "a bias" if target.teacher.bias_V is not None else f"a soft-cap of {target.teacher.softcap}"
+    if (more := target.teacher.more_than_matrix) is not None:
         raise ConfigError(
-            f"joint.enabled: found true with a target whose logits have {what}; expected a plain output matrix: set "
+            f"joint.enabled: found true with a target whose logits have {more}; expected a plain output matrix: set "
             "joint.enabled=false"
         )
 
 
-class _Node(nn.Module):
-    """A place in the tree of names of an adapter's parameters."""
+def named_as(parameters: dict[str, nn.Parameter]) -> nn.Module:
+    """A module that holds the parameters under these names, whose parts are split by dots."""
+    root = nn.Module()
+    for name, parameter in parameters.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, parameter)
+    return root
 
 
 class JointHead(Head):
@@ -115,16 +124,10 @@ class JointHead(Head):
         self.config, self.dims, self.joint = inner.config, inner.dims, config
         self.inner, self._target = inner, (target,)  # in a tuple, as the target is not part of the head
         self.terms = (LossTerm(TARGET_TERM, 1.0), *inner.terms)
-        self.adapter = _Node()
-        parameters = planned_parameters(target.model, config.lora) if planned else None
-        for name, parameter in (parameters or add_adapter(target.model, config.lora, seed)).items():
-            *path, leaf = name.split(".")
-            node: nn.Module = self.adapter
-            for part in path:
-                if not hasattr(node, part):
-                    node.add_module(part, _Node())
-                node = node.get_submodule(part)
-            node.register_parameter(leaf, parameter)
+        if planned:
+            self.adapter = named_as(planned_parameters(target.model, config.lora))
+        else:
+            self.adapter = named_as(add_adapter(target.model, config.lora, seed))
         self.live = None if planned else LivePass(target)
         self._recompute = False
         self.together = stages_of(config)[0].name == TOGETHER

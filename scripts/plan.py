@@ -119,7 +119,7 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
     head, data = planned_training(recipe, target), data_of(Run(recipe, console, target), launch)
     notes = [*data.notes, *(f"target: {note}" for note in target.notes)]
     layout = _layout(recipe, launch, node_ranks, data.supervised)
-    if recipe.train.parallel == "auto" and layout.ranks > 1:
+    if recipe.train.parallel == "auto" and layout.ranks > 1 and head.shardable:
         notes.append("train.parallel=auto counts as replicated; to plan for FSDP2, add train.parallel=fsdp2")
     if recipe.joint.enabled:
         notes.append("joint training: memory is that of head and target together, hours are the mean of both stages")

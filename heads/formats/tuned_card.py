@@ -14,6 +14,12 @@ from headstart.heads.formats.sidecar import hub_name, served_name
 from headstart.heads.targets.tuned import is_tuned
 
 
+def trained_together(side: dict[str, Any]) -> bool:
+    """Whether the adapter was trained together with the head. Args: side: headstart.json of the head."""
+    joint = (side.get("recipe") or {}).get("joint")
+    return isinstance(joint, dict) and joint.get("enabled") is True
+
+
 def tuned_target_section(side: dict[str, Any]) -> str:
     """Markdown for the head's card; "" for a head of a target as its makers published it."""
     target = side.get("target") or {}
@@ -22,10 +28,11 @@ def tuned_target_section(side: dict[str, Any]) -> str:
     base = markdown(hub_name(target) or target.get("name", "the base"))
     served = served_name(target) if target.get("served_as") else None
     where = f"the whole model {code(served)}" if served else "the adapter in the folder `adapter`"
+    together = " The adapter was trained together with the head." if trained_together(side) else ""
     said = (
-        f"This head drafts for a **tuned target**: {base} with a LoRA adapter, published as {where}. Verification is "
-        "lossless relative to the *tuned* target: the output is what the tuned target would have said by itself, which "
-        f"is not always what {base} would have said. With {base} itself the head drafts worse."
+        f"This head drafts for a **tuned target**: {base} with a LoRA adapter, published as {where}.{together} "
+        "Verification is lossless relative to the *tuned* target: the output is what the tuned target would have said "
+        f"by itself, which is not always what {base} would have said. With {base} itself the head drafts worse."
     )
     return "\n\n".join(["## The tuned target", said, quality_text(side.get("quality"))])
 
@@ -72,10 +79,11 @@ def target_card(repository: str, head: str, side: dict[str, Any], license_id: st
     values |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "headstart"]}
     front = f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)}---"
     shown = markdown(base or target.get("name", "its base"))
-    said = (
-        f"{shown} with a LoRA adapter merged. It was tuned so that the draft head [{markdown(head)}]"
-        f"(https://huggingface.co/{head}) predicts it better, and is meant to be served with that head."
-    )
+    drafter = f"the draft head [{markdown(head)}](https://huggingface.co/{head})"
+    why = f"{drafter} was trained for it: serve both together"
+    if trained_together(side):
+        why = f"it was tuned so that {drafter} predicts it better, and is meant to be served with that head"
+    said = f"{shown} with a LoRA adapter merged; {why}."
     licence = f"## Licence\n\nIt is derived from {shown}: that model's licence applies."
     parts = [front, f"# {markdown(repository.split('/')[-1])}", said, quality_text(side.get("quality")), licence]
     return "\n\n".join(parts) + "\n"

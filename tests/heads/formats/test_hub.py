@@ -25,6 +25,7 @@ from headstart.heads.formats.card import render_card
 from headstart.heads.formats.check import check_directory
 from headstart.heads.formats.hub import fetch_head, push_export
 from headstart.heads.formats.plots import draw_plots
+from headstart.heads.formats.tuned_card import target_card
 from headstart.heads.targets.tuned import read_adapter
 
 PROVENANCE = {
@@ -401,6 +402,18 @@ def test_a_tuned_target_is_pushed_into_a_repository_of_its_own(hub: Any, tmp_pat
     said = hub.target_files["README.md"].decode()
     assert "[me/head](https://huggingface.co/me/head)" in said and "+0.32 %" in said
     assert "vllm serve me/head-target --speculative-config" in hub.files["README.md"].decode()
+
+
+def test_the_cards_say_whether_head_and_adapter_were_trained_together(tmp_path: Path) -> None:
+    side = json.loads((tuned_export(tmp_path / "export", "me/head-target") / "headstart.json").read_text())
+    alone = {**side, "recipe": {"joint": {"enabled": False}}}
+    assert "trained together" not in render_card("me/head", side, None, []) + render_card("me/head", alone, None, [])
+    for other in (side, alone):
+        said = target_card("me/head-target", "me/head", other, None)
+        assert "(https://huggingface.co/me/head) was trained for it" in said and "tuned so that" not in said
+    joint = {**side, "recipe": {"joint": {"enabled": True}}}
+    assert "The adapter was trained together with the head." in render_card("me/head", joint, None, [])
+    assert "it was tuned so that the draft head [me/head]" in target_card("me/head-target", "me/head", joint, None)
 
 
 def test_a_target_that_was_exported_for_another_repository_is_not_pushed(hub: Any, tmp_path: Path) -> None:

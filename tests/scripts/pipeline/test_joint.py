@@ -152,3 +152,10 @@ def test_the_plan_counts_the_target(recipe, headstart: Call):
     assert joint["memory"]["target weights"] == alone["memory"]["target weights"]
     kept = headstart("plan", recipe, "train.activation_checkpointing=true", "--gpu-memory", "80", "--json").json
     assert kept["memory"]["head activations"] < joint["memory"]["head activations"]
+
+
+def test_the_plan_advises_no_sharding_that_joint_training_refuses(recipe, headstart: Call):
+    ranks = ("--gpus", "2", "--gpu-memory", "80", "--json")
+    advice = "to plan for FSDP2, add train.parallel=fsdp2"
+    assert advice not in str(headstart("plan", recipe, *ranks).json["notes"])
+    assert advice in str(headstart("plan", recipe, "joint.enabled=false", *ranks).json["notes"])

@@ -10,28 +10,33 @@ from torch import Tensor, nn
 
 from headstart.heads.targets.adapter import NAME, adapted_layers
 
+#: the dropout modules of a decoder layer → what one call of the layer keeps, bool; False is dropped
+Masks = dict[nn.Module, Tensor]
+
 
 class KeptDropout(nn.Module):
     """Dropout that can drop the same inputs again, where activations are recomputed.
 
     torch would restore the state of its generator for that, which a captured graph cannot do. This keeps the mask, a
-    byte per input, from the forward pass until it is used again.
+    byte per input, from the forward pass until the activations are recomputed. A pass may call a layer several times
+    before it goes backward, so every call has masks of its own.
 
-    Attributes: again: whether the next call repeats what the last one drew.
+    Attributes: masks: of the call under way; None where nothing is recomputed.
     """
 
     def __init__(self, p: float):
         super().__init__()
-        self.p, self.again = p, False
-        self._mask: Tensor | None = None
+        self.p = p
+        self.masks: Masks | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        if self.again and self._mask is not None:
-            mask, self._mask = self._mask, None
-        else:
-            mask = self._mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.p)
+        mask = None if self.masks is None else self.masks.get(self)
+        if mask is None:
+            mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.p)
+            if self.masks is not None:
+                self.masks[self] = mask
         return x * mask * (1 / (1 - self.p))
 
 
@@ -44,13 +49,16 @@ def keep_dropout(model: nn.Module) -> None:
 
 
 @contextmanager
-def dropping_again(layer: nn.Module, again: bool) -> Iterator[None]:
-    """While open, the dropout inside a decoder layer draws, or repeats what it drew last."""
+def dropping(layer: nn.Module, masks: Masks) -> Iterator[None]:
+    """While open, the dropout inside a decoder layer takes its masks from `masks`; it draws and keeps those that lack.
+
+    Args: masks: empty when one call of the layer first computes its activations, and the same when it does so again.
+    """
     kept = [module for module in layer.modules() if isinstance(module, KeptDropout)]
     for module in kept:
-        module.again = again
+        module.masks = masks
     try:
         yield
     finally:
         for module in kept:
-            module.again = False
+            module.masks = None

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.kernels.packed import PackRows, packed_attention
-from headstart.heads.targets.kept_dropout import dropping_again
+from headstart.heads.targets.kept_dropout import Masks, dropping
 from headstart.heads.targets.locate import decoder_layers, record_layer_inputs, text_decoder
 from headstart.heads.targets.target import Target, length_groups
 
@@ -131,11 +130,10 @@ class LivePass:
         attention = partial(_own_attention, self.config) if self.packed else nullcontext
 
         def again(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            runs = count()
+            masks: Masks = {}
 
-            def run(*args: Any, **kwargs: Any) -> Any:
-                # the first time in the forward pass, the second in the backward pass
-                with attention(), dropping_again(layer, next(runs) > 0):
+            def run(*args: Any, **kwargs: Any) -> Any:  # in the forward pass, and again in the backward pass
+                with attention(), dropping(layer, masks):
                     return forward(*args, **kwargs)
 
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -182,9 +183,12 @@ def test_recomputed_activations_give_the_same_gradients(packed):
     assert "forward" not in vars(head._target[0].model.model.layers[0])
 
 
-def test_dropout_is_drawn_again_where_activations_are_recomputed():
+@pytest.mark.parametrize(("packed", "calls"), [(True, 1), (False, 2)])
+def test_dropout_is_drawn_again_where_activations_are_recomputed(packed, calls):
+    """Over padded documents a pass calls every layer once per group of similar lengths."""
     head = joint_head(config_of(dropout=0.5))
     head.enter_stage(1)
+    head.live.packed = packed
     batch, teacher = batch_of(), head._target[0].teacher
     scale_T = head.term_weights() / head.loss_counts(batch)
 
@@ -196,14 +200,16 @@ def test_dropout_is_drawn_again_where_activations_are_recomputed():
     head.live.recompute = False
     kept, other = at(1), at(2)
     head.live.recompute = True
+    dropout, masks = head._target[0].model.model.layers[0].mlp.up_proj.lora_dropout["default"], []
+    dropout.register_forward_hook(lambda module, *_: masks.append(weakref.ref(module.masks[module])))
     again = at(1)
+    assert len(masks) == 2 * calls and not any(mask() is not None for mask in masks)  # none outlives its step
     name = "adapter.model.layers.0.mlp.up_proj.lora_B.weight"
     assert not torch.allclose(kept[name], other[name])
     for name, gradient in kept.items():
         torch.testing.assert_close(again[name], gradient, rtol=1e-5, atol=1e-7)
     assert head.capture_obstacle is None
-    dropout = head._target[0].model.model.layers[0].mlp.up_proj.lora_dropout["default"]
-    assert dropout.p == 0.5 and dropout._mask is None  # used again, and let go
+    assert dropout.p == 0.5 and dropout.masks is None
 
 
 def test_dropout_is_of_training_with_the_target_alone():

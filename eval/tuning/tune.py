@@ -86,18 +86,7 @@ def tune(
     reference = published_tree(search.depth, session.draftable) if "static" in profiles else None
     trees = compared_trees(profiles, search, reference)
     static = profiles.get("static")
-    session.expect(trees)
-    choices: list[Choice] = []
-    for batch in sorted(set(search.batch_sizes)):
-        try:
-            choices.append(session.choose(batch, halfway, trees, profiles))
-        except torch.OutOfMemoryError:
-            if not choices:
-                raise
-            session.say(f"batch {batch} does not fit into memory: it and larger ones are left out")
-            break
-    session.total = session.done
-    session.say("done")
+    choices = session.choices(halfway, trees, profiles)
     return Tuning(
         drafter=head.family if head is not None else config.drafter,
         target=target.fingerprint(),
@@ -259,6 +248,22 @@ class _Session:
         if not profile.cycles:
             raise DataError("tune: the answers are too short to tell what is accepted: give longer ones")
         return profile, lengths
+
+    def choices(self, halfway: list[list[int]], trees: list[TreeConfig], profiles: dict[str, Profile]) -> list[Choice]:
+        """The choice at every batch size that fits into memory. Args: as `choose`."""
+        self.expect(trees)
+        made: list[Choice] = []
+        for batch in sorted(set(self.search.batch_sizes)):
+            try:
+                made.append(self.choose(batch, halfway, trees, profiles))
+            except torch.OutOfMemoryError:
+                if not made:
+                    raise
+                self.say(f"batch {batch} does not fit into memory: it and larger ones are left out")
+                break
+        self.total = self.done
+        self.say("done")
+        return made
 
     def choose(
         self, batch: int, halfway: list[list[int]], trees: list[TreeConfig], profiles: dict[str, Profile]

@@ -24,6 +24,7 @@ START_CHUNK, NARROWEST_START = 256, 32
 
 
 def norm_of(norm: RMSNorm) -> NormWeights:
+    """A copy of a norm for the kernels, in float32."""
     return NormWeights(norm.weight.detach().float(), norm.eps)
 
 

@@ -29,6 +29,7 @@ def is_published(tree: TreeConfig) -> bool:
 
 
 def is_calibrated(tree: TreeConfig) -> bool:
+    """Whether it is a static tree that was built from counts."""
     return tree.kind == "static" and tree.paths is not None
 
 
@@ -70,6 +71,7 @@ class Prediction:
 
 
 def by_speedup(made: list[Prediction]) -> list[Prediction]:
+    """The best first; of equals, the tree with fewer nodes."""
     return sorted(made, key=lambda prediction: (-prediction.speedup, node_count(prediction.tree)))
 
 

@@ -161,6 +161,7 @@ def measure_costs(
 
 
 def measurements(trees: list[TreeConfig]) -> int:
+    """How many measurements `measure_costs` makes."""
     return 1 + len(draft_points(trees)) + len(forwards(trees)) + len(extremes(trees))
 
 

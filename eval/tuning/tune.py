@@ -114,6 +114,7 @@ def _check(target: Target, config: EvalConfig, search: TuneConfig) -> None:
 
 
 def mean_length(contexts: list[list[int]]) -> int:
+    """Tokens, rounded."""
     return round(statistics.mean(map(len, contexts)))
 
 
@@ -129,6 +130,7 @@ def typical_batch(contexts: list[list[int]], batch: int) -> list[list[int]]:
 
 
 def drafting_for(head: Head | None, config: EvalConfig) -> Drafting:
+    """How the head drafts, or the setting `eval.drafter`. Raises: ConfigError where nothing drafts."""
     drafting = find_drafting(head, config)
     if drafting is None:
         raise ConfigError("tune: give a head, or eval.drafter=ngram")
@@ -136,6 +138,7 @@ def drafting_for(head: Head | None, config: EvalConfig) -> Drafting:
 
 
 def deepest(head: Head | None, search: TuneConfig) -> int:
+    """`tune.depth`, or as many tokens as the head can draft in a chain, if they are fewer."""
     most = None if head is None else head.longest_chain
     return search.depth if most is None else min(search.depth, most)
 

@@ -129,6 +129,7 @@ def tuning_text(tuning: Tuning) -> str:
 
 
 def tuning_markdown(tuning: Tuning) -> str:
+    """The text of tune.md, without its plot."""
     heading = markdown(f"Tuning of {tuning.drafter} on {tuning.target['name']}")
     lines = [f"# {heading}", "", markdown(_title(tuning)), ""]
     lines += [*table(COLUMNS, [_cells(choice) for choice in tuning.choices]), ""]

@@ -120,6 +120,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def has_adapter(model: nn.Module) -> bool:
+    """Whether an adapter is injected. One that was merged into the weights is none."""
     return getattr(model, "peft_config", None) is not None
 
 

@@ -159,7 +159,7 @@ def check_config(config: EvalConfig) -> None:
         ("eval.half", config.half, (None, *HALVES)),
     ):
         if value not in allowed:
-            raise ConfigError(f"{name}: found {value!r}, expected one of {list(allowed)}")
+            raise ConfigError(f"{name}: found {value!r}, expected one of {[word or 'null' for word in allowed]}")
     for name, number, low in (
         ("eval.tree.depth", config.tree.depth, 1),
         ("eval.tree.k", config.tree.k, 1),

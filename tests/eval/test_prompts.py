@@ -81,7 +81,7 @@ def test_halves_of_every_task(tmp_path: Path) -> None:
     single = write(tmp_path / "one.jsonl", [{"prompt": "x"}])
     with pytest.raises(DataError, match="eval.half: found 'even', but every task has one prompt only"):
         load_prompts(single, half="even")
-    with pytest.raises(ConfigError, match="eval.half: found 'third', expected one of"):
+    with pytest.raises(ConfigError, match=r"eval.half: found 'third', expected one of \['null', 'odd', 'even'\]"):
         check_config(EvalConfig(half="third"))
 
 

@@ -50,9 +50,9 @@ def keep_dropout(model: nn.Module) -> None:
 
 @contextmanager
 def dropping(layer: nn.Module, masks: Masks) -> Iterator[None]:
-    """While open, the dropout inside a decoder layer takes its masks from `masks`; it draws and keeps those that lack.
+    """While open, the dropout inside a decoder layer takes its masks from `masks`. It draws missing ones and adds them.
 
-    Args: masks: empty when one call of the layer first computes its activations, and the same when it does so again.
+    Args: masks: of one call of the layer: empty in its forward pass, and the same dict when it is computed again.
     """
     kept = [module for module in layer.modules() if isinstance(module, KeptDropout)]
     for module in kept:

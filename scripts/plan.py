@@ -122,7 +122,10 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
     if recipe.train.parallel == "auto" and layout.ranks > 1 and head.shardable:
         notes.append("train.parallel=auto counts as replicated; to plan for FSDP2, add train.parallel=fsdp2")
     if recipe.joint.enabled:
-        notes.append("joint training: memory is that of head and target together, hours are the mean of both stages")
+        notes.append(
+            "joint training: head activations include what the second stage keeps of the target; hours are the mean of "
+            "both stages"
+        )
     if note := idle_note(recipe.train.accumulation, layout.ranks):
         notes.append(note)
     device = local_device_bytes() if launch.gpu_memory is None else int(launch.gpu_memory * GIB)

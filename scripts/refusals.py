@@ -1,8 +1,9 @@
 """Asks, before any work starts, whether a later step would refuse the recipe or its target.
 
 Every question calls the check of the step itself, with a head on the meta device. The questions are: can the target be
-sharded, the head be built, the longest texts be read, the target be decoded, the head be saved and exported? `doctor`
-and `plan` ask them, and so does every command before its first step that is not done. No weights are needed.
+sharded, the head be built, a tuned target be measured, the longest texts be read, the target be decoded, the head be
+saved and exported? `doctor` and `plan` ask them, and so does every command before its first step that is not done. No
+weights are needed.
 """
 
 from __future__ import annotations
@@ -160,6 +161,17 @@ def ask_export(recipe: Recipe, target: Target) -> str:
     return f"{', '.join(recipe.export.engines)} in {recipe.export.dtype}"
 
 
+def ask_held_out(recipe: Recipe, target: Target) -> str:
+    """Whether there is something to measure the target on that joint training will change."""
+    data = recipe.data
+    if recipe.joint.enabled and not data.held_out and data.held_out_fraction == 0:
+        raise ConfigError(
+            "joint.enabled: found true with data.held_out_fraction=0 and no data.held_out, expected held-out "
+            "conversations, on which the tuned target is measured before it is exported: set one of them"
+        )
+    return "given as data.held_out" if data.held_out else f"data.held_out_fraction={data.held_out_fraction:g}"
+
+
 def ask_tracker(recipe: Recipe, target: Target) -> str:
     """Whether what `train.tracker` needs is installed."""
     from headstart.train.tracking.track import require_tracker
@@ -181,6 +193,7 @@ def ask_sharding(recipe: Recipe, target: Target) -> str:
 QUESTIONS: dict[str, Question] = {
     "sharding": ask_sharding,
     "head": ask_head,
+    "held-out data": ask_held_out,
     "positions": ask_positions,
     "decoding": ask_decoding,
     "export": ask_export,

@@ -173,7 +173,6 @@ class Run:
             self.check_eval_data()
         if "train" not in self.ahead:
             return
-        self.require_quality_data()
         refuse_ahead(recipe, self.weightless)
         # A bad line must be found now, not after a large target has loaded for minutes or has answered for hours. The
         # step reads the files again. Rows of the Hub take long to read, so they are read here only before answering.
@@ -185,15 +184,6 @@ class Run:
         """Raise DataError or ConfigError where `eval.data` is set and cannot be read."""
         if self.recipe.eval.data is not None:
             eval_prompts(self.recipe.eval)
-
-    def require_quality_data(self) -> None:
-        """Raise ConfigError where joint training will change the target and nothing is held out to measure that on."""
-        data = self.recipe.data
-        if self.recipe.joint.enabled and not data.held_out and data.held_out_fraction == 0:
-            raise ConfigError(
-                "joint.enabled: found true with data.held_out_fraction=0 and no data.held_out, expected held-out "
-                "conversations, on which the tuned target is measured before it is exported: set one of them"
-            )
 
     def require_eval_data(self) -> None:
         """Raise ConfigError where there will be nothing to evaluate on; called before hours of training."""

@@ -262,8 +262,12 @@ def test_a_head_for_anyone_s_adapter(recipe: Path, tiny_target: Path, headstart:
 
 
 def test_what_is_not_held_out_is_asked_for_before_training(recipe: Path, headstart: Call, tmp_path: Path) -> None:
-    result = headstart("train", recipe, "joint.enabled=true", "data.held_out_fraction=0")
-    assert result.code == 2 and "joint.enabled: found true with data.held_out_fraction=0" in result.err
+    said = "joint.enabled: found true with data.held_out_fraction=0"
+    for command in (("train",), ("plan", "--gpu-memory", "80")):
+        result = headstart(*command, recipe, "joint.enabled=true", "data.held_out_fraction=0")
+        assert result.code == 2 and said in result.err, command
+    doctor = headstart("doctor", recipe, "joint.enabled=true", "data.held_out_fraction=0", "--json")
+    assert doctor.code == 1 and [said in c["found"] for c in doctor.json["checks"] if c["status"] == "fail"] == [True]
     assert not (tmp_path / "run" / "head").exists()
     assert json.loads(headstart("train", recipe, "joint.enabled=true", "data.held_out_fraction=0", "--json").out)[
         "error"

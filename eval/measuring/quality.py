@@ -68,21 +68,17 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Quality:
-    """What the adapter cost the target.
+class Change:
+    """Perplexity of both targets on one text.
 
     Attributes:
-        tokens: held-out tokens that were scored; conversations: from how many.
-        perplexity_original, perplexity_tuned: over these tokens, both in `dtype`.
-        answers: None where no prompt was answered.
+        tokens: that were scored.
+        perplexity_original, perplexity_tuned: over these tokens.
     """
 
     tokens: int
-    conversations: int
     perplexity_original: float
     perplexity_tuned: float
-    dtype: str
-    answers: Agreement | None
 
     @property
     def rise(self) -> float:
@@ -91,6 +87,27 @@ class Quality:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "rise": self.rise}
+
+
+@dataclass(frozen=True)
+class Quality(Change):
+    """What the adapter cost the target. The change itself is that on held-out answers.
+
+    Attributes:
+        conversations: how many were held out and scored.
+        dtype: of both targets.
+        on_prompts: the change on the prompts of the same conversations. Answers alone do not show it where a target
+            grows surer of its own answers and worse at everything else. None where no such token was given.
+        answers: None where no prompt was answered.
+    """
+
+    conversations: int
+    dtype: str
+    on_prompts: Change | None
+    answers: Agreement | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "on_prompts": self.on_prompts.to_json() if self.on_prompts else None}
 
 
 @torch.no_grad()
@@ -165,18 +182,21 @@ def measure_quality(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     say: Callable[[str], None] = lambda line: None,
+    prompt_documents: Sequence[Scored] = (),
 ) -> Quality:
     """Compare a tuned target with the original.
 
     Args:
         tuned: opens the tuned target; `original` may be unusable meanwhile, because both may share their memory.
-        documents: held-out conversations; every scored token counts.
+        documents: held-out conversations, in which the answers are scored.
         prompts: token ids that both answer greedily, with up to `new_tokens` tokens. None: nothing is answered.
+        prompt_documents: the same conversations, in which the text of the prompts is scored.
     """
     say(f"perplexity of {len(documents)} held-out conversations, greedy answers to {len(prompts)} prompts")
-    before, own = perplexity(original, documents), greedy_answers(original, prompts, new_tokens)
+    texts = (documents, prompt_documents)
+    before, own = [perplexity(original, text) for text in texts], greedy_answers(original, prompts, new_tokens)
     with tuned() as target:
-        after, theirs = perplexity(target, documents), greedy_answers(target, prompts, new_tokens)
+        after, theirs = [perplexity(target, text) for text in texts], greedy_answers(target, prompts, new_tokens)
     answers = None
     if prompts:
         pairs = list(zip(own, theirs, strict=True))
@@ -190,7 +210,18 @@ def measure_quality(
             perplexity_tuned=perplexity(original, _answered(prompts, theirs)).value,
         )
     dtype = str(original.dtype).removeprefix("torch.")
-    return Quality(before.tokens, len(documents), before.value, after.value, dtype, answers)
+    on_answers, on_prompts = (
+        Change(one.tokens, one.value, other.value) for one, other in zip(before, after, strict=True)
+    )
+    return Quality(
+        tokens=on_answers.tokens,
+        perplexity_original=on_answers.perplexity_original,
+        perplexity_tuned=on_answers.perplexity_tuned,
+        conversations=len(documents),
+        dtype=dtype,
+        on_prompts=on_prompts if on_prompts.tokens else None,
+        answers=answers,
+    )
 
 
 def _answered(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Scored]:

@@ -43,6 +43,10 @@ def quality_text(quality: dict[str, Any] | None) -> str:
         return "What the adapter changed was not measured."
     before, after = f"{quality['perplexity_original']:.4g}", f"{quality['perplexity_tuned']:.4g}"
     rows = [("perplexity on held-out answers", before, after)]
+    prompts = quality.get("on_prompts")
+    if prompts:
+        numbers = (f"{prompts['perplexity_original']:.4g}", f"{prompts['perplexity_tuned']:.4g}")
+        rows.append(("perplexity on their prompts", *numbers))
     answers = quality.get("answers")
     if answers:
         lengths = (f"{answers['length_original']:.1f}", f"{answers['length_tuned']:.1f}")
@@ -52,8 +56,9 @@ def quality_text(quality: dict[str, Any] | None) -> str:
              f"{answers['perplexity_tuned']:.4g}")
         )  # fmt: skip
     said = (
-        f"Measured on {quality['tokens']:,} held-out tokens in {quality['dtype']}: the perplexity changed by "
-        f"{100 * quality['rise']:+.2f} %; the recipe allows {100 * quality['max_perplexity_rise']:+g} %."
+        f"Measured in {quality['dtype']}. On {quality['tokens']:,} tokens of held-out answers the perplexity changed "
+        f"by {100 * quality['rise']:+.2f} %{_on_prompts(quality)}; the recipe allows "
+        f"{100 * quality['max_perplexity_rise']:+g} %."
     )
     if answers:
         said += (
@@ -61,6 +66,15 @@ def quality_text(quality: dict[str, Any] | None) -> str:
             f"{answers['common_prefix']:.1f} tokens agree."
         )
     return "\n".join(table(("", "original", "tuned"), rows)) + f"\n\n{said}"
+
+
+def _on_prompts(quality: dict[str, Any]) -> str:
+    """How the perplexity on prompts changed, to stand behind the change on answers."""
+    prompts = quality.get("on_prompts")
+    if not prompts:
+        return ", their prompts were not measured"
+    few = "" if prompts["judged"] else " (too few to judge)"
+    return f", on {prompts['tokens']:,} tokens of their prompts{few} by {100 * prompts['rise']:+.2f} %"
 
 
 def target_card(repository: str, head: str, side: dict[str, Any], license_id: str | None) -> str:

@@ -1,5 +1,8 @@
 """The step `quality`: what the adapter cost the target, measured on held-out conversations before any export.
 
+The perplexity of both targets is measured on two texts: the answers of these conversations, and their prompts. Answers
+alone are not enough: they often are the target's own, which training makes surer, and hide what it costs elsewhere.
+
 A run without an adapter of its own has no such step. Its numbers stand in quality.json, and as `quality` in the head's
 headstart.json, from where reports, exports and model cards take them.
 """
@@ -8,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 from headstart import identity
+from headstart.data.prompt_tokens import prompt_tokens
 from headstart.data.samples import Sample
 from headstart.eval.measuring.quality import Scored, measure_quality
 from headstart.heads.errors import DataError
@@ -30,7 +35,8 @@ MOST_TOKENS = 1 << 19
 def quality(run: Run) -> dict[str, Any] | None:
     """Measure the tuned target against the original; None for a run whose target has no adapter of its own.
 
-    A rise of the perplexity beyond the threshold is said here; `export` refuses it.
+    A rise of the perplexity beyond the threshold is said here; `export` refuses it. A measurement that is there is not
+    repeated, also where an older version made it on the answers alone.
     """
     place = adapter_of_head(run.head_dir)
     if place is None:
@@ -68,19 +74,27 @@ def _measure(run: Run, adapter: Adapter, begin: Begin) -> dict[str, Any]:
             # another Target: what the original has measured of its model does not hold now
             yield Target(original.model, original.tokenizer, original.config, original.revision)
 
-    found = measure_quality(original, tuned, scored(data.held_out), prompts, joint.guard_tokens, run.console.say)
+    samples = first_samples(data.held_out)
+    found = measure_quality(
+        original, tuned, answer_texts(samples), prompts, joint.guard_tokens, run.console.say, prompt_texts(samples)
+    )
     begin()
     write_json(run.quality_path, values := found.to_json())
     return values
 
 
-def scored(samples: list[Sample]) -> list[Scored]:
-    """Held-out conversations whose supervised tokens are scored, as many as MOST_TOKENS allow, one at least."""
-    documents: list[Scored] = []
-    total = 0
-    for sample in samples:
-        total += len(sample)
-        if documents and total > MOST_TOKENS:
-            break
-        documents.append((sample.token_ids.tolist(), (sample.turn_ids >= 0).tolist()))
-    return documents
+def first_samples(samples: list[Sample]) -> list[Sample]:
+    """The first samples, as many as MOST_TOKENS allow, one at least."""
+    fitting = sum(total <= MOST_TOKENS for total in accumulate(map(len, samples)))
+    return samples[: max(fitting, 1)]
+
+
+def answer_texts(samples: list[Sample]) -> list[Scored]:
+    """The samples with their supervised tokens scored."""
+    return [(sample.token_ids.tolist(), (sample.turn_ids >= 0).tolist()) for sample in samples]
+
+
+def prompt_texts(samples: list[Sample]) -> list[Scored]:
+    """The samples with the text of their prompts scored (see prompt_tokens)."""
+    masks = prompt_tokens(samples)
+    return [(sample.token_ids.tolist(), mask_T.tolist()) for sample, mask_T in zip(samples, masks, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,13 @@ import torch
 from reference.tuned_runs import save_random_adapter, tune_by_hand
 
 from headstart.console import Console
-from headstart.heads.files import read_json
+from headstart.heads.files import read_json, write_json
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
 from headstart.pipeline.data import prepare
+from headstart.pipeline.quality import answer_texts, prompt_texts
 from headstart.pipeline.run import Run
+from headstart.quality_guard import FEWEST_TOKENS
 from headstart.recipes.load import load_recipe
 
 Call = Callable[..., Any]
@@ -80,6 +83,9 @@ def test_a_harmless_adapter_is_exported_merged(trained: Path, recipe: Path, tiny
     assert quality["perplexity_tuned"] == pytest.approx(after, rel=1e-5)
     assert quality["rise"] == pytest.approx(after / before - 1, abs=2e-5)
     assert quality["answers"]["prompts"] == 3 and quality["answers"]["length_original"] > 0
+    # the questions are too short to judge
+    assert 0 < quality["on_prompts"]["tokens"] < FEWEST_TOKENS and not quality["on_prompts"]["judged"]
+    assert "too few to judge" in result.err
     # what engines load is the tuned target
     served, tokens = AutoModelForCausalLM.from_pretrained(export / "target"), torch.arange(5, 60)[None]
     with torch.no_grad():
@@ -128,7 +134,7 @@ def test_a_damaging_adapter_is_refused_with_the_numbers(
     for forced in ([], ["export.force=true"]):
         result = headstart("export", recipe, *forced)
         assert result.code == 1 and not (trained / "export").exists()
-        said = f"found a perplexity of {after:.6g} for the tuned target on {count} held-out tokens, "
+        said = f"found a perplexity of {after:.6g} for the tuned target on {count} tokens of held-out answers, "
         said += f"{100 * (after / before - 1):.2f} % above the original's {before:.6g}, expected at most 1 %"
         assert said in result.err and "joint.loss=kl" in result.err and "(export.force does not)" in result.err
     quality = read_json(trained / "quality.json")
@@ -142,6 +148,82 @@ def test_a_damaging_adapter_is_refused_with_the_numbers(
     assert raised.code == 0, raised.err
     assert "quality: finished before" in raised.err and read_json(trained / "quality.json")["passed"]
     assert read_json(trained / "export" / "headstart.json")["quality"]["passed"]
+
+
+#: letters of each question below, and tokens of `<|im_start|>user` and a new line, which stand before them
+LETTERS, BEFORE = 60, 6
+
+
+@pytest.fixture
+def letters_and_numbers(recipe: Path, conversations: Path, tmp_path: Path) -> Path:
+    """Joint training on answers that are easy to learn, to questions of letters that no answer has."""
+    letters, records = random.Random(0), []
+    for number in range(24):
+        question = "".join(letters.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=LETTERS))
+        records.append({"prompt": question, "response": f"{number % 3} {number % 3} 7"})
+    (tmp_path / "letters.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = recipe.read_text().replace(str(conversations), f"{tmp_path}/letters.jsonl")
+    text = text.replace("epochs: 1, lr: 1e-3", "steps: 40, lr: 2e-2, warmup_steps: 1")
+    text = text.replace("joint: {", "joint: {enabled: true, loss: ce, heads_only: 0.25, rank: 4, alpha: 8, ")
+    recipe.write_text(text)
+    return recipe
+
+
+@torch.no_grad()
+def naive_on_questions(model: Any, recipe: Path) -> tuple[float, int]:
+    """(Perplexity, tokens) of the held-out questions, one token after the other; the same context counts once."""
+    seen: set[tuple[int, ...]] = set()
+    nats: list[float] = []
+    for sample in prepare(Run(load_recipe(recipe), Console())).held_out:
+        ids = sample.token_ids.tolist()
+        for place in range(1, BEFORE + LETTERS):
+            context = tuple(ids[: place + 1])
+            if context not in seen:
+                logits_V = model(input_ids=torch.tensor([ids[:place]])).logits[0, -1].double()
+                nats.append(float(torch.logsumexp(logits_V, 0) - logits_V[ids[place]]))
+            seen.add(context)
+    return math.exp(sum(nats) / len(nats)), len(nats)
+
+
+def test_a_target_that_learned_answers_and_lost_the_questions_is_refused(
+    letters_and_numbers: Path, tiny_target: Path, headstart: Call, tmp_path: Path
+) -> None:
+    recipe, run = letters_and_numbers, tmp_path / "run"
+    assert headstart("train", recipe).code == 0
+    refused = headstart("export", recipe)
+    quality = read_json(run / "quality.json")
+    base, tuned = tokens_of(None, tiny_target), tokens_of(run / "head" / "adapter", tiny_target)
+    (before, count), (after, _) = (naive_on_questions(target.model, recipe) for target in (base, tuned))
+    found = quality["on_prompts"]
+    assert found["tokens"] == count > FEWEST_TOKENS and found["judged"]
+    assert found["perplexity_original"] == pytest.approx(before, rel=1e-5)
+    assert found["perplexity_tuned"] == pytest.approx(after, rel=1e-5)
+    # the answers alone would have let it pass
+    assert quality["rise"] < -0.1 and found["rise"] == pytest.approx(after / before - 1, abs=2e-5)
+    assert found["rise"] > 0.1 and not quality["passed"]
+    assert refused.code == 1 and not (run / "export").exists()
+    said = f"found a perplexity of {after:.6g} for the tuned target on {count} tokens of the prompts"
+    assert said in refused.err and "joint.loss=kl, which keeps" in refused.err
+    assert "it will not be exported, because of the prompts of the held-out conversations" in refused.err
+    # what an older version measured, without prompts, is judged as it is; without the file it is measured anew
+    marker = read_json(run / "steps" / "quality.json")
+    del marker["result"]["on_prompts"]
+    write_json(run / "steps" / "quality.json", marker)
+    exported = headstart("export", recipe)
+    assert exported.code == 0 and "quality: finished before" in exported.err
+    assert "their prompts were not measured" in exported.err
+    assert "on_prompts" not in read_json(run / "export" / "headstart.json")["quality"]
+    (run / "quality.json").unlink()
+    assert headstart("export", recipe).code == 1 and read_json(run / "quality.json") == quality
+
+
+def test_all_tokens_trained_leave_both_texts_of_what_is_held_out(letters_and_numbers: Path) -> None:
+    texts = []
+    for supervise in ("answers", "all"):
+        settings = load_recipe(letters_and_numbers, [f"data.supervise={supervise}"])
+        held_out = prepare(Run(settings, Console())).held_out
+        texts.append((answer_texts(held_out), prompt_texts(held_out)))
+    assert texts[0] == texts[1] and all(any(scored) for text in texts[1] for _, scored in text)
 
 
 def test_a_run_measures_before_it_evaluates(trained: Path, recipe: Path, tiny_target: Path, headstart: Call) -> None:

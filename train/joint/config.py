@@ -57,8 +57,8 @@ class JointConfig:
     #: (learn the tokens of the data).
     loss: str = "kl"
 
-    #: Largest rise of the perplexity on held-out text over the original target's, as a fraction. A tuned target beyond
-    #: it is not exported.
+    #: Largest rise of the perplexity over the original target's, as a fraction: on held-out answers, and on the prompts
+    #: of the same conversations. The larger rise decides; a tuned target beyond it is not exported.
     max_perplexity_rise: float = 0.01
     #: Held-out prompts that both targets answer greedily, to report how many answers stayed the same.
     guard_prompts: int = 32

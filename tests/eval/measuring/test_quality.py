@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,9 @@ from reference.decode import plain_greedy
 
 from headstart.eval.measuring import quality
 from headstart.eval.measuring.quality import Perplexity, common_prefix, greedy_answers, measure_quality, perplexity
+from headstart.heads.errors import TargetError
 from headstart.heads.targets.target import Target
+from headstart.quality_guard import judged, require_quality
 
 
 def documents(seed: int = 0) -> list[quality.Scored]:
@@ -127,6 +130,55 @@ def test_what_tuning_cost_is_told_in_numbers(target: Target) -> None:
         assert value == pytest.approx(math.exp(naive(target.model, said)[0]), rel=1e-5)
     # the greedy answers of another model are less likely for the original than its own
     assert answers.perplexity_tuned > answers.perplexity_own
+
+
+def test_prompts_are_measured_beside_the_answers(target: Target) -> None:
+    tuned, answers = worse(target, 0.05), documents()
+    prompts = [(ids, [not scored for scored in mask]) for ids, mask in answers]
+    found = measure_quality(target, lambda: opened(tuned), answers, [], 1, prompt_documents=prompts).to_json()
+    for given, text in ((answers, found), (prompts, found["on_prompts"])):
+        (before, count), (after, _) = naive(target.model, given), naive(tuned.model, given)
+        assert text["tokens"] == count
+        assert text["perplexity_original"] == pytest.approx(math.exp(before), rel=1e-5)
+        assert text["perplexity_tuned"] == pytest.approx(math.exp(after), rel=1e-5)
+        assert text["rise"] == pytest.approx(math.exp(after - before) - 1, abs=2e-5) and text["rise"] != 0
+    # together they score every token but the first of each document
+    assert found["tokens"] + found["on_prompts"]["tokens"] == sum(len(ids) - 1 for ids, _ in answers)
+    nothing = [(ids, [False] * len(ids)) for ids, _ in answers]
+    for given in ([], nothing):
+        found = measure_quality(target, lambda: opened(tuned), answers, [], 1, prompt_documents=given).to_json()
+        assert found["on_prompts"] is None and found["rise"] != 0
+
+
+def test_a_target_that_grew_surer_of_answers_is_refused_for_its_prompts(target: Target) -> None:
+    """Answers consist of tokens of their own. Training on them raises these tokens' logits everywhere."""
+    noise = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, 40, (12, 20), generator=noise)
+    answers = torch.randint(40, VOCAB, (12, 20), generator=noise)
+    tokens_BT = torch.cat([prompts, answers], 1)
+    model = copy.deepcopy(target.model).requires_grad_(True)
+    optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(20):
+        logits_BTV = model(input_ids=tokens_BT).logits
+        torch.nn.functional.cross_entropy(logits_BTV[:, 19:-1].flatten(0, 1), answers.flatten()).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    tuned = Target.from_model(model)
+    on_answers = [(ids, [place >= 20 for place in range(40)]) for ids in tokens_BT.tolist()]
+    on_prompts = [(ids, [place < 20 for place in range(40)]) for ids in tokens_BT.tolist()]
+    measured = measure_quality(target, lambda: opened(tuned), on_answers, [], 1, prompt_documents=on_prompts).to_json()
+    assert measured["rise"] < -0.3 and measured["on_prompts"]["rise"] > 0.3
+    assert measured["on_prompts"]["tokens"] == 12 * 19
+    quality = judged(measured, 0.01)
+    assert not quality["passed"]
+    text = measured["on_prompts"]
+    said = f"found a perplexity of {text['perplexity_tuned']:.6g} for the tuned target on 228 tokens of the prompts of"
+    with pytest.raises(TargetError, match=re.escape(said)) as refused:
+        require_quality(quality, force=True)
+    assert f"{100 * text['rise']:.2f} % above the original's {text['perplexity_original']:.6g}" in str(refused.value)
+    # by the answers alone it would pass
+    alone = {name: value for name, value in measured.items() if name != "on_prompts"}
+    require_quality(judged(alone, 0.01), force=False)
 
 
 def test_the_same_target_agrees_with_itself(target: Target) -> None:

@@ -363,6 +363,9 @@ def published(directory: Path, more: dict[str, bytes] | None = None) -> dict[str
 QUALITY = {
     "tokens": 12345, "conversations": 40, "perplexity_original": 7.1, "perplexity_tuned": 7.123, "rise": 0.00324,
     "dtype": "bfloat16", "max_perplexity_rise": 0.01, "passed": True,
+    "on_prompts": {
+        "tokens": 6789, "perplexity_original": 20.25, "perplexity_tuned": 20.29, "rise": 0.001975, "judged": True,
+    },
     "answers": {
         "prompts": 32, "identical": 20, "common_prefix": 55.5, "length_original": 100.0, "length_tuned": 99.0,
         "perplexity_own": 1.25, "perplexity_tuned": 1.5,
@@ -429,7 +432,9 @@ def test_the_card_says_that_the_target_was_tuned(tmp_path: Path) -> None:
     assert "the output is the tuned target's own" in card
     assert "| perplexity on held-out answers | 7.1 | 7.123 |" in card
     assert "| the original's perplexity over these answers | 1.25 | 1.5 |" in card
-    assert "12,345 held-out tokens in bfloat16" in card and "+0.32 %; the recipe allows +1 %" in card
+    assert "| perplexity on their prompts | 20.25 | 20.29 |" in card
+    assert "Measured in bfloat16. On 12,345 tokens of held-out answers the perplexity changed by +0.32 %, on" in card
+    assert ", on 6,789 tokens of their prompts by +0.20 %; the recipe allows +1 %." in card
     assert "20 of 32 greedy answers are the same" in card and "first 55.5 tokens agree" in card
     assert "text-generation-launcher --model-id me/head" in card and "cd " not in card
     separate = json.loads((tuned_export(tmp_path / "separate", None) / "headstart.json").read_text())
@@ -437,6 +442,11 @@ def test_the_card_says_that_the_target_was_tuned(tmp_path: Path) -> None:
     assert "the adapter in the folder `adapter`" in card and "text-generation-launcher" not in card
     assert "hf download me/head --include 'adapter/*' --local-dir head" in card
     assert "vllm serve someone/tiny-llama --enable-lora --max-lora-rank 8 --lora-modules tuned=head/adapter" in card
+    separate["quality"]["on_prompts"]["judged"] = False
+    assert "of their prompts (too few to judge) by +0.20 %" in render_card("me/head", separate, None, ["vllm"])
+    del separate["quality"]["on_prompts"]  # as measured by an older version
+    card = render_card("me/head", separate, None, ["vllm"])
+    assert "by +0.32 %, their prompts were not measured; the recipe" in card and "perplexity on their" not in card
     del separate["quality"]
     assert "What the adapter changed was not measured." in render_card("me/head", separate, None, ["vllm"])
     plain = {**separate, "target": PROVENANCE["target"]}

@@ -202,8 +202,9 @@ def test_a_target_that_learned_answers_and_lost_the_questions_is_refused(
     assert quality["rise"] < -0.1 and found["rise"] == pytest.approx(after / before - 1, abs=2e-5)
     assert found["rise"] > 0.1 and not quality["passed"]
     assert refused.code == 1 and not (run / "export").exists()
-    said = f"found a perplexity of {after:.6g} for the tuned target on {count} tokens of the prompts"
-    assert said in refused.err and "joint.loss=kl, which keeps" in refused.err
+    said = f"found a perplexity of {found['perplexity_tuned']:.6g} for the tuned target on {count} tokens of the"
+    assert f"{said} prompts of the held-out conversations" in refused.err
+    assert "joint.loss=kl, which keeps" in refused.err
     assert "it will not be exported, because of the prompts of the held-out conversations" in refused.err
     # what an older version measured, without prompts, is judged as it is; without the file it is measured anew
     marker = read_json(run / "steps" / "quality.json")

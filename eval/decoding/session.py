@@ -77,8 +77,12 @@ class Decoder:
         max_new_tokens: int | list[int],
         seed: int,
         row_seeds: Tensor | None = None,
+        stop: bool = True,
     ) -> Decoded:
-        """`decode` on buffers that are large enough. Args: row_seeds: see `decode`."""
+        """`decode` on buffers that are large enough.
+
+        Args: row_seeds: see `decode`. stop: False decodes on beyond the target's stop tokens, up to the limit.
+        """
         longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
         needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
         engine = self.engine
@@ -92,7 +96,7 @@ class Decoder:
                 self.target.model, len(contexts), capacity, bucket=KV_BUCKET, fused=self.fused
             )
         self.generator.manual_seed(seed)
-        stops = set(self.target.stop_token_ids)
+        stops = set(self.target.stop_token_ids) if stop else set()
         before = self.graphs.seconds
         decoded = decode(
             engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator,

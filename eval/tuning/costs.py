@@ -174,9 +174,9 @@ def forwards(trees: Iterable[TreeConfig]) -> list[tuple[str, int]]:
 
 
 def _cycle_seconds(decoder: Decoder, drafter: Drafter | None, contexts: list[list[int]]) -> float:
-    """Median seconds of a whole cycle of the decode loop."""
-    decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0)
-    seconds = decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0).cycle_s
+    """Median seconds of a whole cycle of the decode loop, whatever is decoded: a stop token ends nothing."""
+    decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0, stop=False)
+    seconds = decoder.run(contexts, drafter, CYCLE_TOKENS, seed=0, stop=False).cycle_s
     # captured cycles keep their drafters in memory
     decoder.graphs.clear()
     # the first cycle also waits for work that was queued before it

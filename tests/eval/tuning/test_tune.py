@@ -13,6 +13,8 @@ from eval_help import Trained, memory_for_two_rows, word_tokenizer
 from rich.console import Console
 
 from headstart.eval.config import EvalConfig, TreeConfig, check_config
+from headstart.eval.decoding.session import Decoder
+from headstart.eval.drafters import build_drafter
 from headstart.eval.tuning.choice import Trial, finalists
 from headstart.eval.tuning.costs import Costs, draft_points, extremes, forwards, measure_costs, measurements, node_count
 from headstart.eval.tuning.profile import ChainProfile
@@ -148,6 +150,20 @@ def test_costs_are_of_a_typical_batch() -> None:
     contexts[-1] = [7] * 100
     assert [len(context) for context in typical_batch(contexts, 2)] == [100, 100]
     assert [len(context) for context in typical_batch(contexts[:2], 3)] == [4000, 100, 4000]
+
+
+def test_costs_are_measured_where_answers_stop_at_once(target: Target, monkeypatch: Any) -> None:
+    """Contexts are not real answers, so the target may stop anywhere in them."""
+    decoder = Decoder(target, EvalConfig())
+    monkeypatch.setattr(target, "stop_token_ids", tuple(range(target.dims.vocab_size)))
+    assert decoder.run([[5, 7, 11]], None, 8, seed=0).cycle_s == []
+    tree = TreeConfig("chain", 2)
+
+    def build(tree: TreeConfig) -> Any:
+        return build_drafter(None, EvalConfig(drafter="ngram", tree=tree))
+
+    found = measure_costs(decoder, build, [tree], [[5, 7, 11]], repeats=1)
+    assert found.plain_s > 0 and found.cycle_s(tree) > 0
 
 
 def test_a_choice_says_whether_to_speculate_and_whether_it_was_right() -> None:

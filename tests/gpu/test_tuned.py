@@ -64,11 +64,16 @@ def test_the_cost_of_tuning_is_measured_on_a_gpu(places: tuple[Path, Path], dtyp
         with merged_for_now(original.model, adapter):
             yield Target(original.model, original.tokenizer, original.config)
 
-    found = measure_quality(original, tuned, documents, [tokens[:20] for tokens in ids], 24)
+    prompts: Any = [(tokens, [not scored for scored in mask]) for tokens, mask in documents]
+    found = measure_quality(original, tuned, documents, [tokens[:20] for tokens in ids], 24, prompt_documents=prompts)
     assert all(torch.equal(weight, before[name]) for name, weight in original.model.state_dict().items())
     merged = loaded(*places, "cuda", dtype)
     assert found.perplexity_tuned == pytest.approx(perplexity(merged, documents).value, rel=1e-6)
     assert found.perplexity_original == pytest.approx(perplexity(original, documents).value, rel=1e-6)
+    on_prompts = found.on_prompts
+    assert on_prompts is not None and on_prompts.tokens == 4 * 5 and on_prompts.rise != 0
+    assert on_prompts.perplexity_tuned == pytest.approx(perplexity(merged, prompts).value, rel=1e-6)
+    assert on_prompts.perplexity_original == pytest.approx(perplexity(original, prompts).value, rel=1e-6)
     assert found.rise != 0 and found.answers is not None and found.answers.prompts == 4
     on_cpu = perplexity(loaded(*places, "cpu", dtype), documents).value
     assert found.perplexity_tuned == pytest.approx(on_cpu, rel=2e-3 if dtype == "float32" else 3e-2)

@@ -127,6 +127,39 @@ def test_moments_start_anew_and_rates_are_the_parameters_own(tmp_path, monkeypat
     assert adapter
 
 
+def test_what_was_captured_in_one_stage_is_not_replayed_in_the_next(tmp_path, monkeypatch):
+    """A graph computes what the head computed when it was captured; packs here take the stage of their capture."""
+    captures: list[bool] = []
+
+    class OfOneStage:
+        captures, seconds = 0, 0.0
+
+        def __init__(self, module, terms):
+            self.module, self.together = module, None
+
+        def drop(self):
+            self.together = None
+
+        def backward(self, batch, scale_T):
+            now = self.module.head.together
+            if self.together is None:
+                self.together = now
+                captures.append(now)
+            self.module.head.together = self.together
+            sum_T, sums_S = self.module(batch, scale_T)
+            (sum_T * scale_T).sum().backward()
+            self.module.head.together = now
+            return sum_T.detach(), sums_S
+
+    eager, _ = run(tmp_path / "eager")
+    monkeypatch.setattr("headstart.train.loop.captures", lambda *args: True)
+    monkeypatch.setattr("headstart.train.loop.CapturedPacks", OfOneStage)
+    replayed, _ = run(tmp_path / "replayed")
+    assert captures == [False, True]
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(replayed.state_dict()[name], value, msg=name)
+
+
 def test_both_stages_lower_their_losses(tmp_path):
     joint = {"loss": "ce", "weight": 0.2, "schedule": "constant"}
     head, result = run(tmp_path, joint=joint, validated=True, steps=60, eval_every=10, log_every=10)

@@ -197,6 +197,24 @@ def test_a_drawn_chain_carries_what_it_was_drawn_from(target: Target, heads: Hea
     check_tree(tree, 0, naive, TREES["chain"], [*CONTEXTS[0], int(roots_B[0])])
 
 
+@pytest.mark.parametrize("name", ["shared", "prefix, low rank"])
+def test_the_scale_of_the_targets_logits_counts(target: Target, heads: Heads, name: str) -> None:
+    """Of Granite's or Cohere's: it changes how sure a head is, which dynamic trees and drawn chains read."""
+    head: Any = copy.deepcopy(heads(name))
+    head.bind(replace(target.ends, teacher=replace(target.ends.teacher, scale=0.25)))
+    drafter, engine = HydraDrafter(head, TREES["chain"], Sampling(1.0)), Engine(target.model, 3, 48)
+    logits_BV, rows = engine.prefill(CONTEXTS, drafter.spec)
+    drafter.start(rows, 48)
+    roots_B1 = logits_BV.argmax(-1)[:, None]
+    tree = drafter.propose(roots_B1[:, 0], torch.Generator().manual_seed(0))
+    assert tree.q_BNV is not None
+    tokens_BN = torch.cat((roots_B1, tree.tokens_BN), 1)
+    for d in range(1, 4):
+        with torch.no_grad():
+            expected_BV = head.draft_logits(d, drafter.feature_BD, tokens_BN[:, :d]).softmax(-1)
+        torch.testing.assert_close(tree.q_BNV[:, d - 1], expected_BV, rtol=1e-4, atol=1e-6)
+
+
 # losslessness
 
 WORDS = V

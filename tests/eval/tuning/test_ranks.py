@@ -148,6 +148,15 @@ def test_shares_fall_with_the_rank() -> None:
                 assert ((made - share) ** 2).sum() <= ((np.array(other) - share) ** 2).sum() + 1e-12
 
 
+def test_rates_by_path_fall_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After (0), rank 1 was right three times and rank 0 once. That is chance: both get the mean, and the sum stays."""
+    monkeypatch.setattr(module, "STRENGTH", 1e-9)
+    rates = PathRates(np.array([[0, 0], [0, 1], [0, 1], [0, 1]]), 2)
+    assert rates.observed((0, 0)) == 0.25 and rates.observed((0, 1)) == 0.75
+    assert rates.by_path((0, 0)) == rates.by_path((0, 1)) == pytest.approx(0.5)
+    assert rates.tree(rates.by_path, 2) == [(0,), (0, 0)]
+
+
 def test_trees_by_path_do_better_on_cycles_that_were_not_recorded() -> None:
     """Heads that are right together: their product undervalues deep paths, and counts of paths alone follow chance."""
     levels, ranks, nodes = 4, 10, 31

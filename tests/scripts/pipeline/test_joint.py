@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,15 @@ def test_without_joint_training_no_adapter_lies_beside_the_head(recipe, headstar
     assert headstart("train", recipe, "joint.enabled=false").code == 0
     assert not adapter.exists()
     assert "adapter_digest" not in read_json(adapter.parent / "headstart.json")["target"]
+
+
+def test_an_adapter_that_a_killed_run_left_is_taken_away(recipe, headstart: Call, tmp_path):
+    """Beside a head of the original target it would make every later step tune that target."""
+    assert headstart("train", recipe).code == 0
+    left = tmp_path / "other" / "head" / "adapter"
+    shutil.copytree(tmp_path / "run" / "head" / "adapter", left)
+    assert headstart("train", recipe, "joint.enabled=false", f"run_dir={tmp_path}/other").code == 0
+    assert (left.parent / "config.json").is_file() and not left.exists()
 
 
 def test_a_trained_run_is_trained_again_where_joint_changes_and_not_where_the_guard_does(recipe, headstart: Call):

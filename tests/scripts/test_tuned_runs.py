@@ -304,6 +304,9 @@ def test_a_saved_head_is_exported_with_what_was_measured(
     assert headstart(*arguments).code == 0
     assert read_json(tmp_path / "out" / "headstart.json")["quality"] == read_json(trained / "quality.json")
     assert (tmp_path / "out" / "target" / "model.safetensors").is_file()
+    # into the same directory: a target that the new export does not write would be served with it
+    assert headstart(*arguments, "export.adapter=separate").code == 0
+    assert not (tmp_path / "out" / "target").exists() and (tmp_path / "out" / "adapter").is_dir()
 
 
 def test_the_adapter_stays_separate(trained: Path, recipe: Path, tiny_target: Path, headstart: Call) -> None:

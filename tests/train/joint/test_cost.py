@@ -96,3 +96,6 @@ def test_a_planned_head_leaves_the_target_as_it_is():
         both.append(real.multiply_adds(100, [80, 70]))
     assert planned.multiply_adds(100, [80, 70]) == pytest.approx(0.25 * both[0] + 0.75 * both[1])
     assert planned.kept_numbers(100, 80, False) > 3 * inner.kept_numbers(100, 80, False)
+    # autocast copies the adapter as it copies the head
+    adapter = sum(p.numel() for p in real.adapter.parameters())
+    assert planned.copied_numbers() == real.copied_numbers() == inner.copied_numbers() + adapter

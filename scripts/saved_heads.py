@@ -190,8 +190,9 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
     if ours != theirs or described.spec != given.spec or described.hidden_act != given.hidden_act:
         names = (*config.structure, *(config.reading if described.spec != given.spec else ()))
         pairs = [(name, getattr(config, name), getattr(given.config, name)) for name in names]
-        pairs.append(("hidden_act", described.hidden_act, given.hidden_act))
-        differing = [shlex.quote(f"head.{name}={value}") for name, own, value in pairs if own != value]
+        if hasattr(config, "hidden_act"):
+            pairs.append(("hidden_act", described.hidden_act, given.hidden_act))
+        differing = [shlex.quote(f"head.{name}={_yaml(value)}") for name, own, value in pairs if own != value]
         odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         raise ConfigError(
             f"start_from: {start_from} is another head than the recipe's"
@@ -199,6 +200,11 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
             + f": set {' '.join(differing) or 'the fields of head to its own'}"
         )
     return dims
+
+
+def _yaml(value: Any) -> str:
+    """A value as an override takes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _difference(name: str, theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]) -> str:

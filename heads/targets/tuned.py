@@ -235,11 +235,15 @@ def _shapes(path: Path, said: str) -> dict[str, tuple[int, ...]]:
 def check_fits(adapter: Adapter, model: nn.Module) -> None:
     """Whether the adapter's tensors fit the model's linear layers, by names and shapes; the model may be on meta.
 
-    Raises: TargetError naming the first that does not: the adapter belongs to another base model.
+    Raises: TargetError naming the first that does not: the adapter belongs to another base model. TargetError for a
+        model into which an adapter is merged already.
     """
     from transformers.pytorch_utils import Conv1D
 
     refuse_quantised(model)
+    if (made_of := merged_adapter_in(model.config)) is not None:
+        same = "this adapter is merged into it already" if made_of.digest == adapter.digest else "it is tuned already"
+        raise TargetError(f"target.adapter: {adapter.name}: the target's config.json says that {same}: leave it out")
     said, modules = f"target.adapter: {adapter.name}", dict(model.named_modules())
     other = "it belongs to another base model" + (f" ({adapter.base})" if adapter.base else "")
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
@@ -278,9 +282,6 @@ def check_fits(adapter: Adapter, model: nn.Module) -> None:
 
 def merge_into(model: nn.Module, adapter: Adapter, base_hash: str | None) -> MergedAdapter:
     """Merge an adapter into a loaded model, in place. Raises: TargetError as `check_fits` and `merge_adapter` do."""
-    if (made_of := merged_adapter_in(model.config)) is not None:
-        same = "this adapter is merged into it already" if made_of.digest == adapter.digest else "it is tuned already"
-        raise TargetError(f"target.adapter: {adapter.name}: the target's config.json says that {same}: leave it out")
     check_fits(adapter, model)
     meta = next((name for name, weight in model.named_parameters() if weight.is_meta), None)
     if meta is not None:

@@ -18,6 +18,7 @@ from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle.head import EagleConfig
 from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.families.hydra.head import HydraConfig
 from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.formats import check_directory, load_head, save_head
 from headstart.heads.formats.card import render_card
@@ -194,6 +195,15 @@ def test_a_layer_that_only_one_of_two_heads_has(target: Target, given: int, aske
     head = build_head(MedusaConfig(depth=2, num_layers=given), target.dims)
     with pytest.raises(ConfigError, match=words):
         require_same_head(head, "theirs", MedusaConfig(depth=2, num_layers=asked), target.dims)
+
+
+@pytest.mark.parametrize(("given", "asked"), [(False, True), (True, False)])
+def test_the_settings_that_are_named_exist_and_can_be_given(target: Target, given: bool, asked: bool) -> None:
+    """Hydra's activation is the target's and no setting. Values are written as overrides take them."""
+    head = build_head(HydraConfig(depth=2, prefix_layer=given), target.dims)
+    with pytest.raises(ConfigError) as refusal:
+        require_same_head(head, "theirs", HydraConfig(depth=2, prefix_layer=asked), target.dims)
+    assert str(refusal.value).endswith(f": set head.prefix_layer={str(given).lower()}")
 
 
 def test_a_saved_head_tells_what_its_target_was(target: Target, tmp_path: Path) -> None:

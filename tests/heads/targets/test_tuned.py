@@ -161,8 +161,20 @@ def test_a_saved_tuned_target_says_so(base: Path, tmp_path: Path) -> None:
     again = load_target(config(tmp_path / "merged", None))
     for key in ("weight_hash", "adapter_digest", "base_weight_hash"):
         assert again.fingerprint()[key] == tuned.fingerprint()[key]
-    with pytest.raises(TargetError, match="this adapter is merged into it already: leave it out"):
-        load_target(config(tmp_path / "merged", tmp_path / "lora"))
+    for load in (load_target, weightless_target):  # what training refuses, plan and doctor refuse
+        with pytest.raises(TargetError, match="this adapter is merged into it already: leave it out"):
+            load(config(tmp_path / "merged", tmp_path / "lora"))
+
+
+def test_a_written_target_does_not_say_where_its_base_was(tmp_path: Path) -> None:
+    """Some releases of transformers write that into these files."""
+
+    class Tokenizer:
+        def save_pretrained(self, place: Path) -> None:
+            (place / "tokenizer_config.json").write_text(json.dumps({"name_or_path": "/home/me", "kept": 1}))
+
+    save_tuned(model_of(), Tokenizer(), tmp_path / "target", torch.float32, {"base": None})
+    assert json.loads((tmp_path / "target" / "tokenizer_config.json").read_text()) == {"kept": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

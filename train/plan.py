@@ -26,6 +26,7 @@ from headstart.heads.targets.tuned import tuned_bytes
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
 from headstart.train.optim import Budget
+from headstart.train.stages import Stages
 from headstart.train.stream import busy_share
 
 GIB = 2**30
@@ -263,10 +264,13 @@ def make_plan(
         tokens_per_s: of the whole launch: measured, stated or expected (expected_rate).
         device_bytes: memory of one card.
         notes: what was assumed.
+    Raises: ConfigError where a stage of the run would get no step.
     """
     memory, peak = memory_of(target, head, layout)
     packs = None if config.epochs is None else max(1, round(config.epochs * packs_per_epoch))
-    steps = Budget.of(config, packs).steps
+    budget = Budget.of(config, packs)
+    Stages(head.stages, budget)  # refuses a stage without a step
+    steps = budget.steps
     tokens_per_step = tokens_per_epoch / max(packs_per_epoch, 1) * config.accumulation
     hours = None if steps is None or not tokens_per_s else steps * tokens_per_step / tokens_per_s / 3600
     if config.max_seconds is not None:
@@ -281,10 +285,11 @@ def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:
     if head.recomputable and not layout.activation_checkpointing:
         layout = replace(layout, activation_checkpointing=True)
         yield "train.activation_checkpointing=true", layout
-    if layout.ranks_per_node > 1 and layout.target_parallel == "none":
+    # a head that runs the target itself needs all of it
+    if layout.ranks_per_node > 1 and layout.target_parallel == "none" and not head.spec.tokens_alone:
         layout = replace(layout, target_parallel="fsdp2")
         yield "target.parallel=fsdp2", layout
-    if layout.ranks > 1 and layout.parallel == "replicated":
+    if layout.ranks > 1 and layout.parallel == "replicated" and head.shardable:
         layout = replace(layout, parallel="fsdp2")
         yield "train.parallel=fsdp2", layout
     while layout.pack_tokens > 1024:
@@ -324,7 +329,10 @@ def _smaller_settings(planned: Layout, device_bytes: int, target: Target, head: 
 
 
 def _more_ranks(planned: Layout, device_bytes: int, target: Target, head: Head) -> str | None:
-    """A sentence that names the number of ranks on which the run fits with everything sharded, None where none is."""
+    """A sentence that names the number of ranks on which the run fits with everything sharded, None where none is, or
+    where head or target cannot be sharded."""
+    if head.spec.tokens_alone or not head.shardable:
+        return None
     ranks = planned.ranks_per_node
     while ranks < 1024:
         ranks *= 2

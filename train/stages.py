@@ -62,7 +62,8 @@ class Stages:
         short = [s.name for s, first, last in zip(stages, edges, edges[1:], strict=False) if first == last]
         if short and len(stages) > 1:
             raise ConfigError(
-                f"train.steps: found a run of {steps} steps, in which the stage {short[0]!r} gets none: train longer"
+                f"train.{budget.by}: found a run of {steps} steps, in which the stage {short[0]!r} gets none: train "
+                "longer"
             )
 
     def due(self, state: RunState, elapsed: float) -> int | None:

@@ -419,8 +419,9 @@ def test_joint_training_goes_on_with_head_and_adapter(recipe: Path, headstart: C
     start = (*lora, f"start_from={tmp_path / 'first'}", f"run_dir={tmp_path / 'second'}")
     refused = headstart("train", recipe, *start)
     assert refused.code == 2 and "joint.heads_only: found 0.5" in refused.err
-    other = headstart("train", recipe, *start, "joint.heads_only=0", "joint.rank=8")
-    assert other.code == 2 and "another adapter than the recipe's: r 4" in other.err and "expected r 8" in other.err
+    for command in ("plan", "train"):
+        other = headstart(command, recipe, *start, "joint.heads_only=0", "joint.rank=8")
+        assert other.code == 2 and "another adapter than the recipe's: r 4" in other.err and "expected r 8" in other.err
     # without steps of any size it is the adapter that it went on from
     result = headstart("train", recipe, *start, "joint.heads_only=0", "train.lr=1e-12", "joint.dropout=0")
     assert result.code == 0, result.err

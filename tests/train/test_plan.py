@@ -19,6 +19,8 @@ from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.targets.target import Target
 from headstart.train.config import TrainConfig
 from headstart.train.flops import step_flops
+from headstart.train.joint.config import JointConfig
+from headstart.train.joint.head import JointHead
 from headstart.train.plan import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -262,6 +264,28 @@ def test_activation_checkpointing_is_no_remedy_for_a_head_without_layers(models,
     with pytest.raises(ConfigError, match=r"With \d+ ranks, .* it needs") as caught:
         require_fit(plan, target, head, tmp_path)
     assert "activation_checkpointing" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "gib", "advice"),
+    [
+        ("8b", 60, "With train.activation_checkpointing=true it needs"),
+        ("8b", 36, "With train.activation_checkpointing=true data.pack_tokens="),
+        ("70b", 80, "No number of ranks makes it fit"),
+    ],
+)
+def test_what_trains_its_target_is_not_told_to_shard_it(models, tmp_path, monkeypatch, size, gib, advice):
+    free_disk(monkeypatch, 1000)
+    target = models[size][0]
+    with torch.device("meta"):
+        inner = build_head(FAMILIES["medusa"].config(lm_head="shared"), target.dims)
+    inner.bind(target.ends)
+    head = JointHead(inner, target, JointConfig(enabled=True), planned=True)
+    layout = Layout(pack_tokens=8192, ranks=2, ranks_per_node=2, features="online")
+    plan = make_plan(target, head, TrainConfig(steps=9), layout, 9, 9_000, device_bytes=gib * GIB)
+    with pytest.raises(ConfigError, match=f"plan: the run needs .*{advice}") as caught:
+        require_fit(plan, target, head, tmp_path)
+    assert "fsdp2" not in str(caught.value)
 
 
 def test_the_disk_is_checked_too(models, tmp_path, monkeypatch):

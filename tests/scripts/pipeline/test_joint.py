@@ -164,6 +164,14 @@ def test_the_plan_counts_the_target(recipe, headstart: Call):
     assert kept["memory"]["head activations"] < joint["memory"]["head activations"]
 
 
+def test_the_plan_refuses_a_stage_without_a_step(recipe, headstart: Call):
+    """How many steps epochs take is known once the data is."""
+    epochs = ("train.steps=null", "train.epochs=1", "train.accumulation=64", "--gpu-memory", "80")
+    result = headstart("plan", recipe, *epochs)
+    assert result.code == 2 and "train.epochs: found a run of 1 steps, in which the stage" in result.err
+    assert headstart("plan", recipe, "joint.enabled=false", *epochs).code == 0
+
+
 def test_the_plan_advises_no_sharding_that_joint_training_refuses(recipe, headstart: Call):
     ranks = ("--gpus", "2", "--gpu-memory", "80", "--json")
     advice = "to plan for FSDP2, add train.parallel=fsdp2"

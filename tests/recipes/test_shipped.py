@@ -101,14 +101,30 @@ def test_rope_of_the_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in shipped_recipes() if n in ("_eagle", "_eagle3", "_medusa", "_hydra", "_hydrapp")]
+    ("name", "node"),
+    [(n, "head") for n in ("_eagle", "_eagle3", "_medusa", "_hydra", "_hydrapp")] + [("_medusa2", "joint")],
 )
-def test_hyper_parameters_cite_their_source(name: str) -> None:
+def test_hyper_parameters_cite_their_source(name: str, node: str) -> None:
     text = shipped_recipes()[name].read_text()
     assert "arXiv" in text
-    for key in yaml.safe_load(text)["head"]:
+    for key in yaml.safe_load(text)[node]:
         line = next(line for line in text.splitlines() if line.strip().startswith(f"{key}:"))
-        assert "#" in line or key in ("type", "depth"), f"{name}: head.{key} says nothing about where it comes from"
+        said = "#" in line or key in ("type", "depth", "enabled", "alpha", "dropout")  # rank's line says the last two
+        assert said, f"{name}: {node}.{key} says nothing about where it comes from"
+
+
+def test_joint_training_and_hydra_are_as_published() -> None:
+    """The recipes at the sizes of the papers; those of the small target follow measurements."""
+    medusa2 = load_recipe("llama-3.1-8b-medusa2")
+    joint = medusa2.joint
+    assert (joint.enabled, joint.rank, joint.alpha, joint.dropout) == (True, 32, 16, 0.05)
+    assert joint.modules == ["all-linear"]
+    assert (joint.heads_only, joint.head_rate, joint.weight, joint.schedule, joint.loss) == (0.5, 4, 0.2, "sine", "kl")
+    assert (medusa2.train.lr, joint.max_perplexity_rise) == (5e-4, 0.01) and medusa2.train.activation_checkpointing
+    plain, plus = (load_recipe(f"llama-3.1-8b-{name}").head for name in ("hydra", "hydrapp"))
+    for head, expected in ((plain, (4, 1, False, 0.0)), (plus, (4, 4, True, 0.2))):
+        assert (head.depth, head.num_layers, head.prefix_layer, head.dropout) == expected
+        assert head.lm_head == "own" and head.loss == "kl" and head.depth_decay == 1.0
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,26 @@ def test_kept_numbers_are_those_that_autograd_keeps(config: HydraConfig) -> None
     assert sum(sizes.values()) - gradients == pytest.approx(expected, rel=0.17)
 
 
+def test_dropout_keeps_a_mask_of_a_byte_per_number_that_it_sees() -> None:
+    """With a prefix layer. Without one, what goes into the first blocks needs no gradient and no mask."""
+    head, ends = made(hydrapp(num_layers=3, dropout=0.2), torch.float32)
+    batch = feature_batch(documents(["." + "A" * 60], dtype=torch.float32), ends, DEPTH)
+    masks: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.is_floating_point() and x.ndim == 2 and set(x.unique().tolist()) == {0.0, 1.25}:
+            masks[x.data_ptr()] = x.numel()
+        return x
+
+    head.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        head.loss(batch, teacher_of(ends))
+    anchors, plain = batch.anchors.count_K[0], build_head(hydrapp(num_layers=3), DIMS)
+    added = head.kept_numbers(61, anchors, False) - plain.kept_numbers(61, anchors, False)
+    # the plan counts all anchors at every depth; one less is supervised per depth
+    assert sum(masks.values()) / 2 == pytest.approx(added, rel=0.05) and len(masks) == DEPTH * 4
+
+
 def test_layers_that_can_be_recomputed() -> None:
     assert list(started(hydra())[0].draft_layers) == [] and started(hydra())[0].hidden_act is None
     head, _ = started(hydrapp())

@@ -133,6 +133,18 @@ def test_validation_measures_the_target_in_both_stages():
     assert abs(float(together.sum_T[0] - total)) > 0.1
 
 
+def test_a_half_precision_target_decodes_without_autocast_after_a_step_with_it():
+    """In a step the adapter, which is float32, takes half-precision inputs as they are; a validation decodes next."""
+    head, batch = joint_head(config_of(), target=tiny_target(torch.bfloat16)), batch_of()
+    head.enter_stage(1)
+    model = head._target[0].model
+    with torch.autocast("cpu", torch.bfloat16):
+        head.loss(batch, head._target[0].teacher)
+    assert head.drafting_head() is head.inner
+    with torch.no_grad():
+        assert model(input_ids=batch.tokens_R[None]).logits.isfinite().all()
+
+
 def test_fixed_shapes_change_nothing():
     """What a captured graph runs: padded rows, anchors and edges."""
     head = joint_head(config_of())

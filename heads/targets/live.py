@@ -24,7 +24,7 @@ from headstart.heads.batch import FeatureBatch
 from headstart.heads.kernels.packed import PackRows, packed_attention
 from headstart.heads.targets.kept_dropout import Masks, dropping
 from headstart.heads.targets.locate import decoder_layers, record_layer_inputs, text_decoder
-from headstart.heads.targets.target import Target, length_groups
+from headstart.heads.targets.target import Target, side_by_side
 
 #: name of our attention among those of transformers
 PACKED = "headstart_packed"
@@ -153,17 +153,9 @@ class LivePass:
         return output.last_hidden_state[0], torch.stack(stream, dim=1) if stream else None
 
     def _in_groups(self, batch: FeatureBatch, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        rows, device = batch.tokens_R.shape[0], batch.tokens_R.device
-        starts = [0]
-        for length in batch.doc_lengths:
-            starts.append(starts[-1] + length)
+        rows = batch.tokens_R.shape[0]
         kept, values = [], []
-        for group in length_groups(batch.doc_lengths, self.target.max_forward_tokens):
-            step_T = torch.arange(batch.doc_lengths[group[0]])
-            row_BT = torch.tensor([starts[i] for i in group])[:, None] + step_T
-            real_BT = step_T < torch.tensor([batch.doc_lengths[i] for i in group])[:, None]
-            real = torch.nonzero(real_BT.flatten()).squeeze(1).to(device)
-            row_BT = row_BT.clamp(max=rows - 1).to(device)
+        for row_BT, real in side_by_side(batch, self.target.max_forward_tokens):
             with self._layers(layer_ids) as streams:
                 # no mask is needed: attention is causal, so the padding after a document cannot change it
                 output = text_decoder(self.target.model)(input_ids=batch.tokens_R[row_BT], use_cache=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,6 +107,25 @@ def length_groups(lengths: tuple[int, ...], max_tokens: int, waste: float = 1.25
         groups.append([index])
         total = lengths[index]
     return groups
+
+
+def side_by_side(batch: FeatureBatch, max_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The documents of a pack, laid out as rows of a forward pass: right-padded, documents of similar length together.
+
+    Args: max_tokens: of one pass over several documents, padding included.
+    Yields, on the batch's device: row_BT, int64, the pack's row of every token; real, int64, the places in the flat
+        row_BT that are no padding.
+    """
+    rows, device = batch.tokens_R.shape[0], batch.tokens_R.device
+    starts = [0]
+    for length in batch.doc_lengths:
+        starts.append(starts[-1] + length)
+    for group in length_groups(batch.doc_lengths, max_tokens):
+        step_T = torch.arange(batch.doc_lengths[group[0]])
+        row_BT = torch.tensor([starts[i] for i in group])[:, None] + step_T
+        real_BT = step_T < torch.tensor([batch.doc_lengths[i] for i in group])[:, None]
+        real = torch.nonzero(real_BT.flatten()).squeeze(1).to(device)
+        yield row_BT.clamp(max=rows - 1).to(device), real
 
 
 class Target:
@@ -247,21 +267,12 @@ class Target:
         rows, width = batch.tokens_R.shape[0], self.dims.hidden_size
         hidden_RD = torch.zeros(rows, width, dtype=self.dtype, device=self.device)
         streams_RkD = hidden_RD.new_zeros(rows, len(spec.layer_ids), width) if spec.layer_ids else None
-        starts = [0]
-        for length in batch.doc_lengths:
-            starts.append(starts[-1] + length)
-        for group in length_groups(batch.doc_lengths, self.max_forward_tokens):
-            longest = batch.doc_lengths[group[0]]
-            step_T = torch.arange(longest)
-            row_BT = torch.tensor([starts[i] for i in group])[:, None] + step_T
-            real_BT = step_T < torch.tensor([batch.doc_lengths[i] for i in group])[:, None]
-            row_BT = row_BT.clamp(max=rows - 1).to(self.device)
-            real_index = torch.nonzero(real_BT.flatten()).squeeze(1).to(self.device)
+        for row_BT, real in side_by_side(batch, self.max_forward_tokens):
             last_BTD, streams = self.forward_documents(batch.tokens_R[row_BT], spec.layer_ids)
-            target_rows = row_BT.flatten()[real_index]
-            hidden_RD[target_rows] = last_BTD.flatten(0, 1)[real_index]
+            target_rows = row_BT.flatten()[real]
+            hidden_RD[target_rows] = last_BTD.flatten(0, 1)[real]
             for slot, layer_id in enumerate(spec.layer_ids):
-                streams_RkD[target_rows, slot] = streams[layer_id].flatten(0, 1)[real_index]
+                streams_RkD[target_rows, slot] = streams[layer_id].flatten(0, 1)[real]
         argmax_A = self.teacher_argmax(hidden_RD, batch.anchors.row_A + 1)
         return replace(batch, hidden_RD=hidden_RD, streams_RkD=streams_RkD, teacher_argmax_A=argmax_A)
 

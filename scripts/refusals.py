@@ -58,19 +58,21 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
 def planned_training(recipe: Recipe, target: Target) -> Head:
     """What training will train: the head, in joint training with the adapter of its target.
 
-    Raises: as planned_head; ConfigError or TargetError for a head or target that cannot be trained together.
+    Raises: as planned_head; ConfigError or TargetError for a head or target that cannot be trained together; ConfigError
+        where `train.activation_checkpointing` has nothing to recompute.
     """
-    head = planned_head(recipe, target)
-    if not recipe.joint.enabled:
-        return head
-    from headstart.train.joint.head import JointHead
+    from headstart.train.launching.setup import recompute_activations
 
-    if (start := started_adapter(recipe)) is not None:
-        check_continued(planned_parameters(target.model, recipe.joint.lora), recipe.joint.lora, start)
-    joint = JointHead(head, target, recipe.joint, planned=True)
+    head = planned_head(recipe, target)
+    if recipe.joint.enabled:
+        from headstart.train.joint.head import JointHead
+
+        if (start := started_adapter(recipe)) is not None:
+            check_continued(planned_parameters(target.model, recipe.joint.lora), recipe.joint.lora, start)
+        head = JointHead(head, target, recipe.joint, planned=True)
     if recipe.train.activation_checkpointing:
-        joint.recompute_activations()
-    return joint
+        recompute_activations(head)
+    return head
 
 
 def started_adapter(recipe: Recipe) -> Path | None:
@@ -115,14 +117,11 @@ def require_untuned(directory: Path) -> None:
 def ask_head(recipe: Recipe, target: Target) -> str:
     """Whether the head can be built, bound and trained: rope, feature layers, activation, the target's output matrix,
     a step for every stage, and a layer for `train.activation_checkpointing`."""
-    from headstart.train.launching.setup import recompute_activations
     from headstart.train.optim import Budget
     from headstart.train.stages import Stages
 
     head = planned_training(recipe, target)
     Stages(head.stages, Budget.of(recipe.train, None))
-    if recipe.train.activation_checkpointing:
-        recompute_activations(head)
     return head.describe()
 
 

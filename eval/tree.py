@@ -150,15 +150,20 @@ def static_shape(paths: list[tuple[int, ...]]) -> StaticShape:
     return StaticShape(parent_N, depth_N, rank_N, int(depth_N.max()), int(rank_N.max()) + 1)
 
 
+def zipf_cost(path: tuple[int, ...]) -> int:
+    """Π (rank + 1) of a path of ranks. By Zipf's law, a path is right with a probability of about 1 / this."""
+    return math.prod(rank + 1 for rank in path)
+
+
 def published_paths() -> list[tuple[int, ...]]:
     """Rank paths of the default static tree, PUBLISHED_CHILDREN, the best first.
 
     Rank r (from 0) is taken to be right with a probability proportional to 1 / (r + 1), as measured accuracies of ranks
-    nearly are (Zipf's law). So a path is worth Π 1 / (rank + 1); of equal paths, the shallower one stands first, and
+    nearly are (Zipf's law). So a path is worth 1 / `zipf_cost`; of equal paths, the shallower one stands first, and
     then that with the lower first ranks. A parent is worth at least as much as its children, so it stands before them.
     """
     paths = [(*parent, rank) for parent, children in PUBLISHED_CHILDREN.items() for rank in range(children)]
-    return sorted(paths, key=lambda path: (math.prod(rank + 1 for rank in path), len(path), path))
+    return sorted(paths, key=lambda path: (zipf_cost(path), len(path), path))
 
 
 def drafted_shape(tree: TreeConfig, depth: int, tokens: int) -> StaticShape | None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headstart.eval.config import TreeConfig
 from headstart.eval.decoding.decode import Answer
-from headstart.eval.tree import PUBLISHED_RANKS, StaticShape, published_paths, static_paths
+from headstart.eval.tree import PUBLISHED_RANKS, StaticShape, published_paths, static_paths, zipf_cost
 from headstart.eval.tuning.choice import is_published, tree_name
 from headstart.eval.tuning.costs import node_count
 from headstart.eval.tuning.ranks import NEVER, UNKNOWN, PathRates, best_tree
@@ -71,18 +71,15 @@ def recorded_tree(levels: int, ranks: int, shared: bool) -> TreeConfig:
 
     Args: shared: whether all nodes of a level choose from one list of candidates. Then the children of the best path
         hold every candidate. Otherwise a candidate's rank is known only below nodes that were drafted: the tree holds
-        all children of those RECORDED_PARENTS nodes that are likeliest by Zipf's law (`published_paths`).
+        all children of those RECORDED_PARENTS nodes that are likeliest by Zipf's law (`zipf_cost`).
     """
     if shared:
         parents = [(0,) * level for level in range(levels)]
     else:
-        parents = [(), *best_tree(_zipf, max(levels, RECORDED_PARENTS) - 1, levels - 1, ranks)]
+        inner = max(levels, RECORDED_PARENTS) - 1
+        parents = [(), *best_tree(lambda path: 1 / zipf_cost(path), inner, levels - 1, ranks)]
     paths = [[*parent, rank] for parent in parents for rank in range(ranks)]
     return TreeConfig("static", levels, total_tokens=len(paths) + 1, paths=paths)
-
-
-def _zipf(path: tuple[int, ...]) -> float:
-    return float(np.prod([1 / (rank + 1) for rank in path]))
 
 
 def recorded_ranks(

@@ -58,8 +58,8 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
 def planned_training(recipe: Recipe, target: Target) -> Head:
     """What training will train: the head, in joint training with the adapter of its target.
 
-    Raises: as planned_head; ConfigError or TargetError for a head or target that cannot be trained together; ConfigError
-        where `train.activation_checkpointing` has nothing to recompute.
+    Raises: as planned_head. ConfigError or TargetError for a head or target that cannot be trained together.
+        ConfigError where `train.activation_checkpointing` has nothing to recompute.
     """
     from headstart.train.launching.setup import recompute_activations
 

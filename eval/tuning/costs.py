@@ -111,7 +111,7 @@ def extremes(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
 def draft_points(trees: Iterable[TreeConfig]) -> list[TreeConfig]:
     """Trees whose drafting is timed: of every `drafting_of` the smallest, a middle one and the largest.
 
-    Of static trees, which may have any shape, as many as there are sizes of forwards.
+    Static trees may have any shape, so up to FORWARDS of them are timed.
     """
     draftings: dict[str, dict[int, TreeConfig]] = {}
     for tree in trees:

@@ -225,7 +225,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def use_dropout(model: nn.Module, on: bool) -> None:
-    """Whether the adapter drops some of its inputs, as in training. A new adapter does not."""
+    """Whether the adapter drops some of its inputs, as in training. A new adapter drops none."""
     for layer in adapted_layers(model).values():
         layer.lora_dropout.train(on)
 

@@ -50,8 +50,8 @@ class HydraBlocks(nn.Module):
     """Residual blocks of head d: R x + SiLU(L x) from (d + 1) · D inputs to D, then x + SiLU(L x).
 
     They start so that the first D inputs, the feature, come out unchanged: R is the identity on them and 0 elsewhere,
-    every L is 0. The output matrix is a copy of the target's and expects that feature. The reference starts R at random,
-    so its heads first have to learn to pass the feature on.
+    every L is 0. The output matrix is a copy of the target's and expects that feature. The reference starts R at
+    random, so its heads first have to learn to pass the feature on.
     """
 
     def __init__(self, size: int, d: int, num_layers: int, dropout: float):

@@ -62,8 +62,9 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_later_ones_wait_their_tur
             if len(self.asked) == 9:  # seven steps after the checkpoint of step 2 began
                 assert gate.waiting.is_set() and not list((tmp_path / "checkpoints").glob("step-*"))
                 gate.open.set()
-                while not list((tmp_path / "checkpoints").glob("step-*")):
+                while not (tmp_path / "checkpoints" / "latest").is_file():  # written after the checkpoint
                     time.sleep(0.01)
+                time.sleep(0.1)  # the thread that wrote it ends
             return super().get(pack)
 
     result = run(tmp_path, Opening(make_documents()), prefetch=0)

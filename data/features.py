@@ -15,6 +15,7 @@ from headstart.data.samples import Sample, answer_turns, check_vocabulary
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.targets.locate import text_decoder
 from headstart.heads.targets.sharded import ShardedTarget
+from headstart.heads.targets.sizes import active_parameters, experts_per_token
 from headstart.heads.targets.target import Target
 
 #: progress(done, total, message): what is done (rows, answers, measurements), in all, and a line to show or ""
@@ -118,8 +119,9 @@ def groups_within(lengths: Sequence[int], budget: int) -> Iterator[range]:
 
 
 def parameters_per_row(target: Target) -> int:
-    """Parameters of the target that every row passes through: those of its text decoder without the embeddings."""
-    return sum(p.numel() for p in text_decoder(target.model).parameters()) - target.embed_VD.numel()
+    """Parameters of the target that every row passes through: those of its text decoder without the embeddings, and of
+    a mixture's experts those that compute a token."""
+    return active_parameters(text_decoder(target.model), experts_per_token(target.model))
 
 
 def store_bytes(rows: int, hidden_size: int, layers: int, dtype: torch.dtype) -> int:

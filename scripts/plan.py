@@ -229,6 +229,7 @@ def render(plan: Plan) -> Group:
         f"{steps} of {plan.tokens_per_step:.0f} tokens; {hours}",
         f"disk: {sum(plan.disk.values()) / GIB:.1f} GiB ({disk})",
         f"host memory for checkpoints: {plan.host / GIB:.1f} GiB",
+        *([] if plan.target is None else [f"target: {plan.target}"]),
         *(f"note: {note}" for note in plan.notes),
     ]
     return Group(table, *(Text(line) for line in lines))

@@ -21,6 +21,7 @@ from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
 from headstart.heads.targets.locate import decoder_layers
+from headstart.heads.targets.sizes import TargetSizes, widest_layer
 from headstart.heads.targets.target import Target
 from headstart.heads.targets.tuned import tuned_bytes
 from headstart.train.config import TrainConfig
@@ -98,6 +99,7 @@ class Plan:
         hours: at the tokens/s that were given; None without.
         device_bytes: memory of one card; None = unknown, and everything fits.
         notes: what was assumed.
+        target: how large the target is; None for a plan that was made without one.
     """
 
     layout: Layout
@@ -110,6 +112,7 @@ class Plan:
     hours: float | None
     device_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
+    target: TargetSizes | None = None
 
     @property
     def fits(self) -> bool:
@@ -154,7 +157,8 @@ def target_activations(target: Target, head: Head, layout: Layout) -> int:
     dims, number = target.dims, target.dtype.itemsize
     tokens = min(layout.pack_tokens, target.max_forward_tokens)
     attention = (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim  # queries, keys, values
-    layer = tokens * (4 * dims.hidden_size + attention + 3 * dims.intermediate_size) * number
+    plain = 4 * dims.hidden_size + attention + 3 * dims.intermediate_size
+    layer = tokens * max(plain, widest_layer(target.model)) * number
     kept = tokens * (len(head.spec.layer_ids) + 1) * dims.hidden_size * number
     logits = min(tokens, LOGIT_ROWS) * dims.vocab_size * LOGIT_BYTES
     return max(layer, logits) + kept
@@ -277,7 +281,8 @@ def make_plan(
         hours = min(hours or float("inf"), config.max_seconds / 3600)
     disk = disk_of(target, head, config, layout, steps, tokens_per_epoch)
     host = 5 * parameter_bytes(head.parameters(), 4)
-    return Plan(layout, memory, peak, host, disk, tokens_per_step, steps, hours, device_bytes, list(notes))
+    sizes = TargetSizes.of(target.model)
+    return Plan(layout, memory, peak, host, disk, tokens_per_step, steps, hours, device_bytes, list(notes), sizes)
 
 
 def remedies(layout: Layout, head: Head) -> Iterator[tuple[str, Layout]]:

@@ -38,7 +38,7 @@ def explained_loading(name: str, hub_refusal: str | None) -> Iterator[None]:
             )
         if isinstance(error, OSError | ValueError):
             return (
-                f"{failed} {hub_refusal or error}\n"
+                f"{failed} {hub_refusal or _without_list(error)}\n"
                 f"Registered targets: {', '.join(sorted(TARGETS))}; or give a directory or a Hub id."
             )
         return (
@@ -48,6 +48,11 @@ def explained_loading(name: str, hub_refusal: str | None) -> Iterator[None]:
 
     with explained(message):
         yield
+
+
+def _without_list(error: Exception) -> str:
+    """What an error says. transformers ends some with the names of all classes or model types: these are left out."""
+    return "\n".join(line for line in str(error).splitlines() if line.count(",") < 40)
 
 
 @contextmanager

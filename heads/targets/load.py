@@ -14,6 +14,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, DataError, TargetError
 from headstart.heads.files import explain_read, read_bounded
 from headstart.heads.numerics import DTYPES
+from headstart.heads.targets.classes import auto_class, parts_note
 from headstart.heads.targets.explained import explained_loading
 from headstart.heads.targets.sharded import (
     ShardedTarget,
@@ -44,7 +45,7 @@ def load_target(config: TargetConfig) -> Target:
 
     Raises: TargetError naming the target and the remedy.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -53,20 +54,25 @@ def load_target(config: TargetConfig) -> Target:
     place, shared, hub_refusal = locate(config)
     adapter = adapter_of(config)
     with explained_loading(config.name, hub_refusal):
+        loads = auto_class(AutoConfig.from_pretrained(place, **shared), config.name)
         tokenizer = load_tokenizer(config, place, shared)
         if config.parallel == "fsdp2":
             return _ready(*_load_sharded(config, place, shared, tokenizer, device, dtype))
         spread = {"device_map": "auto"} if config.parallel == "device_map" else {}
 
+        unread: set[str] = set()
+
         def make(attention: str) -> Any:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = loads.from_pretrained(
                 place, dtype=dtype, attn_implementation=attention, output_loading_info=True,
                 ignore_mismatched_sizes=True, **spread, **shared,
             )  # fmt: skip
             require_whole(config.name, model, info)
+            unread.update(info["unexpected_keys"])
             return model
 
         model, notes = with_attention(make, config.attn_implementation)
+        notes += parts_note(model, unread)
         revision = getattr(model.config, "_commit_hash", None) or config.revision
         model, merged = model if spread else model.to(device), None
         if adapter is not None:
@@ -153,11 +159,13 @@ def weightless_target(config: TargetConfig) -> Target:
 
     place, shared, hub_refusal = locate(config)
     with explained_loading(config.name, hub_refusal):
-        tokenizer = load_tokenizer(config, place, shared)
         settings = AutoConfig.from_pretrained(place, **shared)
+        auto_class(settings, config.name)
+        tokenizer = load_tokenizer(config, place, shared)
         check_quantisation(settings)
         model, notes = model_on_meta(settings, config)
         load_generation_config(model, place, config.revision, shared["local_files_only"])
+        notes += parts_note(model)
         if (adapter := adapter_of(config)) is not None:
             check_fits(adapter, model)
             notes.append(merged_note(adapter, config.name))
@@ -168,11 +176,11 @@ def weightless_target(config: TargetConfig) -> Target:
 
 def model_on_meta(settings: Any, config: TargetConfig, **options: Any) -> tuple[Any, list[str]]:
     """A model of these settings on the meta device, and the notes of `with_attention`."""
-    from transformers import AutoModelForCausalLM
+    loads = auto_class(settings, config.name)
 
     def make(attention: str) -> Any:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            return loads.from_config(
                 settings, attn_implementation=attention, trust_remote_code=config.trust_remote_code, **options
             )
 

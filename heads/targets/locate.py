@@ -55,7 +55,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         if name.rsplit(".", 1)[-1] in ("layers", "h", "blocks"):
             return layers
     raise TargetError(
-        f"{type(model).__name__}: no list of {count} decoder layers found; this architecture cannot give features"
+        f"{type(model).__name__}: no list of {count} decoder layers found: heads read the input of every layer of a "
+        "decoder; expected a causal language model such as Llama, Qwen, Mistral, Gemma or gpt-oss"
     )
 
 

@@ -28,6 +28,22 @@ SIZES = {
     "qwen3-8b-eagle3": (
         3 * 4096**2 + 2 * 4096**2 + 2 * 8192 * 1024 + 4096**2 + 3 * 4096 * 12288 + 32000 * 4096 + 4 * 4096
     ),
+    # in each: fc 3·D·H, q, k v, o, MLP, lm_head U·H, four norms of H
+    "qwen3-30b-a3b-eagle3": (
+        3 * 2048**2 + 4096 * 4096 + 2 * 4096 * 512 + 4096 * 2048 + 3 * 2048 * 6144 + 32000 * 2048 + 4 * 2048
+    ),
+    "gpt-oss-20b-eagle3": (
+        3 * 2880**2 + 5760 * 4096 + 2 * 5760 * 512 + 4096 * 2880 + 3 * 2880 * 17280 + 32000 * 2880 + 4 * 2880
+    ),
+    "gemma-3-12b-eagle3": (
+        3 * 3840**2 + 7680 * 4096 + 2 * 7680 * 2048 + 4096 * 3840 + 3 * 3840 * 15360 + 32000 * 3840 + 4 * 3840
+    ),
+    "llama-3.3-70b-eagle3": (
+        3 * 8192**2 + 2 * 8192**2 + 2 * 16384 * 1024 + 8192**2 + 3 * 8192 * 28672 + 32000 * 8192 + 4 * 8192
+    ),
+    "qwen3-next-80b-a3b-eagle3": (
+        3 * 2048**2 + 4096 * 4096 + 2 * 4096 * 512 + 4096 * 2048 + 3 * 2048 * 5120 + 32000 * 2048 + 4 * 2048
+    ),
     # D 576, 9 heads and 3 KV heads of 64, MLP 1536: fc 2D·D, q and o D·D, k v D·192, one norm; the rest is shared
     "smollm2-eagle": 2 * 576**2 + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 576,
     "smollm2-eagle3": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576,
@@ -57,7 +73,8 @@ def dims_of(target: str) -> HeadDims:
 
 
 def test_the_list_is_complete() -> None:
-    expected = {"quickstart", "qwen3-8b-eagle3"}
+    expected = {"quickstart", "qwen3-8b-eagle3", "qwen3-30b-a3b-eagle3", "gpt-oss-20b-eagle3", "gemma-3-12b-eagle3"}
+    expected |= {"llama-3.3-70b-eagle3", "qwen3-next-80b-a3b-eagle3"}
     expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle3")}
     expected |= {f"smollm2-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle", "eagle3")}
     assert set(RECIPES) == expected == set(SIZES)
@@ -86,6 +103,11 @@ def test_published_layers() -> None:
     for name, layers in (
         ("llama-3.1-8b-eagle3", (2, 16, 29)),
         ("qwen3-8b-eagle3", (2, 18, 33)),
+        ("qwen3-30b-a3b-eagle3", (2, 24, 45)),
+        ("gpt-oss-20b-eagle3", (2, 12, 21)),
+        ("gemma-3-12b-eagle3", (2, 24, 45)),
+        ("llama-3.3-70b-eagle3", (2, 40, 77)),
+        ("qwen3-next-80b-a3b-eagle3", (2, 24, 45)),
         ("quickstart", (2, 15, 27)),
     ):
         recipe = load_recipe(name)
@@ -93,10 +115,40 @@ def test_published_layers() -> None:
             assert build_head(recipe.head, dims_of(recipe.target.name)).spec.layer_ids == layers
 
 
+def test_targets_with_recurrent_states_draft_chains() -> None:
+    """No tree can be verified by them (eval.tree.kind=chain)."""
+    for name in RECIPES:
+        recipe = load_recipe(name)
+        config = json.loads((CONFIGS / f"{recipe.target.name.rsplit('/', 1)[-1]}.json").read_text())
+        if "linear_num_key_heads" in config:
+            assert recipe.eval.tree.kind == "chain", name
+
+
+def test_larger_targets_than_a_card_are_shared_by_ranks() -> None:
+    for name, parallel in (
+        ("llama-3.3-70b-eagle3", "fsdp2"), ("qwen3-next-80b-a3b-eagle3", "fsdp2"), ("qwen3-30b-a3b-eagle3", "none"),
+    ):  # fmt: skip
+        recipe = load_recipe(name)
+        assert recipe.target.parallel == parallel
+        assert parallel == "none" or recipe.train.accumulation % 8 == 0
+
+
+def test_gpt_oss_has_room_for_its_thoughts() -> None:
+    recipe = load_recipe("gpt-oss-20b-eagle3")
+    assert recipe.data.max_length == 4096, "the target's, not EAGLE-3's"
+    assert recipe.data.template_kwargs == recipe.eval.template_kwargs == {"reasoning_effort": "medium"}
+
+
 def test_rope_of_the_targets() -> None:
     llama = dims_of("meta-llama/Llama-3.1-8B-Instruct")
     assert llama.rope_parameters["rope_type"] == "llama3" and llama.rope_parameters["rope_theta"] == 500000.0
     assert dims_of("Qwen/Qwen3-8B").rope_parameters["rope_theta"] == 1000000.0
+    assert dims_of("Qwen/Qwen3-30B-A3B").rope_parameters["rope_theta"] == 1000000.0
+    assert dims_of("openai/gpt-oss-20b").rope_parameters["rope_type"] == "yarn"
+    gemma = dims_of("google/gemma-3-12b-it").rope_parameters  # that of the layers that attend to everything
+    assert (gemma["rope_theta"], gemma["rope_type"], gemma["factor"]) == (1000000.0, "linear", 8.0)
+    hybrid = dims_of("Qwen/Qwen3-Next-80B-A3B-Instruct").rope_parameters
+    assert (hybrid["rope_theta"], hybrid["partial_rotary_factor"]) == (10000000, 0.25)
     assert dims_of("smollm2-135m-instruct").rope_parameters["rope_theta"] == 100000.0
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.eval.decoding.cache import Buffers
+from headstart.eval.decoding.fused_experts import fuse_experts
 from headstart.eval.kernels.attention import Ahead, AttendShape, Visibility, attend
 from headstart.eval.kernels.linear import ACTIVATIONS, MAX_ROWS, Linear, row_bucket
 from headstart.eval.kernels.norm import NormWeights, rms_norm
@@ -175,7 +176,7 @@ class FusedLayer(nn.Module):
         mlp = layer.mlp
         gated = all(type(getattr(mlp, name, None)) is nn.Linear for name in ("gate_proj", "up_proj", "down_proj"))
         activation = _activation(mlp) if gated else None
-        self.mlp = FusedMLP(mlp, activation, not four) if activation is not None else mlp
+        self.mlp = FusedMLP(mlp, activation, not four) if activation is not None else fuse_experts(mlp)
 
     def linears(self) -> list[Linear]:
         own = [self.qkv, self.out]

@@ -1,0 +1,136 @@
+"""Mixtures of experts inside fused layers: the model's own router, shared experts and gates around our experts.
+
+transformers gives every mixture an experts module with one interface: (hidden_states, chosen experts, their weights) →
+mixed rows, with the weights of all experts in two parameters. `fuse_experts` puts a FusedExperts in its place where our
+experts compute what the module's own forward does, which a comparison in float32 shows. Others stay as they are.
+Shape legend: see eval/kernels/experts.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headstart.eval.kernels.experts import GELU_TANH, SILU, Experts, Gate, experts_eager, mix_experts
+from headstart.heads.kernels.device import wants_kernel
+
+#: largest relative distance (L2) from the module's own forward, in float32, that passes as rounding
+TOLERANCE = 1e-5
+#: experts and rows of that comparison
+TRIED_EXPERTS, TRIED_ROWS = 2, 5
+#: rows beyond which the module's own sorted products run, if they ask the host for nothing
+OWN_ROWS = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FusedExperts(nn.Module):
+    """An experts module whose products run in our kernels. It shares the module's parameters."""
+
+    def __init__(self, own: nn.Module, experts: Experts):
+        super().__init__()
+        self.own, self.experts = own, experts
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        rows = hidden_states.shape[0]
+        if rows > OWN_ROWS and self._own_is_capturable(hidden_states):
+            mixed_RD: Tensor = self.own(hidden_states, top_k_index, top_k_weights)
+            return mixed_RD
+        return mix_experts(hidden_states, top_k_index, top_k_weights, self.experts)
+
+    def _own_is_capturable(self, x_RD: Tensor) -> bool:
+        """Whether the module's own products for many rows ask the host for nothing: torch groups bfloat16 only."""
+        grouped = getattr(self.own.config, "_experts_implementation", None) == "grouped_mm"
+        return grouped and x_RD.dtype == torch.bfloat16 and wants_kernel(x_RD)
+
+
+def fuse_experts(module: nn.Module) -> nn.Module:
+    """Replace the experts inside `module`, a copy that shares its parameters with the model's. Returns `module`."""
+    for parent, name, child in list(_children(module)):
+        experts = experts_of(child)
+        if experts is not None:
+            parent._modules[name] = FusedExperts(child, experts)
+    return module
+
+
+def _children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            yield parent, name, child
+
+
+def experts_of(own: nn.Module) -> Experts | None:
+    """The weights of an experts module and its activation; None where our experts compute something else."""
+    facts = ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
+    if any(not hasattr(own, name) for name in facts):
+        return None
+    try:
+        experts = _read(own)
+        small = _few(own)
+        return experts if _same(small, _read(small, experts.activation)) else None
+    except Exception:  # noqa: BLE001 - a module that is made otherwise keeps its own forward
+        return None
+
+
+def _read(own: Any, activation: Any = None) -> Experts:
+    """Raises: ValueError, or whatever the module's own activation raises, for a module that is made otherwise."""
+    first, second = (own.gate_up_proj if own.has_gate else own.up_proj), own.down_proj
+    biases: list[Tensor | None] = [None, None]
+    if own.has_bias:
+        biases = [own.gate_up_proj_bias if own.has_gate else own.up_proj_bias, own.down_proj_bias]
+    for weight in (first, second):
+        if weight.dim() != 3 or weight.dtype not in DTYPES or weight.shape[0] != own.num_experts:
+            raise ValueError(f"found weights {tuple(weight.shape)} in {weight.dtype}")
+    if activation is None:
+        activation = (_gate(own, first.device) or own._apply_gate) if own.has_gate else own.act_fn
+    weights = [weight.detach().transpose(1, 2) if own.is_transposed else weight.detach() for weight in (first, second)]
+    return Experts(*weights, *(None if bias is None else bias.detach() for bias in biases), activation)
+
+
+def _gate(own: Any, device: torch.device) -> Gate | None:
+    """The Gate that the module's own gating equals on numbers within and beyond its limits; None for another one."""
+    limit = getattr(own, "limit", None)
+    plain = [SILU, GELU_TANH]
+    clamped = [replace(gate, limit=float(limit)) for gate in plain] if limit is not None else []
+    if limit is not None and hasattr(own, "alpha"):
+        clamped.append(Gate(slope=float(own.alpha), limit=float(limit), shift=1.0))
+    noise = torch.Generator().manual_seed(0)
+    probe = (8 * torch.randn((64, 16), generator=noise)).to(device)
+    shown = own._apply_gate(probe)
+    for gate in plain + clamped:
+        for gate in (gate, replace(gate, interleaved=True)):  # noqa: PLW2901, B020
+            if torch.allclose(gate(probe), shown, rtol=1e-5, atol=1e-5):
+                return gate
+    return None
+
+
+def _few(own: Any) -> Any:
+    """The module with its first experts alone, in float32, that runs its own loop over experts."""
+    count = min(TRIED_EXPERTS, own.num_experts)
+    few = copy.copy(own)
+    few.__dict__["_parameters"] = {
+        name: None if value is None else nn.Parameter(value.detach()[:count].float(), requires_grad=False)
+        for name, value in own._parameters.items()
+    }
+    few.num_experts = count
+    few.config = copy.copy(own.config)
+    # the public setter would also change configs inside this one, which the copy shares
+    few.config._experts_implementation_internal = "eager"
+    return few
+
+
+@torch.no_grad()
+def _same(own: Any, experts: Experts) -> bool:
+    """Whether our experts mix random rows as the module's own forward does."""
+    noise = torch.Generator().manual_seed(1)
+    device, width = experts.first_ECD.device, experts.first_ECD.shape[2]
+    x_RD = torch.randn((TRIED_ROWS, width), generator=noise).to(device)
+    index_Rk = torch.stack([torch.randperm(own.num_experts, generator=noise) for _ in range(TRIED_ROWS)]).to(device)
+    weight_Rk = torch.rand(index_Rk.shape, generator=noise).to(device)
+    theirs = own(x_RD, index_Rk, weight_Rk)
+    distance = (experts_eager(x_RD, index_Rk, weight_Rk, experts) - theirs).norm() / theirs.norm()
+    return bool(distance <= TOLERANCE)

@@ -99,7 +99,8 @@ def _gate(own: Any, device: torch.device) -> Gate | None:
     if limit is not None and hasattr(own, "alpha"):
         clamped.append(Gate(slope=float(own.alpha), limit=float(limit), shift=1.0))
     noise = torch.Generator().manual_seed(0)
-    probe = (8 * torch.randn((64, 16), generator=noise)).to(device)
+    scale = 8.0 if limit is None else max(8.0, 2 * float(limit))
+    probe = (scale * torch.randn((64, 16), generator=noise)).to(device)
     shown = own._apply_gate(probe)
     for gate in plain + clamped:
         for gate in (gate, replace(gate, interleaved=True)):  # noqa: PLW2901, B020

@@ -1,8 +1,10 @@
 """A transformers causal LM whose decoder layers run fused kernels on the engine's own KV buffers.
 
 Only the layers, the final norm, the output matrix and plain embeddings are replaced (fused_layers.py). transformers'
-own code runs the rest: rotary tables, soft-caps, scales. A FusedModel first compares its hidden states and logits with
-the original's on random tokens, and refuses a model where they differ. It shares every parameter with the original.
+own code runs the rest: rotary tables, soft-caps, scales. What the layers consist of is found by watching them, and each
+fused layer is compared with its original in float32 (structure.py). Then the model's hidden states and logits are
+compared with the original's on random tokens. A model where something differs is refused. All parameters are shared
+with the original.
 Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, k streams, V vocabulary.
 """
 
@@ -28,6 +30,7 @@ from headstart.eval.decoding.fused_layers import (
     PassHolder,
     Unfusable,
 )
+from headstart.eval.decoding.structure import find_layers
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.choices import Choices, compile_ways, decide_ways
 from headstart.eval.kernels.launch import compile_ahead, compiling, graph_time, wait_compiled
@@ -67,10 +70,18 @@ class FusedModel:
         windows: attention kind → window, as engine.attention_windows gives.
         choices: the fastest kernels of products on this card. `choose_ways` reads them and adds to them; None = it
             always measures.
-    Raises: Unfusable when a layer's structure is not covered or the outputs differ.
+    Raises: Unfusable when a layer's structure is not covered, the outputs differ, or anything fails on the way.
     """
 
     def __init__(self, model: nn.Module, windows: dict[str, int | None], choices: Choices | None = None):
+        try:
+            self._fuse(model, windows, choices)
+        except Unfusable:
+            raise
+        except Exception as error:
+            raise Unfusable(f"{type(error).__name__} while fusing {type(model).__name__}: {error}") from error
+
+    def _fuse(self, model: nn.Module, windows: dict[str, int | None], choices: Choices | None) -> None:
         places = {str(parameter.device) for parameter in model.parameters()}
         if len(places) > 1:
             raise Unfusable(f"its layers are on several devices: {', '.join(sorted(places))}")
@@ -80,15 +91,18 @@ class FusedModel:
         config = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or [next(iter(windows))] * config.num_hidden_layers
         self.view = shallow_copy(model)
-        decoder = text_decoder(self.view)
         layers = decoder_layers(self.view)
-        self.layers = [FusedLayer(layer, n, self._holder, windows[kinds[n]]) for n, layer in enumerate(layers)]
+        width, final, facts = find_layers(self.view, [windows[kind] for kind in kinds])
+        self.layers = [
+            FusedLayer(layer, facts[n], n, self._holder, windows[kinds[n]]) for n, layer in enumerate(layers)
+        ]
         for n, layer in enumerate(self.layers):
             layers[n] = layer
-        self.norm = decoder.norm = FusedNorm(decoder.norm, self._holder)
-        for layer, norm in zip(
-            self.layers, [*(later.input_norm for later in self.layers[1:]), self.norm.norm], strict=True
-        ):
+        decoder = text_decoder(self.view)
+        self.norm = FusedNorm(decoder.get_submodule(final), width, self._holder, model.device)
+        decoder.set_submodule(final, self.norm)
+        following = [*(later.input_norm for later in self.layers[1:]), self.norm.norm]
+        for layer, norm in zip(self.layers, following, strict=True):
             layer.next_norm = norm
         self.head = FusedHead(self.view.get_output_embeddings())
         self.view.set_output_embeddings(self.head)
@@ -114,7 +128,7 @@ class FusedModel:
     @property
     def _about(self) -> str:
         """What choices depend on besides the products: the attention heads between them."""
-        rope = self.layers[0].rope
+        rope = self.layers[0].attention.rope
         return f"{rope.heads} heads, {rope.kv_heads} of keys, of {rope.head_dim}"
 
     def choose_ways(self, rows: int) -> dict[str, float]:
@@ -131,7 +145,7 @@ class FusedModel:
     def _set_prefetch(self, rows: int, size: int) -> None:
         """Let attention prefetch `size` bytes of its output projection while it leaves the memory idle."""
         for layer in self.layers:
-            layer.prefetch_bytes[row_bucket(rows)] = size
+            layer.attention.prefetch_bytes[row_bucket(rows)] = size
 
     def _choose_in_layers(self, products: list[Measured], rows: int) -> int:
         """Choose among the kernels that are about equally fast alone, and the bytes that attention prefetches.
@@ -161,7 +175,7 @@ class FusedModel:
             if len(measured.close) > 1 and any(linear in measured.linears for linear in layers[0].linears()):
                 choose_fastest(measured.close, partial(measured.choose, rows))
         choose_fastest(PREFETCH_BYTES, partial(self._set_prefetch, rows))
-        return self.layers[0].prefetch_bytes[row_bucket(rows)]
+        return self.layers[0].attention.prefetch_bytes[row_bucket(rows)]
 
     def _stacked(self) -> list[FusedLayer]:
         """So many layers that their weights do not fit into the cache: in a whole model they come from memory."""
@@ -201,7 +215,7 @@ class FusedModel:
 
     def buffers(self, batch: int, capacity: int) -> Buffers:
         """Buffers for `batch` rows of `capacity` slots."""
-        shapes = [(layer.rope.kv_heads, layer.rope.head_dim) for layer in self.layers]
+        shapes = [(layer.attention.rope.kv_heads, layer.attention.rope.head_dim) for layer in self.layers]
         return Buffers(shapes, batch, capacity, self.dtype, self.device)
 
     @torch.inference_mode()

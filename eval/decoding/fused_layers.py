@@ -1,7 +1,7 @@
 """Modules of a transformers decoder that run fused kernels on the engine's own KV buffers.
 
-A layer can be fused if it holds q/k/v/o projections and RMSNorms. A gated MLP is fused as well; any other MLP runs as
-it is. The fused layer shares the parameters: the weights of q, k, v become views of one matrix, as do gate and up.
+structure.py finds what a layer consists of, and proves it. The fused layer shares the parameters: the weights of q, k, v
+become views of one matrix, as do gate and up.
 Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, h query heads, g kv heads, d head dim.
 """
 
@@ -14,17 +14,94 @@ import torch
 from torch import Tensor, nn
 
 from headstart.eval.decoding.cache import Buffers
-from headstart.eval.decoding.fused_experts import fuse_experts
+from headstart.eval.decoding.fused_mlp import MLPFacts, make_mlp
+from headstart.eval.decoding.merge import Unfusable, merged, norm_weights
 from headstart.eval.kernels.attention import Ahead, AttendShape, Visibility, attend
-from headstart.eval.kernels.linear import ACTIVATIONS, MAX_ROWS, Linear, row_bucket
-from headstart.eval.kernels.norm import NormWeights, rms_norm
+from headstart.eval.kernels.linear import MAX_ROWS, Ending, Linear, row_bucket
+from headstart.eval.kernels.norm import NormWeights, apply_norm
 from headstart.eval.kernels.rope_store import RopeStore, rope_store
 from headstart.eval.kernels.rows import take_rows_kernel
 from headstart.heads.kernels.device import wants_kernel
 
+__all__ = [
+    "AttentionFacts", "FusedEmbedding", "FusedHead", "FusedLayer", "FusedNorm", "LayerFacts", "Pass", "PassHolder",
+    "Unfusable",
+]  # fmt: skip
 
-class Unfusable(Exception):
-    """The model has a structure that the fused layers do not cover; the message names it."""
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What an attention consists of, by the names inside its module.
+
+    Attributes:
+        projections: q, k, v; or one of all three.
+        out: the output projection.
+        heads, kv_heads, head_dim: sizes.
+        norms: of q and of k, or None.
+        norm_last, turn, by_angle, rotary, grouped: as in RopeStore.
+        scale, softcap: of the scores. sinks: the module has a parameter `sinks`.
+    """
+
+    projections: tuple[str, ...]
+    out: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norms: tuple[str, str] | None
+    scale: float
+    softcap: float | None
+    sinks: bool
+    norm_last: bool = False
+    turn: str = "halves"
+    by_angle: bool = False
+    rotary: int | None = None
+    grouped: bool = False
+
+    def rope(self, attention: nn.Module, device: torch.device) -> RopeStore:
+        return RopeStore(
+            self.heads, self.kv_heads, self.head_dim, self._norms(attention, device), self.norm_last, self.turn,
+            self.by_angle, self.rotary, self.grouped,
+        )  # fmt: skip
+
+    def _norms(self, attention: nn.Module, device: torch.device) -> tuple[NormWeights, NormWeights] | None:
+        if self.norms is None:
+            return None
+        q, k = (attention.get_submodule(name) for name in self.norms)
+        width = q.weight.numel() if isinstance(getattr(q, "weight", None), Tensor) else self.head_dim
+        widths = (width, width) if width == self.head_dim else (width, self.kv_heads * self.head_dim)
+        found = norm_weights(q, widths[0], device), norm_weights(k, widths[1], device)
+        if any(norm.centred or norm.bias_D is not None for norm in found):
+            raise Unfusable("queries and keys go through a LayerNorm; expected an RMSNorm")
+        return found
+
+    def shape(self, attention: nn.Module, window: int | None) -> AttendShape:
+        return AttendShape(self.scale, window, self.softcap, attention.sinks if self.sinks else None)
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What a decoder layer consists of, by the names of its children.
+
+    Attributes:
+        attention, mlp: the two sublayers.
+        before_attention, after_attention, before_mlp, after_mlp: norms of a sublayer's input and of its result, or None.
+        parallel: both sublayers read the layer's input; the MLP does so through `before_mlp`, or, without one, reads
+            what the attention reads.
+        scales: factors of the sublayers' results (Granite).
+        heads: what the attention consists of.
+        products: what the MLP consists of; None = something else, which runs as it is.
+    """
+
+    attention: str
+    mlp: str
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+    parallel: bool
+    scales: tuple[float, float]
+    heads: AttentionFacts
+    products: MLPFacts | None
 
 
 @dataclass
@@ -45,142 +122,60 @@ class Pass:
         """[R, D]: the input norm of a layer, or the final norm. Nothing may change a layer's output in place."""
         if self.made is not None and x_BMD is self.stream_BMD and self.made[0] is norm:
             return self.made[1]
-        return rms_norm(x_BMD.flatten(0, -2), norm)
+        return apply_norm(x_BMD.flatten(0, -2), norm)
 
 
 class PassHolder:
     """Holds the Pass of the running forward for the layers: transformers' top-level code cannot hand it to them."""
 
     current: Pass | None = None
-    #: whether rotary tables hold each angle once (gpt-oss) instead of twice; the first forward finds out
-    half_tables: bool | None = None
 
 
-def norm_weights(norm: nn.Module) -> NormWeights:
-    """Factor and eps of an RMSNorm module, found by running it on a vector of ones.
+class FusedAttention:
+    """Attention on the engine's buffers, up to its output projection, which the layer runs."""
 
-    Raises: Unfusable when the module is something else.
-    """
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if weight is None or eps is None or getattr(norm, "bias", None) is not None:
-        raise Unfusable(f"{type(norm).__name__} is no RMSNorm")
-    with torch.no_grad():
-        # the factor is the weight or 1 + the weight
-        shown = norm(torch.ones_like(weight)).float()
-        plain, shifted = weight.float(), weight.float() + 1
-        factor = min((plain, shifted), key=lambda guess: float((guess - shown).abs().max()))
-        if not torch.allclose(factor, shown, rtol=1e-2, atol=1e-2):
-            raise Unfusable(f"{type(norm).__name__} multiplies by neither its weight nor 1 + its weight")
-    return NormWeights(factor.contiguous(), float(eps))
+    def __init__(self, attention: nn.Module, facts: AttentionFacts, window: int | None):
+        self.qkv = Linear(*merged([attention.get_submodule(name) for name in facts.projections]))
+        self.out = Linear(*merged([attention.get_submodule(facts.out)]), residual=True)
+        self.rope = facts.rope(attention, self.qkv.weight_NK.device)
+        self.shape = facts.shape(attention, window)
+        #: row bucket → bytes of the output projection that attention prefetches while it leaves the memory idle
+        self.prefetch_bytes: dict[int, int] = {}
 
-
-def _merged(projections: list[nn.Module]) -> tuple[Tensor, Tensor | None]:
-    """The projections' rows in one matrix (and bias). The projections' own weights become views of it."""
-    for projection in projections:
-        if type(projection) is not nn.Linear:
-            raise Unfusable(f"a projection is {type(projection).__name__}, expected nn.Linear")
-    with_bias = [projection for projection in projections if projection.bias is not None]
-    if with_bias and len(with_bias) != len(projections):
-        raise Unfusable("some projections of a group have a bias and others none")
-
-    def merge(parameters: list[nn.Parameter]) -> Tensor:
-        sizes = [parameter.shape[0] for parameter in parameters]
-        whole = _as_one(parameters)
-        for parameter, part in zip(parameters, whole.split(sizes), strict=True):
-            parameter.data = part
-        return whole
-
-    weight = merge([projection.weight for projection in projections])
-    return weight, merge([projection.bias for projection in projections]) if with_bias else None
-
-
-def _as_one(parameters: list[nn.Parameter]) -> Tensor:
-    """The parameters end to end, without a copy where an earlier fusion has made them consecutive views."""
-    first = parameters[0].data
-    expected = first.data_ptr()
-    for parameter in parameters:
-        if parameter.data_ptr() != expected or not parameter.is_contiguous():
-            return torch.cat([parameter.data for parameter in parameters])
-        expected += parameter.numel() * parameter.element_size()
-    if len(parameters) == 1:
-        return first
-    rows = sum(parameter.shape[0] for parameter in parameters)
-    inside = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
-    if inside < rows * (first.numel() // first.shape[0]):
-        return torch.cat([parameter.data for parameter in parameters])
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-
-def _activation(module: nn.Module) -> str | None:
-    """Name of an MLP's activation, found by running it; None for one that the kernels do not know."""
-    act = getattr(module, "act_fn", None)
-    if act is None:
-        return None
-    probe = torch.linspace(-4, 4, 33)
-    with torch.no_grad():
-        shown = act(probe)
-    for name, known in ACTIVATIONS.items():
-        if torch.allclose(shown, known(probe), atol=1e-6):
-            return name
-    return None
-
-
-class FusedMLP(nn.Module):
-    """down(act(gate(x)) · up(x)). With `adds`, the last product also adds the residual."""
-
-    def __init__(self, mlp: nn.Module, activation: str, adds: bool):
-        super().__init__()
-        gate_up, bias = _merged([mlp.gate_proj, mlp.up_proj])
-        self.gate_up = Linear(gate_up, bias, activation)
-        self.down = Linear(*_merged([mlp.down_proj]), residual=adds)
-
-    def forward(self, x_RD: Tensor, residual_RD: Tensor | None) -> Tensor:
-        return self.down(self.gate_up(x_RD), residual_RD)
-
-    def with_norm(self, x_RD: Tensor, residual_RD: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """(the result of `forward`, its norm)."""
-        return self.down.with_norm(self.gate_up(x_RD), residual_RD, norm)
+    def __call__(self, x_RD: Tensor, tables: tuple[Tensor, Tensor], run: Pass, index: int) -> Tensor:
+        """Rows [R, D] → what each sees [R, h · d]. Args: tables: cos and sin, [B or 1, M, W]."""
+        visibility, keys, values = run.visibility, run.buffers.keys[index], run.buffers.values[index]
+        batch, count = visibility.position_BM.shape
+        cos_RW, sin_RW = (table.expand(batch, count, -1).reshape(batch * count, -1) for table in tables)
+        q_Rhd = rope_store(self.qkv(x_RD), cos_RW, sin_RW, self.rope, keys, values, visibility.write_BM)
+        rows = q_Rhd.shape[0]
+        prefetch = self.prefetch_bytes.get(row_bucket(rows), 0) if rows <= MAX_ROWS else 0
+        return attend(q_Rhd, keys, values, visibility, self.shape, Ahead(self.out.weight_NK, prefetch)).flatten(1)
 
 
 class FusedLayer(nn.Module):
-    """A pre-norm decoder layer: attention on the engine's buffers, an MLP, two or four RMSNorms."""
+    """A decoder layer as its facts say. It shares the weights of the layer that it is made of."""
 
-    def __init__(self, layer: nn.Module, index: int, holder: PassHolder, window: int | None):
+    def __init__(self, layer: nn.Module, facts: LayerFacts, index: int, holder: PassHolder, window: int | None):
         super().__init__()
-        self.index, self.holder = index, holder
-        attention = getattr(layer, "self_attn", None)
-        names = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
-        missing = [name for name in names if not hasattr(attention, name)]
-        if attention is None or missing:
-            raise Unfusable(f"attention of {type(layer).__name__} lacks {missing}")
-        self.qkv = Linear(*_merged([attention.q_proj, attention.k_proj, attention.v_proj]))
-        four = hasattr(layer, "pre_feedforward_layernorm")
-        self.out = Linear(*_merged([attention.o_proj]), residual=not four)
-        d = attention.head_dim
-        heads, kv_heads = attention.q_proj.out_features // d, attention.k_proj.out_features // d
-        q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        normed = q_norm is not None and k_norm is not None
-        self.rope = RopeStore(heads, kv_heads, d, (norm_weights(q_norm), norm_weights(k_norm)) if normed else None)
-        self.shape = AttendShape(
-            float(attention.scaling), window, getattr(attention, "attn_logit_softcapping", None),
-            getattr(attention, "sinks", None),
-        )  # fmt: skip
-        #: row bucket → bytes of the output projection that attention prefetches while it leaves the memory idle
-        self.prefetch_bytes: dict[int, int] = {}
-        self.input_norm = norm_weights(layer.input_layernorm)
-        #: the input norm of the next layer, or the final norm
+        # top-level code of transformers may ask a layer for its kind
+        plain = {name: value for name, value in vars(layer).items() if isinstance(value, (str, int, float))}
+        self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
+        self.index, self.holder, self.parallel = index, holder, facts.parallel
+        self.attention = FusedAttention(layer.get_submodule(facts.attention), facts.heads, window)
+        out_ND = self.attention.out.weight_NK
+        names = (facts.before_attention, facts.after_attention, facts.before_mlp, facts.after_mlp)
+        self.input_norm, after_attention, self.mlp_norm, after_mlp = (
+            None if name is None else norm_weights(layer.get_submodule(name), out_ND.shape[0], out_ND.device)
+            for name in names
+        )
+        self.endings = Ending(after_attention, facts.scales[0]), Ending(after_mlp, facts.scales[1])
+        #: the input norm of the next layer, or the final norm; None where the next layer has none
         self.next_norm: NormWeights | None = None
-        self.mlp_norm = norm_weights(layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm)
-        self.after_attention = norm_weights(layer.post_attention_layernorm) if four else None
-        self.after_mlp = norm_weights(layer.post_feedforward_layernorm) if four else None
-        mlp = layer.mlp
-        gated = all(type(getattr(mlp, name, None)) is nn.Linear for name in ("gate_proj", "up_proj", "down_proj"))
-        activation = _activation(mlp) if gated else None
-        self.mlp = FusedMLP(mlp, activation, not four) if activation is not None else fuse_experts(mlp)
+        self.mlp = make_mlp(layer.get_submodule(facts.mlp), facts.products)
 
     def linears(self) -> list[Linear]:
-        own = [self.qkv, self.out]
-        return [*own, self.mlp.gate_up, self.mlp.down] if isinstance(self.mlp, FusedMLP) else own
+        return [self.attention.qkv, self.attention.out, *self.mlp.linears()]
 
     def forward(
         self, hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
@@ -188,62 +183,33 @@ class FusedLayer(nn.Module):
         run = self.holder.current
         if run is None:
             raise RuntimeError("a fused layer runs only inside FusedModel.forward")
-        batch, count, width = hidden_states.shape
-        x_RD = hidden_states.reshape(-1, width)
-        if self.holder.half_tables is None:
-            first, second = position_embeddings[1].chunk(2, -1)
-            self.holder.half_tables = not torch.equal(first, second)
-        cos_RW, sin_RW = (self._table(table, batch, count) for table in position_embeddings)
-        keys, values = run.buffers.keys[self.index], run.buffers.values[self.index]
-        qkv_RC = self.qkv(run.norm(hidden_states, self.input_norm))
-        q_Rhd = rope_store(qkv_RC, cos_RW, sin_RW, self.rope, keys, values, run.visibility.write_BM)
-        context_RC = self.attend(q_Rhd, keys, values, run.visibility)
-        if self.after_attention is None:
-            x_RD, normed_RD = self.out.with_norm(context_RC, x_RD, self.mlp_norm)
+        x_RD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        read_RD = x_RD if self.input_norm is None else run.norm(hidden_states, self.input_norm)
+        context_RC = self.attention(read_RD, position_embeddings, run, self.index)
+        of_attention, of_mlp = self.endings
+        if self.parallel:
+            if self.mlp_norm is not None:
+                read_RD = apply_norm(x_RD, self.mlp_norm)
+            x_RD, _ = self.attention.out.end(context_RC, x_RD, of_attention, None)
         else:
-            x_RD = x_RD + rms_norm(self.out(context_RC), self.after_attention)
-            normed_RD = rms_norm(x_RD, self.mlp_norm)
-        if isinstance(self.mlp, FusedMLP) and self.after_mlp is None and self.next_norm is not None:
-            x_RD, next_RD = self.mlp.with_norm(normed_RD, x_RD, self.next_norm)
-            run.made = (self.next_norm, next_RD)
-        else:
-            x_RD, run.made = self._add(x_RD, normed_RD, batch), None
-        run.stream_BMD = x_RD.view(batch, count, width)
+            x_RD, normed_RD = self.attention.out.end(context_RC, x_RD, of_attention, self.mlp_norm)
+            read_RD = x_RD if normed_RD is None else normed_RD
+        x_RD, next_RD = self.mlp.end(read_RD, x_RD, of_mlp, self.next_norm)
+        run.made = None if self.next_norm is None or next_RD is None else (self.next_norm, next_RD)
+        run.stream_BMD = x_RD.view(hidden_states.shape)
         return run.stream_BMD
-
-    def attend(self, q_Rhd: Tensor, keys: Tensor, values: Tensor, visibility: Visibility) -> Tensor:
-        rows = q_Rhd.shape[0]
-        prefetch = self.prefetch_bytes.get(row_bucket(rows), 0) if rows <= MAX_ROWS else 0
-        return attend(q_Rhd, keys, values, visibility, self.shape, Ahead(self.out.weight_NK, prefetch)).flatten(1)
-
-    def _table(self, table: Tensor, batch: int, count: int) -> Tensor:
-        table_RW = table.expand(batch, count, -1).reshape(batch * count, -1)
-        return torch.cat((table_RW, table_RW), -1) if self.holder.half_tables else table_RW
-
-    def _add(self, x_RD: Tensor, normed_RD: Tensor, batch: int) -> Tensor:
-        if self.after_mlp is None:
-            return self._mlp(normed_RD, x_RD, batch)
-        return x_RD + rms_norm(self._mlp(normed_RD, None, batch), self.after_mlp)
-
-    def _mlp(self, x_RD: Tensor, residual_RD: Tensor | None, batch: int) -> Tensor:
-        if isinstance(self.mlp, FusedMLP):
-            return self.mlp(x_RD, residual_RD)
-        # a mixture of experts also returns its router's scores
-        result = self.mlp(x_RD.view(batch, -1, x_RD.shape[-1]))
-        y_RD = (result[0] if isinstance(result, tuple) else result).reshape(x_RD.shape)
-        return y_RD if residual_RD is None else residual_RD + y_RD
 
 
 class FusedNorm(nn.Module):
     """The final norm. It keeps its latest output, the feature of every row."""
 
-    def __init__(self, norm: nn.Module, holder: PassHolder):
+    def __init__(self, norm: nn.Module, width: int, holder: PassHolder, device: torch.device):
         super().__init__()
-        self.norm, self.holder, self.last = norm_weights(norm), holder, None
+        self.norm, self.holder, self.last = norm_weights(norm, width, device), holder, None
 
     def forward(self, x: Tensor) -> Tensor:
         run = self.holder.current
-        self.last = (rms_norm(x, self.norm) if run is None else run.norm(x, self.norm)).view_as(x)
+        self.last = (apply_norm(x, self.norm) if run is None else run.norm(x, self.norm)).view_as(x)
         return self.last
 
 
@@ -252,7 +218,7 @@ class FusedHead(nn.Module):
 
     def __init__(self, head: nn.Module):
         super().__init__()
-        self.linear = Linear(*_merged([head]))
+        self.linear = Linear(*merged([head]))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)

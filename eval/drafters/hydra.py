@@ -28,7 +28,7 @@ from headstart.eval.kernels.extend_input import extend_input
 from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.eval.kernels.line_up import line_up
 from headstart.eval.kernels.linear import Linear
-from headstart.eval.kernels.norm import rms_norm
+from headstart.eval.kernels.norm import apply_norm
 from headstart.eval.tree import StaticShape, Tree, chain, drafted_shape
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.hydra.head import HydraHead
@@ -132,7 +132,7 @@ class PrefixCache:
         self, hidden_BJD: Tensor, visibility: Visibility, last_B1: Tensor, count_B: Tensor, last_BD: Tensor
     ) -> Tensor:
         hidden_RD = hidden_BJD.to(self.dtype).flatten(0, 1)
-        x_RD, (keys,), (values,) = rms_norm(hidden_RD, self.input_norm), self.kv.keys, self.kv.values
+        x_RD, (keys,), (values,) = apply_norm(hidden_RD, self.input_norm), self.kv.keys, self.kv.values
         _, normed_BD = self.layer(x_RD, hidden_RD, visibility, keys, values, last_B1)
         return torch.where((count_B > 0)[:, None], normed_BD, last_BD)
 

@@ -24,8 +24,9 @@ from headstart.heads.targets.fetch import cache_folder
 
 #: files below eval/ whose code decides what is fastest
 SOURCES = (
-    "decoding/fused.py", "decoding/fused_layers.py", "kernels/attention.py", "kernels/launch.py", "kernels/linear.py",
-    "kernels/linear_kernels.py", "kernels/norm.py", "kernels/rope_store.py", "kernels/ways.py",
+    "decoding/fused.py", "decoding/fused_layers.py", "decoding/fused_mlp.py", "kernels/attention.py",
+    "kernels/launch.py", "kernels/linear.py", "kernels/linear_kernels.py", "kernels/norm.py", "kernels/rope_store.py",
+    "kernels/ways.py",
 )  # fmt: skip
 UNKEPT = "which kernels run fastest is not kept, and the next run measures again: {}"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.eval.kernels.launch import LINE_BYTES, launch, launch_options, triton
-from headstart.eval.kernels.norm import NormWeights, rms_norm
+from headstart.eval.kernels.norm import NormWeights, apply_norm, norm_eager
 from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.kernels.elementwise import gated_eager
 
@@ -31,6 +31,10 @@ MAX_ROWS = 64
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -57,18 +61,36 @@ class Tiles:
         return f"{self.outputs}×{'all' if self.whole else self.inputs} w{self.warps} s{self.stages}{more}"
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What becomes of a sublayer's result before it is added to the residual.
+
+    Attributes: norm: of the result (OLMo-2, Gemma 2), or None. scale: factor after the norm (Granite).
+    """
+
+    norm: NormWeights | None = None
+    scale: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        return self.norm is None and self.scale == 1.0
+
+
+PLAIN = Ending()
 #: how products run for which nothing has been chosen
 DEFAULT = Tiles(64, 128, 4, 4)
 
 
 @dataclass(eq=False)
 class Linear:
-    """One product and what is fused with it: act(x · W_gateᵀ) · (x · W_upᵀ), or x · Wᵀ + bias + residual.
+    """One product and what is fused with it: act(x · W_gateᵀ) · (x · W_upᵀ), act(x · Wᵀ), or x · Wᵀ; with bias and
+    residual.
 
     Attributes:
-        weight_NK: the matrix; with `activation` the rows of gate, then those of up (N twice the outputs).
+        weight_NK: the matrix; where it is `gated`, the rows of gate, then those of up (N twice the outputs).
         bias_N: or None.
         activation: None, or a key of ACTIVATIONS.
+        alone: with `activation`: there is no gate, the activation is of the product itself.
         residual: whether the model adds a residual, so that ways are timed with one and with the norm behind it.
         tiles: row bucket → Tiles, or None for cuBLAS. Without an entry DEFAULT runs, in float32 cuBLAS.
     """
@@ -78,15 +100,20 @@ class Linear:
     activation: str | None = None
     residual: bool = False
     tiles: dict[int, Tiles | None] = field(default_factory=dict)
+    alone: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return self.activation is not None and not self.alone
 
     @property
     def outputs(self) -> int:
-        return self.weight_NK.shape[0] // (2 if self.activation is not None else 1)
+        return self.weight_NK.shape[0] // (2 if self.gated else 1)
 
     @property
     def product(self) -> tuple[Any, ...]:
         """What the time of a product depends on: its sizes, and what is fused with it."""
-        return tuple(self.weight_NK.shape), self.activation, self.bias_N is not None, self.residual
+        return tuple(self.weight_NK.shape), self.activation, self.alone, self.bias_N is not None, self.residual
 
     def __call__(self, x_RK: Tensor, residual_RN: Tensor | None = None) -> Tensor:
         return linear_by(self._tiles(x_RK), x_RK, self, residual_RN)
@@ -99,8 +126,22 @@ class Linear:
         return self.tiles.get(row_bucket(rows), DEFAULT if on_matrix_units(x_RK.dtype) else None)
 
     def with_norm(self, x_RK: Tensor, residual_RN: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
-        """(the call's result, its RMSNorm). Where the product is split, the kernel that adds up makes the norm too."""
+        """(the call's result, its norm). Where the product is split, the kernel that adds up makes the norm too."""
         return with_norm(x_RK, self, residual_RN, norm, self._tiles(x_RK))
+
+    def end(
+        self, x_RK: Tensor, residual_RN: Tensor, ending: Ending, norm: NormWeights | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(residual + the product after its `ending`, its norm): the end of a sublayer, in two launches at most."""
+        if ending.plain and norm is not None:
+            return self.with_norm(x_RK, residual_RN, norm)
+        if ending.plain:
+            return self(x_RK, residual_RN), None
+        tiles = self._tiles(x_RK)
+        if tiles is not None and tiles.splits > 1:
+            found, normed = join_kernel(split_kernel(x_RK, self, tiles), self.bias_N, residual_RN, norm, ending)
+            return found, normed if norm is not None else None
+        return end_sublayer(linear_by(tiles, x_RK, self), residual_RN, ending, norm)
 
 
 def row_bucket(rows: int) -> int:
@@ -118,8 +159,8 @@ def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None
     """The product by cuBLAS, and the rest as tensor operations."""
     y_RN = F.linear(x_RK, linear.weight_NK, linear.bias_N)
     if linear.activation is not None:
-        gate, up = y_RN.chunk(2, -1)
-        y_RN = gated_eager(gate, up, ACTIVATIONS[linear.activation])
+        act = ACTIVATIONS[linear.activation]
+        y_RN = gated_eager(*y_RN.chunk(2, -1), act) if linear.gated else act(y_RN)
     return y_RN if residual_RN is None else residual_RN + y_RN
 
 
@@ -133,11 +174,11 @@ def linear_by(tiles: Tiles | None, x_RK: Tensor, linear: Linear, residual_RN: Te
 def with_norm(
     x_RK: Tensor, linear: Linear, residual_RN: Tensor, norm: NormWeights, tiles: Tiles | None
 ) -> tuple[Tensor, Tensor]:
-    """(as linear_by, its RMSNorm)."""
+    """(as linear_by, its norm)."""
     if tiles is not None and tiles.splits > 1:
         return join_kernel(split_kernel(x_RK, linear, tiles), linear.bias_N, residual_RN, norm)
     y_RN = linear_by(tiles, x_RK, linear, residual_RN)
-    return y_RN, rms_norm(y_RN, norm)
+    return y_RN, apply_norm(y_RN, norm)
 
 
 def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tiles: Tiles) -> Tensor:
@@ -151,7 +192,7 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
     # what is missing is not read: the output stands in its place
     bias, residual = (out_RN if extra is None else extra for extra in (bias_N, residual_RN))
     flags = {
-        "PAIRED": linear.activation is not None, "SILU": linear.activation == "silu", "BIAS": bias_N is not None,
+        "PAIRED": linear.gated, "ACT": linear.activation or "", "BIAS": bias_N is not None,
         "RESIDUAL": residual_RN is not None, **launch_options(x_RK.device),
     }  # fmt: skip
     if tiles.vector:
@@ -198,7 +239,10 @@ def whole_tiles(inputs: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a split product: float32 [splits, R, N], not yet added up; `dtype`: of the result."""
+    """The parts of a split product: [splits, R, N] in float32, not yet added up; `dtype`: of the result.
+
+    A product that is not split is its one part, in its own dtype.
+    """
 
     sums_SRN: Tensor
     dtype: torch.dtype
@@ -217,24 +261,56 @@ def split_kernel(x_RK: Tensor, linear: Linear, tiles: Tiles) -> Parts:
     x_RK = x_RK.contiguous()
     rows, outputs = x_RK.shape[0], linear.outputs
     sums_SRN = torch.empty((tiles.splits, rows, outputs), dtype=torch.float32, device=x_RK.device)
-    flags = {"PAIRED": False, "SILU": False, "BIAS": False, "RESIDUAL": False, **launch_options(x_RK.device)}
+    flags = {"PAIRED": False, "ACT": "", "BIAS": False, "RESIDUAL": False, **launch_options(x_RK.device)}
     _launch_product(x_RK, linear, tiles, sums_SRN, sums_SRN, sums_SRN, flags)
     return Parts(sums_SRN, x_RK.dtype)
 
 
+def end_eager(
+    y_RN: Tensor, residual_RN: Tensor, ending: Ending, norm: NormWeights | None
+) -> tuple[Tensor, Tensor | None]:
+    """(residual + y after its `ending`, the norm of that)."""
+    if ending.norm is not None:
+        y_RN = norm_eager(y_RN, ending.norm)
+    if ending.scale != 1.0:
+        y_RN = y_RN * ending.scale
+    x_RN = residual_RN + y_RN
+    return x_RN, None if norm is None else norm_eager(x_RN, norm)
+
+
+def end_sublayer(
+    y_RN: Tensor, residual_RN: Tensor, ending: Ending, norm: NormWeights | None
+) -> tuple[Tensor, Tensor | None]:
+    """As end_eager, in one launch on CUDA."""
+    if not wants_kernel(y_RN):
+        return end_eager(y_RN, residual_RN, ending, norm)
+    found, normed = join_kernel(Parts(y_RN.contiguous()[None], y_RN.dtype), None, residual_RN, norm, ending)
+    return found, normed if norm is not None else None
+
+
 def join_kernel(
-    parts: Parts, bias_N: Tensor | None, residual_RN: Tensor | None, norm: NormWeights | None
+    parts: Parts,
+    bias_N: Tensor | None,
+    residual_RN: Tensor | None,
+    norm: NormWeights | None,
+    ending: Ending = PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """(Σ parts + bias, rounded, + residual; its RMSNorm, or itself again without `norm`)."""
+    """(Σ parts + bias, rounded, after its `ending`, + residual; its norm, or itself again without `norm`)."""
     splits, rows, outputs = parts.sums_SRN.shape
     out_RN = torch.empty((rows, outputs), dtype=parts.dtype, device=parts.sums_SRN.device)
     normed_RN = torch.empty_like(out_RN) if norm is not None else out_RN
     block = triton.next_power_of_2(outputs)
-    bias, residual = (out_RN if extra is None else extra for extra in (bias_N, residual_RN))
+    none = NormWeights(out_RN, 0.0)
+    after, following = ending.norm or none, norm or none
+    bias, residual, after_bias, norm_bias = (
+        out_RN if extra is None else extra for extra in (bias_N, residual_RN, after.bias_D, following.bias_D)
+    )
     launch(add_parts, (rows,),
-        parts.sums_SRN, bias, residual, norm.factor_D if norm is not None else out_RN, out_RN, normed_RN, rows,
-        outputs, norm.eps if norm is not None else 0.0, BIAS=bias_N is not None, RESIDUAL=residual_RN is not None,
-        NORM=norm is not None, SPLITS=splits, BLOCK=block, num_warps=min(16, max(1, block // 256)),
-        **launch_options(out_RN.device),
+        parts.sums_SRN, bias, residual, after.factor_D, after_bias, following.factor_D, norm_bias, out_RN, normed_RN,
+        rows, outputs, after.eps, ending.scale, following.eps, BIAS=bias_N is not None,
+        RESIDUAL=residual_RN is not None, AFTER=ending.norm is not None, AFTER_BIAS=after.bias_D is not None,
+        AFTER_CENTRED=after.centred, SCALED=ending.scale != 1.0, NORM=norm is not None,
+        NORM_BIAS=following.bias_D is not None, CENTRED=following.centred, SPLITS=splits, BLOCK=block,
+        num_warps=min(16, max(1, block // 256)), **launch_options(out_RN.device),
     )  # fmt: skip
     return out_RN, normed_RN

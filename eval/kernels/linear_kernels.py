@@ -9,28 +9,41 @@ import triton
 import triton.language as tl
 
 from headstart.eval.kernels.launch import await_previous, prefetch
+from headstart.eval.kernels.norm import normalised
 
 
 @triton.jit
-def _gate(x, SILU: tl.constexpr):
-    """SiLU, or GELU in its tanh form."""
-    if SILU:
-        return x * tl.sigmoid(x)
-    return x * tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+def _activate(x, ACT: tl.constexpr):
+    """ACT: a key of linear.ACTIVATIONS."""
+    if ACT == "silu":
+        result = x * tl.sigmoid(x)
+    elif ACT == "gelu_tanh":
+        result = x * tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+    elif ACT == "gelu":
+        result = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_quick":
+        result = x * tl.sigmoid(1.702 * x)
+    elif ACT == "relu":
+        result = tl.maximum(x, 0.0)
+    else:  # relu2
+        result = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    return result
 
 
 @triton.jit
 def _finish(
     sums, ups, bias, added, out, place, weight_row, outputs, kept,
-    PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    PAIRED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """What comes after the product of a tile [outputs, rows], and the store. `added`: the residual's tile."""
     if BIAS:
         sums += tl.load(bias + weight_row).to(tl.float32)[:, None]
         if PAIRED:
             ups += tl.load(bias + outputs + weight_row).to(tl.float32)[:, None]
-    if PAIRED:
-        sums = _gate(sums, SILU) * ups
+    if ACT:
+        sums = _activate(sums, ACT)
+        if PAIRED:
+            sums *= ups
     if RESIDUAL:
         # the product is rounded before the sum, as a separate addition would find it
         sums = sums.to(out.dtype.element_ty).to(tl.float32)
@@ -41,7 +54,7 @@ def _finish(
 @triton.jit(do_not_specialize=["rows"])
 def tiled_product(
     x, weight, bias, residual, out, rows, outputs, inputs,
-    PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    PAIRED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
     LINE: tl.constexpr, OVERLAP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -99,13 +112,13 @@ def tiled_product(
             ups = tl.dot(tile, part, ups, input_precision="ieee")
     if SPLITS > 1:
         place += tl.program_id(1) * rows * outputs
-    _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL)
+    _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, ACT, BIAS, RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def whole_product(
     x, weight, bias, residual, out, rows, outputs, inputs, length,
-    PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BR: tl.constexpr,
+    PAIRED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BR: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN outputs of all rows from `length` inputs: a tile of BK and, where BL > 0, one that holds the rest.
@@ -161,46 +174,62 @@ def whole_product(
             ups = tl.dot(up_tail, last, ups, input_precision="ieee")
     if SPLITS > 1:
         place += tl.program_id(1) * rows * outputs
-    _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, SILU, BIAS, RESIDUAL)
+    _finish(sums, ups, bias, added, out, place, weight_row, outputs, kept, PAIRED, ACT, BIAS, RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_parts(
-    sums, bias, residual, factor, out, normed, rows, outputs, eps,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    sums, bias, residual, after_factor, after_bias, factor, norm_bias, out, normed, rows, outputs, after_eps, share, eps,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AFTER: tl.constexpr, AFTER_BIAS: tl.constexpr,
+    AFTER_CENTRED: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row: add up the parts and what comes after them."""
+    """One row: add up the parts and what comes after them: a norm of its own (AFTER), a factor (SCALED), the residual,
+    and the next norm (NORM)."""
     row = tl.program_id(0)
     channel = tl.arange(0, BLOCK)
     inside = channel < outputs
     if BIAS:
         shift = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    after_by = 0.0
+    after_shift = 0.0
+    if AFTER:
+        after_by = tl.load(after_factor + channel, mask=inside, other=0.0)
+        if AFTER_BIAS:
+            after_shift = tl.load(after_bias + channel, mask=inside, other=0.0)
+    by = 0.0
+    norm_shift = 0.0
     if NORM:
         by = tl.load(factor + channel, mask=inside, other=0.0)
+        if NORM_BIAS:
+            norm_shift = tl.load(norm_bias + channel, mask=inside, other=0.0)
     await_previous(OVERLAP)
     if RESIDUAL:
         added = tl.load(residual + row * outputs + channel, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
-        total += tl.load(sums + (split * rows + row) * outputs + channel, mask=inside, other=0.0)
+        total += tl.load(sums + (split * rows + row) * outputs + channel, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         total += shift
+    # rounded where separate operations would round
+    if AFTER:
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        total = normalised(total, after_by, after_shift, inside, outputs, after_eps, AFTER_CENTRED, AFTER_BIAS)
+    if SCALED:
+        total = total.to(out.dtype.element_ty).to(tl.float32) * share
     if RESIDUAL:
-        # rounded before the sum, as a separate addition would find it
         total = total.to(out.dtype.element_ty).to(tl.float32) + added
     rounded = total.to(out.dtype.element_ty)
     tl.store(out + row * outputs + channel, rounded, mask=inside)
     if NORM:
-        value = rounded.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(value * value, 0) / outputs + eps)
-        tl.store(normed + row * outputs + channel, (value * scale * by).to(normed.dtype.element_ty), mask=inside)
+        result = normalised(rounded.to(tl.float32), by, norm_shift, inside, outputs, eps, CENTRED, NORM_BIAS)
+        tl.store(normed + row * outputs + channel, result.to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def vector_product(
     x, weight, bias, residual, out, outputs, inputs,
-    PAIRED: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    PAIRED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row: sums are kept per input channel of a tile and added up once at the end."""
@@ -246,11 +275,13 @@ def vector_product(
     result = tl.sum(sums, 1)
     if BIAS:
         result += tl.load(bias + weight_row).to(tl.float32)
+    if ACT:
+        result = _activate(result, ACT)
     if PAIRED:
         up = tl.sum(ups, 1)
         if BIAS:
             up += tl.load(bias + outputs + weight_row).to(tl.float32)
-        result = _gate(result, SILU) * up
+        result *= up
     if RESIDUAL:
         result = result.to(out.dtype.element_ty).to(tl.float32) + added
     tl.store(out + output, result.to(out.dtype.element_ty), mask=kept)

@@ -27,13 +27,73 @@ class RopeStore:
 
     Attributes:
         heads, kv_heads, head_dim: of the layer.
-        norms: RMSNorms of q and of k over each head's channels, before rotation; None where the layer has none.
+        norms: RMSNorms of q and of k; None where the layer has none. Each is over a head's channels, or over those of
+            all heads (OLMo-2), as its factor is long.
+        norm_last: the norms come after rotation (HunYuan).
+        turn: which channels turn together: "halves": c and c + W/2; "pairs": 2c and 2c + 1 (Cohere, GLM); "none": the
+            layer has no rotary embedding.
+        by_angle: angle n of a head is entry n of a table (gpt-oss, GLM). False: entry c belongs to channel c.
+        rotary: W, the channels of a head that turn, from the first on; None: as many as a table has entries.
+        grouped: a row holds, per kv head, its queries, key and value (GPT-NeoX). False: all q, then all k, then all v.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     norms: tuple[NormWeights, NormWeights] | None = None
+    norm_last: bool = False
+    turn: str = "halves"
+    by_angle: bool = False
+    rotary: int | None = None
+    grouped: bool = False
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether a norm is over the channels of all heads together."""
+        return self.norms is not None and self.norms[0].factor_D.numel() != self.head_dim
+
+    def turned(self, table_width: int) -> int:
+        """W of tables of so many entries."""
+        if self.turn == "none":
+            return 0
+        return table_width if self.rotary is None else self.rotary
+
+
+def split_heads(qkv_RC: Tensor, shape: RopeStore) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [R, h, d], keys and values [R, g, d] of the rows."""
+    h, g, d = shape.heads, shape.kv_heads, shape.head_dim
+    if not shape.grouped:
+        q, k, v = (part.unflatten(-1, (-1, d)) for part in qkv_RC.split([h * d, g * d, g * d], -1))
+        return q, k, v
+    groups_RgAd = qkv_RC.unflatten(-1, (g, h // g + 2, d))
+    return groups_RgAd[:, :, :-2].flatten(1, 2), groups_RgAd[:, :, -2], groups_RgAd[:, :, -1]
+
+
+def turn_eager(x_Rnd: Tensor, cos_RT: Tensor, sin_RT: Tensor, shape: RopeStore) -> Tensor:
+    """Rotate the first channels of every head by the rows' table entries."""
+    width = shape.turned(cos_RT.shape[-1])
+    if not width:
+        return x_Rnd
+    if shape.by_angle:
+        channel = torch.arange(width, device=x_Rnd.device)
+        entry = channel // 2 if shape.turn == "pairs" else channel % (width // 2)
+        cos_RT, sin_RT = cos_RT[:, entry], sin_RT[:, entry]
+    if shape.turn == "halves":
+        return rotate_eager(x_Rnd, cos_RT, sin_RT)
+    cos, sin = (table[:, None].to(x_Rnd.dtype) for table in (cos_RT, sin_RT))
+    turned, kept = x_Rnd[..., :width], x_Rnd[..., width:]
+    partner = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    return torch.cat((turned * cos + partner * sin, kept), -1)
+
+
+def _normed(q: Tensor, k: Tensor, shape: RopeStore) -> tuple[Tensor, Tensor]:
+    """Queries and keys [R, n, d] after their norms."""
+    if shape.norms is None:
+        return q, k
+    if shape.norms_all_heads:
+        q_RC, k_RC = norm_eager(q.flatten(1), shape.norms[0]), norm_eager(k.flatten(1), shape.norms[1])
+        return q_RC.view(q.shape), k_RC.view(k.shape)
+    return norm_eager(q, shape.norms[0]), norm_eager(k, shape.norms[1])
 
 
 def rope_store_eager(
@@ -49,20 +109,21 @@ def rope_store_eager(
     """Norm and rotate queries and keys, write keys and values into their buffers.
 
     Args:
-        qkv_RC: rows of cat(q, k, v), C = (h + 2g) · d.
-        cos_RW, sin_RW: rotary tables of the rows (half-split layout; the first W channels turn). With `position_BM`
-            they are [T, W], of all positions: each row takes its own, padding (negative) the first.
+        qkv_RC: rows of q, k, v as `shape.grouped` says, C = (h + 2g) · d.
+        cos_RW, sin_RW: rotary tables of the rows, read as `shape` says. With `position_BM` they are [T, W], of all
+            positions: each row takes its own, padding (negative) the first.
         keys, values: [B, g, S, d], written at slots `write_BM`.
     Returns: queries [R, h, d].
     """
     if position_BM is not None:
         at_R = position_BM.clamp(min=0).flatten()
         cos_RW, sin_RW = cos_RW[at_R], sin_RW[at_R]
-    h, g, d = shape.heads, shape.kv_heads, shape.head_dim
-    q, k, v = (part.unflatten(-1, (-1, d)) for part in qkv_RC.split([h * d, g * d, g * d], -1))
-    if shape.norms is not None:
-        q, k = norm_eager(q, shape.norms[0]), norm_eager(k, shape.norms[1])
-    q, k = rotate_eager(q, cos_RW, sin_RW), rotate_eager(k, cos_RW, sin_RW)
+    q, k, v = split_heads(qkv_RC, shape)
+    if not shape.norm_last:
+        q, k = _normed(q, k, shape)
+    q, k = turn_eager(q, cos_RW, sin_RW, shape), turn_eager(k, cos_RW, sin_RW, shape)
+    if shape.norm_last:
+        q, k = _normed(q, k, shape)
     batch = torch.arange(write_BM.shape[0], device=write_BM.device)[:, None]
     keys[batch, :, write_BM] = k.unflatten(0, write_BM.shape)
     values[batch, :, write_BM] = v.unflatten(0, write_BM.shape)
@@ -95,6 +156,9 @@ def rope_store_kernel(
     position_BM: Tensor | None = None,
 ) -> Tensor:
     rows, h, g, d = qkv_RC.shape[0], shape.heads, shape.kv_heads, shape.head_dim
+    all_heads = shape.norms_all_heads
+    if all_heads and (shape.grouped or shape.norm_last):
+        raise ValueError("a norm over all heads comes before rotation, and its rows hold all q, then all k, then all v")
     q_Rhd = qkv_RC.new_empty((rows, h, d))
     # without norms the kernel gets factors that it does not read
     q_norm, k_norm = shape.norms or (NormWeights(qkv_RC, 0.0),) * 2
@@ -102,8 +166,10 @@ def rope_store_kernel(
     launch(_rope_store_kernel, (rows, triton.cdiv(h + 2 * g, HEADS_PER_PROGRAM)),
         qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_norm.factor_D, k_norm.factor_D, q_Rhd, keys, values,
         write_BM.contiguous(), at.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1),
-        keys.stride(2), cos_RW.shape[-1] // 2, q_norm.eps, k_norm.eps, H=h, G=g, D=d, HB=HEADS_PER_PROGRAM,
-        BLOCK=triton.next_power_of_2(d), NORM=shape.norms is not None, TABLE=position_BM is not None,
+        keys.stride(2), shape.turned(cos_RW.shape[-1]) // 2, cos_RW.shape[-1], q_norm.eps, k_norm.eps,
+        H=h, G=g, D=d, HB=HEADS_PER_PROGRAM, BLOCK=triton.next_power_of_2(d), NORM=shape.norms is not None,
+        TABLE=position_BM is not None, NORM_LAST=shape.norm_last, ALL=triton.next_power_of_2(h * d) if all_heads else 0,
+        PAIRS=shape.turn == "pairs", BY_ANGLE=shape.by_angle, GROUPED=shape.grouped,
         num_warps=HEADS_PER_PROGRAM, **launch_options(qkv_RC.device),
     )  # fmt: skip
     return q_Rhd
@@ -114,44 +180,87 @@ if triton is not None:
     @triton.jit(do_not_specialize=["tokens"])
     def _rope_store_kernel(
         qkv, cos, sin, q_factor, k_factor, q_out, keys, values, write, position,
-        tokens, stride_row, stride_b, stride_g, stride_s, half, q_eps, k_eps,
+        tokens, stride_row, stride_b, stride_g, stride_s, half, entries, q_eps, k_eps,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-        TABLE: tl.constexpr, OVERLAP: tl.constexpr,
+        TABLE: tl.constexpr, NORM_LAST: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr, BY_ANGLE: tl.constexpr,
+        GROUPED: tl.constexpr, OVERLAP: tl.constexpr,
     ):  # fmt: skip
-        """HB heads of one row: heads 0 … H-1 are queries, then G keys, then G values."""
+        """HB heads of one row: heads 0 … H-1 are queries, then G keys, then G values.
+
+        ALL > 0: the norms are over all heads; every program then reads the whole row.
+        """
         row = tl.program_id(0).to(tl.int64)
         head = (tl.program_id(1) * HB + tl.arange(0, HB))[:, None]
         channel = tl.arange(0, BLOCK)[None, :]
-        low = channel < half
-        partner = tl.where(low, channel + half, channel - half)
+        if PAIRS:
+            low = channel % 2 == 0
+            partner = channel ^ 1
+        else:
+            low = channel < half
+            partner = tl.where(low, channel + half, channel - half)
         inside = (channel < D) & (head < H + 2 * G)
         turned = channel < 2 * half
         if NORM:
             kept = inside & (head < H + G)
-            own_factor = tl.load(q_factor + channel, mask=kept & (head < H), other=0.0) + tl.load(
-                k_factor + channel, mask=kept & (head >= H), other=0.0
+            q_first = 0
+            k_first = 0
+            if ALL:
+                q_first = head * D
+                k_first = (head - H) * D
+            own_factor = tl.load(q_factor + q_first + channel, mask=kept & (head < H), other=0.0) + tl.load(
+                k_factor + k_first + channel, mask=kept & (head >= H), other=0.0
             )
-            other_factor = tl.load(q_factor + partner, mask=kept & turned & (head < H), other=0.0) + tl.load(
-                k_factor + partner, mask=kept & turned & (head >= H), other=0.0
-            )
+            if not NORM_LAST:
+                other_factor = tl.load(
+                    q_factor + q_first + partner, mask=kept & turned & (head < H), other=0.0
+                ) + tl.load(k_factor + k_first + partner, mask=kept & turned & (head >= H), other=0.0)
         await_previous(OVERLAP)
         batch = row // tokens
         slot = tl.load(write + row)
-        source = qkv + row * stride_row + head * D
+        place_in_row = head
+        if GROUPED:
+            A: tl.constexpr = H // G
+            of_key = head - H
+            of_value = head - H - G
+            place_in_row = tl.where(
+                head < H,
+                head // A * (A + 2) + head % A,
+                tl.where(head < H + G, of_key * (A + 2) + A, of_value * (A + 2) + A + 1),
+            )
+        source = qkv + row * stride_row + place_in_row * D
         own = tl.load(source + channel, mask=inside, other=0.0)
         other = tl.load(source + partner, mask=inside & turned, other=0.0).to(tl.float32)
         angle = row
         if TABLE:
             angle = tl.maximum(tl.load(position + row), 0)
-        c = tl.load(cos + angle * 2 * half + channel, mask=turned, other=1.0).to(tl.float32)
-        s = tl.load(sin + angle * 2 * half + channel, mask=turned, other=0.0).to(tl.float32)
+        entry = channel
+        if BY_ANGLE:
+            if PAIRS:
+                entry = channel // 2
+            else:
+                entry = tl.where(low, channel, channel - half)
+        c = tl.load(cos + angle * entries + entry, mask=turned, other=1.0).to(tl.float32)
+        s = tl.load(sin + angle * entries + entry, mask=turned, other=0.0).to(tl.float32)
         value = own.to(tl.float32)
-        if NORM:
-            scale = tl.rsqrt(tl.sum(value * value, 1)[:, None] / D + tl.where(head < H, q_eps, k_eps))
+        if NORM and not NORM_LAST:
+            if ALL:
+                all_channels = tl.arange(0, ALL)
+                whole = qkv + row * stride_row + all_channels
+                q_all = tl.load(whole, mask=all_channels < H * D, other=0.0).to(tl.float32)
+                k_all = tl.load(whole + H * D, mask=all_channels < G * D, other=0.0).to(tl.float32)
+                q_scale = tl.rsqrt(tl.sum(q_all * q_all, 0) / (H * D) + q_eps)
+                k_scale = tl.rsqrt(tl.sum(k_all * k_all, 0) / (G * D) + k_eps)
+                scale = tl.where(head < H, q_scale, k_scale)
+            else:
+                scale = tl.rsqrt(tl.sum(value * value, 1)[:, None] / D + tl.where(head < H, q_eps, k_eps))
             # as the eager twin: the norm's result is rounded before it turns
             value = (value * scale * own_factor).to(qkv.dtype.element_ty).to(tl.float32)
             other = (other * scale * other_factor).to(qkv.dtype.element_ty).to(tl.float32)
         rotated = tl.where(turned, value * c + tl.where(low, -other, other) * s, value).to(q_out.dtype.element_ty)
+        if NORM and NORM_LAST:
+            value = rotated.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(value * value, 1)[:, None] / D + tl.where(head < H, q_eps, k_eps))
+            rotated = (value * scale * own_factor).to(q_out.dtype.element_ty)
         tl.store(q_out + (row * H + head) * D + channel, rotated, mask=inside & (head < H))
         place = batch * stride_b + slot * stride_s + channel
         is_key = inside & (head >= H) & (head < H + G)

@@ -25,7 +25,7 @@ from headstart.eval.kernels.linear import (
     whole_tiles,
     with_norm,
 )
-from headstart.eval.kernels.norm import NormWeights, rms_norm
+from headstart.eval.kernels.norm import NormWeights, apply_norm
 from headstart.heads.kernels.device import wants_kernel
 
 #: what is tried for every product, best guesses first
@@ -82,9 +82,11 @@ class Measured:
             linear.tiles[row_bucket(rows)] = tiles
 
     def name(self) -> str:
-        """The sizes and the activation: `N×K` or `N×K silu`."""
-        (outputs, inputs), activation = self.linears[0].weight_NK.shape, self.linears[0].activation
-        return f"{outputs}×{inputs}" + (f" {activation}" if activation else "")
+        """The sizes and the activation: `N×K`, `N×K silu`, or without a gate `N×K gelu alone`."""
+        linear = self.linears[0]
+        outputs, inputs = linear.weight_NK.shape
+        activation = f" {linear.activation}" + " alone" * linear.alone if linear.activation else ""
+        return f"{outputs}×{inputs}{activation}"
 
 
 def choose_ways(linears: list[Linear], rows: int) -> list[Measured]:
@@ -169,7 +171,7 @@ def _fits(tiles: Tiles, linear: Linear, rows: int) -> bool:
     if tiles.splits > 1 and not (_splits(linear) and splittable(linear, tiles)):
         return False
     first, rest = whole_tiles(linear.weight_NK.shape[1] // tiles.splits)
-    outputs = tiles.outputs * (1 if linear.activation is None else 2)
+    outputs = tiles.outputs * (2 if linear.gated else 1)
     return first >= 16 and (first + rest) * (outputs + max(16, row_bucket(rows))) <= WHOLE_ELEMENTS
 
 
@@ -204,6 +206,6 @@ def runs(members: list[Linear], rows: int) -> Iterator[tuple[Tiles | None, Calla
                 if linear.residual:
                     with_norm(x_RK, linear, residual_RN, norm, tiles)
                 else:
-                    linear_by(tiles, rms_norm(x_RK, norm), linear)
+                    linear_by(tiles, apply_norm(x_RK, norm), linear)
 
         yield tiles, run

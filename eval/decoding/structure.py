@@ -188,7 +188,10 @@ def watch(model: Any, tokens: int) -> tuple[list[Given], int, str]:
         vocabulary = model.get_input_embeddings().weight.shape[0]
         noise = torch.Generator().manual_seed(0)
         ids = torch.randint(0, vocabulary, (1, tokens), generator=noise).to(model.device)
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        # as late as positions go: some architectures scale the queries of late positions
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
+        position_1T = max(positions - tokens, 0) + torch.arange(tokens, device=ids.device)[None]
+        model(input_ids=ids, position_ids=position_1T, use_cache=False, logits_to_keep=1)
     if len(given) != len(layers):
         raise Unfusable(f"{len(given)} of {len(layers)} layers ran in a forward")
     if len(final) != 1:

@@ -7,7 +7,10 @@ import torch
 from eval_help import KERNEL_DTYPES, close, needs_kernels, random
 
 from headstart.eval.kernels.linear import (
+    PLAIN,
+    Ending,
     Linear,
+    Parts,
     Tiles,
     join_kernel,
     linear_eager,
@@ -37,6 +40,67 @@ def test_linear(rows: int, activation: str, bias: bool, dtype: torch.dtype) -> N
         close(linear_kernel(x, linear, added, Tiles(32, 0, 4, 1, whole=True)), expected)
         if rows == 1:
             close(linear_kernel(x, linear, added, Tiles(8, 32, 4, 1, vector=True)), expected)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_quick", "relu", "relu2"])
+def test_other_activations(activation: str, alone: bool, rows: int, dtype: torch.dtype) -> None:
+    """With and without a gate."""
+    inputs, outputs = 72, 50
+    weight = random(outputs * (1 if alone else 2), inputs, dtype=dtype) / inputs**0.5
+    linear = Linear(weight, random(weight.shape[0], dtype=dtype, seed=1), activation, alone=alone)
+    assert linear.outputs == outputs
+    x = random(rows, inputs, dtype=dtype, seed=2)
+    expected = linear_eager(x, linear)
+    close(linear_kernel(x, linear, None, Tiles(32, 32, 4, 2)), expected)
+    close(linear_kernel(x, linear, None, Tiles(32, 0, 4, 1, whole=True)), expected)
+    if rows == 1:
+        close(linear_kernel(x, linear, None, Tiles(8, 32, 4, 1, vector=True)), expected)
+
+
+ENDINGS = {
+    "norm": (Ending(NormWeights(random(50, seed=4), 1e-5)), NormWeights(random(50, seed=5), 1e-5)),
+    "scale": (Ending(scale=0.3), NormWeights(random(50, seed=5), 1e-5)),
+    "norm alone": (Ending(NormWeights(random(50, seed=4), 1e-5)), None),
+    "layer norms": (
+        Ending(NormWeights(random(50, seed=4), 0.1, random(50, seed=6), True), 0.5),
+        NormWeights(random(50, seed=5), 0.1, random(50, seed=7), True),
+    ),
+    "plain": (PLAIN, NormWeights(random(50, seed=5), 0.1, None, True)),
+    "nothing": (PLAIN, None),
+}
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_a_sublayer(ending: str, splits: int, dtype: torch.dtype) -> None:
+    """What comes after the product: a norm or a factor, the residual, the next norm; against separate steps."""
+    after, norm = ENDINGS[ending]
+    weight, bias = random(50, 96, dtype=dtype) / 96**0.5, random(50, dtype=dtype, seed=1)
+    linear, tiles = Linear(weight, bias), Tiles(32, 32, 4, 2, splits=splits)
+    x, residual = random(20, 96, dtype=dtype, seed=2), random(20, 50, dtype=dtype, seed=3)
+    y = torch.nn.functional.linear(x, weight, bias)
+    if after.norm is not None:
+        y = norm_eager(y, after.norm)
+    expected = residual + y * after.scale
+    if splits > 1:
+        parts = split_kernel(x, linear, tiles)
+        found, normed = join_kernel(parts, bias, residual, norm, after)
+    else:
+        product = linear_kernel(x, linear, None, tiles)
+        found, normed = join_kernel(Parts(product[None], product.dtype), None, residual, norm, after)
+    close(found, expected)
+    if norm is not None:
+        close(normed, norm_eager(expected, norm))
+    # as layers call it; on a CPU this is the eager twin
+    whole, of_whole = linear.end(x, residual, after, norm)
+    close(whole, expected)
+    assert (of_whole is None) == (norm is None)
+    if norm is not None:
+        close(of_whole, norm_eager(expected, norm))
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eval_help import DEVICE, KERNEL_DTYPES, close, needs_kernels, random
+from eval_help import DEVICE, KERNEL_DTYPES, KERNELS_RUN, close, needs_kernels, random
 
 from headstart.eval.kernels.norm import NormWeights
 from headstart.eval.kernels.rope_store import RopeStore, rope_store_eager, rope_store_kernel
 
 pytest.importorskip("triton")
-pytestmark = needs_kernels
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3), (3, 1)])
 @pytest.mark.parametrize(("width", "rotary", "norm"), [(16, 16, False), (24, 8, True), (64, 64, True)])
@@ -34,6 +34,7 @@ def test_rope_store(width: int, rotary: int, norm: bool, heads: int, kv_heads: i
     assert all((whole[:, [0, -1]] == 7).all() for whole in wholes)
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_rope_store_by_position(dtype: torch.dtype) -> None:
     """Every row takes its own angles from the table of all positions; padding the first."""
@@ -51,12 +52,102 @@ def test_rope_store_by_position(dtype: torch.dtype) -> None:
     close(found[0], rope_keys(qkv, cos[rows], sin[rows], shape, write))
 
 
+#: what the layers of architectures do otherwise than Llama's
+FORMS = {
+    "pairs": {"turn": "pairs"},
+    "pairs by angle": {"turn": "pairs", "by_angle": True},
+    "pairs by angle, partial": {"turn": "pairs", "by_angle": True, "rotary": 8},
+    "halves by angle": {"by_angle": True, "rotary": 16},
+    "none": {"turn": "none"},
+    "grouped": {"grouped": True},
+    "norm last": {"norm_last": True},
+    "norms over all heads": {},
+}
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms(form: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    d, write = 16, torch.tensor([[0, 3, 8], [1, 2, 5]], device=DEVICE)
+    wide = form == "norms over all heads"
+    normed = wide or form == "norm last"
+    widths = (heads * d, kv_heads * d) if wide else (d, d)
+    q_norm, k_norm = (
+        NormWeights(random(width, seed=n).abs() + 0.5, eps) for n, width, eps in zip((1, 2), widths, (1e-5, 0.5))
+    )
+    shape = RopeStore(heads, kv_heads, d, (q_norm, k_norm) if normed else None, **FORMS[form])
+    qkv = random(6, (heads + 2 * kv_heads) * d, dtype=dtype)
+    # halves by angle: tables hold each angle once; partial: half of a table's entries count
+    entries = 8 if form in ("halves by angle", "pairs by angle, partial") else 16
+    cos, sin = (random(6, entries, dtype=dtype, seed=n) for n in (3, 4))
+    found = [torch.zeros(2, kv_heads, 9, d, dtype=dtype, device=DEVICE) for _ in range(2)]
+    expected = [torch.zeros_like(part) for part in found]
+    queries = rope_store_eager(qkv, cos, sin, shape, *expected, write)
+    if KERNELS_RUN:
+        close(rope_store_kernel(qkv, cos, sin, shape, *found, write), queries)
+        close(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+    if dtype == torch.float32:
+        naive = naive_rows(qkv.cpu(), cos.cpu(), sin.cpu(), shape)
+        at = [(b, int(slot)) for b in range(2) for slot in write[b]]
+        close(queries.cpu(), naive[0])
+        close(torch.stack([expected[0][b, :, slot] for b, slot in at]).cpu(), naive[1])
+        close(torch.stack([expected[1][b, :, slot] for b, slot in at]).cpu(), naive[2])
+
+
+def naive_rows(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: RopeStore
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys, values [R, n, d], one number at a time."""
+    h, g, d = shape.heads, shape.kv_heads, shape.head_dim
+    made = []
+    for row in range(qkv.shape[0]):
+        pieces = qkv[row].view(-1, d)
+        if shape.grouped:
+            per = h // g + 2
+            q = [pieces[j * per + i] for j in range(g) for i in range(h // g)]
+            k, v = ([pieces[j * per + h // g + i] for j in range(g)] for i in (0, 1))
+        else:
+            q, k, v = list(pieces[:h]), list(pieces[h : h + g]), list(pieces[h + g :])
+        turned = []
+        for part, norm in zip((q, k), shape.norms or (None, None)):
+            if norm is not None and norm.factor_D.numel() != d:
+                part = list(naive_norm(torch.cat(part), norm).view(-1, d))
+            elif norm is not None and not shape.norm_last:
+                part = [naive_norm(head, norm) for head in part]
+            part = [naive_turn(head, cos[row], sin[row], shape) for head in part]
+            if norm is not None and shape.norm_last:
+                part = [naive_norm(head, norm) for head in part]
+            turned.append(torch.stack(part))
+        made.append((*turned, torch.stack(v)))
+    q, k, v = (torch.stack(part) for part in zip(*made))
+    return q, k, v
+
+
+def naive_norm(x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
+    return x / (x.square().mean() + norm.eps).sqrt() * norm.factor_D.cpu()
+
+
+def naive_turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: RopeStore) -> torch.Tensor:
+    """Angle n turns the plane of channels 2n and 2n + 1, or of n and n + W/2."""
+    y = x.clone()
+    width = 0 if shape.turn == "none" else shape.rotary or len(cos)
+    for n in range(width // 2):
+        a, b = (2 * n, 2 * n + 1) if shape.turn == "pairs" else (n, n + width // 2)
+        at_a, at_b = (n, n) if shape.by_angle else (a, b)
+        y[a] = x[a] * cos[at_a] - x[b] * sin[at_a]
+        y[b] = x[b] * cos[at_b] + x[a] * sin[at_b]
+    return y
+
+
 def rope_keys(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: RopeStore, write: torch.Tensor):
     keys, values = (torch.zeros(2, 2, 9, 16, dtype=qkv.dtype, device=DEVICE) for _ in range(2))
     rope_store_eager(qkv, cos, sin, shape, keys, values, write)
     return keys
 
 
+@needs_kernels
 def test_rope_store_at_slots_that_rows_share() -> None:
     """One row of slots expanded over the batch: a row's slots lie beyond the tensor's memory."""
     width, batch, tokens = 16, 2, 12

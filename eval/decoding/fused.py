@@ -2,7 +2,7 @@
 
 Only the layers, the final norm, the output matrix and plain embeddings are replaced (fused_layers.py). transformers'
 own code runs the rest: rotary tables, soft-caps, scales. What the layers consist of is found by watching them, and each
-fused layer is compared with its original in float32 (structure.py). Then the model's hidden states and logits are
+fused layer is compared with its original in float32 (proof.py). Then the model's hidden states and logits are
 compared with the original's on random tokens. A model where something differs is refused. All parameters are shared
 with the original.
 Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, k streams, V vocabulary.
@@ -30,7 +30,7 @@ from headstart.eval.decoding.fused_layers import (
     PassHolder,
     Unfusable,
 )
-from headstart.eval.decoding.structure import find_layers
+from headstart.eval.decoding.proof import find_layers
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.choices import Choices, compile_ways, decide_ways
 from headstart.eval.kernels.launch import compile_ahead, compiling, graph_time, wait_compiled

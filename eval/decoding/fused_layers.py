@@ -1,7 +1,7 @@
 """Modules of a transformers decoder that run fused kernels on the engine's own KV buffers.
 
-structure.py finds what a layer consists of, and proves it. The fused layer shares the parameters: the weights of q, k, v
-become views of one matrix, as do gate and up.
+structure.py finds what a layer consists of, and proof.py proves it. The fused layer shares the parameters: the weights
+of q, k, v become views of one matrix, as do gate and up.
 Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, h query heads, g kv heads, d head dim.
 """
 
@@ -84,7 +84,7 @@ class LayerFacts:
 
     Attributes:
         attention, mlp: the two sublayers.
-        before_attention, after_attention, before_mlp, after_mlp: norms of a sublayer's input and of its result, or None.
+        before_attention, after_attention, before_mlp, after_mlp: norms of a sublayer's input and result, or None.
         parallel: both sublayers read the layer's input; the MLP does so through `before_mlp`, or, without one, reads
             what the attention reads.
         scales: factors of the sublayers' results (Granite).

@@ -1,243 +1,32 @@
-"""Finds what a decoder layer of transformers consists of, and proves that its fused form computes the same.
+"""Finds what a decoder layer of transformers consists of.
 
 A float32 copy of the layer runs on random rows, with hooks on its parts: what each is fed and gives tells where the
-norms stand, what the MLP reads, and which factors the results get. Rotary embeddings are tried: the form whose attention
-equals the module's is taken. In the end the fused form of the copy must equal the copy, with a prompt and a few rows
-after it. Nothing is taken from the name of an architecture.
-Shape legend: T tokens, D hidden, h query heads, g kv heads, d head dim, C = (h + 2g) · d.
+norms stand, what the MLP reads, and which factors the results get. Rotary embeddings are tried: the form is taken whose
+attention equals the module's. Nothing is taken from the name of an architecture.
+Shape legend: T tokens, D hidden, R rows, h query heads, g kv heads, d head dim, C = (h + 2g) · d, W table entries.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from headstart.eval.decoding.cache import Buffers
-from headstart.eval.decoding.fused_layers import AttentionFacts, FusedLayer, LayerFacts, Pass, PassHolder
+from headstart.eval.decoding.fused_layers import AttentionFacts, LayerFacts
 from headstart.eval.decoding.fused_mlp import FusedMLP, MLPFacts
 from headstart.eval.decoding.merge import Unfusable
+from headstart.eval.decoding.watching import Call, Given, distance, observed, same, tensor_of
 from headstart.eval.kernels.attention import Visibility, attend_eager
 from headstart.eval.kernels.linear import ACTIVATIONS, PLAIN
 from headstart.eval.kernels.rope_store import RopeStore, rope_store_eager
 from headstart.heads.kernels.device import eager_twins
-from headstart.heads.targets.locate import decoder_layers, text_decoder
 
 #: largest relative distance (L2, of a row) between a layer's float32 copy and its fused form, beyond what was fed
 TOLERANCE = 3e-4
 #: an attention's input is also tried this many times larger: even scores of small random weights then tell tokens apart
 LOUDER = 4.0
-#: rows of the proof that come after the prompt
-LATER = 3
-
-
-@dataclass(frozen=True)
-class Call:
-    """A part of a module that ran: what it was fed and gave, and the keywords of the call."""
-
-    name: str
-    part: nn.Module
-    fed: Tensor
-    gave: Tensor
-    keywords: dict[str, Any]
-
-
-def tensor_of(value: Any) -> Tensor | None:
-    """The tensor, or the first of a tuple."""
-    first = value[0] if isinstance(value, tuple) and value else value
-    return first if isinstance(first, Tensor) else None
-
-
-@contextmanager
-def observed(module: nn.Module) -> Iterator[list[Call]]:
-    """While open, the calls of the module's children appear in the yielded list, in their order. Dropout is left out."""
-    calls: list[Call] = []
-
-    def hook(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        fed: list[Tensor | None] = []
-
-        def before(_part: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            given = tensor_of(args) if args else tensor_of(next(iter(keywords.values()), None))
-            fed.append(None if given is None else given.clone())
-
-        def after(part: nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-            given, made = fed.pop(), tensor_of(result)
-            if given is not None and made is not None:
-                calls.append(Call(name, part, given, made.clone(), keywords))
-
-        return before, after
-
-    with ExitStack() as hooks:
-        for name, child in module.named_children():
-            if not isinstance(child, (nn.Dropout, nn.Identity)):
-                before, after = hook(name)
-                hooks.callback(child.register_forward_pre_hook(before, with_kwargs=True).remove)
-                hooks.callback(child.register_forward_hook(after, with_kwargs=True).remove)
-        yield calls
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())
-
-
-def distance(mine: Tensor, theirs: Tensor) -> float:
-    """Largest relative distance (L2) of a row."""
-    mine, theirs = mine.flatten(0, -2), theirs.flatten(0, -2)
-    scale = theirs.norm(dim=-1)
-    return float(((mine - theirs).norm(dim=-1) / scale.clamp(min=1e-3 * float(scale.mean()) + 1e-30)).max())
-
-
-def float_copy(layer: nn.Module) -> nn.Module:
-    """The layer in float32, with the same config objects."""
-    configs = [value for part in layer.modules() for value in vars(part).values() if isinstance(value, PretrainedConfig)]
-    return copy.deepcopy(layer, {id(config): config for config in configs}).float()
-
-
-def as_float(value: Any) -> Any:
-    """The value with its floating-point tensors in float32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(as_float(part) for part in value)
-    return {key: as_float(part) for key, part in value.items()} if type(value) is dict else value
-
-
-@dataclass(frozen=True)
-class Given:
-    """What the model hands to a layer in a forward of T tokens, but for the rows: arguments after them, and keywords."""
-
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-    tokens: int
-
-    def run(self, layer: nn.Module, x_1TD: Tensor) -> Tensor:
-        made = tensor_of(layer(x_1TD, *self.args, **self.keywords))
-        if made is None:
-            raise Unfusable(f"{type(layer).__name__} returns no tensor")
-        return made
-
-    def part(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The rotary tables of tokens first … last - 1."""
-        cos, sin = self.keywords["position_embeddings"]
-        return cos[:, first:last], sin[:, first:last]
-
-
-#: tokens of a proof; for a window of at most CHECKED_WINDOW, enough to leave it
-TOKENS, CHECKED_WINDOW = 24, 1024
-
-
-@torch.no_grad()
-def find_layers(model: Any, windows: list[int | None]) -> tuple[int, str, list[LayerFacts]]:
-    """What a model's layers consist of, each proven by itself.
-
-    Args: windows: of each layer.
-    Returns: (hidden size, name of the final norm inside the text decoder, facts of each layer).
-    Raises: Unfusable.
-    """
-    layers = decoder_layers(model)
-    short, width, final = watch(model, TOKENS)
-    # the first layer of every window is proven on rows that leave it
-    longer: dict[int, Given] = {}
-    for window in {window for window in windows if window is not None and TOKENS - LATER <= window <= CHECKED_WINDOW}:
-        longer[windows.index(window)] = watch(model, window + 8)[0][windows.index(window)]
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        facts = [
-            prove(layer, index, width, windows[index], longer.get(index, short[index]))
-            for index, layer in enumerate(layers)
-        ]
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    return width, final, facts
-
-
-def watch(model: Any, tokens: int) -> tuple[list[Given], int, str]:
-    """(What each layer is given in a forward of so many tokens, the hidden size, name of the final norm)."""
-    decoder, layers = text_decoder(model), decoder_layers(model)
-    given: list[Given] = []
-    last: list[Tensor] = []
-    final: list[str] = []
-
-    def keep(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        others = {key: value for key, value in keywords.items() if args or key != "hidden_states"}
-        given.append(Given(args[1:], others, tokens))
-
-    def keep_last(_layer: nn.Module, _args: Any, result: Any) -> None:
-        last.append(result[0] if isinstance(result, tuple) else result)
-
-    def look(name: str) -> Callable[..., None]:
-        def see(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            if last and args and args[0] is last[0]:
-                final.append(name)
-
-        return see
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.callback(layer.register_forward_pre_hook(keep, with_kwargs=True).remove)
-        hooks.callback(layers[-1].register_forward_hook(keep_last).remove)
-        for name, child in decoder.named_children():
-            hooks.callback(child.register_forward_pre_hook(look(name)).remove)
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        noise = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, vocabulary, (1, tokens), generator=noise).to(model.device)
-        # as late as positions go: some architectures scale the queries of late positions
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokens
-        position_1T = max(positions - tokens, 0) + torch.arange(tokens, device=ids.device)[None]
-        model(input_ids=ids, position_ids=position_1T, use_cache=False, logits_to_keep=1)
-    if len(given) != len(layers):
-        raise Unfusable(f"{len(given)} of {len(layers)} layers ran in a forward")
-    if len(final) != 1:
-        raise Unfusable(f"{type(decoder).__name__} has no norm after its last layer")
-    return given, last[0].shape[-1], final[0]
-
-
-@torch.no_grad()
-def prove(layer: nn.Module, index: int, width: int, window: int | None, given: Given) -> LayerFacts:
-    """The facts of a layer, after its fused form has been compared with it.
-
-    Args: width: D. given: of this layer in a forward of the model.
-    Raises: Unfusable when they do not describe the layer.
-    """
-    given = Given(as_float(given.args), as_float(given.keywords), given.tokens)
-    if not isinstance(given.keywords.get("position_embeddings"), tuple):
-        raise Unfusable(f"{type(layer).__name__} gets no rotary tables")
-    twin = float_copy(layer)
-    device = given.keywords["position_embeddings"][0].device
-    noise = torch.Generator().manual_seed(index)
-    x_1TD = torch.randn((1, given.tokens, width), generator=noise).to(device)
-    facts = find_layer(twin, x_1TD, given, window)
-    theirs_1TD = given.run(twin, x_1TD)
-    mine_1TD = _run_fused(twin, facts, window, x_1TD, given)
-    found = distance(mine_1TD - x_1TD, theirs_1TD - x_1TD)
-    if not found <= TOLERANCE:
-        raise Unfusable(
-            f"layer {index} ({type(layer).__name__}): its fused form differs by {found:.1e} in float32, "
-            f"expected at most {TOLERANCE:.0e}"
-        )
-    return facts
-
-
-def _run_fused(twin: nn.Module, facts: LayerFacts, window: int | None, x_1TD: Tensor, given: Given) -> Tensor:
-    """The fused form of a float32 layer: first a prompt, then LATER rows that see it in the buffers."""
-    holder, heads, count = PassHolder(), facts.heads, x_1TD.shape[1]
-    fused = FusedLayer(twin, facts, 0, holder, window)
-    buffers = Buffers([(heads.kv_heads, heads.head_dim)], 1, count, torch.float32, x_1TD.device)
-    position_1T = torch.arange(count, device=x_1TD.device)[None]
-    made = []
-    with eager_twins():
-        for first, last in ((0, count - LATER), (count - LATER, count)):
-            here = position_1T[:, first:last]
-            holder.current = Pass(Visibility(here, here, here[:, 0]), buffers)
-            made.append(fused(x_1TD[:, first:last].clone(), position_embeddings=given.part(first, last)))
-    return torch.cat(made, 1)
 
 
 def find_layer(twin: nn.Module, x_1TD: Tensor, given: Given, window: int | None) -> LayerFacts:
@@ -271,7 +60,7 @@ def find_layer(twin: nn.Module, x_1TD: Tensor, given: Given, window: int | None)
     parallel = same(read, x_1TD)
     if parallel and before_mlp is before:
         before_mlp = None
-    of_attention, of_mlp = ((sub if norm is None else norm).gave for sub, norm in ((attention, after), (mlp, after_mlp)))
+    of_attention, of_mlp = (after or attention).gave, (after_mlp or mlp).gave
     if parallel:
         scales = 1.0, 1.0
     else:

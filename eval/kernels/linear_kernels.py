@@ -179,7 +179,8 @@ def whole_product(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_parts(
-    sums, bias, residual, after_factor, after_bias, factor, norm_bias, out, normed, rows, outputs, after_eps, share, eps,
+    sums, bias, residual, after_factor, after_bias, factor, norm_bias, out, normed, rows, outputs, after_eps, share,
+    eps,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AFTER: tl.constexpr, AFTER_BIAS: tl.constexpr,
     AFTER_CENTRED: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr, NORM_BIAS: tl.constexpr,
     CENTRED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,

@@ -73,9 +73,8 @@ def test_other_forms(form: str, heads: int, kv_heads: int, dtype: torch.dtype) -
     wide = form == "norms over all heads"
     normed = wide or form == "norm last"
     widths = (heads * d, kv_heads * d) if wide else (d, d)
-    q_norm, k_norm = (
-        NormWeights(random(width, seed=n).abs() + 0.5, eps) for n, width, eps in zip((1, 2), widths, (1e-5, 0.5))
-    )
+    q_norm = NormWeights(random(widths[0], seed=1).abs() + 0.5, 1e-5)
+    k_norm = NormWeights(random(widths[1], seed=2).abs() + 0.5, 0.5)
     shape = RopeStore(heads, kv_heads, d, (q_norm, k_norm) if normed else None, **FORMS[form])
     qkv = random(6, (heads + 2 * kv_heads) * d, dtype=dtype)
     # halves by angle: tables hold each angle once; partial: half of a table's entries count
@@ -111,7 +110,7 @@ def naive_rows(
         else:
             q, k, v = list(pieces[:h]), list(pieces[h : h + g]), list(pieces[h + g :])
         turned = []
-        for part, norm in zip((q, k), shape.norms or (None, None)):
+        for part, norm in zip((q, k), shape.norms or (None, None), strict=True):
             if norm is not None and norm.factor_D.numel() != d:
                 part = list(naive_norm(torch.cat(part), norm).view(-1, d))
             elif norm is not None and not shape.norm_last:
@@ -121,7 +120,7 @@ def naive_rows(
                 part = [naive_norm(head, norm) for head in part]
             turned.append(torch.stack(part))
         made.append((*turned, torch.stack(v)))
-    q, k, v = (torch.stack(part) for part in zip(*made))
+    q, k, v = (torch.stack(part) for part in zip(*made, strict=True))
     return q, k, v
 
 

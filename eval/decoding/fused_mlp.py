@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from headstart.eval.decoding.fused_experts import fuse_experts
 from headstart.eval.decoding.merge import merged
 from headstart.eval.kernels.linear import Ending, Linear, end_sublayer
 from headstart.eval.kernels.norm import NormWeights
@@ -62,10 +63,10 @@ class FusedMLP:
 
 
 class OtherMLP:
-    """An MLP that runs as it is, as a mixture of experts does."""
+    """An MLP that runs as it is, but for its experts (fused_experts.py)."""
 
     def __init__(self, mlp: nn.Module):
-        self.mlp = mlp
+        self.mlp = fuse_experts(mlp)
 
     def end(
         self, x_RD: Tensor, residual_RD: Tensor, ending: Ending, norm: NormWeights | None

@@ -148,9 +148,8 @@ def ask_decoding(recipe: Recipe, target: Target) -> str:
     """Whether the decode loop can run the target. Evaluations and exports need it."""
     from headstart.eval.decoding.engine import check_decodable
 
-    windows = check_decodable(target.model)
-    kinds = ", ".join(f"{kind} {window}" if window else kind for kind, window in windows.items())
-    return f"{kinds}; {target.model.config.get_text_config()._attn_implementation}"
+    memory = check_decodable(target.model)
+    return f"{memory}; {target.model.config.get_text_config()._attn_implementation}"
 
 
 def ask_export(recipe: Recipe, target: Target) -> str:

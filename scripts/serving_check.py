@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.eval.decoding.engine import Engine
 from headstart.eval.decoding.rows import Rows
-from headstart.eval.tree import Tree
+from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.target import Target
@@ -122,10 +122,12 @@ def _serving_features(target: Target, spec: FeatureSpec, tokens: list[int], leve
     _, rows = engine.prefill([tokens[:start]], spec)
     parts = [_valid(spec, rows)]
     active_B = torch.ones(1, dtype=torch.bool, device=target.device)
-    path_BK = 2 * torch.arange(levels, device=target.device)[None] + 1
+    step_K = torch.arange(levels, device=target.device)
+    path_BK = (step_K if engine.chains_only else 2 * step_K + 1)[None]
     while start + levels < len(tokens):
         root_B = torch.tensor([tokens[start]], device=target.device)
-        tree = _accepted_path(tokens[start + 1 : start + 1 + levels], target)
+        path = tokens[start + 1 : start + 1 + levels]
+        tree = chain(torch.tensor([path], device=target.device)) if engine.chains_only else _accepted_path(path, target)
         step = engine.verify(root_B, tree, spec, start)
         parts.append(_valid(spec, engine.commit(root_B, tree, step, path_BK, active_B)))
         start += levels + 1

@@ -7,6 +7,7 @@ Shape legend: B batch, g kv heads, S slots, d head dim, M tokens of one forward,
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class SlotLayer(CacheLayerMixin):
         self.slots = slots
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._allocate(key_states, value_states)
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, length = self.slots.batch, self.slots.capacity + 1
         # zeros: a masked slot has weight 0, and 0 × garbage must not be NaN
         self.keys, self.values = (
@@ -46,7 +50,7 @@ class SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store k, v [B, g, M, d] at the slots set by `StaticKV.aim`; return views of the first `extent` slots."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self._allocate(key_states, value_states)
         assert self.keys is not None and self.values is not None
         slots = self.slots
         self.keys[slots.rows_B1, :, slots.write_BM] = key_states.transpose(1, 2)
@@ -79,15 +83,17 @@ class StaticKV(Cache):
 
     Sliding-window layers keep every slot as well: their window is in the mask.
 
+    Args:
+        slots: what all layers share.
+        layers: one per layer of the model; those without attention hold no slots.
     Attributes:
         bin: the slot after the last one. Padding is written there, and nothing reads it.
     """
 
-    def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device | str):
-        self.bin = capacity
-        self.slots = Slots(batch, capacity, device)
-        self.slot_layers = [SlotLayer(self.slots) for _ in range(num_layers)]
-        super().__init__(layers=list(self.slot_layers))
+    def __init__(self, slots: Slots, layers: Sequence[Any]):
+        self.bin, self.slots = slots.capacity, slots
+        self.slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
+        super().__init__(layers=list(layers))
 
     def aim(self, write_BM: Tensor, extent: int) -> None:
         """Set the slots that the next forward writes, and the number of slots it attends to."""

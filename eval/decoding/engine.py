@@ -9,17 +9,29 @@ Shape legend: B batch, M tokens of a forward (root + N nodes), S slots read, J t
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.cache import Buffers, StaticKV
+from headstart.eval.decoding.cache import Buffers, Slots, StaticKV
 from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused_layers import Unfusable
+from headstart.eval.decoding.masks import Memory, layer_kinds, memory_of, model_masks
 from headstart.eval.decoding.prefill import Prefill
+from headstart.eval.decoding.recurrent import (
+    TREES_REFUSED,
+    Mixers,
+    RecurrentLayer,
+    RecurrentStates,
+    WatchedKV,
+    cache_layers,
+    find_mixers,
+)
 from headstart.eval.decoding.rows import Rows, Step
-from headstart.eval.kernels.attention import Visibility, visible_slots
+from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.bookkeeping import Taken, lay_out, take_path
 from headstart.eval.kernels.choices import Choices
 from headstart.eval.tree import Tree
@@ -28,33 +40,27 @@ from headstart.heads.errors import TargetError
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """Attention kinds of a config → window (None = full). Raises: TargetError for other kinds than these two."""
+    """Attention kinds of a config → window (None = full), as fused layers take them.
+
+    Raises: Unfusable for a target with other kinds of layers than these two.
+    """
     config = config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
-    if not kinds:
-        # Mistral, Phi-3, StarCoder2: one window for all layers
-        used = window is not None and getattr(config, "use_sliding_window", True)
-        return {"sliding_attention": window} if used else {"full_attention": None}
-    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    unknown = sorted({kind for kind in layer_kinds(config)} - {"full_attention", "sliding_attention"})
     if unknown:
-        raise TargetError(
-            f"{config.model_type}: attention of kind {unknown} cannot verify trees here; "
-            "expected full_attention or sliding_attention"
-        )
-    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+        raise Unfusable(f"its layers of kind {unknown} have no fused form")
+    return {kind: span.window for kind, span in memory_of(config).spans.items()}
 
 
-def check_decodable(model: Any) -> dict[str, int | None]:
-    """As attention_windows, for a model. Raises: TargetError where it takes no tree mask."""
-    windows = attention_windows(model.config)
+def check_decodable(model: Any) -> Memory:
+    """How a model's layers remember. Raises: TargetError where they cannot verify drafts here."""
+    memory = memory_of(model.config)
     implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if implementation not in ("sdpa", "eager"):
         raise TargetError(
             f"attention implementation {implementation!r} takes no tree mask; load the target with "
             "target.attn_implementation=sdpa (or eager)"
         )
-    return windows
+    return memory
 
 
 class Engine:
@@ -83,10 +89,11 @@ class Engine:
         self.bucket, self.fused = bucket, fused
         self.device, self.dtype = model.device, model.dtype
         self.kv: StaticKV | Buffers
+        self.recurrent: RecurrentStates | None = None
         if fused is not None:
             self.kv = fused.buffers(batch, capacity)
         else:
-            self._prepare_model()
+            prefill_chunk = self._prepare_model(prefill_chunk)
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.prompts = Prefill(batch, prefill_chunk, self.kv.bin, self.device, self.captures)
 
@@ -105,14 +112,39 @@ class Engine:
         """(object, attribute) of every tensor that a cycle replaces, KV apart."""
         return [(self, "length_B")]
 
-    def _prepare_model(self) -> None:
-        config = self.model.config.get_text_config()
-        self.windows = check_decodable(self.model)
-        self.additive = config._attn_implementation == "eager"
-        self.kv = StaticKV(config.num_hidden_layers, self.batch, self.capacity, self.device)
+    @property
+    def chains_only(self) -> bool:
+        """Whether the target has recurrent states, so that it verifies chains and no trees."""
+        return self.recurrent is not None
+
+    def _prepare_model(self, prefill_chunk: int) -> int:
+        """Look at the model's layers and make their buffers. Returns: most prompt tokens of one forward."""
+        self.memory = check_decodable(self.model)
+        self.additive = self.dtype if self.model.config.get_text_config()._attn_implementation == "eager" else None
+        slots = Slots(self.batch, self.capacity, self.device)
+        self.kv = StaticKV(slots, cache_layers(self.memory, slots))
         # transformers 5.24 renames the argument
         parameters = inspect.signature(self.model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        if self.memory.chains_only:
+            layers = {n: layer for n, layer in enumerate(self.kv.layers) if isinstance(layer, RecurrentLayer)}
+            mixers = self._mixers()
+            self.recurrent = RecurrentStates(layers, mixers.modules, self.batch)
+            if not mixers.continues:
+                return self.capacity
+        return prefill_chunk
+
+    @torch.inference_mode()
+    def _mixers(self) -> Mixers:
+        slots = Slots(1, 2, self.device)
+        kv = WatchedKV(slots, cache_layers(self.memory, slots))
+        place_BM = torch.arange(2, device=self.device)[None]
+        visibility = Visibility(place_BM, place_BM, place_BM[:, 0])
+        # two tokens that are no padding, whose embedding may be zero
+        config = self.model.config.get_text_config()
+        usual = [n for n in range(config.vocab_size // 2, config.vocab_size) if n != config.pad_token_id]
+        tokens_BM = torch.tensor([usual[:2]], device=self.device)
+        return find_mixers(self.model, kv, lambda: self._call(kv, tokens_BM, visibility, 2))
 
     @torch.inference_mode()
     def forward(
@@ -135,34 +167,28 @@ class Engine:
             assert self.fused is not None
             return Step(*self.fused.forward(tokens_BM, visibility, self.kv, layer_ids, last_only))
         extent = min(-(-reach // self.bucket) * self.bucket, self.capacity)
-        self.kv.aim(visibility.write_BM, extent)
-        output = self.model(
-            input_ids=tokens_BM,
-            position_ids=visibility.position_BM.clamp(min=0),
-            attention_mask=self._masks(visibility, extent),
-            use_cache=True,
-            output_hidden_states=spec is not None,
-            logits_to_keep=1 if last_only else 0,
-            **{self.cache_argument: self.kv},
-        )
+        with nullcontext() if self.recurrent is None else self.recurrent.begin(tokens_BM.shape[1]):
+            output = self._call(
+                self.kv, tokens_BM, visibility, extent,
+                output_hidden_states=spec is not None, logits_to_keep=1 if last_only else 0,
+            )  # fmt: skip
         if spec is None:
             return Step(output.logits, None, None)
         states = output.hidden_states
         streams = torch.stack([states[k] for k in layer_ids], 2) if layer_ids else None
         return Step(output.logits, states[-1], streams)
 
-    def _masks(self, visibility: Visibility, extent: int) -> Tensor | dict[str, Tensor]:
-        """The attention mask in the model's form: [B, 1, M, extent], or one such mask per attention kind."""
-        # padding sees slot 0: a softmax over nothing would give NaN
-        padding_BMS = (visibility.position_BM < 0)[:, :, None] & (torch.arange(extent, device=self.device) == 0)
-        made = {}
-        for kind, window in self.windows.items():
-            allowed = (visible_slots(visibility, window, extent) | padding_BMS)[:, None]
-            if self.additive:
-                zero = torch.zeros((), dtype=self.dtype, device=self.device)
-                allowed = torch.where(allowed, zero, torch.finfo(self.dtype).min)
-            made[kind] = allowed
-        return made if len(made) > 1 else next(iter(made.values()))
+    def _call(self, kv: StaticKV, tokens_BM: Tensor, visibility: Visibility, extent: int, **options: Any) -> Any:
+        """The model's own forward on `kv`, of which it reads `extent` slots."""
+        kv.aim(visibility.write_BM, extent)
+        return self.model(
+            input_ids=tokens_BM,
+            position_ids=visibility.position_BM.clamp(min=0),
+            attention_mask=model_masks(self.memory, visibility, extent, self.additive),
+            use_cache=True,
+            **{self.cache_argument: kv},
+            **options,
+        )
 
     @torch.inference_mode()
     def prefill(self, contexts: list[list[int]], spec: FeatureSpec | None = None) -> tuple[Tensor, Rows]:
@@ -178,7 +204,8 @@ class Engine:
         if max(lengths) >= self.capacity:
             raise ValueError(f"prefill: context of {max(lengths)} tokens, the KV buffers hold {self.capacity}")
         forward = partial(self.forward, spec=spec, last_only=True)
-        logits_BV, rows = self.prompts.run(forward, contexts, spec)
+        with nullcontext() if self.recurrent is None else self.recurrent.filling(lengths):
+            logits_BV, rows = self.prompts.run(forward, contexts, spec)
         self.length_B = rows.count_B.clone()
         return logits_BV, rows
 
@@ -189,7 +216,10 @@ class Engine:
         Args:
             spec: features to return; None = none.
             longest: host int, upper bound of the contexts' lengths; None = unknown: all KV slots are read.
+        Raises: TargetError for a tree that is no chain, where the target has recurrent states.
         """
+        if self.recurrent is not None and not tree.linear:
+            raise TargetError(TREES_REFUSED)
         reach = self.capacity if longest is None else longest + tree.nodes + 1
         layout = lay_out(tree, roots_B, self.length_B)
         visibility = Visibility(layout.position_BM, layout.write_BM, self.length_B, layout.mask_BMM)
@@ -209,5 +239,7 @@ class Engine:
         """As `commit`, for a path that take_path has laid out."""
         if taken.source_BK.shape[1] and not tree.linear:
             self.kv.move(taken.source_BK, taken.target_BK)
+        if self.recurrent is not None:
+            self.recurrent.take(taken.count_B)
         self.length_B = taken.length_B
         return step.rows(taken.tokens_BJ, taken.count_B, taken.column_BJ)

@@ -18,9 +18,11 @@ from transformers import (
 )
 
 from headstart.eval.decoding import prefill
-from headstart.eval.decoding.cache import StaticKV
+from headstart.eval.decoding.cache import SlotLayer, Slots, StaticKV
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused_layers import Unfusable
+from headstart.eval.decoding.masks import memory_of
 from headstart.eval.decoding.prefill import Forward
 from headstart.eval.decoding.rows import Step
 from headstart.eval.tree import Tree, chain
@@ -213,7 +215,8 @@ def test_idle_rows_stand_still() -> None:
 
 
 def test_move_copies_before_it_overwrites() -> None:
-    kv = StaticKV(1, 2, 6, "cpu")
+    slots = Slots(2, 6, "cpu")
+    kv = StaticKV(slots, [SlotLayer(slots)])
     states = torch.arange(12.0).reshape(2, 1, 6, 1)
     kv.aim(torch.arange(6).expand(2, 6), 6)
     kv.update(states, -states, 0)
@@ -237,7 +240,10 @@ def test_attention_that_takes_no_mask_is_refused() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(TargetError, match="flash_attention_2.*attn_implementation=sdpa"):
         Engine(model, 1, 8)
-    config = LlamaConfig()
+    config = LlamaConfig(num_hidden_layers=1)
+    config.layer_types = ["compressed_sparse_attention"]
+    with pytest.raises(TargetError, match=r"compressed_sparse_attention.*expected attention of kind full_attention"):
+        memory_of(config)
     config.layer_types = ["chunked_attention"]
-    with pytest.raises(TargetError, match="chunked_attention"):
+    with pytest.raises(Unfusable, match="chunked_attention"):
         attention_windows(config)

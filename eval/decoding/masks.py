@@ -1,0 +1,161 @@
+"""How the layers of a target remember: what attention sees of earlier tokens, and which layers hold recurrent states.
+
+Facts come from the config's layer kinds and from the cache that transformers itself makes for them.
+Shape legend: B batch, M tokens of a forward, S slots read, W slots of a tree mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+
+from headstart.eval.kernels.attention import Visibility, visible_slots
+from headstart.heads.errors import TargetError
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one kind of attention sees of the tokens up to its own.
+
+    Attributes:
+        window: the last `window` positions; None = all.
+        chunk: only positions of its own chunk, `position // chunk`; None = all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        return f" {self.window}" if self.window else f" of {self.chunk}" if self.chunk else ""
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Attributes: attends: whether the layer has keys and values; states: its recurrent states, 0 = none."""
+
+    attends: bool
+    states: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How a target remembers.
+
+    Attributes:
+        spans: attention kind → what it sees. Recurrent kinds are not among them.
+        recurrent: the kinds of layers without attention that hold a recurrent state.
+        layers: one entry per layer.
+    """
+
+    spans: dict[str, Span]
+    recurrent: tuple[str, ...]
+    layers: tuple[LayerMemory, ...]
+
+    @property
+    def chains_only(self) -> bool:
+        """Whether a layer holds a recurrent state, which follows one order of tokens."""
+        return any(layer.states for layer in self.layers)
+
+    def __str__(self) -> str:
+        attention = [f"{kind}{span}" for kind, span in self.spans.items()]
+        states = sum(bool(layer.states) for layer in self.layers)
+        recurrent = [f"recurrent states in {states} of {len(self.layers)} layers: chains only"] if states else []
+        return ", ".join([*attention, *recurrent])
+
+
+#: a layer with attention and a recurrent state → the attention kind whose mask it takes
+_BESIDE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+#: what masks of slots and positions can say
+_SPANS: dict[str, Callable[[Any], Span]] = {
+    "full_attention": lambda config: Span(),
+    "sliding_attention": lambda config: Span(window=config.sliding_window),
+    "chunked_attention": lambda config: Span(chunk=config.attention_chunk_size),
+}
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """The kind of every layer, for configs that name none as well."""
+    named = list(getattr(config, "layer_types", None) or [])
+    if named:
+        return named
+    # Mistral, Phi-3, StarCoder2: one window for all layers
+    sliding = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+
+
+def memory_of(config: Any) -> Memory:
+    """How the target with this config remembers.
+
+    Raises: TargetError for layers that neither attend by position nor hold the states of transformers' cache.
+    """
+    config = config.get_text_config()
+    kinds = layer_kinds(config)
+    try:
+        made = list(DynamicCache(config=config).layers)
+    except (KeyError, TypeError, ValueError) as reason:
+        raise _unknown(config, sorted(set(kinds) - set(_SPANS)), f" ({type(reason).__name__}: {reason})") from reason
+    spans: dict[str, Span] = {}
+    recurrent: list[str] = []
+    layers = []
+    for index, kind in enumerate(kinds):
+        # layers beyond transformers' own read keys and values of other layers
+        cache_layer = made[index] if index < len(made) else None
+        states = cache_layer.number_of_states if isinstance(cache_layer, LinearAttentionCacheLayerMixin) else 0
+        attends = not states or isinstance(cache_layer, CacheLayerMixin)
+        layers.append(LayerMemory(attends, states))
+        if not attends:
+            recurrent.append(kind)
+        elif (seen := _BESIDE.get(kind, kind)) in _SPANS:
+            spans[seen] = _SPANS[seen](config)
+        elif isinstance(cache_layer, CacheLayerMixin):
+            raise _unknown(config, [kind])
+    return Memory(spans, tuple(dict.fromkeys(recurrent)), tuple(layers))
+
+
+def _unknown(config: Any, kinds: list[str], why: str = "") -> TargetError:
+    return TargetError(
+        f"{config.model_type}: layers of kind {kinds} keep their past in a form that cannot verify drafts here{why}; "
+        f"expected attention of kind {', '.join(_SPANS)}, or layers with recurrent states"
+    )
+
+
+def seen_slots(visibility: Visibility, span: Span, slots: int) -> Tensor:
+    """bool [B, M, S]: as visible_slots, for any span."""
+    seen = visible_slots(visibility, span.window, slots)
+    if span.chunk is None:
+        return seen
+    position_BM = visibility.position_BM
+    at_BS = torch.arange(slots, device=position_BM.device).expand(position_BM.shape[0], slots)
+    if visibility.tree_BMW is not None:
+        visibility.check_window()
+        place_BW = visibility.base_B[:, None] + torch.arange(position_BM.shape[1], device=position_BM.device)
+        at_BS = at_BS.scatter(1, place_BW, position_BM)
+    return seen & (position_BM[:, :, None] // span.chunk == at_BS[:, None, :] // span.chunk)
+
+
+def model_masks(
+    memory: Memory, visibility: Visibility, slots: int, additive: torch.dtype | None
+) -> Tensor | dict[str, Tensor | None]:
+    """The attention mask in the model's form: [B, 1, M, S], or one such mask per kind of layer.
+
+    Recurrent layers get none. Args: additive: dtype of a mask that is added to the logits; None = a boolean one.
+    """
+    device = visibility.position_BM.device
+    # padding sees slot 0: a softmax over nothing would give NaN
+    padding_BMS = (visibility.position_BM < 0)[:, :, None] & (torch.arange(slots, device=device) == 0)
+    made: dict[str, Tensor | None] = {}
+    for kind, span in memory.spans.items():
+        allowed = (seen_slots(visibility, span, slots) | padding_BMS)[:, None]
+        if additive is not None:
+            zero = torch.zeros((), dtype=additive, device=device)
+            allowed = torch.where(allowed, zero, torch.finfo(additive).min)
+        made[kind] = allowed
+    if len(made) == 1:
+        # models hand a 4-D mask to every layer that attends, and none to the others
+        return next(iter(made.values()))  # type: ignore[return-value]
+    return {**made, **dict.fromkeys(memory.recurrent)}

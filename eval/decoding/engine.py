@@ -19,10 +19,9 @@ from torch import Tensor
 from headstart.eval.decoding.cache import Buffers, Slots, StaticKV
 from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.fused_layers import Unfusable
-from headstart.eval.decoding.masks import Memory, layer_kinds, memory_of, model_masks
+from headstart.eval.decoding.masks import TREES_REFUSED, Memory, layer_kinds, memory_of, model_masks
 from headstart.eval.decoding.prefill import Prefill
 from headstart.eval.decoding.recurrent import (
-    TREES_REFUSED,
     Mixers,
     RecurrentLayer,
     RecurrentStates,
@@ -142,8 +141,8 @@ class Engine:
         visibility = Visibility(place_BM, place_BM, place_BM[:, 0])
         # two tokens that are no padding, whose embedding may be zero
         config = self.model.config.get_text_config()
-        usual = [n for n in range(config.vocab_size // 2, config.vocab_size) if n != config.pad_token_id]
-        tokens_BM = torch.tensor([usual[:2]], device=self.device)
+        padding, middle = getattr(config, "pad_token_id", None), config.vocab_size // 2
+        tokens_BM = torch.tensor([[n for n in range(middle, middle + 3) if n != padding][:2]], device=self.device)
         return find_mixers(self.model, kv, lambda: self._call(kv, tokens_BM, visibility, 2))
 
     @torch.inference_mode()

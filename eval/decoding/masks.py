@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
+from headstart.eval.config import EvalConfig
 from headstart.eval.kernels.attention import Visibility, visible_slots
-from headstart.heads.errors import TargetError
+from headstart.heads.errors import ConfigError, TargetError
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class Memory:
         return ", ".join([*attention, *recurrent])
 
 
+TREES_REFUSED = (
+    "a recurrent state follows one order of tokens, and the branches of a tree would each need their own; "
+    "set eval.tree.kind=chain"
+)
 #: a layer with attention and a recurrent state → the attention kind whose mask it takes
 _BESIDE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 #: what masks of slots and positions can say
@@ -115,6 +120,17 @@ def memory_of(config: Any) -> Memory:
         elif isinstance(cache_layer, CacheLayerMixin):
             raise _unknown(config, [kind])
     return Memory(spans, tuple(dict.fromkeys(recurrent)), tuple(layers))
+
+
+def require_chain(config: Any, settings: EvalConfig) -> None:
+    """Raises: ConfigError where `eval` drafts trees for a target (with this config) that verifies chains only."""
+    kind = settings.tree.kind
+    # methods without a head draft chains, whatever eval.tree.kind says
+    if settings.drafter == "auto" and kind != "chain" and memory_of(config).chains_only:
+        raise ConfigError(
+            f"eval.tree.kind: found {kind!r}, but {config.get_text_config().model_type} verifies chains only: "
+            f"{TREES_REFUSED}"
+        )
 
 
 def _unknown(config: Any, kinds: list[str], why: str = "") -> TargetError:

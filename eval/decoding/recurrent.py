@@ -29,11 +29,6 @@ from headstart.heads.errors import TargetError
 Key = tuple[str, int]
 SORTS = ("conv_states", "recurrent_states")
 
-TREES_REFUSED = (
-    "a recurrent state follows one order of tokens, and the branches of a tree would each need their own; "
-    "set eval.tree.kind=chain"
-)
-
 
 class RecurrentLayer(LinearAttentionLayer):
     """States of one layer, which its mixer reads and writes through transformers' interface.

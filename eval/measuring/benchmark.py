@@ -10,6 +10,7 @@ from headstart.data.features import Progress
 from headstart.data.prompts import Prompt
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decoding.decode import Answer, Cycle, Decoded
+from headstart.eval.decoding.masks import require_chain
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.measuring.breakdown import cycle_parts
@@ -54,6 +55,7 @@ def evaluate(
         )
     prompts = eval_prompts(config)
     if head is not None:
+        require_chain(target.model.config, config)
         bind_to_target(head, target)
     drafter = drafter or build_drafter(head, config)
     if drafter is None and config.synthetic_acceptance is not None:

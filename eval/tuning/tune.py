@@ -21,6 +21,7 @@ import torch
 from headstart.data.features import Progress
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune
 from headstart.eval.decoding.decode import Decoded
+from headstart.eval.decoding.masks import memory_of
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, Drafting, build_drafter, find_drafting
 from headstart.eval.measuring.benchmark import bind_to_target
@@ -72,6 +73,8 @@ def tune(
     _check(target, config, search)
     prompts = eval_prompts(replace(config, max_turns=1))
     drafting = drafting_for(head, config)
+    if memory_of(target.model.config).chains_only:
+        drafting = replace(drafting, kinds=("chain",))
     _, contexts, dropped = first_contexts(spread(prompts, search.prompts), target, config)
     if search.context is not None:
         contexts = [fit(context, search.context) for context in contexts]

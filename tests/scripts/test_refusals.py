@@ -63,8 +63,12 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
         ConfigError, "rope field swirl = 2.0 is not known",
     ),
     "attention kinds": (
-        "Qwen3Next", {**SMALL, **GATED, "num_experts": 4, "num_experts_per_tok": 2}, [],
-        TargetError, "attention of kind .'linear_attention'. cannot verify trees",
+        "Llama", {"layer_types": ["compressed_sparse_attention"] * 8}, [],
+        TargetError, "layers of kind .'compressed_sparse_attention'. keep their past in a form that cannot verify",
+    ),
+    "trees for recurrent states": (
+        "Qwen3Next", {**SMALL, **GATED, "num_experts": 4, "num_experts_per_tok": 2}, ["eval.tree.kind=dynamic"],
+        ConfigError, "eval.tree.kind: found 'dynamic', but qwen3_next verifies chains only: .*set eval.tree.kind=chain",
     ),
     "attention implementation": (
         "Llama", {}, ["target.attn_implementation=flex_attention"],

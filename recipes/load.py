@@ -25,6 +25,7 @@ from headstart.eval.config import RETIRED
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import is_file
+from headstart.recipes.consent import require_consent
 from headstart.recipes.environment import from_environment, put_back
 from headstart.recipes.keys import all_keys, check_keys, wrong_type
 from headstart.recipes.read import (
@@ -71,12 +72,15 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = (), values: dict[
         overrides: `dotted.key=value` strings, values in YAML syntax.
         values: dotted keys from command-line options, None = not given. They overrule everything else.
     Raises:
-        ConfigError: names the file and line (or the override), the key, what was found and what was expected.
+        ConfigError: names the file and line (or the override), the key, what was found and what was expected. Also
+            where code from elsewhere would run only because a file says so (see `consent`).
     """
     path = find_recipe(recipe)
     options = _options(values)
     layers = [*read_chain(path), *read_overrides(overrides), *([options] if options.values else [])]
-    return build_recipe(layers, name=path.stem)
+    made = build_recipe(layers, name=path.stem)
+    require_consent(made.target, layers, shipped_recipes().values())
+    return made
 
 
 def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:

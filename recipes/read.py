@@ -64,12 +64,14 @@ class Layer:
         values: nested mapping.
         lines: dotted key → line number from 1 (files only).
         edit: a change to a list of an earlier layer, instead of values.
+        file: the file that it was read from; None for what the command line says.
     """
 
     label: str
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
     edit: Edit | None = None
+    file: Path | None = None
 
     def where(self, key: str) -> str:
         """`file:line`, or the label alone for overrides."""
@@ -108,7 +110,7 @@ def read_layer(path: Path) -> Layer:
         _require_small(text, str(path))
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None:
-            return Layer(str(path), {})
+            return Layer(str(path), {}, file=path)
         if not isinstance(node, yaml.MappingNode):
             kind = "a list" if isinstance(node, yaml.SequenceNode) else shown(node.value)
             raise ConfigError(f"{path}: found {kind} at the top, expected `key: value` lines")
@@ -119,7 +121,7 @@ def read_layer(path: Path) -> Layer:
         raise ConfigError(f"{path}{line}: not valid YAML ({getattr(error, 'problem', None) or error})") from error
     except PARSING as error:
         raise ConfigError(f"{path}: {first_line(error)}") from error
-    layer = Layer(str(path), typing.cast(dict[str, Any], values), dict(_key_lines(node)))
+    layer = Layer(str(path), typing.cast(dict[str, Any], values), dict(_key_lines(node)), file=path)
     require_plain(layer, layer.values)
     return layer
 

@@ -18,11 +18,16 @@ from headstart.heads.targets.locate import text_decoder
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 EXPECTED = "expected a causal language model (Llama, Qwen, …) or an image model around one (Gemma 3, Qwen-VL, …)"
 
+TRUST = "read that code, then give target.trust_remote_code=true on the command line, or name another target"
 
-def auto_class(settings: Any, name: str) -> Any:
+
+def auto_class(settings: Any, name: str, trusted: bool = False) -> Any:
     """The auto class that loads a model of this config.
 
-    Args: settings: the config of the whole model. name: of the target, for the message.
+    Args:
+        settings: the config of the whole model.
+        name: of the target, for the message.
+        trusted: whether code that comes with the model may run.
     Raises: TargetError for a model that does not continue text: an encoder, an encoder with a decoder, a part of one.
     """
     import transformers
@@ -34,8 +39,10 @@ def auto_class(settings: Any, name: str) -> Any:
     own_code = getattr(settings, "auto_map", None) or {}
     for kind in AUTO_CLASSES:
         loads = getattr(transformers, kind, None)
-        if loads is not None and (kind in own_code or type(settings) in loads._model_mapping):
+        if loads is not None and ((trusted and kind in own_code) or type(settings) in loads._model_mapping):
             return loads
+    if not trusted and any(kind in own_code for kind in AUTO_CLASSES):
+        raise TargetError(f"{found}, which only code that comes with it can load: {TRUST}")
     raise TargetError(f"{found}, which transformers has no causal language model for: {EXPECTED}")
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from headstart.heads.errors import HeadstartError, TargetError
+from headstart.heads.targets.classes import TRUST
 
 #: errors that pass unchanged: our own, memory that is used up, and another rank that does not answer
 KEPT = (HeadstartError, torch.OutOfMemoryError, torch.distributed.DistError)
@@ -36,6 +37,8 @@ def explained_loading(name: str, hub_refusal: str | None) -> Iterator[None]:
                 f"{failed} {str(error).strip()}\nInstall the package it names, or do without: "
                 "target.attn_implementation=sdpa, a target whose weights are not quantised"
             )
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            return f"{failed} only code that comes with it can do that: {TRUST}"
         if isinstance(error, OSError | ValueError):
             return (
                 f"{failed} {hub_refusal or _without_list(error)}\n"

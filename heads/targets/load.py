@@ -54,7 +54,7 @@ def load_target(config: TargetConfig) -> Target:
     place, shared, hub_refusal = locate(config)
     adapter = adapter_of(config)
     with explained_loading(config.name, hub_refusal):
-        loads = auto_class(AutoConfig.from_pretrained(place, **shared), config.name)
+        loads = auto_class(AutoConfig.from_pretrained(place, **shared), config.name, config.trust_remote_code)
         tokenizer = load_tokenizer(config, place, shared)
         if config.parallel == "fsdp2":
             return _ready(*_load_sharded(config, place, shared, tokenizer, device, dtype))
@@ -160,7 +160,7 @@ def weightless_target(config: TargetConfig) -> Target:
     place, shared, hub_refusal = locate(config)
     with explained_loading(config.name, hub_refusal):
         settings = AutoConfig.from_pretrained(place, **shared)
-        auto_class(settings, config.name)
+        auto_class(settings, config.name, config.trust_remote_code)  # before the tokenizer, whose error says less
         tokenizer = load_tokenizer(config, place, shared)
         check_quantisation(settings)
         model, notes = model_on_meta(settings, config)
@@ -176,7 +176,7 @@ def weightless_target(config: TargetConfig) -> Target:
 
 def model_on_meta(settings: Any, config: TargetConfig, **options: Any) -> tuple[Any, list[str]]:
     """A model of these settings on the meta device, and the notes of `with_attention`."""
-    loads = auto_class(settings, config.name)
+    loads = auto_class(settings, config.name, config.trust_remote_code)
 
     def make(attention: str) -> Any:
         with torch.device("meta"):
@@ -239,7 +239,8 @@ def target_dims(name: str) -> HeadDims:
 
     place, hub_refusal = locate_target(name)
     with explained_loading(name, hub_refusal):
-        config = AutoConfig.from_pretrained(place, local_files_only=hub_refusal is not None)
+        local = hub_refusal is not None
+        config = AutoConfig.from_pretrained(place, local_files_only=local, trust_remote_code=False)
     return HeadDims.from_hf_config(config)
 
 

@@ -94,6 +94,7 @@ def _of_head(
 ) -> Path:
     from headstart.directory_lock import locked
     from headstart.evaluation import UNTRAINED, measure
+    from headstart.recipes.consent import RUNS_CODE
     from headstart.recipes.load import load_evaluation, load_recipe, to_dict
     from headstart.saved_heads import bound_head, target_of_head, untrained_head
     from headstart.targets import loaded_target
@@ -109,7 +110,8 @@ def _of_head(
             use_tuned(place_of_head, loaded, settings.eval, console)
         info: dict[str, Any] | None = {"path": head} if head is not None else None
         if drafted is None and settings.eval.drafter == "auto" and settings.eval.synthetic_acceptance is not None:
-            config = load_recipe(recipe, overrides).head if recipe is not None else None
+            agreed = {key: getattr(settings.target, key.removeprefix("target.")) for key in RUNS_CODE}  # ask once
+            config = load_recipe(recipe, overrides, agreed).head if recipe is not None else None
             drafted, info = untrained_head(config, loaded), UNTRAINED
         report = measure(loaded, drafted, settings.eval, console, to_dict(settings), info, place=place_of_head)
         _write(report, place, settings.eval, console)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headstart.data.config import DistillConfig
 from headstart.data.features import Progress, silent
+from headstart.data.media import dropped_for, dropped_lines
 from headstart.data.messages import Message
 from headstart.data.prompts import Chats, Prompt
 from headstart.data.records import Conversation, TokenTurn, parse_record, unread_note
@@ -91,11 +92,15 @@ def distill(
     unread = unread_note(Counter(name for prompt in prompts for name in prompt.unread))
     for note in [*chats.notes, *([unread] if unread else [])]:
         progress(0, len(jobs), note)
-    for name, reason in skipped.items():
-        progress(0, len(jobs), f"skipped {name}: {reason}")
+    held = {prompt.id: (prompt.media, prompt.where) for prompt in prompts if prompt.media is not None}
+    for note in dropped_lines(held.values()):
+        progress(0, len(jobs), note)
+    for name, cause in skipped.items():
+        if name not in held:
+            progress(0, len(jobs), f"skipped {name}: {cause}")
     if prompts and not jobs:
-        name, reason = next(iter(skipped.items()))
-        raise DataError(f"distill: none of {len(prompts)} prompts can be answered; the first, {name}: {reason}")
+        name, cause = next(iter(skipped.items()))
+        raise DataError(f"distill: none of {len(prompts)} prompts can be answered; the first, {name}: {cause}")
     done = sum(job.id in finished for job in jobs)
     progress(done, len(jobs), f"{done} answers found in {out}" if done else "")
     began, worked = time.monotonic(), False
@@ -120,7 +125,7 @@ def distill(
         progress(done, len(jobs), "")
     place = out.with_name(out.name + ".skipped.json")
     earlier = read_json(place) if place.is_file() else {}
-    skipped |= {name: reason for name, reason in earlier.items() if name in finished}  # whose later turns were left out
+    skipped |= {name: cause for name, cause in earlier.items() if name in finished}  # whose later turns were left out
     if skipped:
         write_json(place, skipped)
     if not out.exists():
@@ -136,6 +141,9 @@ def _make_jobs(
     skipped: dict[str, str] = {}
     room = _prompt_room(target, config)
     for prompt in prompts:
+        if prompt.media is not None:
+            skipped[prompt.id] = dropped_for(prompt.media)
+            continue
         try:
             ids = chats.prompt_ids(prompt)
         except RefusedError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from headstart.data.media import media_of_part
 from headstart.heads.errors import DataError, HeadstartError
 from headstart.heads.files import parse_json
 
@@ -31,8 +32,9 @@ MAX_DEPTH = 64
 def read_message(message: Any, where: Where) -> dict[str, Any]:
     """A message in OpenAI's form (`role`, `content`) or ShareGPT's (`from`, `value`).
 
-    Returns: `role`, `content` (text; parts are joined) and, where given, `reasoning_content`, `tool_calls` with their
-        `arguments` as an object where they are one, `name` and `tool_call_id`.
+    Returns: `role`, `content` (text; its parts joined, without images, video and audio: see `data/media.py`) and, where
+        given, `reasoning_content`, `tool_calls` with their `arguments` as an object where they are one, `name` and
+        `tool_call_id`.
     Raises: DataError naming the field, what was found and what is expected.
     """
     if not isinstance(message, dict):
@@ -115,7 +117,10 @@ def _part(part: Any, where: Where) -> str:
     if isinstance(part, str):
         return read_text(part, where)
     if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
-        return read_text(part.get("text"), f"{where}: text of a part")
+        if media_of_part(part) is None:
+            return read_text(part.get("text"), f"{where}: text of a part")
+    if media_of_part(part) is not None:
+        return ""  # whoever reads the record drops it
     found = f" ({quote(part['type'])})" if isinstance(part, dict) and "type" in part else ""
     raise DataError(f"{where}: found a part that is not text{found}, expected text only: remove the record")
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from headstart.data.chat import Encoded, answers_of
 from headstart.data.config import DataConfig, SourceConfig
+from headstart.data.media import dropped_for, place
 from headstart.data.prompts import Chats
 from headstart.data.records import Conversation, TokenTurn, unread_note
 from headstart.data.rendering import RefusedError
@@ -141,6 +142,8 @@ def tokenize(
     chats = Chats(tokenizer, stop_token_ids, dict(config.template_kwargs))
 
     def encode(conversation: Conversation) -> list[Tokens] | str:
+        if conversation.media is not None:
+            return dropped_for(conversation.media)
         try:
             encoded = _encode(conversation, chats, stop_token_ids, config)
         except RefusedError as error:
@@ -153,7 +156,7 @@ def tokenize(
         for field_name in conversation.unread:
             report.unread[field_name] = report.unread.get(field_name, 0) + 1
         if isinstance(encoded, str):
-            report.drop(encoded, conversation.id)
+            report.drop(encoded, conversation.id if conversation.media is None else place(conversation.where))
             continue
         report.split += len(encoded) > 1
         said = [message["role"] for message in conversation.messages].count("assistant")

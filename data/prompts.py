@@ -18,7 +18,7 @@ class Prompt:
     """Messages to answer, and the messages that follow each answer.
 
     Attributes:
-        id, task, where, meta, tools, template_kwargs, unread: as in Conversation.
+        id, task, where, meta, tools, template_kwargs, unread, media: as in Conversation.
         first: the messages before the first answer; empty if the record has only their token ids.
         later: for each further answer, the messages between it and the one before.
         prompt_token_ids: token ids of `first` where the record has them, else None. They are used as they are.
@@ -34,6 +34,7 @@ class Prompt:
     where: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    media: str | None = None
 
     @classmethod
     def ask(cls, id: str, *turns: str, system: str | None = None, **more: Any) -> Prompt:
@@ -96,6 +97,7 @@ def prompt_of(conversation: Conversation, asked: str = "each") -> Prompt:
         where=conversation.where,
         meta=conversation.meta,
         unread=conversation.unread,
+        media=conversation.media,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headstart.data.media import media_of
 from headstart.data.messages import (
     EMPTY,
     Message,
@@ -86,6 +87,8 @@ class Conversation:
         asks: "each" if every user message is a question of its own (`turns`), "last" if the messages belong together.
         unread: names of fields that are given but do not reach the template: of messages (such as `weight`), and of the
             record (ELSEWHERE).
+        media: what the record holds beside text, "images", "video" or "audio"; its messages are then not whole, and
+            whoever reads it must drop it. None for text.
     """
 
     id: str
@@ -100,6 +103,7 @@ class Conversation:
     prompt_token_ids: tuple[int, ...] | None = None
     asks: str = "last"
     unread: tuple[str, ...] = ()
+    media: str | None = None
 
 
 def unread_note(counts: Mapping[str, int]) -> str | None:
@@ -154,6 +158,7 @@ def parse_record(
         prompt_token_ids=ids,
         asks=asks,
         unread=tuple(sorted(unread)),
+        media=media_of(record, [message for message, _ in raw] + [{"content": record.get("system")}]),
     )
 
 

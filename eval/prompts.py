@@ -16,6 +16,7 @@ from typing import Any
 
 from headstart.data.config import SourceConfig
 from headstart.data.hub import load_rows
+from headstart.data.media import dropped_lines
 from headstart.data.prompts import Prompt, prompt_of
 from headstart.data.records import parse_record
 from headstart.data.sources import read_records, source_path
@@ -28,6 +29,12 @@ MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 #: Spec-Bench's other five tasks
 SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz")
+
+
+class Prompts(list[Prompt]):
+    """Prompts of an evaluation. `dropped`: lines that say which records were left out, and why."""
+
+    dropped: list[str]
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def data_label(data: Any) -> str:
     return "+".join(source.name.replace("/", "-") for source in eval_sources(data))[:80]
 
 
-def eval_prompts(config: EvalConfig) -> list[Prompt]:
+def eval_prompts(config: EvalConfig) -> Prompts:
     """The prompts of an evaluation. Raises: ConfigError where `eval.data` is not set; as `load_prompts`."""
     if config.data is None:
         raise ConfigError("eval.data is not set: give --data FILE.jsonl or eval.data=FILE.jsonl, a file of prompts")
@@ -135,14 +142,15 @@ def load_prompts(
     max_turns: int | None = None,
     task_field: str = "auto",
     half: str | None = None,
-) -> list[Prompt]:
+) -> Prompts:
     """Prompts of every source that `eval.data` names; of a conversation the last question is asked (`prompt_of`).
 
     With several sources, ids start with the source's name, and a record without a task gets that name as its task. In
-    Spec-Bench's files MT-bench's eight categories become one task `mt_bench`, unless `task_field` is set.
+    Spec-Bench's files MT-bench's eight categories become one task `mt_bench`, unless `task_field` is set. Records with
+    images, video or audio are dropped.
 
     Args:
-        limit: first prompts of each source.
+        limit: first records of each source.
         limit_per_task: first prompts of each task, of the half that is taken.
         max_turns: first turns.
         half: "odd" takes the first, the third, … prompt of each task, "even" the others, None all.
@@ -150,15 +158,20 @@ def load_prompts(
     """
     sources = eval_sources(data)
     prompts: list[Prompt] = []
+    held: list[tuple[str, str]] = []
     for source in sources:
         # a limit per task needs the whole of a source
         needed = limit if limit_per_task is None else None
         records = islice(source.records(needed), limit)
         parsed = [parse_record(record, where, number, task_field=task_field) for where, number, record in records]
+        with_media = [(row.media, row.where) for row in parsed if row.media is not None]
+        parsed, held = [row for row in parsed if row.media is None], held + with_media
         asked = [prompt_of(conversation, "last") for conversation in parsed]
         read = [replace(prompt, task=prompt.task or "all") for prompt in asked]
         if not read:
-            raise DataError(f"{source.path or source.name}: holds no prompts; expected one JSON object per line")
+            expected = "expected one JSON object per line"
+            found = "; ".join(["holds no prompts", *dropped_lines(with_media)])
+            raise DataError(f"{source.path or source.name}: {found}; {'expected text' if with_media else expected}")
         if task_field == "auto" and SPEC_BENCH <= {prompt.task for prompt in read}:
             read = [replace(p, task="mt_bench") if p.task in MT_BENCH else p for p in read]
         if len(sources) > 1:
@@ -166,7 +179,8 @@ def load_prompts(
         prompts += read
     if len({prompt.task for prompt in prompts}) > 1:
         prompts = [replace(p, task=_other(p.task, "other")) for p in prompts]
-    kept: list[Prompt] = []
+    kept = Prompts()
+    kept.dropped = dropped_lines(held)
     per_task: dict[str | None, int] = {}
     for prompt in prompts:
         place = per_task.get(prompt.task, 0)

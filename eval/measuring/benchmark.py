@@ -85,7 +85,7 @@ def evaluate(
         device=device_name(target.device),
         tree={**asdict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
         recipe=recipe or {},
-        notes=_notes(target, measured),
+        notes=[*_notes(target, measured), *prompts.dropped],
         sweeps=measured.sweeps or None,
         cycle=measured.cycle,
         generate=None if measured.generate is None else measured.generate.report(),

@@ -87,7 +87,7 @@ def evaluate_server(
         dtype="the server's dtype",
         device=client.url,
         tree=dict(probe.tree),
-        notes=_notes(client.url, config, measured),
+        notes=[*_notes(client.url, config, measured), *prompts.dropped],
         versions={**versions(), engine: probe.version},
         engine={"name": engine, "version": probe.version, "url": client.url, "model": name, "request": request},
     ).published()

@@ -83,7 +83,7 @@ def tune(
         head.eval()
     search = replace(search, depth=deepest(head, search))
     session = _Session(target, head, config, search, contexts, progress)
-    for note in dropped:
+    for note in [*prompts.dropped, *dropped]:
         session.say(note)
     profiles, halfway = session.profiles(drafting)
     reference = published_tree(search.depth, session.draftable) if "static" in profiles else None

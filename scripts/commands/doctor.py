@@ -133,6 +133,7 @@ def _look(data: DataConfig, target: Target | None) -> str:
 
     Raises: DataError where a record cannot be read, or none of them can be trained on.
     """
+    from headstart.data.media import dropped_lines
     from headstart.data.prepare import tokenize
     from headstart.data.sources import load_conversations, read_prompts
     from headstart.heads.errors import DataError
@@ -140,15 +141,18 @@ def _look(data: DataConfig, target: Target | None) -> str:
     def first(sources: list[SourceConfig]) -> list[SourceConfig]:
         return [replace(s, limit=min(s.limit or LOOKED, LOOKED)) for s in sources if s.path is not None]
 
-    read_prompts(first(data.distill.prompts))
+    prompts = read_prompts(first(data.distill.prompts))
+    held = dropped_lines((prompt.media, prompt.where) for prompt in prompts if prompt.media is not None)
+    if prompts and all(prompt.media is not None for prompt in prompts):
+        raise DataError(f"data.distill.prompts: none of the first prompts can be answered: {'; '.join(held)}")
     files = first([*data.sources, *data.held_out])
     if target is None or not files:
-        return ""
+        return "; ".join(held)
     samples, report = tokenize(load_conversations(files), target.tokenizer, data, target.stop_token_ids)
     if not samples and not data.distill.prompts:
         raise DataError("none of the first records can be trained on\n" + "\n".join(report.lines()))
     left = f", {report.dropped_count} of them dropped (headstart inspect says why)" if report.dropped else ""
-    return f"{report.conversations} records read{left}"
+    return "; ".join([f"{report.conversations} records read{left}", *held])
 
 
 def _try(name: str, check: Callable[[], str]) -> Check:

@@ -264,7 +264,7 @@ def test_fields_by_which_others_give_the_model_more_to_read_are_told(record, unr
         ({"messages": [{**ASK, "thinking": "a", "reasoning": "b"}]}, "different texts in reasoning and thinking"),
         ({"messages": [{**ASK, "name": ["x"]}]}, r"messages\[0\].name: found a list, expected text"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, r"messages\[0\].role: found a list, expected one of"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"not text \('image_url'\)"),
+        ({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]}, r"not text \('refusal'\)"),
         ({"prompt": "x", "finish_reason": ["stop"]}, "finish_reason: found a list, expected one of stop"),
         ({"prompt_token_ids": 5}, "prompt_token_ids: found int 5, expected a list of token ids"),
         ({"prompt_token_ids": [2**31]}, "prompt_token_ids: found int 2147483648 in it"),

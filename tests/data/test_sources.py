@@ -123,7 +123,7 @@ def test_repeated_ids_are_made_unique_in_order(write_jsonl):
         ({"messages": [HI, {"role": "bot", "content": ""}]}, r"messages\[1\].role: found 'bot', expected one of"),
         ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content: found int 5, expected text"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content: found nothing, expected text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        ({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]},
          r"messages\[0\].content: found a part that is not text"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, r"conversations\[0\].from: found 'alien'"),
         ({"prompt": 5}, r"prompt: found int 5, expected text"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.engine import Engine
-from headstart.eval.decoding.graphs import CycleGraphs
+from headstart.eval.decoding.graphs import CycleGraphs, uncaptured_cycles
 from headstart.eval.decoding.loop import COUNT, DRAFTED, NEXT, Loop
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.decoding.scheduler import KEEP_ALL, Scheduler
@@ -120,18 +120,13 @@ def decode(
 
     for row, token in enumerate(loop.roots_B.tolist()):
         record.take(row, [token])
-    if graphs is not None and loop.captures:
-        if record.any_active:
-            for table in graphs.run(loop):
-                arrivals.append(time.perf_counter())
-                record.add_cycle(table)
-                if not record.any_active:
-                    break
-    else:
-        while record.any_active:
-            record.add_cycle(loop.read(loop.verify()))
+    if record.any_active:
+        captures = graphs is not None and loop.captures
+        for table in graphs.run(loop) if captures else uncaptured_cycles(loop):  # type: ignore[union-attr]
             arrivals.append(time.perf_counter())
-            loop.commit()
+            record.add_cycle(table)
+            if not record.any_active:
+                break
     # one captured cycle too many is still running: see CycleGraphs.run
     synchronize(device)
     cycle_s = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]

@@ -99,7 +99,13 @@ class Engine:
     @property
     def captures(self) -> bool:
         """Whether forwards may be captured as CUDA graphs: nothing in them asks the host."""
-        return self.fused is not None and self.device.type == "cuda"
+        return self.fused is not None and self.fused.uncaptured is None and self.device.type == "cuda"
+
+    def give_up_captures(self, reason: str) -> None:
+        """From now on forwards run operation by operation: one could not be captured."""
+        if self.fused is not None:
+            self.fused.uncaptured = reason
+        self.prompts.captures = False
 
     @property
     def choices(self) -> Choices | None:

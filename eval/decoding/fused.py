@@ -32,6 +32,7 @@ from headstart.eval.decoding.fused_layers import (
 )
 from headstart.eval.decoding.proof import find_layers
 from headstart.eval.kernels.attention import Visibility
+from headstart.eval.kernels.capture import brief
 from headstart.eval.kernels.choices import Choices, compile_ways, decide_ways
 from headstart.eval.kernels.launch import compile_ahead, compiling, graph_time, wait_compiled
 from headstart.eval.kernels.linear import Linear, row_bucket
@@ -71,15 +72,20 @@ class FusedModel:
         choices: the fastest kernels of products on this card. `choose_ways` reads them and adds to them; None = it
             always measures.
     Raises: Unfusable when a layer's structure is not covered, the outputs differ, or anything fails on the way.
+
+    Attributes:
+        uncaptured: why a cycle with this model could not be captured as a CUDA graph; None while all could.
     """
+
+    uncaptured: str | None = None
 
     def __init__(self, model: nn.Module, windows: dict[str, int | None], choices: Choices | None = None):
         try:
             self._fuse(model, windows, choices)
-        except Unfusable:
+        except (Unfusable, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise Unfusable(f"{type(error).__name__} while fusing {type(model).__name__}: {error}") from error
+            raise Unfusable(f"while fusing {type(model).__name__}: {brief(error)}") from error
 
     def _fuse(self, model: nn.Module, windows: dict[str, int | None], choices: Choices | None) -> None:
         places = {str(parameter.device) for parameter in model.parameters()}

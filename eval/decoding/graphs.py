@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from headstart.eval.decoding.loop import Loop
-from headstart.eval.kernels.launch import compile_ahead, compiling, warm_up
+from headstart.eval.kernels.capture import Uncapturable, capture, warm_up
+from headstart.eval.kernels.launch import compile_ahead, compiling
 
 
 class CycleGraphs:
     """Captured cycles by `graph_key`. Each is captured at its first use.
+
+    Where a cycle cannot be captured, cycles run operation by operation from then on.
 
     Attributes:
         seconds: spent on choosing kernels and on capturing.
@@ -34,8 +37,13 @@ class CycleGraphs:
         key = graph_key(loop)
         if key not in self.captured:
             began = time.perf_counter()
-            self.captured[key] = _CycleGraph(loop)
-            self.seconds += time.perf_counter() - began
+            try:
+                self.captured[key] = _CycleGraph(loop)
+            except Uncapturable as reason:
+                loop.engine.give_up_captures(str(reason))
+                return uncaptured_cycles(loop)
+            finally:
+                self.seconds += time.perf_counter() - began
         self._latest = self.captured[key]
         return self._latest.run(loop)
 
@@ -54,6 +62,13 @@ class CycleGraphs:
         marks[1].record()
         marks[1].synchronize()
         return marks[0].elapsed_time(marks[1]) / repeats
+
+
+def uncaptured_cycles(loop: Loop) -> Iterator[list[list[int]]]:
+    """Tables of the cycles, without end, each run operation by operation."""
+    while True:
+        yield loop.read(loop.verify())
+        loop.commit()
 
 
 def graph_key(loop: Loop) -> tuple[object, ...]:
@@ -76,16 +91,22 @@ class _CycleGraph:
         # this cycle writes KV beyond the contexts only, where the first real cycle writes again
         warm_up(loop.cycle, loop.engine.device)
         loop.attach(self.held)
-        self.graph = torch.cuda.CUDAGraph()
-        if loop.generator is not None:
-            self.graph.register_generator_state(loop.generator)
-        with torch.cuda.graph(self.graph):
-            self.table = loop.cycle()
+        generators = [] if loop.generator is None else [loop.generator]
+
+        def cycle() -> Tensor:
+            table = loop.cycle()
             _copy(self.held, loop.tensors())
-        loop.attach(self.held)
-        _copy(self.held, before)
-        if loop.generator is not None:
-            loop.generator.set_state(noise)
+            return table
+
+        try:
+            self.graph, self.table = capture(
+                cycle, loop.engine.device, generators, restore=lambda: loop.attach(self.held)
+            )
+        finally:
+            loop.attach(self.held)
+            _copy(self.held, before)
+            if loop.generator is not None:
+                loop.generator.set_state(noise)
         self.host = [torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=True) for _ in range(2)]
         self.done = [torch.cuda.Event() for _ in range(2)]
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from headstart.eval.decoding.rows import Rows, Step
 from headstart.eval.kernels.attention import Visibility
-from headstart.eval.kernels.launch import compile_ahead, synchronize, warm_up
+from headstart.eval.kernels.capture import Uncapturable, capture, warm_up
+from headstart.eval.kernels.launch import compile_ahead, synchronize
 from headstart.heads.batch import FeatureSpec
 
 #: most prompt tokens (rows × chunk) of a captured forward: larger ones keep a card busy for longer than the host needs
@@ -41,12 +42,14 @@ class Prefill:
     Attributes:
         graphs: captured chunks by width and features.
         capture_s: seconds that capturing them has taken.
+        uncaptured: why a forward could not be captured, so that all run operation by operation; else None.
     """
 
     def __init__(self, batch: int, chunk: int, bin: int, device: torch.device, captures: bool):
         self.batch, self.chunk, self.bin, self.device, self.captures = batch, chunk, bin, device, captures
         self.graphs: dict[tuple[int, FeatureSpec | None], ChunkGraph] = {}
         self.capture_s = 0.0
+        self.uncaptured: str | None = None
 
     def run(self, forward: Forward, contexts: list[list[int]], spec: FeatureSpec | None) -> tuple[Tensor, Rows]:
         """Fill the KV buffers from slot 0 on.
@@ -106,8 +109,13 @@ class Prefill:
             began = time.perf_counter()
             self._compile(forward)
             pool = next(iter(self.graphs.values())).pool if self.graphs else None
-            self.graphs[key] = ChunkGraph(forward, self.batch, width, self.bin, self.device, pool)
-            self.capture_s += time.perf_counter() - began
+            try:
+                self.graphs[key] = ChunkGraph(forward, self.batch, width, self.bin, self.device, pool)
+            except Uncapturable as reason:
+                self.captures, self.uncaptured = False, str(reason)
+                return chunk_forward(forward, tokens_BM, position_BM, self.bin, reach)
+            finally:
+                self.capture_s += time.perf_counter() - began
         return self.graphs[key].run(tokens_BM, position_BM)
 
     def _compile(self, forward: Forward) -> None:
@@ -153,9 +161,7 @@ class ChunkGraph:
             return chunk_forward(forward, self._tokens_BM, self._position_BM, bin, width)
 
         warm_up(run, device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._step = run()
+        self._graph, self._step = capture(run, device, pool=pool)
 
     @property
     def pool(self) -> Any:

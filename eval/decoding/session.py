@@ -13,8 +13,9 @@ from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.fused_layers import Unfusable
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.sampling import Sampling
+from headstart.eval.kernels.capture import brief
 from headstart.eval.kernels.choices import Choices
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.targets.target import Target
 
 #: without fused kernels, attention reads the buffers up to the next multiple of this many slots
@@ -23,6 +24,9 @@ KV_BUCKET = 128
 
 class Decoder:
     """A target's engine, made anew when a batch does not fit, and shared by plain and speculative decoding.
+
+    Whatever fails while the target is fused, or while it decodes fused, makes transformers' own forward run instead.
+    Running out of memory is reported as it is.
 
     Attributes:
         unfused: why the target runs by transformers' own forward although `eval.engine` is auto and there is a GPU;
@@ -49,11 +53,32 @@ class Decoder:
             if device.type == "cuda":
                 choices = Choices.of(device, fresh=self.config.measure_kernels)
             return FusedModel(model, attention_windows(model.config), choices)
-        except Unfusable as reason:
-            if kind == "fused":
-                raise ConfigError(f"eval.engine: found 'fused', but {reason}; set eval.engine=transformers") from reason
-            self.unfused = str(reason)
+        except (HeadstartError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the target still runs by its own forward
+            self._give_up_fused(error)
             return None
+
+    def _give_up_fused(self, error: Exception) -> None:
+        """Keep the reason. Raises: ConfigError where `eval.engine` asks for the fused form."""
+        reason = str(error) if isinstance(error, Unfusable) else brief(error)
+        if self.config.engine == "fused":
+            raise ConfigError(f"eval.engine: found 'fused', but {reason}; set eval.engine=transformers") from error
+        self.unfused, self.fused = reason, None
+
+    @property
+    def path(self) -> str:
+        """"fused" (our kernels), or "generic" (transformers' own forward on our buffers)."""
+        return "generic" if self.fused is None else "fused"
+
+    @property
+    def slow(self) -> str | None:
+        """Why the target decodes slower than it could, for reports; None where it does not, or where that was asked."""
+        if self.unfused is not None:
+            return f"the target ran by transformers' own forward: {self.unfused}"
+        if self.fused is not None and self.fused.uncaptured is not None:
+            return f"decoding cycles ran operation by operation, not as CUDA graphs: {self.fused.uncaptured}"
+        return None
 
     def limits(self, contexts: list[list[int]]) -> list[int]:
         """New tokens of every row: `eval.max_new_tokens`, or as many as the target's positions leave (one at least)."""
@@ -83,6 +108,27 @@ class Decoder:
 
         Args: row_seeds: see `decode`. stop: False decodes on beyond the target's stop tokens, up to the limit.
         """
+        try:
+            return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop)
+        except (HeadstartError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - an error that is not the fused form's comes again
+            if self.fused is None:
+                raise
+            self._give_up_fused(error)
+        self.drop_buffers()
+        self.graphs.clear()
+        return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop)
+
+    def _run(
+        self,
+        contexts: list[list[int]],
+        drafter: Drafter | None,
+        max_new_tokens: int | list[int],
+        seed: int,
+        row_seeds: Tensor | None,
+        stop: bool,
+    ) -> Decoded:
         longest_answer = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
         needed = slots_needed(max(map(len, contexts)), longest_answer, drafter)
         engine = self.engine

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headstart.eval.kernels.capture import Uncapturable, capture, warm_up
+
 try:
     import triton
     import triton.language as tl
@@ -156,27 +158,18 @@ def compile_ahead(run: Callable[[], object]) -> None:
             _dry.reset(token)
 
 
-def warm_up(run: Callable[[], object], device: torch.device | None = None) -> None:
-    """Run once before a capture, on a stream of its own: kernels compile and libraries set themselves up here."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-
-
 def graph_time(run: Callable[[], object], replays: int = 5) -> float:
-    """Milliseconds of one replay of `run` captured as a CUDA graph (median)."""
+    """Milliseconds of one replay of `run` captured as a CUDA graph (median); uncaptured, if that cannot be."""
     warm_up(run)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    graph.replay()
+    again = run
+    with suppress(Uncapturable):
+        again = capture(run)[0].replay
+    again()
+    again()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     marks[0].record()
     for mark in marks[1:]:
-        graph.replay()
+        again()
         mark.record()
     torch.cuda.synchronize()
     return sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))[replays // 2]

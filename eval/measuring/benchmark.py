@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from headstart.eval.decoding.decode import Answer, Cycle, Decoded
 from headstart.eval.decoding.masks import require_chain
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
-from headstart.eval.measuring.breakdown import cycle_parts
+from headstart.eval.measuring.breakdown import cycle_parts, plain_cycle
 from headstart.eval.measuring.contexts import Contexts, first_contexts
 from headstart.eval.measuring.conversations import Conversations
 from headstart.eval.measuring.generate import GenerateBaseline
@@ -88,6 +89,9 @@ def evaluate(
         notes=[*_notes(target, measured), *prompts.dropped],
         sweeps=measured.sweeps or None,
         cycle=measured.cycle,
+        engine_path=measured.decoder.path,
+        engine_note=measured.decoder.slow,
+        engine_cost=measured.cost,
         generate=None if measured.generate is None else measured.generate.report(),
     ).published()
 
@@ -120,6 +124,7 @@ class _Measurement:
         tasks: results by task.
         sweeps: over batch sizes and context lengths.
         cycle: milliseconds of a cycle's parts (breakdown.cycle_parts), or None.
+        cost: of a plain cycle, where the target decodes slower than it could (breakdown.plain_cycle), or None.
         ready_s: seconds from a loaded target to the first measured token, in which kernels are chosen and compiled,
             cycles captured and caches warmed.
     """
@@ -143,6 +148,7 @@ class _Measurement:
         self.tasks = {str(prompt.task): TaskResults() for prompt in prompts}
         self.sweeps: dict[str, Any] = {}
         self.cycle: dict[str, float] | None = None
+        self.cost: dict[str, float] | None = None
         self.ready_s: float | None = None
 
     def _generate(self, limit: int) -> GenerateBaseline:
@@ -173,6 +179,9 @@ class _Measurement:
             # the prompt of median length stands for all
             middle = sorted(self.first, key=len)[len(self.first) // 2]
             self.cycle = cycle_parts(decoder, drafter, [middle] * config.batch_size)
+        if decoder.slow is not None and self.target.device.type == "cuda" and self.first:
+            with suppress(Exception):  # this explains the measurement, and must not lose it
+                self.cost = plain_cycle(decoder, self.first[: config.batch_size])
         self.conversations.finish()
 
     def _warm_up(self, contexts: list[list[int]]) -> None:
@@ -186,7 +195,7 @@ class _Measurement:
 
 
 def _notes(target: Target, measured: _Measurement) -> list[str]:
-    sampling, unfused, notes = measured.decoder.sampling, measured.decoder.unfused, []
+    sampling, notes = measured.decoder.sampling, []
     if sampling.synthetic is not None:
         rates = ", ".join(f"{rate:g}" for rate in sampling.synthetic)
         notes.append(
@@ -195,8 +204,6 @@ def _notes(target: Target, measured: _Measurement) -> list[str]:
         )
     elif sampling.lossy:
         notes.append("typical acceptance is LOSSY: the output distribution is not the target's")
-    if unfused is not None:
-        notes.append(f"the target ran by transformers' own forward, slower than the fused one: {unfused}")
     notes += [*measured.dropped, *measured.contexts.notes()]
     if target.device.type == "cpu":
         notes.append("on a CPU more tokens per forward cost more time: τ carries over to a GPU, the speed-up does not")

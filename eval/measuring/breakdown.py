@@ -34,6 +34,41 @@ def cycle_parts(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], r
     return {"draft_ms": draft * 1e3, "verify_ms": verify * 1e3, "rest_ms": max(whole - draft - verify, 0.0) * 1e3}
 
 
+def plain_cycle(decoder: Decoder, contexts: list[list[int]], repeats: int = 10) -> dict[str, float]:
+    """Milliseconds of a plain cycle that is not captured: {"wall_ms", "device_ms"} (CUDA only).
+
+    `device_ms` is the time of the same work when all of it is queued before the card begins. Where the work asks the
+    host in between, or is longer than the queue, it holds some of the waiting as well: the card works at most so long.
+    """
+    loop = started_loop(decoder, None, contexts)
+    before = loop.tensors()
+
+    def cycle() -> None:
+        loop.attach(before)
+        loop.cycle()
+
+    with torch.inference_mode():
+        wall = host_time(cycle, loop.roots_B.device, repeats)
+        device = sorted(_queued_ms(cycle, 2 * wall) for _ in range(3))[1]
+        loop.attach(before)
+    return {"wall_ms": wall, "device_ms": min(device, wall)}
+
+
+def _queued_ms(run: Callable[[], object], busy_ms: float) -> float:
+    """Milliseconds of `run` on the card, queued while the card is kept busy for about `busy_ms`."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+    marks[0].record()
+    torch.cuda._sleep(1_000_000)
+    marks[1].record()
+    marks[1].synchronize()
+    torch.cuda._sleep(int(1_000_000 * busy_ms / marks[0].elapsed_time(marks[1])))
+    marks[2].record()
+    run()
+    marks[3].record()
+    marks[3].synchronize()
+    return marks[2].elapsed_time(marks[3])
+
+
 def started_loop(decoder: Decoder, drafter: Drafter, contexts: list[list[int]]) -> Loop:
     """A started loop whose buffers hold the contexts, with room for one more tree."""
     # to decode one token makes the buffers and runs no cycle

@@ -153,6 +153,13 @@ def _sweep_cells(name: str, point: dict[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _cost_text(cost: dict[str, float] | None) -> str:
+    if cost is None:
+        return ""
+    wall, device = (number(cost[key], 1) for key in ("wall_ms", "device_ms"))
+    return f". A plain cycle took {wall} ms, of which the card worked at most {device} ms and otherwise waited"
+
+
 def remarks(report: Report) -> list[str]:
     """Sentences that go with the tables."""
     lines = [ROW_NOTE] if _by_row(report) or report.sweeps else []
@@ -160,6 +167,8 @@ def remarks(report: Report) -> list[str]:
         lines += [sweep[key] for key in ("says", "note") if sweep.get(key)]
     if report.sweeps:
         lines.append("active: rows that a cycle decoded, plain / spec.; per token in ms, median / 95th percentile")
+    if report.engine_note is not None:
+        lines.append(report.engine_note + _cost_text(report.engine_cost))
     if report.cycle is not None:
         named = ("draft", "verify", "rest")
         spent = ", ".join(f"{name} {number(report.cycle[f'{name}_ms'], 2)}" for name in named)

@@ -90,6 +90,12 @@ class Report(Numbers):
     sweeps: dict[str, Any] | None = None
     #: milliseconds of a cycle's parts: draft_ms, verify_ms, rest_ms
     cycle: dict[str, float] | None = None
+    #: how the target ran: "fused" (our kernels) or "generic" (transformers' own forward); None: in a server
+    engine_path: str | None = None
+    #: why it ran slower than it could; None where it did not
+    engine_note: str | None = None
+    #: what that costs, in milliseconds of a plain cycle: {"wall_ms", "device_ms" (at most, the card works)}
+    engine_cost: dict[str, float] | None = None
     #: HF generate at batch 1, where asked for; its label stands beside it
     generate: dict[str, Any] | None = None
     #: command line of the process that measured this

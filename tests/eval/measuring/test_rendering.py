@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from test_compare import report
 
-from headstart.eval.measuring.rendering import render_saved
+from headstart.eval.measuring.rendering import render_markdown, render_saved, render_tables
+from headstart.eval.measuring.report import Report
 
 
 def test_the_first_plot_on_a_machine_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +22,33 @@ def test_the_first_plot_on_a_machine_is_announced(tmp_path: Path, monkeypatch: p
     cache.mkdir()
     (cache / "fontlist-v390.json").touch()
     assert render_saved(path, said.append) and len(said) == 1
+
+
+def test_a_target_off_the_fast_path_says_so_with_its_cost(tmp_path: Path) -> None:
+    slow = report()
+    slow.engine_path, slow.engine_note = "generic", "the target ran by transformers' own forward: X lacks ['v_proj']"
+    slow.engine_cost = {"wall_ms": 21.31, "device_ms": 3.92}
+    slow.save(tmp_path)
+    read = Report.read(tmp_path)
+    assert (read.engine_path, read.engine_note, read.engine_cost) == (
+        slow.engine_path, slow.engine_note, slow.engine_cost,
+    )  # fmt: skip
+    cost = "A plain cycle took 21.3 ms, of which the card worked at most 3.9 ms and otherwise waited"
+    for shown in (render_markdown(read), _terminal(read)):
+        assert "he target ran by transformers" in shown and "v_proj" in shown and cost in " ".join(shown.split())
+    read.engine_note = None
+    assert "plain cycle" not in render_markdown(read)
+
+
+def test_a_report_made_before_engines_were_told_still_loads(tmp_path: Path) -> None:
+    before = report().to_json()
+    for name in ("engine_path", "engine_note", "engine_cost"):
+        del before[name]
+    read = Report.from_json(before)
+    assert read.engine_path is None and "transformers' own forward" not in render_markdown(read)
+
+
+def _terminal(report: Report) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(render_tables(report))
+    return console.file.getvalue()  # type: ignore[attr-defined]

@@ -51,8 +51,8 @@ def test_captured_cycles(name: str, dtype: torch.dtype, monkeypatch: pytest.Monk
     monkeypatch.setattr(Loop, "choose_ways", lambda loop: None)
     model = random_model(name, device="cuda", dtype=dtype)
     fused = FusedModel(model, attention_windows(model.config))
-    mixtures = [module for module in fused.view.modules() if isinstance(module, FusedExperts)]
-    assert len(mixtures) == len(fused.layers)
+    for layer in fused.layers:
+        assert any(isinstance(module, FusedExperts) for module in layer.mlp.mlp.modules())
     own = [greedy(model, context) for context in CONTEXTS] if dtype == torch.float32 else None
     for drafter in (None, ModelDrafter(model, 3, Sampling(), fused=fused)):
         engine = Engine(model, len(CONTEXTS), slots_needed(64, NEW, drafter), prefill_chunk=32, fused=fused)
@@ -74,7 +74,7 @@ def test_experts_that_ask_the_host_are_not_captured_and_the_answers_are_the_same
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the model's own loop over experts neither prompts nor cycles can be captured; sampling goes on as well."""
-    monkeypatch.setattr("headstart.eval.decoding.fused_layers.fuse_experts", lambda module: module)
+    monkeypatch.setattr("headstart.eval.decoding.fused_mlp.fuse_experts", lambda module: module)
     model = random_model("Qwen3-MoE", device="cuda")
     model.set_experts_implementation("eager")
     target, tree = Target.from_model(model), TreeConfig("chain", 3)

@@ -77,19 +77,19 @@ def test_a_fused_form_that_fails_while_it_decodes_is_given_up(monkeypatch: pytes
     made = decoder(monkeypatch)
     assert made.path == "fused" and made.slow is None
     layers, calls = made.fused.layers, []  # type: ignore[union-attr]
-    attend = layers[0].attend
+    forward = layers[0].forward
 
-    def fails_later(*given: Any) -> torch.Tensor:
+    def fails_later(*given: Any, **named: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) > 5:
             raise RuntimeError("no kernel image")
-        return attend(*given)
+        return forward(*given, **named)
 
-    monkeypatch.setattr(layers[0], "attend", fails_later)
+    monkeypatch.setattr(layers[0], "forward", fails_later)
     assert answers(made) == expected() and len(calls) == 6
     assert made.path == "generic" and made.slow is not None and "RuntimeError: no kernel image" in made.slow
     demanded = decoder(monkeypatch, "fused")
-    monkeypatch.setattr(demanded.fused.layers[0], "attend", fails_later)  # type: ignore[union-attr]
+    monkeypatch.setattr(demanded.fused.layers[0], "forward", fails_later)  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="no kernel image"):
         answers(demanded)
 

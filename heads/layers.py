@@ -86,26 +86,40 @@ class Rope(nn.Module):
 
 
 class Projections(nn.Module):
-    """q/k/v/o projections without bias. `in_size` is H, or 2H for the concatenation of embedding and feature."""
+    """q/k/v/o projections without bias. `in_size` is H, or 2H for the concatenation of embedding and feature.
 
-    def __init__(self, in_size: int, hidden_size: int, dims: HeadDims):
+    Attributes:
+        q_norm, k_norm: RMSNorms of each head's query and key before the rotation (Qwen3's); None without.
+    """
+
+    def __init__(self, in_size: int, hidden_size: int, dims: HeadDims, qk_norm: bool = False):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = dims.num_heads, dims.num_kv_heads, dims.head_dim
         self.q_proj = nn.Linear(in_size, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(in_size, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(in_size, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, dims.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, dims.rms_norm_eps) if qk_norm else None
+
+    def turned_queries(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Projected queries [..., h, d] → normed (where the layer has norms) and rotated."""
+        return rotate(q if self.q_norm is None else self.q_norm(q), cos, sin)
+
+    def turned_keys(self, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As `turned_queries`, for keys [..., g, d]."""
+        return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[..., in] → rotated queries [..., h, d]; cos, sin [..., rotary]."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        return rotate(q, cos, sin)
+        return self.turned_queries(q, cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[..., in] → rotated keys and values [..., g, d]."""
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        return rotate(k, cos, sin), v
+        return self.turned_keys(k, cos, sin), v
 
 
 class MLP(nn.Module):
@@ -134,9 +148,17 @@ class DraftLayer(nn.Module):
 
     recompute = False
 
-    def __init__(self, in_size: int, hidden_size: int, intermediate_size: int, dims: HeadDims, activation: str):
+    def __init__(
+        self,
+        in_size: int,
+        hidden_size: int,
+        intermediate_size: int,
+        dims: HeadDims,
+        activation: str,
+        qk_norm: bool = False,
+    ):
         super().__init__()
-        self.self_attn = Projections(in_size, hidden_size, dims)
+        self.self_attn = Projections(in_size, hidden_size, dims, qk_norm)
         self.mlp = MLP(hidden_size, intermediate_size, activation)
         self.post_attention_layernorm = RMSNorm(hidden_size, dims.rms_norm_eps)
 
@@ -148,10 +170,13 @@ class DraftLayer(nn.Module):
     def kept_numbers(self, recompute: bool) -> float:
         """Numbers per row and depth that training keeps for the backward pass (Head.kept_numbers).
 
-        4 · intermediate + 6 · hidden + queries, keys, values; with `recompute` without those of the MLP.
+        4 · intermediate + 6 · hidden + queries, keys, values; with `recompute` without those of the MLP. q/k norms keep
+        queries and keys once more.
         """
         attention = self.self_attn
         packed = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
+        if attention.q_norm is not None:
+            packed += (attention.heads + attention.kv_heads) * attention.head_dim
         return 6.0 * self.hidden_size + packed + (0 if recompute else 4 * self.mlp.gate_proj.out_features)
 
     def finish(self, context: Tensor, residual: Tensor) -> Tensor:
@@ -171,3 +196,13 @@ class DraftLayer(nn.Module):
         k, v = self.self_attn.keys_values(x_BNI, cos, sin)
         context = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.finish(context.transpose(1, 2), residual_BNH)
+
+
+class LaterLayer(DraftLayer):
+    """A decoder layer that stands on another one: it reads `input_layernorm` of that one's output, H wide."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, dims: HeadDims, activation: str, qk_norm: bool = False
+    ):
+        super().__init__(hidden_size, hidden_size, intermediate_size, dims, activation, qk_norm)
+        self.input_layernorm = RMSNorm(hidden_size, dims.rms_norm_eps)

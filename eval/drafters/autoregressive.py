@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-3 as drafters: a KV cache of the draft layer, chains, EAGLE-2's dynamic trees (methods §3, §4).
+"""EAGLE-1 and EAGLE-3 as drafters: a KV cache of the draft layers, chains, EAGLE-2's dynamic trees (methods §3, §4).
 
 Draft row p reads emb(x_{p+1}) and a feature g_p at rope position p. Rows of committed tokens are always computed from
 the target's features. Rows of drafted tokens are scratch that the next cycle overwrites. A dynamic tree's frontier is
@@ -89,7 +89,7 @@ class AutoregressiveDrafter:
     def _prepare(self, context: Rows, slots: int) -> None:
         """Make weights and buffers, unless those of an earlier batch fit."""
         batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
-        ready = self._made and self.step.layer.tables[0].shape[0] >= slots
+        ready = self._made and self.step.tables[0].shape[0] >= slots
         placed = self._made and self.kv.keys[0].shape[0] == batch and self.kv.capacity == slots
         if ready and placed:
             return
@@ -99,7 +99,8 @@ class AutoregressiveDrafter:
             self.step = DraftStep(self.head, slots)
         if not placed:
             dims = self.head.dims
-            self.kv = Buffers([(dims.num_kv_heads, dims.head_dim)], batch, slots, self.step.dtype, device)
+            shapes = [(dims.num_kv_heads, dims.head_dim)] * len(self.step.layers)
+            self.kv = Buffers(shapes, batch, slots, self.step.dtype, device)
             # captured cycles read its parents and depths, so they must stay where they are
             self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=device))
             self.length_B = torch.zeros_like(context.count_B)
@@ -197,7 +198,7 @@ class AutoregressiveDrafter:
         only_B1: Tensor | None = None,
         under_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self.step(tokens_BN, g_BfH, visibility, self.kv.keys[0], self.kv.values[0], only_B1, under_BN)
+        return self.step(tokens_BN, g_BfH, visibility, self.kv.keys, self.kv.values, only_B1, under_BN)
 
     def _in_draft_vocabulary(self, seen_BV: Tensor | None) -> Tensor | None:
         ids_U = self.head.draft_ids_U

@@ -7,14 +7,17 @@ vocabulary, g kv heads, d head dim, S slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from headstart.eval.drafters.layer import LayerPass, norm_of
+from headstart.eval.drafters.layer import LayerPass, norm_of, rope_tables
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.draft_input import DraftInput, draft_input
 from headstart.eval.kernels.linear import Linear
+from headstart.eval.kernels.norm import NormWeights, rms_norm
 from headstart.eval.kernels.rows import take_rows
 from headstart.heads.families.autoregressive import AutoregressiveHead
 from headstart.heads.families.eagle.head import EagleHead
@@ -40,9 +43,23 @@ class DraftStep:
         # EAGLE-3's fc makes g from the target's features; EAGLE-1's fc stands in `mix` and needs no copy
         fuses = computes_as(head, Eagle3Head, "fuse")
         self.fc = Linear(head.fc.weight.detach().to(self.dtype, copy=True)) if fuses else None
+        self.fc_norms = self._fc_norms() if fuses else []
         self.input = self._input()
         norm, self.output = self._output()
-        self.layer = LayerPass(head.layer, head.dims, head.rope, self.dtype, positions, norm)
+        # each layer but the last ends in the norm that the next one begins with: one kernel computes both
+        norms = [*(layer.input_layernorm for layer in head.later_layers), norm]
+        self.tables = rope_tables(head.rope, positions, head.fc.weight.device)
+        self.layers = [
+            LayerPass(layer, head.dims, self.dtype, self.tables, behind)
+            for layer, behind in zip(head.draft_layers, norms, strict=True)
+        ]
+        # whether the normed output, which the last layer gives, is the next step's feature
+        self.gives_norm = self.output is not None and head.recycles_norm
+
+    def _fc_norms(self) -> list[NormWeights]:
+        """Norms before fc: one for each stream, one over all of them, or none."""
+        head: Any = self.head
+        return [norm_of(norm) for norm in (head.fc_norm if head.input_norm is None else [head.input_norm])]
 
     def _input(self) -> DraftInput | None:
         """For the kernel that gathers the rows' inputs (EAGLE-1's fc follows it); None = the head's own `mix` runs."""
@@ -76,7 +93,7 @@ class DraftStep:
         return None, None
 
     def linears(self) -> list[Linear]:
-        own = (self.fc, *self.layer.linears(), self.output)
+        own = (self.fc, *(linear for layer in self.layers for linear in layer.linears()), self.output)
         return [linear for linear in own if linear is not None]
 
     def fuse(self, hidden_BJD: Tensor, streams_BJkD: Tensor | None) -> Tensor:
@@ -84,15 +101,22 @@ class DraftStep:
         if self.fc is None or streams_BJkD is None:
             return self.head.fuse(hidden_BJD, streams_BJkD)
         batch, count = streams_BJkD.shape[:2]
-        return self.fc(streams_BJkD.reshape(batch * count, -1).to(self.dtype)).view(batch, count, -1)
+        streams = streams_BJkD.to(self.dtype)
+        if len(self.fc_norms) > 1:
+            parts = streams.unbind(2)
+            streams = torch.stack([rms_norm(part, norm) for part, norm in zip(parts, self.fc_norms, strict=True)], 2)
+        x_RC = streams.reshape(batch * count, -1)
+        if len(self.fc_norms) == 1:
+            x_RC = rms_norm(x_RC, self.fc_norms[0])
+        return self.fc(x_RC).view(batch, count, -1)
 
     def __call__(
         self,
         tokens_BN: Tensor,
         g_BfH: Tensor,
         visibility: Visibility,
-        keys: Tensor,
-        values: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
         only_B1: Tensor | None = None,
         under_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -101,14 +125,19 @@ class DraftStep:
         Args:
             tokens_BN, g_BfH: as `tokens_BN`, `g_BNH` of AutoregressiveHead.step.
             visibility: rope positions, slots written, slots seen.
-            keys, values: [B, g, S, d].
+            keys, values: [B, g, S, d] of every layer.
             only_B1: int64, the one row of each sequence that is wanted; None = all. Not with a tree mask.
             under_BN: int64, the row of `g_BfH` that each token reads; None = row n for token n (f = N).
         Returns: (g for the next step [B, N or 1, H], logits [B, N or 1, U]).
         """
         batch, count = tokens_BN.shape
         x_RI, residual_RH = self._inputs(tokens_BN, g_BfH.to(self.dtype), under_BN)
-        g_RH, last_RH = self.layer(x_RI, residual_RH, visibility, keys, values, only_B1)
-        logits_RU = self.head.logits(g_RH) if self.output is None else self.output(last_RH)
+        last = len(self.layers) - 1
+        for n, layer in enumerate(self.layers):
+            # all rows need keys and values in every layer, so only the last one may leave rows out
+            only = only_B1 if n == last else None
+            residual_RH, x_RI = layer(x_RI, residual_RH, visibility, keys[n], values[n], only)
+        logits_RU = self.head.logits(residual_RH) if self.output is None else self.output(x_RI)
+        g_RH = x_RI if self.gives_norm else self.head.recycled(residual_RH)
         count = count if only_B1 is None else 1
         return g_RH.view(batch, count, -1), logits_RU.view(batch, count, -1)

@@ -6,6 +6,8 @@ H head hidden, h heads, g kv heads, d head dim, U draft vocabulary.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -39,16 +41,19 @@ def autoregressive_everywhere(
     batch, rows = tokens_BT.shape
     device = tokens_BT.device
     batch_B1 = torch.arange(batch, device=device)[:, None]
-    stored: list[tuple[Tensor, Tensor]] = []
+    # of every layer: keys and values of the context, then those of each step; a step calls one layer after the other
+    stored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.draft_layers]
+    turn = itertools.cycle(stored)
 
     def attend_context(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> Tensor:
-        stored.append((_widen(k_BgTd, q_BhTd), _widen(v_BgTd, q_BhTd)))
+        next(turn).append((_widen(k_BgTd, q_BhTd), _widen(v_BgTd, q_BhTd)))
         return attend_earlier(q_BhTd, k_BgTd, v_BgTd)
 
     def attend_rollout(q_BhAd: Tensor, k_BgAd: Tensor, v_BgAd: Tensor) -> Tensor:
-        stored.append((_widen(k_BgAd, q_BhAd), _widen(v_BgAd, q_BhAd)))
+        seen = next(turn)
+        seen.append((_widen(k_BgAd, q_BhAd), _widen(v_BgAd, q_BhAd)))
         hidden_BAT = torch.arange(rows, device=device) > row_BA[:, :, None]
-        return _weigh(q_BhAd, *stored[0], hidden_BAT[:, None], stored[1:])
+        return _weigh(q_BhAd, *seen[0], hidden_BAT[:, None], seen[1:])
 
     next_BT, position_BT = torch.roll(tokens_BT, -1, dims=1), torch.arange(rows, device=device).expand(batch, rows)
     g_BTH, logits_BTU = head.step(next_BT, head.fuse(hidden_BTD, streams_BTkD), position_BT, attend_context)

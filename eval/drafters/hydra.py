@@ -20,7 +20,14 @@ from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, penalise, probabilities
 from headstart.eval.drafters.everywhere import attend_earlier
-from headstart.eval.drafters.layer import LayerPass, all_start_widths, appended, norm_of, start_widths
+from headstart.eval.drafters.layer import (
+    LayerPass,
+    all_start_widths,
+    appended,
+    norm_of,
+    rope_tables,
+    start_widths,
+)
 from headstart.eval.kernels.add_silu import add_silu
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.candidates import Growth, seen_along, top_ids
@@ -96,7 +103,8 @@ class PrefixCache:
         assert prefix is not None
         self.dtype, self.dims, self.positions = head.compute_dtype(), head.dims, positions
         self.input_norm = norm_of(prefix.input_layernorm)
-        self.layer = LayerPass(prefix.layer, head.dims, prefix.rope, self.dtype, positions, prefix.norm)
+        tables = rope_tables(prefix.rope, positions, prefix.norm.weight.device)
+        self.layer = LayerPass(prefix.layer, head.dims, self.dtype, tables, prefix.norm)
 
     def place(self, batch: int, slots: int, device: torch.device) -> None:
         """Make buffers."""

@@ -55,18 +55,28 @@ def appended(count_B: Tensor, columns: int, length_B: Tensor, bin: int) -> Visib
     return Visibility(torch.where(real_BJ, write_BJ, -1), write_BJ, length_B)
 
 
+def rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos, sin of the first `positions` positions, float32 [T, rotary]. All layers of a draft share them."""
+    cos_TW, sin_TW = rope(torch.arange(positions, device=device))
+    return cos_TW, sin_TW
+
+
 class LayerPass:
     """A copy of a draft layer.
 
     Args:
         layer: gets its attention input and the start of its residual stream from the caller.
-        rope: the head's.
-        positions: length of the rotary tables.
+        tables: rotary tables (`rope_tables`).
         norm: RMSNorm behind the layer, or None.
     """
 
     def __init__(
-        self, layer: DraftLayer, dims: HeadDims, rope: Rope, dtype: torch.dtype, positions: int, norm: RMSNorm | None
+        self,
+        layer: DraftLayer,
+        dims: HeadDims,
+        dtype: torch.dtype,
+        tables: tuple[Tensor, Tensor],
+        norm: RMSNorm | None,
     ):
         attention, mlp = layer.self_attn, layer.mlp
 
@@ -82,9 +92,12 @@ class LayerPass:
         self.down = Linear(copied(mlp.down_proj.weight), residual=True)
         self.mlp_norm = norm_of(layer.post_attention_layernorm)
         self.norm = None if norm is None else norm_of(norm)
-        self.shape = RopeStore(dims.num_heads, dims.num_kv_heads, dims.head_dim)
+        norms = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms = norm_of(attention.q_norm), norm_of(attention.k_norm)
+        self.shape = RopeStore(dims.num_heads, dims.num_kv_heads, dims.head_dim, norms)
         self.attend_shape = AttendShape(dims.head_dim**-0.5)
-        self.tables = rope(torch.arange(positions, device=attention.q_proj.weight.device))
+        self.tables = tables
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.out, self.gate_up, self.down]

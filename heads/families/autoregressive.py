@@ -1,4 +1,4 @@
-"""Heads that draft token after token with one decoder layer: EAGLE-1 and EAGLE-3.
+"""Heads that draft token after token with decoder layers of their own: EAGLE-1 and EAGLE-3.
 
 Shape legend: R rows of a pack, B batch, N rows of a decoding pass, D target hidden, k streams, H head hidden, U draft
 vocabulary.
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
-from headstart.heads.layers import Attend, DraftLayer, Rope
+from headstart.heads.layers import Attend, DraftLayer, LaterLayer, Rope
 from headstart.heads.numerics import compute_dtype
 from headstart.heads.subsample import keep_fractions
 
@@ -54,12 +54,26 @@ class AutoregressiveHead(Head):
 
     @property
     def layer(self) -> DraftLayer:
-        """The decoder layer. Families name it as their file format does."""
+        """The first decoder layer. Families name it as their file format does."""
         raise NotImplementedError
 
     @property
+    def later_layers(self) -> Sequence[LaterLayer]:
+        """The decoder layers that stand on the first one, in their order."""
+        return ()
+
+    @property
     def draft_layers(self) -> Sequence[DraftLayer]:
-        return (self.layer,)
+        return (self.layer, *self.later_layers)
+
+    @property
+    def recycles_norm(self) -> bool:
+        """Whether `recycled` is the norm that `logits` begins with."""
+        return False
+
+    def recycled(self, out: Tensor) -> Tensor:
+        """Output of the last layer [..., H] → g of the next step."""
+        return out
 
     @property
     def longest_chain(self) -> int | None:
@@ -90,7 +104,7 @@ class AutoregressiveHead(Head):
 
     @abstractmethod
     def logits(self, g: Tensor) -> Tensor:
-        """Layer output [..., H] → draft logits [..., U]."""
+        """Output of the last layer [..., H] → draft logits [..., U]."""
 
     def step(self, tokens_BN: Tensor, g_BNH: Tensor, position_BN: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """One decoding pass over N rows per sequence.
@@ -99,14 +113,17 @@ class AutoregressiveHead(Head):
             tokens_BN: int64, the token that each row reads (x_{p+1}).
             g_BNH: features: `fuse` of the target's at p, or the g that the previous pass returned.
             position_BN: int64, rope position p.
-            attend: stores the rows' keys and values in the caller's cache and attends.
+            attend: stores the rows' keys and values in the caller's cache and attends. It is called once for each
+                decoder layer, in their order.
         Returns: (g for the next pass [B, N, H], logits [B, N, U]).
         """
         x = self.mix(self.embed(tokens_BN), g_BNH.to(compute_dtype(self.fc.weight)))
         residual = self.residual(x, g_BNH.to(x.dtype))
         cos, sin = self.rope(position_BN)
         out = self.layer.decode(x, residual, cos, sin, attend)
-        return out, self.logits(out)
+        for layer in self.later_layers:
+            out = layer.decode(layer.input_layernorm(out), out, cos, sin, attend)
+        return self.recycled(out), self.logits(out)
 
     def target_ids(self, draft: Tensor) -> Tensor:
         """Draft-vocabulary ids → target ids."""

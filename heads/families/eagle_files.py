@@ -55,6 +55,8 @@ class LlamaDraftFiles(HeadFiles):
     title: ClassVar[str]
     architecture: ClassVar[str]
     layer: ClassVar[str]
+    #: fields of config.json that change what a llama layer computes, and that the family reads
+    variants: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def read_flat(
@@ -87,7 +89,7 @@ class LlamaDraftFiles(HeadFiles):
             raise FormatError(f"{where}: speculators_model_type is {kind!r} and the tensors are {self.title}'s")
         if not isinstance(layer, dict):
             raise FormatError(f"{where}: transformer_layer_config is {type(layer).__name__}, expected an object")
-        require_plain(config, where)
+        require_plain(config, where, self.variants)
         flat = {**LLAMA_DEFAULTS, **layer}
         names = self.from_speculators(config, flat, raw.tensors, where)
         return self.read_flat(raw, flat, names, target, f"speculators {self.title}")
@@ -193,15 +195,20 @@ def is_eagle3(names: Iterable[str]) -> bool:
 
 def require_llama(config: dict[str, Any], where: str) -> None:
     """Raises: FormatError for a draft of several layers, or of layers that are not Llama's."""
-    kind = config.get("model_type", "llama")
-    if kind not in ("llama", "eagle", "eagle3"):
-        raise FormatError(
-            f"{where}: model_type is {kind!r}; Headstart's draft layer is Llama's (Qwen3's has q/k norms, Qwen2's "
-            "biases)"
-        )
+    require_kind(config, where, "Llama's (Qwen3's has q/k norms, Qwen2's biases)")
     layers = integer(config, "num_hidden_layers", where, default=1)
     if layers != 1:
-        raise FormatError(f"{where}: num_hidden_layers is {layers}; Headstart reads drafts of one layer")
+        raise FormatError(f"{where}: num_hidden_layers is {layers}; an EAGLE-1 draft has one layer")
+
+
+def require_kind(config: dict[str, Any], where: str, whose: str, more: tuple[str, ...] = ()) -> None:
+    """Raises: FormatError for layers of an architecture that the family does not know.
+
+    Args: whose: its draft layers, for the message. more: `model_type`s besides Llama's.
+    """
+    kind = config.get("model_type", "llama")
+    if kind not in ("llama", "eagle", "eagle3", *more):
+        raise FormatError(f"{where}: model_type is {kind!r}; Headstart's draft layer is {whose}")
 
 
 def with_target(dims: HeadDims, target: HeadDims | None, where: str) -> HeadDims:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from headstart.heads.checkpoints.geometry import LLAMA_DEFAULTS, integer
 from headstart.heads.checkpoints.tensor_map import draft_map_problem
 from headstart.heads.dims import HeadDims
+from headstart.heads.families.eagle3.files import QK_NORMS
 from headstart.heads.families.eagle_files import LAYER
 from headstart.heads.formats.verdicts import REFUSES, WRONG, Case, TensorRule, Verdict
 
@@ -14,7 +18,8 @@ from headstart.heads.formats.verdicts import REFUSES, WRONG, Case, TensorRule, V
 def llama_sizes(config: dict[str, Any]) -> dict[str, int]:
     """Symbol → size as an engine computes them from a llama config, transformers' defaults included.
 
-    H draft width, D target width, A query rows, G key/value rows, I MLP width, V target and U draft vocabulary.
+    H draft width, D target width, A query rows, G key/value rows, d width of a head, I MLP width, V target and U draft
+    vocabulary.
     Raises: FormatError for a value that is no size.
     """
     full = {**LLAMA_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
@@ -31,6 +36,7 @@ def llama_sizes(config: dict[str, Any]) -> dict[str, int]:
         "3D": 3 * width,
         "A": heads * head_dim,
         "G": size("num_key_value_heads", heads) * head_dim,
+        "d": head_dim,
         "I": size("intermediate_size"),
         "V": vocab_size,
         "U": size("draft_vocab_size", vocab_size),
@@ -44,15 +50,73 @@ def layer_tensors(prefix: str, width: str, missing: Verdict) -> list[TensorRule]
     return [TensorRule(prefix + name, shape, missing, _norm(name)) for name, shape in shapes.items()]
 
 
-def eagle3_tensors(missing: Verdict) -> list[TensorRule]:
-    """Tensors of an EAGLE-3 head, without lm_head, d2t and t2d: these have rules of their own."""
-    norms = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
-    rules = [TensorRule(name, ("H",), missing, _norm(name)) for name in norms]
-    return [TensorRule("fc.weight", ("H", "3D"), missing), *layer_tensors("midlayer.", "2H", missing), *rules]
+@dataclass(frozen=True)
+class Eagle3Layout:
+    """Which tensors an engine reads of an EAGLE-3 head.
+
+    Attributes:
+        layers: decoder layers that both config.json and the file have.
+        later_norm: what the engine calls the norm of the input of layers above the first.
+        qk_norm: whether it norms queries and keys.
+        fc_norm: as Eagle3Config's.
+    """
+
+    layers: int
+    later_norm: str
+    qk_norm: bool
+    fc_norm: str
+
+    def tensors(self, missing: Verdict) -> list[TensorRule]:
+        """Rules for all but lm_head, d2t and t2d, which have their own. Args: missing: what the engine does without."""
+        norms = [("midlayer.input_layernorm.weight", "H"), ("midlayer.hidden_norm.weight", "H"), ("norm.weight", "H")]
+        layers = ["midlayer.", *(f"layers.{n}." for n in range(1, self.layers))]
+        norms += [(f"{prefix}{self.later_norm}.weight", "H") for prefix in layers[1:]]
+        if self.qk_norm:
+            norms += [(f"{prefix}{name}", "d") for prefix in layers for name in QK_NORMS]
+        if self.fc_norm == "stream":
+            norms += [(f"fc_norm.{n}.weight", "D") for n in range(3)]
+        if self.fc_norm == "concat":
+            norms.append(("input_norm.weight", "3D"))
+        rules = [TensorRule("fc.weight", ("H", "3D"), missing), *layer_tensors("midlayer.", "2H", missing)]
+        for prefix in layers[1:]:
+            rules += layer_tensors(prefix, "H", missing)
+        return rules + [TensorRule(name, (symbol,), missing, _norm(name, missing)) for name, symbol in norms]
+
+    def unread(self) -> set[str]:
+        """The other name of the input norm of later layers, which an export writes for other engines."""
+        other = "hidden_norm" if self.later_norm == "input_layernorm" else "input_layernorm"
+        return {f"layers.{n}.{other}.weight" for n in range(1, self.layers)}
 
 
-def _norm(name: str) -> str:
-    return "the norm stays at ones" if "norm" in name else ""
+def file_layers(names: Iterable[str]) -> int:
+    """How many decoder layers a file of an EAGLE-3 head has, by portable names."""
+    later = {match.group(1) for name in names if (match := re.match(r"layers\.(\d+)\.", name))}
+    return 1 + len(later - {"0"})
+
+
+def check_later_norms(case: Case, layout: Eagle3Layout) -> None:
+    """Find a later layer whose input norm has other values under the name that other engines read."""
+    for n in range(1, layout.layers):
+        ours, other = (f"layers.{n}.{name}.weight" for name in ("input_layernorm", "hidden_norm"))
+        if not {ours, other} <= set(case.names):
+            continue
+        one, two = case.raw.read(case.names[ours]), case.raw.read(case.names[other])
+        if one.shape != two.shape or not bool((one == two).all()):
+            case.misread(
+                f"{ours} and {other} differ: this engine reads layers.{n}.{layout.later_norm}, and another engine the "
+                "other one. Write the one that was trained under both names"
+            )
+
+
+def fc_norm_of(config: dict[str, Any], legacy: bool = False) -> str:
+    """Eagle3Config.fc_norm as vLLM and SGLang read it. Args: legacy: whether `use_aux_norm` is read, too."""
+    if eagle_config_of(config).get("norm_before_fc", config.get("norm_before_fc")):
+        return "concat"
+    return "stream" if config.get("fc_norm") or (legacy and config.get("use_aux_norm")) else "none"
+
+
+def _norm(name: str, missing: Verdict = WRONG) -> str:
+    return "the norm stays at ones" if "norm" in name and missing is WRONG else ""
 
 
 def eagle_tensors(missing: Verdict) -> list[TensorRule]:
@@ -66,18 +130,24 @@ def eagle_config_of(config: dict[str, Any]) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else {}
 
 
-def check_layer(case: Case, config: dict[str, Any], other_activation: Verdict = REFUSES) -> dict[str, int]:
-    """Compare the draft layer's settings with the target's, and with the one layer that engines compute.
+def check_layer(
+    case: Case, config: dict[str, Any], other_activation: Verdict = REFUSES, layers: int = 1
+) -> dict[str, int]:
+    """Compare the draft layers' settings with the target's, and with what engines compute.
 
-    Args: other_activation: what the engine does with another activation than silu.
+    Args:
+        other_activation: what the engine does with another activation than silu.
+        layers: how many the file has.
     Returns: as `llama_sizes`.
     """
     sizes = llama_sizes(config)
     if config.get("hidden_act", "silu") != "silu":
         case.verdict.add(other_activation, f"hidden_act is {config['hidden_act']!r}: the draft layer computes silu")
-    if sizes["layers"] != 1:
+    if sizes["layers"] != layers:
         given = "missing and defaults to " if config.get("num_hidden_layers") is None else ""
-        case.misread(f"num_hidden_layers is {given}{sizes['layers']}, the file holds one layer: no other is filled")
+        held = "one layer" if layers == 1 else f"{layers} layers"
+        what = "no other is filled" if sizes["layers"] > layers else "the others are left out"
+        case.misread(f"num_hidden_layers is {given}{sizes['layers']}, the file holds {held}: {what}")
     case.compare_geometry(config)
     case.compare_target(sizes["D"], sizes["V"])
     return sizes

@@ -16,15 +16,19 @@ from headstart.heads.checkpoints.geometry import are_integers
 from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.families import FAMILIES
+from headstart.heads.families.eagle3.files import QWEN3_ARCHITECTURE
 from headstart.heads.families.eagle_files import LAYER_IDS, shifted
 from headstart.heads.formats.eagle_rules import (
+    Eagle3Layout,
     check_draft_map,
+    check_later_norms,
     check_layer,
     check_lm_head,
     check_own_embeddings,
-    eagle3_tensors,
     eagle_config_of,
     eagle_tensors,
+    fc_norm_of,
+    file_layers,
     usual_layers,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
@@ -36,10 +40,10 @@ EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 FC_BIAS = TensorRule("fc.bias", ("H",), WRONG, "SGLang's fc has a bias, which stays random: export zeros")
 
 
-def _common(case: Case, architecture: str) -> dict[str, int]:
-    """The rules of both families. Returns: llama_sizes."""
+def _common(case: Case, architecture: str, layers: int = 1) -> dict[str, int]:
+    """The rules of both families. Args: layers: of the file. Returns: llama_sizes."""
     case.require_architecture((architecture,), case.config.get("architectures"))
-    sizes = check_layer(case, case.config)
+    sizes = check_layer(case, case.config, layers=layers)
     if case.config.get("tie_word_embeddings", False):
         case.misread("tie_word_embeddings is true: SGLang puts the embeddings in the place of lm_head; write false")
     return sizes
@@ -62,23 +66,33 @@ def _eagle(case: Case) -> None:
 
 def _eagle3(case: Case) -> None:
     config = case.config
-    sizes = _common(case, EAGLE3_ARCHITECTURE)
-    rules = eagle3_tensors(WRONG)
+    if QWEN3_ARCHITECTURE in (config.get("architectures") or ()):
+        case.refuse(
+            "its EAGLE-3 layers have no q/k norms (head.qk_norm): serve this head with vLLM (export.engines=[vllm])"
+        )
+    layers = file_layers(case.names)
+    sizes = _common(case, EAGLE3_ARCHITECTURE, layers)
+    layout = Eagle3Layout(min(layers, sizes["layers"]), "hidden_norm", False, fc_norm_of(config, legacy=True))
+    rules = layout.tensors(WRONG)
     case.match(rules, sizes)
+    check_later_norms(case, layout)
+    if layout.fc_norm == "concat" and (config.get("fc_norm") or config.get("use_aux_norm")):
+        case.misread("norm_before_fc and fc_norm are both set: it applies one after the other")
     if config.get("norm_before_residual"):
         case.misread("norm_before_residual is true: SGLang's residual is always the un-normed one")
     if config.get("attention_bias"):
         case.misread("attention_bias is true: SGLang drops the biases in silence")
     nested = eagle_config_of(config)
-    for name in ("norm_before_fc", "fc_norm", "norm_output"):
-        if config.get(name) or nested.get(name):
-            case.misread(f"{name} is true: SGLang reads it differently")
+    for name in ("fc_norm", "norm_output"):
+        if nested.get(name) and not config.get(name):
+            case.misread(f"{name} is read at top level, not inside eagle_config")
     if config.get("draft_vocab_size") is None:
         case.misread("draft_vocab_size is missing: SGLang takes the target's lm_head instead of the head's own")
     check_lm_head(case, sizes, WRONG, "it stays random")
     check_draft_map(case, sizes)
     _feature_layers(case, config.get(LAYER_IDS), nested.get(LAYER_IDS))
-    _skipped(case, {rule.name for rule in rules} | {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"})
+    known = {rule.name for rule in rules} | layout.unread()
+    _skipped(case, known | {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"})
     check_own_embeddings(case, sizes)
 
 

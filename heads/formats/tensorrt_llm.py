@@ -13,14 +13,17 @@ import yaml
 from headstart.heads.base import Head
 from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.checkpoints.tensor_map import some
+from headstart.heads.families.eagle3.files import LEGACY_NORMS, QK_NORMS
 from headstart.heads.families.eagle_files import LAYER_IDS
 from headstart.heads.formats import tgi
 from headstart.heads.formats.eagle_rules import (
+    Eagle3Layout,
     check_draft_map,
+    check_later_norms,
     check_layer,
     check_lm_head,
-    eagle3_tensors,
     eagle_config_of,
+    file_layers,
     usual_layers,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
@@ -30,12 +33,17 @@ from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
 
 def _eagle3(case: Case) -> None:
     config = case.config
-    sizes = check_layer(case, config, other_activation=WRONG)
-    case.match(eagle3_tensors(REFUSES), sizes)
+    layers, nested = file_layers(case.names), eagle_config_of(config)
+    sizes = check_layer(case, config, WRONG, layers)
+    normed = "stream" if config.get("fc_norm") else "concat" if nested.get("norm_before_fc") else "none"
+    layout = Eagle3Layout(min(layers, sizes["layers"]), "hidden_norm", False, normed)
+    case.match(layout.tensors(REFUSES), sizes)
+    check_later_norms(case, layout)
     case.require_parsed()
+    _variants(case, layout)
     if config.get("norm_before_residual"):
         case.misread("norm_before_residual is true: the residual is always the un-normed one")
-    if config.get("norm_before_fc") and not eagle_config_of(config).get("norm_before_fc"):
+    if config.get("norm_before_fc") and not nested.get("norm_before_fc"):
         case.misread("norm_before_fc is read inside eagle_config only")
     if "mask_hidden" in case.names:
         case.misread("mask_hidden is not read: it drafts one token after the other, which P-EAGLE was not trained for")
@@ -44,6 +52,26 @@ def _eagle3(case: Case) -> None:
     ids = config.get(LAYER_IDS)
     if isinstance(ids, list) and ids != usual_layers(case.target):
         case.note(f"set the captured layers in its speculative config to the head's: hidden_states indices {ids}")
+
+
+def _variants(case: Case, layout: Eagle3Layout) -> None:
+    """Several layers and the norms of EAGLE-3.1."""
+    if any(name.endswith(tuple(QK_NORMS)) for name in case.names):
+        case.misread("q/k norms are skipped in silence: serve this head with vLLM (export.engines=[vllm])")
+    files = [name.removeprefix("model.") for name in case.raw.tensors]
+    if layout.layers > 1 and any(name.startswith("midlayer.") for name in files):
+        case.refuse("several layers are read as layers.0, layers.1, …: rename midlayer to layers.0")
+    if any(name in LEGACY_NORMS for name in files):
+        case.misread("aux_norm_* are skipped in silence: it calls them fc_norm.0 … 2, and reads fc_norm in config.json")
+    elif layout.fc_norm != "stream" and "fc_norm.0.weight" in case.names:
+        case.misread("fc_norm.* are skipped in silence: fc_norm is not set in config.json")
+    if nested := {"return_hidden_post_norm"} & set(eagle_config_of(case.config)) - {"norm_output"} & set(case.config):
+        case.note(f"reads {some(nested)} beside norm_output: the output is normed if either is true")
+    if layout.layers > 1 or layout.fc_norm == "stream" or case.config.get("norm_output"):
+        case.note(
+            "several layers, fc_norm and norm_output are read as its main branch of 2026 does: an older release may "
+            "know none of them"
+        )
 
 
 def _medusa(case: Case) -> None:

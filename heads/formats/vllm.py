@@ -16,16 +16,20 @@ import torch
 from headstart.heads.checkpoints.geometry import are_integers, integer
 from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.errors import FormatError
+from headstart.heads.families.eagle3.files import LEGACY_NORMS
 from headstart.heads.families.eagle_files import LAYER_IDS, shifted
 from headstart.heads.formats.eagle_rules import (
+    Eagle3Layout,
     check_draft_map,
+    check_later_norms,
     check_layer,
     check_lm_head,
     check_own_embeddings,
     check_reach,
-    eagle3_tensors,
     eagle_config_of,
     eagle_tensors,
+    fc_norm_of,
+    file_layers,
     mask_token_problem,
 )
 from headstart.heads.formats.format import Format, Launch, Rules, Versions
@@ -35,6 +39,8 @@ from headstart.heads.formats.vllm_dflash import check_dflash, check_draft_model
 
 EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+#: the class whose layers have q/k norms
+QWEN3_ARCHITECTURES = ("Eagle3Qwen3ForCausalLM", "Qwen3ForCausalLM")
 #: tensors that an EAGLE-3 load takes, and does not need
 EAGLE3_OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden"}
 #: what --max-lora-rank can be
@@ -123,12 +129,18 @@ def _eagle(case: Case) -> None:
 
 
 def _eagle3(case: Case) -> None:
-    config = case.config
+    config, architectures = case.config, case.config.get("architectures")
     if "speculators_model_type" in config:
         config = _speculators(case)
+        architectures = [QWEN3_ARCHITECTURES[0]] if config.get("model_type") == "qwen3" else []
     else:
-        case.require_architecture(EAGLE3_ARCHITECTURES, config.get("architectures"))
-    sizes, rules = check_layer(case, config), eagle3_tensors(WRONG)
+        case.require_architecture((*EAGLE3_ARCHITECTURES, *QWEN3_ARCHITECTURES), architectures)
+    layers = file_layers(case.names)
+    sizes = check_layer(case, config, layers=layers)
+    normed = isinstance(architectures, list) and any(name in QWEN3_ARCHITECTURES for name in architectures)
+    layout = Eagle3Layout(min(layers, sizes["layers"]), "input_layernorm", normed, fc_norm_of(config))
+    rules = layout.tensors(WRONG)
+    check_later_norms(case, layout)
     if config.get("draft_vocab_size") is None:
         case.note("draft_vocab_size is missing and taken for vocab_size")
     case.match(rules, sizes)
@@ -138,11 +150,16 @@ def _eagle3(case: Case) -> None:
         case.misread("eagle_config.use_aux_hidden_state is false: fc is left out and the last hidden state goes in")
     _feature_layers(case, config.get(LAYER_IDS), nested.get(LAYER_IDS))
     _parallel(case, config, sizes)
-    norms = {"input_norm.weight"} if nested.get("norm_before_fc", config.get("norm_before_fc")) else set()
-    norms |= {f"fc_norm.{i}.weight" for i in range(3)} if config.get("fc_norm") else set()
-    for name in sorted(norms - set(case.names)):
-        case.misread(f"{name} is missing: the norm stays at ones")
-    _unexpected(case, {rule.name for rule in rules} | EAGLE3_OPTIONAL | norms, config)
+    if layout.fc_norm == "concat" and config.get("fc_norm"):
+        case.misread("norm_before_fc and fc_norm are both set: it applies one after the other")
+    if legacy := [name for name in case.raw.tensors if name.removeprefix("model.") in LEGACY_NORMS]:
+        case.refuse(f"unexpected tensors {some(legacy)}: it calls them fc_norm.0 … 2, and reads fc_norm in config.json")
+    # input_norm is dropped where norm_before_fc is not set
+    dropped = {"input_norm.weight"} - {rule.name for rule in rules}
+    if dropped & set(case.names):
+        case.misread("input_norm.weight is dropped in silence: norm_before_fc is not set in config.json")
+    named = {rule.name for rule in rules} | EAGLE3_OPTIONAL | layout.unread() | dropped | set(LEGACY_NORMS.values())
+    _unexpected(case, named, config)
     check_own_embeddings(case, sizes)
     _embedding(case, sizes)
 
@@ -171,7 +188,7 @@ def _speculators(case: Case) -> dict[str, Any]:
     # where the field is missing, speculators takes false for P-EAGLE and true for EAGLE-3
     if outer.get("norm_before_residual", outer["speculators_model_type"] != "peagle"):
         case.note("norm_before_residual is true (the default there): vLLM runs it, SGLang and TensorRT-LLM do not")
-    names = ("draft_vocab_size", "target_hidden_size", LAYER_IDS, "norm_before_fc", "fc_norm")
+    names = ("draft_vocab_size", "target_hidden_size", LAYER_IDS, "norm_before_fc", "fc_norm", "norm_output")
     beside = (*names, "ptd_token_id", "mask_token_id")
     return {**layer, **{name: outer[name] for name in beside if outer.get(name) is not None}}
 

@@ -46,14 +46,17 @@ def own_scores(q_AhD: Tensor, own_k: Sequence[Tensor], scale: float) -> Tensor:
 class TrainAttention:
     """The attention of one pack, shared by all steps.
 
+    Args of the constructor: row_A: int64, the rows that attend; None = the pack's anchors.
+
     Args of `attend` and `forward`: q [n, h, d] of the first n anchors (those with most depths come first); k, v
         [R, g, d] of every row at step 1; own_k, own_v [J, n, g, d], the anchors' keys and values of steps 2 … J + 1.
         J may be 0, and the last three axes are contiguous. `attend` takes own_k, own_v as lists of [≥ n, g, d].
     Returns: context [n, h, d].
     """
 
-    def __init__(self, batch: FeatureBatch, backend: str = "auto"):
+    def __init__(self, batch: FeatureBatch, backend: str = "auto", row_A: Tensor | None = None):
         self.batch = batch
+        self.row_A = batch.anchors.row_A if row_A is None else row_A
         device = batch.tokens_R.device
         self.backend = backend if backend != "auto" else ("flash" if device.type == "cuda" else "eager")
         self._documents: list[DocumentRows] | None = None
@@ -110,7 +113,7 @@ class TrainAttention:
 
     def documents(self) -> list[DocumentRows]:
         if self._documents is None:
-            anchor_row = self.batch.anchors.row_A.cpu()
+            anchor_row = self.row_A.cpu()
             self._documents, start = [], 0
             for length in self.batch.doc_lengths:
                 inside = torch.nonzero((anchor_row >= start) & (anchor_row < start + length)).squeeze(1)
@@ -160,7 +163,7 @@ class TrainAttention:
     # part, since it recomputes exp(s - L) and uses Δ = rowsum(dO · O). The own part is per row.
 
     def _flash(self, q_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD) -> tuple[Tensor, tuple[Any, ...]]:
-        row_A = self.batch.anchors.row_A[: q_AhD.shape[0]]
+        row_A = self.row_A[: q_AhD.shape[0]]
         # the kernel's causal mask needs a query at every row: rows without an anchor get zeros, and are dropped later
         q_RhD = q_AhD.new_zeros(k_RgD.shape[0], *q_AhD.shape[1:])
         put_rows(q_RhD, row_A, q_AhD)
@@ -184,7 +187,7 @@ class TrainAttention:
 
     def _flash_backward(self, grad_AhD, k_RgD, v_RgD, own_k_JAgD, own_v_JAgD, saved, d_own_k_JAgD, d_own_v_JAgD):
         q_RhD, out_RhD, lse_hR, *state = saved
-        row_A = self.batch.anchors.row_A[: grad_AhD.shape[0]]
+        row_A = self.row_A[: grad_AhD.shape[0]]
         scale = q_RhD.shape[-1] ** -0.5
         grad_RhD = torch.zeros_like(out_RhD)
         put_rows(grad_RhD, row_A, grad_AhD.to(out_RhD.dtype).contiguous())

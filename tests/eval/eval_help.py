@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -132,11 +132,15 @@ class Trained:
 def train_briefly(target: Target, answers: list[Answer], family: str, config: HeadConfig | None = None) -> Trained:
     """Fit a small head to the greedy answers, so that drafts are sometimes right and sometimes wrong.
 
-    Args: config: of the head; None takes the family's small one.
+    Args:
+        family: a name of DRAFTING_HEADS.
+        config: of the head; None takes the family's small one, or the variant that `family` names.
     """
     torch.manual_seed(1)
+    family, _, variant = family.partition(", ")
     reference = REFERENCES[family]
-    head = build_head(config or reference.small(VOCAB), target.dims)
+    fields = reference.variants[variant] if variant else {}
+    head = build_head(config or replace(reference.small(VOCAB), **fields), target.dims)
     size, draft_ids = head.draft_vocab_size, None
     if size is not None:
         # some tokens that are said cannot be drafted
@@ -150,7 +154,7 @@ def train_briefly(target: Target, answers: list[Answer], family: str, config: He
         documents.append((torch.tensor([*context, *answer.tokens]), turn))
     batch = target.extract(FeatureBatch.pack(documents, head.depth), head.spec)
     optimizer = torch.optim.Adam([p for p in head.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(reference.steps):
+    for _ in range(reference.steps * (2 if variant else 1)):
         result = head.loss(batch, target.teacher)
         (result.sum_T / result.count_T.clamp(min=1)).sum().backward()
         optimizer.step()
@@ -158,6 +162,12 @@ def train_briefly(target: Target, answers: list[Answer], family: str, config: He
     return Trained(head.eval(), batch)
 
 
+#: names of heads that decode differently → their family: the families themselves, and "family, variant"
+DRAFTING_HEADS = {family: family for family in FAMILIES} | {
+    f"{family}, {variant}": family for family in FAMILIES for variant in REFERENCES[family].variants
+}
+#: (name in DRAFTING_HEADS, tree kind) of everything that they draft
+HEAD_TREES = [(name, kind) for name, family in DRAFTING_HEADS.items() for kind in DRAFTERS[family].kinds]
 #: (family, tree kind) of every head family that evaluation drafts with
 FAMILY_TREES = [(family, kind) for family in FAMILIES if family in DRAFTERS for kind in DRAFTERS[family].kinds]
 

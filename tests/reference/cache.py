@@ -10,28 +10,35 @@ from reference.documents import Document
 
 
 class ListCache:
-    """Keys and values of one sequence. `attend` appends the new rows and lets row n see everything up to itself."""
+    """Keys and values of one sequence, of every layer.
 
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+    `attend` is called for one layer after the other. It appends the new rows to the layer's, and lets row n see
+    everything up to itself.
+    """
+
+    def __init__(self, layers: int = 1) -> None:
+        self.layers: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(layers)]
+        self._calls = 0
 
     def attend(self, q_BhNd: Tensor, k_BgNd: Tensor, v_BgNd: Tensor) -> Tensor:
+        keys, values = self.layers[self._calls % len(self.layers)]
+        self._calls += 1
         _, heads, rows, width = q_BhNd.shape
         share = heads // k_BgNd.shape[1]
         contexts = []
         for n in range(rows):
-            self.keys.append(k_BgNd[0, :, n])
-            self.values.append(v_BgNd[0, :, n])
-            k_hTd = torch.stack(self.keys, dim=1).repeat_interleave(share, dim=0)
-            v_hTd = torch.stack(self.values, dim=1).repeat_interleave(share, dim=0)
+            keys.append(k_BgNd[0, :, n])
+            values.append(v_BgNd[0, :, n])
+            k_hTd = torch.stack(keys, dim=1).repeat_interleave(share, dim=0)
+            v_hTd = torch.stack(values, dim=1).repeat_interleave(share, dim=0)
             scores_hT = torch.einsum("hd,htd->ht", q_BhNd[0, :, n], k_hTd) / width**0.5
             contexts.append(torch.einsum("ht,htd->hd", scores_hT.softmax(-1), v_hTd))
         return torch.stack(contexts, dim=1)[None]
 
     def cut(self, rows: int) -> None:
         """Forget everything after the first `rows` rows."""
-        del self.keys[rows:], self.values[rows:]
+        for keys, values in self.layers:
+            del keys[rows:], values[rows:]
 
 
 def run_step(
@@ -49,7 +56,7 @@ def fused(head: AutoregressiveHead, document: Document, rows: slice) -> Tensor:
 
 def rows_by_steps(head: AutoregressiveHead, document: Document, cuts: list[int]) -> tuple[Tensor, Tensor]:
     """Context rows 0, 1, … (row p: x_{p+1} and the target's feature at p) in calls of `cuts` rows."""
-    cache, start, outputs = ListCache(), 0, []
+    cache, start, outputs = ListCache(len(head.draft_layers)), 0, []
     for size in cuts:
         tokens = document.tokens[start + 1 : start + size + 1]
         outputs.append(run_step(head, cache, tokens, fused(head, document, slice(start, start + size)), start))
@@ -59,7 +66,7 @@ def rows_by_steps(head: AutoregressiveHead, document: Document, cuts: list[int])
 
 def chain_by_steps(head: AutoregressiveHead, document: Document, consumed: int, fed: list[int]) -> Tensor:
     """Logits [len(fed), U] of a draft after the target consumed x_0 … x_{consumed-1}; fed[0] is the root."""
-    cache = ListCache()
+    cache = ListCache(len(head.draft_layers))
     following = [*document.tokens[1:consumed], fed[0]]
     g, logits = run_step(head, cache, following, fused(head, document, slice(0, consumed)), 0)
     out, g = [logits[-1]], g[-1:]

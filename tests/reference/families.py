@@ -73,6 +73,7 @@ class Reference:
     examples: the first is the family as it is usually trained.
     random: a config with all the randomness that the family's training has: chosen rows, noise.
     small: the size of a target's vocabulary → a config for decoding tests, on a target of four layers.
+    variants: fields of `small` that make other drafters of the family, by a name: other layers, caches or norms.
     steps: after so many steps on an answer, some of its drafts are right and some wrong.
     tolerance: of gradients in float64. Rope's angles are float32; without them nothing but rounding may differ.
     """
@@ -82,6 +83,7 @@ class Reference:
     random: HeadConfig
     small: Callable[[int], HeadConfig]
     steps: int
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     tolerance: float = 2e-5
 
 
@@ -111,7 +113,8 @@ def _eagle(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -
 
 def _eagle3(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
     ids = None if head.draft_ids_U is None else head.draft_ids_U.tolist()
-    return eagle3_loss(weights, ends, documents, shape_of(head), head.config.depth, ids, head.config.loss)
+    c = head.config
+    return eagle3_loss(weights, ends, documents, shape_of(head), c.depth, ids, c.loss, c.norm_output)
 
 
 def medusa(**fields: Any) -> MedusaConfig:
@@ -138,6 +141,8 @@ def eagle3(**fields: Any) -> Eagle3Config:
 PARTIAL_ROPE: dict[str, Any] = {**ROPE, "partial_rotary_factor": 0.5}
 PARTIAL = replace(DIMS, hidden_act="gelu_pytorch_tanh", rope_parameters=PARTIAL_ROPE)
 GELU = replace(WIDE, hidden_act="gelu_pytorch_tanh")
+#: engines that do not know a head which vLLM serves
+VLLM_ALONE = frozenset({"portable", "sglang", "tensorrt_llm"})
 ODD_ENDS: dict[str, Any] = {"softcap": 3.0, "scale": 0.7, "bias": True}
 
 REFERENCES: dict[str, Reference] = {
@@ -224,10 +229,32 @@ REFERENCES: dict[str, Reference] = {
             "kl": Example(eagle3(loss="kl"), loss_only=True),
             "lk": Example(eagle3(loss="lk"), loss_only=True),
             "odd output head": Example(eagle3(), ends=ODD_ENDS, loss_only=True),
+            "two layers": Example(eagle3(layers=2)),
+            "q/k norms": Example(eagle3(qk_norm=True), refused=VLLM_ALONE),
+            "three layers, q/k norms, partial rope": Example(
+                eagle3(layers=3, qk_norm=True), replace(DIMS, rope_parameters=PARTIAL_ROPE), refused=VLLM_ALONE
+            ),
+            "norms of the streams, normed output": Example(eagle3(fc_norm="stream", norm_output=True)),
+            "norm before fc, two layers, own width": Example(
+                eagle3(fc_norm="concat", layers=2, hidden_size=24, intermediate_size=20)
+            ),
+            "all of EAGLE-3.1": Example(
+                eagle3(fc_norm="stream", layers=2, norm_output=True, draft_vocab_size=VOCAB, loss="kl")
+            ),
         },
         random=eagle3(loss="lk", row_fraction=0.6),
         small=lambda vocab: Eagle3Config(depth=4, draft_vocab_size=5 * vocab // 6, feature_layers=[1, 2, 3]),
         steps=12,
+        variants={
+            "two layers, q/k norms": {"layers": 2, "qk_norm": True},
+            "three layers, norms of the streams, normed output": {
+                "layers": 3,
+                "fc_norm": "stream",
+                "norm_output": True,
+                "row_fraction": 0.5,
+            },
+            "norm before fc, normed output": {"fc_norm": "concat", "norm_output": True},
+        },
     ),
 }
 

@@ -73,12 +73,18 @@ class Row:
 
 
 def project(weights: Weights, prefix: str, x: Tensor, position: int, shape: Shape) -> Row:
-    """q, k and v of one row at one rope position. `prefix` ends before `q_proj`."""
+    """q, k and v of one row at one rope position. `prefix` ends before `q_proj`. Norms of q and k are optional."""
     d = shape.head_dim
     query, key, value = (weights[f"{prefix}{name}_proj.weight"] @ x for name in ("q", "k", "v"))
+
+    def turned(x: Tensor, i: int, norm: str) -> Tensor:
+        part = x[i * d : (i + 1) * d]
+        weight = weights.get(f"{prefix}{norm}.weight")
+        return rotate(part if weight is None else rms_norm(part, weight, shape.eps), position, shape)
+
     return Row(
-        [rotate(query[i * d : (i + 1) * d], position, shape) for i in range(shape.num_heads)],
-        [rotate(key[i * d : (i + 1) * d], position, shape) for i in range(shape.num_kv_heads)],
+        [turned(query, i, "q_norm") for i in range(shape.num_heads)],
+        [turned(key, i, "k_norm") for i in range(shape.num_kv_heads)],
         [value[i * d : (i + 1) * d] for i in range(shape.num_kv_heads)],
     )
 

@@ -1,4 +1,8 @@
-"""EAGLE-3 on disk: fc [H, 3D], a layer that reads 2H, norm, lm_head [U, H], the draft vocabulary d2t (methods §4)."""
+"""EAGLE-3 on disk: fc [H, 3D], a layer that reads 2H, norm, lm_head [U, H], the draft vocabulary d2t (methods §4).
+
+Layers above the first are `layers.1`, `layers.2`, … . What norms their input is called `input_layernorm` in vLLM and
+`hidden_norm` in SGLang and TensorRT-LLM. We write it under both names.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import vocab
-from headstart.heads.base import Head, HeadConfig
+from headstart.heads.base import MAX_LAYERS, Head, HeadConfig
 from headstart.heads.checkpoints.geometry import are_integers, flag, integer, llama_dims, require_plain
 from headstart.heads.checkpoints.head_files import Spelling
 from headstart.heads.checkpoints.raw import RawCheckpoint
@@ -25,7 +29,7 @@ from headstart.heads.families.eagle_files import (
     LlamaDraftFiles,
     has_draft_layer,
     is_eagle3,
-    require_llama,
+    require_kind,
     shifted,
     target_embedding,
     with_target,
@@ -38,6 +42,12 @@ PAPER = Paper(
     authors="Li, Yuhui and Wei, Fangyun and Zhang, Chao and Zhang, Hongyang",
     arxiv="2503.01840",
 )
+#: `architectures` of a head with q/k norms, as vLLM reads it
+QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
+QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+#: what an earlier SGLang called fc_norm.{0, 1, 2}
+LEGACY_NORMS = {f"aux_norm_{part}.weight": f"fc_norm.{n}.weight" for n, part in enumerate(("low", "mid", "high"))}
+VARIANTS = ("norm_output", "norm_before_fc", "fc_norm", "layer_types")
 LAYER_WITH_NORMS = (*LAYER, "input_layernorm.weight", "hidden_norm.weight")
 #: tensors of the target that some trainers leave in the file
 VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")
@@ -47,7 +57,7 @@ class Eagle3Files(LlamaDraftFiles):
     facts = {
         "feature": "hidden_states[k] at feature_layers (inputs of decoder layers k, before any norm)",
         "residual": "un-normed g (norm_before_residual = false)",
-        "recycled": "pre-norm output",
+        "recycled": "pre-norm output (with head.norm_output: the normed one)",
         "method": f"{PAPER.method}, arXiv {PAPER.arxiv}",
     }
     layouts = ("EAGLE-3", "SpecForge")
@@ -55,6 +65,7 @@ class Eagle3Files(LlamaDraftFiles):
     title = "EAGLE-3"
     architecture = "LlamaForCausalLMEagle3"
     layer = "midlayer."
+    variants = VARIANTS
 
     def recognise(self, raw: RawCheckpoint) -> bool:
         return has_draft_layer(raw.tensors) and is_eagle3(raw.tensors)
@@ -62,7 +73,7 @@ class Eagle3Files(LlamaDraftFiles):
     def spell(self, raw: RawCheckpoint) -> Spelling:
         spelling = super().spell(raw)
         names = {re.sub(r"^layers\.0\.", self.layer, name): full for name, full in spelling.names.items()}
-        return replace(spelling, names=names)
+        return replace(spelling, names={LEGACY_NORMS.get(name, name): full for name, full in names.items()})
 
     def read_flat(
         self, raw: RawCheckpoint, config: dict[str, Any], names: dict[str, str], target: HeadDims | None, layout: str
@@ -79,13 +90,14 @@ class Eagle3Files(LlamaDraftFiles):
             "draft_vocab_size": size,
             "hidden_size": None if hidden == width else hidden,
             "intermediate_size": draft.intermediate_size,
+            **_variant(config, where),
         }
-        prefix = self.layer if any(name.startswith(self.layer) for name in names) else "layers.0."
         expected = {name: name for name in ("fc.weight", "norm.weight", "lm_head.weight")}
-        expected |= {f"{self.layer}{name}": f"{prefix}{name}" for name in LAYER_WITH_NORMS}
-        unused = {}
+        expected |= _fc_norms(fields["fc_norm"], names)
+        layers, unused = _layer_names(raw, names, fields["layers"], fields["qk_norm"])
+        expected |= layers
         if hidden == width:
-            unused = target_embedding(raw, names, dims)
+            unused |= target_embedding(raw, names, dims)
         else:
             expected["embed_tokens.weight"] = "embed_tokens.weight"
         unused |= {name: "the target's own, used in training only" for name in VERIFIER if name in names}
@@ -105,6 +117,7 @@ class Eagle3Files(LlamaDraftFiles):
     ) -> dict[str, str]:
         keys = ("draft_vocab_size", "target_hidden_size", LAYER_IDS)
         flat |= {"draft_vocab_size": 32000} | {key: outer[key] for key in keys if outer.get(key) is not None}
+        flat |= {key: outer[key] for key in ("norm_before_fc", "fc_norm", "norm_output") if outer.get(key) is not None}
         flat["norm_before_residual"] = flag(outer, "norm_before_residual", where, True)
         return {name: name for name in tensors}
 
@@ -116,7 +129,10 @@ class Eagle3Files(LlamaDraftFiles):
         return ours
 
     def tensors(self, head: Head) -> dict[str, Tensor]:
-        """The state dict, with d2t (int64 offsets) and t2d (bool) in the place of `draft_ids_U`."""
+        """The state dict, with d2t (int64 offsets) and t2d (bool) in the place of `draft_ids_U`.
+
+        With several layers, the first one is `layers.0`: TensorRT-LLM knows `midlayer` for a single layer alone.
+        """
         tensors = super().tensors(head)
         ids_U = tensors.pop("draft_ids_U", None)
         if ids_U is not None:
@@ -126,16 +142,32 @@ class Eagle3Files(LlamaDraftFiles):
                 )
             tensors["d2t"] = vocab.offsets(ids_U)
             tensors["t2d"] = vocab.membership(ids_U, head.dims.vocab_size)
+        config = cast(Eagle3Config, head.config)
+        if config.layers > 1:
+            tensors = {name.replace(self.layer, "layers.0."): tensor for name, tensor in tensors.items()}
+        for n in range(1, config.layers):
+            tensors[f"layers.{n}.hidden_norm.weight"] = tensors[f"layers.{n}.input_layernorm.weight"].clone()
         return tensors
 
     def config_json(self, head: Head) -> dict[str, Any]:
-        ids = list(head.spec.layer_ids)
+        ids, given = list(head.spec.layer_ids), cast(Eagle3Config, head.config)
+        nested: dict[str, Any] = {"use_aux_hidden_state": True, LAYER_IDS: shifted(ids, -1)}
+        variant: dict[str, Any] = {"num_hidden_layers": given.layers}
+        if given.qk_norm:
+            variant |= {"architectures": [QWEN3_ARCHITECTURE], "model_type": "qwen3"}
+        if given.fc_norm == "stream":
+            variant["fc_norm"] = True
+        if given.fc_norm == "concat":  # TensorRT-LLM reads the nested one alone
+            variant["norm_before_fc"] = nested["norm_before_fc"] = True
+        if given.norm_output:
+            variant["norm_output"] = True
         return super().config_json(head) | {
             "draft_vocab_size": head.state_dict()["lm_head.weight"].shape[0],
             "target_hidden_size": head.dims.hidden_size,
             "norm_before_residual": False,
             LAYER_IDS: ids,
-            "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: shifted(ids, -1)},
+            "eagle_config": nested,
+            **variant,
         }
 
 
@@ -145,17 +177,15 @@ def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) ->
     Raises: FormatError for a variant that Headstart does not run, for wrong layers, and where neither the file nor a
         target tells them.
     """
-    require_plain(config, where)
-    require_llama(config, where)
+    require_plain(config, where, VARIANTS)
+    require_kind(config, where, "Llama's or Qwen3's (Qwen2's has biases)", ("qwen3",))
     if flag(config, "norm_before_residual", where, False):
         raise FormatError(
             f"{where}: norm_before_residual is true: the residual is taken after hidden_norm. Headstart trains "
             "and runs the variant that every engine runs (false); serve this head with vLLM or train a new one."
         )
-    nested = config.get("eagle_config") or {}
-    if not isinstance(nested, dict):
-        raise FormatError(f"{where}: eagle_config is {nested!r}, expected an object")
-    require_plain(nested, f"{where}: eagle_config")
+    nested = _nested(config, where)
+    require_plain(nested, f"{where}: eagle_config", ("norm_before_fc",))
     if nested.get("use_aux_hidden_state", True) is not True:
         raise FormatError(
             f"{where}: eagle_config.use_aux_hidden_state is false: the head does not read three target layers"
@@ -178,6 +208,80 @@ def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) ->
             "de-duplicate them"
         )
     return layers
+
+
+def _nested(config: dict[str, Any], where: str) -> dict[str, Any]:
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise FormatError(f"{where}: eagle_config is {nested!r}, expected an object")
+    return nested
+
+
+def _variant(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Fields of Eagle3Config that say how many layers there are, and what is normed.
+
+    Raises: FormatError for settings that contradict each other, or that engines read differently.
+    """
+    nested = _nested(config, where)
+    layers = integer(config, "num_hidden_layers", where, default=1, bounds=(1, MAX_LAYERS))
+    if (kinds := config.get("layer_types")) not in (None, ["full_attention"] * layers):
+        raise FormatError(f"{where}: layer_types is {kinds!r}, expected full_attention for each of {layers} layers")
+    concat = flag(config, "norm_before_fc", where, False)
+    inner = flag(nested, "norm_before_fc", f"{where}: eagle_config", concat)
+    if "norm_before_fc" in config and inner != concat:
+        raise FormatError(
+            f"{where}: norm_before_fc is {concat} at top level and {inner} inside eagle_config, which engines read "
+            "first. Write both alike."
+        )
+    stream = flag(config, "fc_norm", where, False) or flag(config, "use_aux_norm", where, False)
+    if inner and stream:
+        raise FormatError(f"{where}: norm_before_fc and fc_norm are both set: a head has one kind of norm before fc")
+    normed = flag(config, "norm_output", where, False)
+    if flag(nested, "return_hidden_post_norm", f"{where}: eagle_config", normed) != normed:
+        raise FormatError(
+            f"{where}: eagle_config.return_hidden_post_norm, which TensorRT-LLM alone reads, is not norm_output "
+            f"({normed}), which all engines read. Write norm_output at top level as the head was trained."
+        )
+    return {
+        "layers": layers,
+        "qk_norm": config.get("model_type") == "qwen3" or QWEN3_ARCHITECTURE in (config.get("architectures") or ()),
+        "fc_norm": "concat" if inner else "stream" if stream else "none",
+        "norm_output": normed,
+    }
+
+
+def _fc_norms(kind: str, names: dict[str, str]) -> dict[str, str]:
+    """Our name → short name in the file, of the norms before fc."""
+    if kind == "concat":
+        return {"input_norm.weight": "input_norm.weight"}
+    if kind == "stream":
+        return {ours: old if old in names else ours for old, ours in LEGACY_NORMS.items()}
+    return {}
+
+
+def _layer_names(
+    raw: RawCheckpoint, names: dict[str, str], layers: int, qk_norm: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(our name → short name, short name → why it is not needed) of the layers' tensors.
+
+    Raises: FormatError where the two names for the input norm of a layer have different values.
+    """
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
+    norms = QK_NORMS if qk_norm else ()
+    expected, unused = {f"midlayer.{name}": f"{prefix}{name}" for name in (*LAYER_WITH_NORMS, *norms)}, {}
+    for n in range(1, layers):
+        expected |= {f"layers.{n}.{name}": f"layers.{n}.{name}" for name in (*LAYER, *norms)}
+        ours, other = (f"layers.{n}.{name}.weight" for name in ("input_layernorm", "hidden_norm"))
+        expected[ours] = other if ours not in names and other in names else ours
+        if ours in names and other in names:
+            one, two = raw.read(names[ours]), raw.read(names[other])
+            if one.shape != two.shape or not torch.equal(one, two):
+                raise FormatError(
+                    f"{raw.directory}: {ours} and {other} differ. vLLM norms the layer's input with the first, SGLang "
+                    "and TensorRT-LLM with the second. Write the one that the head was trained with under both names."
+                )
+            unused[other] = f"the same values as {ours}"
+    return expected, unused
 
 
 def _layers(top: Any, inner: Any, where: str) -> list[int] | None:

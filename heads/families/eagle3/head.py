@@ -1,5 +1,7 @@
 """EAGLE-3: fused low/mid/high features, training-time test, a draft vocabulary (arXiv 2503.01840; methods §4).
 
+Variants (families §11): several layers, q/k norms as in Qwen3, norms before fc, and a normed output (EAGLE-3.1).
+
 Shape legend: R rows of a pack, A anchors, M = Σ_d count_d, K depths, D target hidden, H head hidden, U draft
 vocabulary.
 """
@@ -8,31 +10,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from headstart.heads.base import MAX_SIZE, HeadConfig, Loss
+from headstart.heads.base import MAX_LAYERS, MAX_SIZE, HeadConfig, Loss
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead
-from headstart.heads.families.eagle3 import ttt
-from headstart.heads.layers import DraftLayer, RMSNorm
+from headstart.heads.families.eagle3 import rollout, ttt
+from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm
 from headstart.heads.losses import check_loss, fused
 from headstart.heads.numerics import compute_dtype
 from headstart.heads.vocab import membership
+
+FC_NORMS = ("none", "stream", "concat")
 
 
 @dataclass
 class Eagle3Config(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-3."""
 
-    structure: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "hidden_size", "intermediate_size")
+    structure: ClassVar[tuple[str, ...]] = (
+        "draft_vocab_size", "hidden_size", "intermediate_size", "layers", "qk_norm", "fc_norm", "norm_output",
+    )  # fmt: skip
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
-    limits: ClassVar[dict[str, int]] = {**HeadConfig.limits, "hidden_size": MAX_SIZE, "intermediate_size": MAX_SIZE}
+    limits: ClassVar[dict[str, int]] = {
+        **HeadConfig.limits, "hidden_size": MAX_SIZE, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS,
+    }  # fmt: skip
 
     type: str = "eagle3"
     #: Steps of training-time test (K).
@@ -48,6 +56,15 @@ class Eagle3Config(AutoregressiveConfig):
     hidden_size: int | None = None
     #: Width of the MLP; null takes the target's.
     intermediate_size: int | None = None
+    #: Decoder layers. With more than one, training computes the lower ones for every row, not only for supervised ones.
+    layers: int = 1
+    #: Norm each head's queries and keys before the rotation, as Qwen3 does. Only vLLM serves such a head.
+    qk_norm: bool = False
+    #: RMSNorm of the features before fc (EAGLE-3.1): none, stream (one for each layer that is read) or concat (one over
+    #: all of them together, which engines call norm_before_fc).
+    fc_norm: str = "none"
+    #: Feed the normed output back as the next step's feature (EAGLE-3.1), instead of the output before the norm.
+    norm_output: bool = False
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -58,20 +75,28 @@ def default_feature_layers(num_layers: int) -> list[int]:
 class Eagle3Layer(DraftLayer):
     """The decoder layer: attention reads cat(input_layernorm(emb), hidden_norm(g)), 2H wide."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dims: HeadDims, activation: str):
-        super().__init__(2 * hidden_size, hidden_size, intermediate_size, dims, activation)
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, dims: HeadDims, activation: str, qk_norm: bool = False
+    ):
+        super().__init__(2 * hidden_size, hidden_size, intermediate_size, dims, activation, qk_norm)
         self.input_layernorm = RMSNorm(hidden_size, dims.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden_size, dims.rms_norm_eps)
 
 
 class Eagle3Head(AutoregressiveHead):
-    """One decoder layer that reads the target's features at step 1 and its own pre-norm output at later steps."""
+    """Decoder layers that read the target's features at step 1 and their own output at later steps.
+
+    Attributes:
+        midlayer: the first layer, which reads embeddings and features. layers: those above it, by their number.
+    """
 
     family = "eagle3"
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, dims: HeadDims):
         check_loss(config.loss)
+        if config.fc_norm not in FC_NORMS:
+            raise ConfigError(f"head.fc_norm: found {config.fc_norm!r}, expected one of {', '.join(FC_NORMS)}")
         super().__init__(config, dims)
         self.feature_layers = self._feature_layers()
         hidden = config.hidden_size or dims.hidden_size
@@ -82,9 +107,16 @@ class Eagle3Head(AutoregressiveHead):
             )
         self.fc = nn.Linear(3 * dims.hidden_size, hidden, bias=False)
         width = config.intermediate_size or dims.intermediate_size
-        self.midlayer = Eagle3Layer(hidden, width, dims, self.hidden_act)
+        self.midlayer = Eagle3Layer(hidden, width, dims, self.hidden_act, config.qk_norm)
+        later = {
+            str(n): LaterLayer(hidden, width, dims, self.hidden_act, config.qk_norm) for n in range(1, config.layers)
+        }
+        self.layers = nn.ModuleDict(later)
         self.norm = RMSNorm(hidden, dims.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, size, bias=False)
+        eps, streams = dims.rms_norm_eps, range(3 if config.fc_norm == "stream" else 0)
+        self.fc_norm = nn.ModuleList(RMSNorm(dims.hidden_size, eps) for _ in streams)
+        self.input_norm = RMSNorm(3 * dims.hidden_size, eps) if config.fc_norm == "concat" else None
         self.embed_tokens = nn.Embedding(dims.vocab_size, hidden) if hidden != dims.hidden_size else None
         self.register_buffer(
             "draft_ids_U", torch.arange(size, device="cpu") if size < dims.vocab_size else None, persistent=True
@@ -104,6 +136,10 @@ class Eagle3Head(AutoregressiveHead):
     @property
     def layer(self) -> DraftLayer:
         return self.midlayer
+
+    @property
+    def later_layers(self) -> Sequence[LaterLayer]:
+        return [cast(LaterLayer, layer) for layer in self.layers.values()]
 
     @property
     def spec(self) -> FeatureSpec:
@@ -137,13 +173,25 @@ class Eagle3Head(AutoregressiveHead):
         return super().embed(tokens)
 
     def fuse(self, hidden: Tensor, streams: Tensor | None) -> Tensor:
-        return self.fc(streams.flatten(-2).to(compute_dtype(self.fc.weight)))
+        streams = streams.to(compute_dtype(self.fc.weight))
+        if self.config.fc_norm == "stream":
+            parts = streams.unbind(-2)
+            streams = torch.stack([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -2)
+        features = streams.flatten(-2)
+        return self.fc(features if self.input_norm is None else self.input_norm(features))
 
     def mix(self, embedding: Tensor, g: Tensor) -> Tensor:
         return torch.cat((self.midlayer.input_layernorm(embedding), self.midlayer.hidden_norm(g)), dim=-1)
 
     def residual(self, x: Tensor, g: Tensor) -> Tensor:
         return g
+
+    @property
+    def recycles_norm(self) -> bool:
+        return self.config.norm_output
+
+    def recycled(self, out: Tensor) -> Tensor:
+        return self.norm(out) if self.config.norm_output else out
 
     def logits(self, g: Tensor) -> Tensor:
         return self.lm_head(self.norm(g))
@@ -164,25 +212,40 @@ class Eagle3Head(AutoregressiveHead):
         return (self.in_vocab(batch)[anchors.teacher_AK] & anchors.supervised_AK()).sum(0, dtype=torch.float32)
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
-        attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
-        packed = sum(linear.weight.numel() for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
-        key_value = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
-        per_row = (
-            attention.o_proj.weight.numel() + self.lm_head.weight.numel() + sum(p.numel() for p in mlp.parameters())
-        )
-        # every row: fc, the embedding half of the projections, the feature half of keys and values (ttt.py)
-        shared = (self.fc.weight.numel() + packed / 2 + key_value / 2) * rows
-        return shared + (packed - key_value) / 2 * counts[0] + packed / 2 * sum(counts[1:]) + per_row * sum(counts)
+        """At step 1, the layers below the last run on every row, and the last one's keys and values do.
+
+        In the first layer, the embedding half of the projections runs on every row once, and serves all steps.
+        """
+        first, later, total = counts[0], sum(counts[1:]), self.fc.weight.numel() * rows
+        for n, layer in enumerate(self.draft_layers):
+            attention = layer.self_attn
+            packed = sum(linear.weight.numel() for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
+            key_value = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
+            rest = attention.o_proj.weight.numel() + sum(p.numel() for p in layer.mlp.parameters())
+            if n == 0:
+                total += packed / 2 * rows
+                packed, key_value = packed / 2, key_value / 2
+            whole = rows if n < len(self.layers) else first
+            total += key_value * rows + (packed - key_value) * whole + packed * later + rest * (whole + later)
+        return total + self.lm_head.weight.numel() * sum(counts)
+
+    def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
+        """As the base class's. At step 1, the layers below the last keep numbers for every row."""
+        below = sum(layer.kept_numbers(recompute) for layer in self.draft_layers[:-1])
+        return super().kept_numbers(rows, anchors, recompute) + (rows - anchors) * below
 
     def rollout(self, batch: FeatureBatch) -> Tensor:
         """Training-time test: the normed outputs [M, H] of every depth's anchors, laid end to end.
 
-        The head reads the true tokens. Rows that are not supervised run fc, the input norms and step-1 keys and values
-        alone.
+        The head reads the true tokens. Rows that are not supervised run fc, the input norms, the layers below the last,
+        and the last one's keys and values of step 1.
         """
         g_RH = self.fuse(batch.hidden_RD, batch.streams_RkD)
         e_RH = self.midlayer.input_layernorm(self.embed(self.next_tokens(batch)))
-        return self.norm(ttt.rollout(batch, self.midlayer, self.midlayer.hidden_norm, self.rope, e_RH, g_RH))
+        norm = self.midlayer.hidden_norm
+        if self.layers or self.config.qk_norm or self.config.norm_output:
+            return self.norm(rollout.rollout(batch, self.draft_layers, norm, self.rope, e_RH, g_RH, self.recycled))
+        return self.norm(ttt.rollout(batch, self.midlayer, norm, self.rope, e_RH, g_RH))
 
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
         anchors = batch.anchors

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from eval_help import CONTEXTS, FAMILY_TREES, Trained, run, tokens_of
+from eval_help import CONTEXTS, DRAFTING_HEADS, HEAD_TREES, Trained, run, tokens_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -35,7 +35,7 @@ CHAIN, DYNAMIC, STATIC = TreeConfig("chain", 4), TreeConfig("dynamic", 3, 3, 12)
 Heads = Callable[[str], Trained]
 TREES = {"chain": CHAIN, "dynamic": DYNAMIC, "static": STATIC}
 #: (family, tree) of every head family
-WAYS = [(family, TREES[kind]) for family, kind in FAMILY_TREES]
+WAYS = [(family, TREES[kind]) for family, kind in HEAD_TREES]
 
 
 def fused(target: Target) -> FusedModel:
@@ -64,7 +64,7 @@ def test_device_and_host_agree_on_who_goes_on(target: Target, plain: list[Answer
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", *(name for name in DRAFTING_HEADS if "layers" in name)])
 def test_draft_step_equals_the_heads_own(kind: str, trained: Heads) -> None:
     """A chain row by row on buffers against AutoregressiveHead.step with plain attention."""
     head = trained(kind).head
@@ -79,13 +79,14 @@ def test_draft_step_equals_the_heads_own(kind: str, trained: Heads) -> None:
 
     expected = head.step(tokens, features, position, attend)
     step = DraftStep(head, 16)
-    kv = Buffers([(head.dims.num_kv_heads, head.dims.head_dim)], 2, 16, torch.float32, torch.device("cpu"))
+    shapes = [(head.dims.num_kv_heads, head.dims.head_dim)] * len(head.draft_layers)
+    kv = Buffers(shapes, 2, 16, torch.float32, torch.device("cpu"))
     visibility = Visibility(position, position, torch.zeros(2, dtype=torch.int64))
-    found = step(tokens, features, visibility, kv.keys[0], kv.values[0])
+    found = step(tokens, features, visibility, kv.keys, kv.values)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     only = torch.tensor([[4], [1]])
-    some = step(tokens, features, visibility, kv.keys[0], kv.values[0], only)
+    some = step(tokens, features, visibility, kv.keys, kv.values, only)
     for a, b in zip(some, expected, strict=True):
         torch.testing.assert_close(a, b[torch.arange(2), only[:, 0]][:, None], rtol=1e-5, atol=1e-5)
 
@@ -209,7 +210,7 @@ def test_captured_sampling_follows_its_seed(target: Target, trained: Heads) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", sorted({family for family, _ in FAMILY_TREES}))
+@pytest.mark.parametrize("kind", sorted(DRAFTING_HEADS))
 def test_the_probe_of_training_says_what_a_cpu_says(target: Target, kind: str, trained: Heads) -> None:
     """The target's own forward with the draft's kernels; weights stay where an optimiser or a capture holds them."""
     card = torch.device("cuda")

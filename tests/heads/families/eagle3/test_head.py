@@ -8,7 +8,7 @@ import pytest
 import torch
 from reference.cache import ListCache, chain_by_steps, fused, rows_by_steps, run_step
 from reference.documents import Document, Ends
-from reference.eagle3 import chain_logits, fuse, row_keys, row_output, ttt_logits
+from reference.eagle3 import chain_logits, first_step, recycled, ttt_logits
 from reference.families import DIMS, REFERENCES, Example, documents, draft_ids, eagle3, example_head, shape_of
 from reference.tiny import assert_near, check_against, double_weights, ends_of, feature_batch, random_ends, teacher_of
 
@@ -19,7 +19,9 @@ from headstart.heads.families import Eagle3Config, build_head
 DRAFT, DEPTH = 40, 4
 FAMILY = REFERENCES["eagle3"]
 VARIANTS = ("draft vocabulary", "whole vocabulary", "vocabulary 0 is whole", "own width", "wide heads, llama3 rope",
-            "partial rope, gelu")  # fmt: skip
+            "partial rope, gelu", "two layers", "q/k norms", "three layers, q/k norms, partial rope",
+            "norms of the streams, normed output", "norm before fc, two layers, own width",
+            "all of EAGLE-3.1")  # fmt: skip
 
 
 def double_head(variant: str = "draft vocabulary") -> tuple[Head, Ends]:
@@ -56,34 +58,34 @@ def test_uniform_head_pays_the_log_of_the_vocabulary():
 def test_serving_rows_are_the_training_forward(variant: str):
     head, ends = double_head(variant)
     document, weights, shape = answerless(9), double_weights(head), shape_of(head)
-    g1 = [fuse(weights, streams) for streams in document.streams_TkD]
-    rows = [row_keys(weights, ends, shape, document.tokens[p + 1], g1[p], p) for p in range(8)]
+    normed = head.config.norm_output
+    outputs, _ = first_step(weights, ends, shape, document)
     for cuts in ([8], [1] * 8, [3, 1, 4]):
         g_NH, logits_NU = rows_by_steps(head, document, cuts)
         for p in range(8):
-            assert_near(
-                g_NH[p], row_output(weights, shape, g1[p], rows[p], rows[: p + 1]), f"g of row {p}, calls {cuts}"
-            )
+            assert_near(g_NH[p], recycled(weights, shape, outputs[p], normed), f"g of row {p}, calls {cuts}")
             expected = ttt_logits(weights, ends, shape, document, p, 1)[0]
             assert_near(logits_NU[p], expected, f"logits of row {p}, calls {cuts}")
 
 
-@pytest.mark.parametrize("variant", ["draft vocabulary", "own width", "wide heads, llama3 rope"])
+@pytest.mark.parametrize("variant", ["draft vocabulary", "own width", "wide heads, llama3 rope", *VARIANTS[6:]])
 def test_serving_chain_on_ground_truth_is_training_time_test(variant: str):
     """Depth-i logits of `step`, fed with the true tokens, are those TTT trains: same keys, same positions, same g."""
     head, ends = double_head(variant)
     document, weights, shape = answerless(11), double_weights(head), shape_of(head)
     for p in (0, 1, 4, 6):
-        trained = torch.stack(ttt_logits(weights, ends, shape, document, p, 4))
+        trained = torch.stack(ttt_logits(weights, ends, shape, document, p, 4, norm_output=head.config.norm_output))
         served = chain_by_steps(head, document, p + 1, document.tokens[p + 1 : p + 5])
         assert_near(served, trained, f"anchor {p}")
 
 
-def test_serving_chain_on_its_own_drafts():
-    head, ends = double_head()
+@pytest.mark.parametrize("variant", ["draft vocabulary", *VARIANTS[6:]])
+def test_serving_chain_on_its_own_drafts(variant: str):
+    head, ends = double_head(variant)
     document, fed = answerless(9), [5, 71, 2, 40, 8]
     weights, shape = double_weights(head), shape_of(head)
-    expected = chain_logits(weights, ends, shape, document.tokens[:6], document.streams_TkD[:6], fed)
+    normed = head.config.norm_output
+    expected = chain_logits(weights, ends, shape, document.tokens[:6], document.streams_TkD[:6], fed, normed)
     assert_near(chain_by_steps(head, document, 6, fed), torch.stack(expected), "chain")
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ class HeadConfig:
     structure: ClassVar[tuple[str, ...]] = ()
     #: fields that decide which features of the target it reads; `start_from` compares what they lead to
     reading: ClassVar[tuple[str, ...]] = ()
+    #: fields that earlier versions did not have; their defaults compute what those versions did
+    added: ClassVar[tuple[str, ...]] = ()
     #: field → its largest value; the smallest is 1, and null means the default
     limits: ClassVar[dict[str, int]] = {"depth": MAX_LAYERS}
 
@@ -45,6 +47,15 @@ class HeadConfig:
     depth: int = 1
     #: Weight of the loss of depth d, as a power: depth_decay ** (d - 1).
     depth_decay: float = 1.0
+
+    def facts(self) -> dict[str, Any]:
+        """The fields that a run's steps depend on, as JSON values.
+
+        Added fields at their defaults are left out, so that a run of an earlier version goes on.
+        """
+        defaults = {f.name: f.default for f in fields(self)}
+        values = asdict(self)
+        return {n: value for n, value in values.items() if n not in self.added or value != defaults[n]}
 
     def check(self) -> None:
         """Raises: ConfigError for values out of their limits, which a saved head could not be read back with."""

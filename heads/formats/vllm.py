@@ -152,14 +152,15 @@ def _eagle3(case: Case) -> None:
     _parallel(case, config, sizes)
     if layout.fc_norm == "concat" and config.get("fc_norm"):
         case.misread("norm_before_fc and fc_norm are both set: it applies one after the other")
-    if legacy := [name for name in case.raw.tensors if name.removeprefix("model.") in LEGACY_NORMS]:
+    legacy = [name for name in case.raw.tensors if name.removeprefix("model.") in LEGACY_NORMS]
+    if legacy:
         case.refuse(f"unexpected tensors {some(legacy)}: it calls them fc_norm.0 … 2, and reads fc_norm in config.json")
     # input_norm is dropped where norm_before_fc is not set
     dropped = {"input_norm.weight"} - {rule.name for rule in rules}
     if dropped & set(case.names):
         case.misread("input_norm.weight is dropped in silence: norm_before_fc is not set in config.json")
-    named = {rule.name for rule in rules} | EAGLE3_OPTIONAL | layout.unread() | dropped | set(LEGACY_NORMS.values())
-    _unexpected(case, named, config)
+    told = dropped | {LEGACY_NORMS[name.removeprefix("model.")] for name in legacy}
+    _unexpected(case, {rule.name for rule in rules} | EAGLE3_OPTIONAL | layout.unread() | told, config)
     check_own_embeddings(case, sizes)
     _embedding(case, sizes)
 

@@ -38,6 +38,7 @@ class Eagle3Config(AutoregressiveConfig):
         "draft_vocab_size", "hidden_size", "intermediate_size", "layers", "qk_norm", "fc_norm", "norm_output",
     )  # fmt: skip
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
+    added: ClassVar[tuple[str, ...]] = ("layers", "qk_norm", "fc_norm", "norm_output")
     limits: ClassVar[dict[str, int]] = {
         **HeadConfig.limits, "hidden_size": MAX_SIZE, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS,
     }  # fmt: skip

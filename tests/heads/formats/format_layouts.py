@@ -84,6 +84,22 @@ def eagle3_tensors(prefix: str = "midlayer.", size: int = U) -> Tensors:
     return tensors
 
 
+def later_layer(n: int, *norms: str) -> Tensors:
+    """Layer n ≥ 1 of an EAGLE-3 head, with the same input norm under each of the names."""
+    tensors = layer(f"layers.{n}.", D, seed=100 + 20 * n)
+    return tensors | {f"layers.{n}.{name}.weight": random(D, seed=110 + n) for name in norms}
+
+
+def qk_norms(*prefixes: str) -> Tensors:
+    names = [f"{prefix}self_attn.{name}.weight" for prefix in prefixes for name in ("q_norm", "k_norm")]
+    return {name: random(8, seed=130 + i) for i, name in enumerate(names)}
+
+
+def stream_norms(*names: str) -> Tensors:
+    """A norm before fc for each of the streams."""
+    return {f"{name}.weight": random(D, seed=140 + i) for i, name in enumerate(names)}
+
+
 def eagle_tensors() -> Tensors:
     """EAGLE-1 as published: fc, layers.0.* without input_layernorm."""
     return {"fc.weight": random(D, 2 * D, seed=50), **layer("layers.0.", D, seed=51)}

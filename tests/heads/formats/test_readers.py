@@ -33,10 +33,13 @@ from format_layouts import (
     draft_ids,
     eagle3_tensors,
     eagle_tensors,
+    later_layer,
     medusa_tensors,
+    qk_norms,
     random,
     same_state,
     speculators_eagle,
+    stream_norms,
     vllm_medusa,
     write,
 )
@@ -107,6 +110,75 @@ def test_eagle3_full_vocabulary(tmp_path: Path) -> None:
     tensors = eagle3_tensors(size=V)
     head = load_head(write(tmp_path, {**EAGLE3_CONFIG, "draft_vocab_size": V}, tensors), DIMS)
     assert head.draft_ids_U is None and torch.equal(head.lm_head.weight, tensors["lm_head.weight"])
+
+
+#: what publishers add to an EAGLE-3 head → (config, tensors besides a plain head's, fields of our config)
+EAGLE3_VARIANTS: dict[str, tuple[dict[str, Any], Tensors, dict[str, Any]]] = {
+    "three layers, as vLLM names them": (
+        {**SPECFORGE_CONFIG, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+        {**later_layer(1, "input_layernorm"), **later_layer(2, "input_layernorm")},
+        {"layers": 3},
+    ),
+    "two layers, as SGLang names them": (
+        {**EAGLE3_CONFIG, "num_hidden_layers": 2}, later_layer(1, "hidden_norm"), {"layers": 2},
+    ),
+    "two layers, both names": (
+        {**EAGLE3_CONFIG, "num_hidden_layers": 2}, later_layer(1, "input_layernorm", "hidden_norm"), {"layers": 2},
+    ),
+    "q/k norms": (
+        {**EAGLE3_CONFIG, "model_type": "qwen3", "architectures": ["Eagle3Qwen3ForCausalLM"]},
+        qk_norms("layers.0."),
+        {"qk_norm": True},
+    ),
+    "speculators, Qwen3 layers, norms": (
+        {
+            **SPECULATORS_CONFIG, "norm_before_fc": True, "norm_output": True,
+            "transformer_layer_config": {**LLAMA, "model_type": "qwen3", "num_hidden_layers": 2},
+        },
+        {
+            **qk_norms("layers.0.", "layers.1."), **later_layer(1, "input_layernorm"),
+            "input_norm.weight": random(3 * D, seed=150),
+        },
+        {"layers": 2, "qk_norm": True, "fc_norm": "concat", "norm_output": True},
+    ),
+    "EAGLE-3.1": (
+        {**EAGLE3_CONFIG, "fc_norm": True, "norm_output": True},
+        stream_norms("fc_norm.0", "fc_norm.1", "fc_norm.2"),
+        {"fc_norm": "stream", "norm_output": True},
+    ),
+    "norms of the streams, as SGLang named them": (
+        {**EAGLE3_CONFIG, "use_aux_norm": True},
+        stream_norms("aux_norm_low", "aux_norm_mid", "aux_norm_high"),
+        {"fc_norm": "stream"},
+    ),
+    "norm before fc, as TensorRT-LLM reads it": (
+        {**EAGLE3_CONFIG, "eagle_config": {**EAGLE3_CONFIG["eagle_config"], "norm_before_fc": True}},
+        {"input_norm.weight": random(3 * D, seed=151)},
+        {"fc_norm": "concat"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "more", "fields"), EAGLE3_VARIANTS.values(), ids=EAGLE3_VARIANTS.keys())
+def test_eagle3_variants(tmp_path: Path, config: dict[str, Any], more: Tensors, fields: dict[str, Any]) -> None:
+    """Every tensor lands where it belongs, and the head drafts with it as it does after an export of ours."""
+    tensors = {**eagle3_tensors("layers.0."), **more}
+    head = load_head(write(tmp_path / "theirs", config, tensors), DIMS)
+    defaults = {"layers": 1, "qk_norm": False, "fc_norm": "none", "norm_output": False}
+    assert {name: getattr(head.config, name) for name in defaults} == {**defaults, **fields}
+    state = head.state_dict()
+    legacy = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+    for name, tensor in tensors.items():
+        ours = name.replace("layers.0.", "midlayer.")
+        for old, new in legacy.items():
+            ours = ours.replace(old, new)
+        if ours.startswith("layers."):
+            ours = ours.replace("hidden_norm", "input_layernorm")
+        if name not in ("d2t", "t2d"):
+            assert torch.equal(state[ours], tensor), name
+    assert len(state) == len({name.replace("hidden_norm", "input_layernorm") for name in more}) + 14
+    export_head(head, tmp_path / "ours", ExportConfig(["vllm"], "float32"), {})
+    assert same_state(load_head(tmp_path / "ours", DIMS), head)
 
 
 def test_sharded_weights(tmp_path: Path) -> None:
@@ -253,16 +325,53 @@ def without(tensors: Tensors, *names: str) -> Tensors:
 
 REFUSED: dict[str, tuple[tuple[dict[str, Any], Callable[[], Tensors]], dict[str, Any], Callable[..., Any], str]] = {
     "norm before residual": (E3, {"norm_before_residual": True}, dict, "norm_before_residual is true"),
-    "norm output": (E3, {"norm_output": True}, dict, "norm_output is True"),
-    "norm before fc": (E3, {"norm_before_fc": True}, dict, "norm_before_fc is True"),
-    "norm before fc, nested": (E3, {"eagle_config": {"norm_before_fc": True}}, dict, "norm_before_fc is True"),
-    "fc norm": (E3, {"fc_norm": True}, dict, "fc_norm is True"),
+    "norm output, nested": (E3, {"eagle_config": {"norm_output": True}}, dict, "norm_output is True"),
+    "norm output as TensorRT-LLM alone reads it": (
+        E3,
+        {"eagle_config": {"return_hidden_post_norm": True}},
+        dict,
+        "return_hidden_post_norm.*at top level",
+    ),
+    "norm output that is no flag": (E3, {"norm_output": 1}, dict, "norm_output is 1, expected true or false"),
+    "norm before fc": (E3, {"norm_before_fc": True}, dict, "lacks input_norm.weight"),
+    "norm before fc, nested": (E3, {"eagle_config": {"norm_before_fc": True}}, dict, "lacks input_norm.weight"),
+    "norm before fc, said twice": (
+        E3,
+        {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}},
+        dict,
+        "Write both alike",
+    ),
+    "fc norm": (E3, {"fc_norm": True}, dict, "lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
+    "fc norm, nested": (E3, {"eagle_config": {"fc_norm": True}}, dict, "fc_norm is True"),
+    "both norms before fc": (E3, {"fc_norm": True, "norm_before_fc": True}, dict, "are both set"),
+    "fc norm without its setting": (
+        E3,
+        {},
+        lambda t: {**t, **stream_norms("aux_norm_low")},
+        "unknown aux_norm_low.weight",
+    ),
     "attention bias": (E3, {"attention_bias": True}, dict, "attention_bias is True"),
     "quantised": (E3, {"quantization_config": {"quant_method": "fp8"}}, dict, "quantization_config"),
     "P-EAGLE": (E3, {"ptd_token_id": 5}, dict, "ptd_token_id is 5"),
     "no aux features": (E3, {"eagle_config": {"use_aux_hidden_state": False}}, dict, "use_aux_hidden_state is false"),
-    "another family": (E3, {"model_type": "qwen3"}, dict, "model_type is 'qwen3'"),
-    "two layers": (E3, {"num_hidden_layers": 2}, dict, "num_hidden_layers is 2"),
+    "another family": (E3, {"model_type": "qwen2"}, dict, "model_type is 'qwen2'"),
+    "Qwen3's without norms": (E3, {"model_type": "qwen3"}, dict, "lacks midlayer.self_attn.k_norm.weight"),
+    "two layers": (E3, {"num_hidden_layers": 2}, dict, "lacks layers.1.input_layernorm.weight"),
+    "a layer too many": (E3, {}, lambda t: {**t, **later_layer(1, "hidden_norm")}, "unknown layers.1.hidden_norm"),
+    "too many layers": (E3, {"num_hidden_layers": 65}, dict, "num_hidden_layers is 65, expected an integer from 1 to"),
+    "two layers, EAGLE-1": (E1, {"num_hidden_layers": 2}, dict, "an EAGLE-1 draft has one layer"),
+    "two names of a norm": (
+        E3,
+        {"num_hidden_layers": 2},
+        lambda t: {**t, **later_layer(1, "input_layernorm"), "layers.1.hidden_norm.weight": torch.ones(D)},
+        "input_layernorm.weight and layers.1.hidden_norm.weight differ",
+    ),
+    "sliding layers": (
+        E3,
+        {"layer_types": ["sliding_attention"]},
+        dict,
+        "layer_types is .*expected full_attention for each of 1",
+    ),
     "sliding window": (E1, {"sliding_window": 128}, dict, "sliding_window is 128"),
     "layers disagree": (
         E3,
@@ -326,9 +435,9 @@ def test_speculators_residual_defaults_to_the_variant_we_do_not_run(tmp_path: Pa
         load_head(write(tmp_path, config, eagle3_tensors("layers.0.")), DIMS)
 
 
-@pytest.mark.parametrize("change", [{"speculators_model_type": "mlp"}, {"norm_before_fc": True}, {"fc_norm": True}])
-def test_speculators_variants_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    with pytest.raises(FormatError, match=next(iter(change))):
+def test_another_speculator_is_refused(tmp_path: Path) -> None:
+    change = {"speculators_model_type": "mlp"}
+    with pytest.raises(FormatError, match="speculators_model_type"):
         load_head(write(tmp_path, {**SPECULATORS_CONFIG, **change}, eagle3_tensors("layers.0.")), DIMS)
 
 

@@ -17,7 +17,7 @@ from headstart.eval.drafters.layer import LayerPass, norm_of, rope_tables
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.draft_input import DraftInput, draft_input
 from headstart.eval.kernels.linear import Linear
-from headstart.eval.kernels.norm import NormWeights, rms_norm
+from headstart.eval.kernels.norm import NormWeights, apply_norm
 from headstart.eval.kernels.rows import take_rows
 from headstart.heads.families.autoregressive import AutoregressiveHead
 from headstart.heads.families.eagle.head import EagleHead
@@ -104,10 +104,10 @@ class DraftStep:
         streams = streams_BJkD.to(self.dtype)
         if len(self.fc_norms) > 1:
             parts = streams.unbind(2)
-            streams = torch.stack([rms_norm(part, norm) for part, norm in zip(parts, self.fc_norms, strict=True)], 2)
+            streams = torch.stack([apply_norm(part, norm) for part, norm in zip(parts, self.fc_norms, strict=True)], 2)
         x_RC = streams.reshape(batch * count, -1)
         if len(self.fc_norms) == 1:
-            x_RC = rms_norm(x_RC, self.fc_norms[0])
+            x_RC = apply_norm(x_RC, self.fc_norms[0])
         return self.fc(x_RC).view(batch, count, -1)
 
     def __call__(

@@ -134,7 +134,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "StableLM": A("StableLm", {"rope_parameters": partial(0.5), "use_qkv_bias": True}),
     "Seed-OSS": A("SeedOss"),
     "gpt-oss": A(
-        "GptOss", {}, {**WINDOW, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_parameters": yarn(truncate=0)},
+        "GptOss", {}, {**WINDOW, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_parameters": yarn(truncate=False)},
         {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 1024},
     ),
     "Gemma 2": A(
@@ -325,22 +325,26 @@ def random_model(
     """
     config, device = config_of(name, size), torch.device(device)
     kind = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    tiny = size == "tiny"
     held = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
-        with torch.device("cpu" if size == "tiny" else device):
+        with torch.device("cpu" if tiny else device):
             model, _ = with_attention(
                 lambda a: kind.from_config(config, attn_implementation=a, dtype=dtype), attention
             )
     finally:
         torch.random.set_rng_state(held)
-    embed_VD, output_VD = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if size == "tiny":
-        randomise(model)
-        if embed_VD is not output_VD:
-            embed_VD.data.normal_(generator=torch.Generator().manual_seed(1))
-    # a tied row is an embedding as well: stretched far, it would be repeated for ever
-    favour(output_VD, 1.5 if embed_VD is output_VD else 5.0)
+    if tiny and dtype != torch.float32:  # the same weights, rounded
+        model.load_state_dict(random_model(name, size, "cpu", torch.float32, attention).state_dict())
+    else:
+        embed_VD, output_VD = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        if tiny:
+            randomise(model)
+            if embed_VD is not output_VD:
+                embed_VD.data.normal_(generator=torch.Generator().manual_seed(1))
+        # a tied row is an embedding as well: stretched far, it would be repeated for ever
+        favour(output_VD, 1.5 if embed_VD is output_VD else 5.0)
     return model.to(device).eval().requires_grad_(False)
 
 

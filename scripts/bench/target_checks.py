@@ -1,0 +1,376 @@
+"""What a target must do: be loaded, give its features, train a head, decode exactly, and have its head exported.
+
+`examine` asks all of that of one small random model of `architectures.py`. What decides is always the same model as
+transformers runs it: one forward over whole texts, without a cache, with eager attention.
+Shape legend: T tokens of a text, R rows of a pack, D target hidden, k streams, A anchors, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.bench.architectures import SIZES, random_model
+from headstart.data.config import DataConfig
+from headstart.data.features import OnlineFeatures
+from headstart.data.samples import Sample, token_counts
+from headstart.eval.config import EvalConfig, TreeConfig
+from headstart.eval.decoding.decode import Answer
+from headstart.eval.decoding.session import Decoder
+from headstart.eval.drafters import build_drafter
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.errors import HeadstartError
+from headstart.heads.families import build_head
+from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.formats import check_directory, load_head
+from headstart.heads.formats.config import ExportConfig
+from headstart.heads.formats.engines import FORMATS
+from headstart.heads.formats.export import export_head
+from headstart.heads.provenance import provenance
+from headstart.heads.targets.load import load_target, weightless_target
+from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.vocab import choose_draft_vocab
+from headstart.recipes.schema import Recipe
+from headstart.refusals import refuse_ahead
+from headstart.train.config import TrainConfig
+from headstart.train.loop import Observers, train
+from headstart.train.stream import TrainData
+
+#: tokens of the contexts that are decoded together, and of every answer
+CONTEXTS, ANSWER = (30, 24, 37), 24
+#: the trees that are verified
+TREES = {"chain": TreeConfig("chain", 3), "tree": TreeConfig("dynamic", 4, 3, 16)}
+#: largest relative error of a row of features or logits in float32 that rounding explains
+TOLERANCE = 1e-3
+#: optimiser steps
+STEPS = 16
+HEAD = {"depth": 3, "draft_vocab_size": 48}
+
+
+@dataclass
+class Findings:
+    """What a target did.
+
+    Attributes:
+        refused: why it was refused before the first step; None = it was not.
+        engine_path: fused, generic (transformers' own forward) or none.
+        generic_because: why it is not fused.
+        features: features, teacher logits and masks of packed documents are the model's own.
+        train: `features`, and training lowered the loss.
+        identity_fp32: every token of plain decoding and of a chain is the model's own choice, in float32.
+        trees: the same with a tree.
+        trees_refused: why trees are refused before the first step; None = they are not.
+        identity_bf16: share of tokens that are the model's own choice in bfloat16; None = not measured.
+        accepted: drafts accepted per cycle, by kind of tree.
+        export_engines: engines whose export was read back and passed their check.
+        problems: what went wrong.
+    """
+
+    refused: str | None = None
+    engine_path: str = "none"
+    generic_because: str | None = None
+    features: bool = False
+    train: bool = False
+    identity_fp32: bool = False
+    trees: bool = False
+    trees_refused: str | None = None
+    identity_bf16: float | None = None
+    accepted: dict[str, float] = field(default_factory=dict)
+    export_engines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Whatever goes wrong inside becomes a problem; the time is noted."""
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self.problems.append(f"{what}: {said(error)}")
+        finally:
+            self.seconds[what] = round(self.seconds.get(what, 0.0) + time.perf_counter() - began, 2)
+
+
+def said(error: BaseException, most: int = 300) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split()) or "no message"
+    kind = "" if isinstance(error, HeadstartError) else f"{type(error).__name__}: "
+    return kind + (text if len(text) <= most else text[:most] + " …")
+
+
+class Reference:
+    """The architecture as transformers runs it over whole texts."""
+
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype = torch.float32):
+        self.model = random_model(name, "tiny", device, dtype, attention="eager")
+
+    @torch.no_grad()
+    def run(self, tokens: list[int], states: bool = False) -> Any:
+        tokens_BT = torch.tensor([tokens], device=self.model.device)
+        return self.model(input_ids=tokens_BT, use_cache=False, output_hidden_states=states)
+
+    def agreement(self, contexts: list[list[int]], answers: list[Answer]) -> list[bool]:
+        """For every token of every answer, whether it is the model's most likely one after all before it.
+
+        All true = the answers are those of greedy decoding by one whole forward per token: the first token is right, so
+        the second is compared after the right text, and so on.
+        """
+        agrees: list[bool] = []
+        for context, answer in zip(contexts, answers, strict=True):
+            logits_TV = self.run([*context, *answer.tokens]).logits[0]
+            chosen = logits_TV[len(context) - 1 : -1].argmax(-1).tolist()
+            agrees += [mine == theirs for mine, theirs in zip(answer.tokens, chosen, strict=True)]
+        return agrees
+
+
+def write_target(name: str, directory: Path) -> Path:
+    """The small model and a tokenizer of as many words as it has tokens, as a directory that loads."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = SIZES["tiny"]["vocab_size"]
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(vocabulary)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2").save_pretrained(directory)
+    random_model(name).save_pretrained(directory)
+    return directory
+
+
+def recipe_of(place: Path, kind: str, device: torch.device) -> Recipe:
+    """What a user would ask for: an EAGLE-3 head for this target, measured with this kind of tree, for all engines."""
+    engines = [key for key, engine in FORMATS.items() if Eagle3Config.type in engine.serves]
+    return Recipe(
+        name="bench",
+        target=TargetConfig(name=str(place), device=str(device)),
+        head=Eagle3Config(**HEAD),
+        data=DataConfig(max_length=128),
+        train=TrainConfig(steps=STEPS),
+        eval=EvalConfig(tree=TREES[kind], max_new_tokens=ANSWER),
+        export=ExportConfig(engines=engines, dtype="float32"),
+    )
+
+
+def examine(name: str, device: torch.device, directory: Path, half: bool = False) -> Findings:
+    """Ask everything of one architecture; nothing that fails ends it.
+
+    Args:
+        directory: an empty one for the model and the exports.
+        half: also decode in bfloat16.
+    """
+    found = Findings()
+    with found.attempt("build"):
+        place = write_target(name, directory / "target")
+        reference = Reference(name, device)
+    target = None
+    with found.attempt("load"):
+        target = ask(found, place, device)
+    if target is None:
+        return found
+    noise = torch.Generator().manual_seed(1)
+    contexts = [torch.randint(3, target.dims.vocab_size, (n,), generator=noise).tolist() for n in CONTEXTS]
+    with found.attempt("features"):
+        found.features = features_are_the_models(target, reference, contexts)
+    paths = engine_paths(target, found)
+    samples = answered(contexts, paths, reference, found)
+    head = None
+    with found.attempt("training"):
+        head, fell = trained(target, samples, directory / "run")
+        found.train = found.features and fell
+    if head is None:
+        return found
+    with found.attempt("export"):
+        head = exported(head, target, directory / "export", found)
+    decode_with(head, contexts, paths, reference, found)
+    if half:
+        with found.attempt("bfloat16"):
+            found.identity_bf16 = share_in_half(name, head, contexts, place, device)
+    return found
+
+
+def ask(found: Findings, place: Path, device: torch.device) -> Target | None:
+    """The target, loaded; None where it is refused, before anything is done with it."""
+    try:
+        planned = weightless_target(TargetConfig(name=str(place)))
+        refuse_ahead(recipe_of(place, "chain", device), planned)
+        target = load_target(TargetConfig(name=str(place), dtype="float32", device=str(device)))
+    except HeadstartError as error:
+        found.refused = said(error)
+        return None
+    try:
+        refuse_ahead(recipe_of(place, "tree", device), planned)
+    except HeadstartError as error:
+        found.trees_refused = said(error)
+    return target
+
+
+def row_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """[R]: the distance of each row relative to the expected row's size."""
+    found, expected = found.flatten(1).double(), expected.flatten(1).double()
+    return (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)
+
+
+def features_are_the_models(target: Target, reference: Reference, documents: list[list[int]]) -> bool:
+    """Whether streams, last hidden states, teacher logits and choices of packed documents are the model's own of each
+    document alone. Raises: AssertionError that says which are not."""
+    spec = build_head(Eagle3Config(**HEAD), target.dims).spec
+    turns = [torch.tensor([-1] * 5 + [0] * (len(tokens) - 5)) for tokens in documents]
+    packed = FeatureBatch.pack([(torch.tensor(d), t) for d, t in zip(documents, turns, strict=True)], 3, pad_to=128)
+    batch = target.extract(packed, spec)
+    assert batch.hidden_RD is not None and batch.streams_RkD is not None and batch.teacher_argmax_A is not None
+    choice_R = torch.full((len(batch.tokens_R),), -1, device=target.device)
+    start = 0
+    for number, tokens in enumerate(documents):
+        rows = slice(start, start + len(tokens))
+        start += len(tokens)
+        alone = reference.run(tokens, states=True)
+        choice_R[rows] = alone.logits[0].argmax(-1)
+        pairs = {"the last hidden state": (batch.hidden_RD[rows], alone.hidden_states[-1][0])}
+        for slot, layer in enumerate(spec.layer_ids):
+            pairs[f"the input of layer {layer}"] = batch.streams_RkD[rows, slot], alone.hidden_states[layer][0]
+        pairs["the teacher's logits"] = target.teacher.logits(batch.hidden_RD[rows]), alone.logits[0]
+        for what, (mine, theirs) in pairs.items():
+            worst = float(row_errors(mine, theirs).max())
+            assert worst <= TOLERANCE, f"{what} of packed document {number + 1} is off by {worst:.2g}"
+    assert torch.equal(batch.teacher_argmax_A, choice_R[batch.anchors.row_A + 1]), "the teacher's choices differ"
+    return True
+
+
+def engine_paths(target: Target, found: Findings) -> dict[str, Decoder]:
+    """Decoders by path: on a GPU the one that an evaluation takes, on a CPU every one that there is."""
+    if target.device.type == "cuda":
+        decoder = Decoder(target, EvalConfig(engine="auto"))
+        note_path(found, decoder)
+        return {found.engine_path: decoder}
+    paths = {}
+    try:
+        paths["fused"] = Decoder(target, EvalConfig(engine="fused"))
+        found.engine_path = "fused"
+    except HeadstartError as error:
+        found.generic_because = said(error)
+    except Exception as error:
+        found.problems.append(f"fusing: {said(error)}")
+    with found.attempt("engine"):
+        paths["generic"] = Decoder(target, EvalConfig(engine="transformers"))
+        found.engine_path = "fused" if "fused" in paths else "generic"
+    return paths
+
+
+def note_path(found: Findings, decoder: Decoder) -> None:
+    """Note which way a decoder runs its target, after what it has run."""
+    found.engine_path = "generic" if decoder.fused is None else "fused"
+    found.generic_because = decoder.unfused
+
+
+def run(decoder: Decoder, contexts: list[list[int]], drafter: Any = None) -> list[Answer]:
+    return decoder.run(contexts, drafter, ANSWER, seed=0, stop=False).answers
+
+
+def answered(
+    contexts: list[list[int]], paths: dict[str, Decoder], reference: Reference, found: Findings
+) -> list[Sample]:
+    """Conversations to train on: the contexts with their plain answers, which are compared with the model's own."""
+    answers, exact = [Answer([3] * ANSWER) for _ in contexts], bool(paths)
+    for path, decoder in paths.items():
+        right = False
+        with found.attempt(f"plain, {path}"):
+            answers = run(decoder, contexts)
+            right = agrees(reference, contexts, answers)
+        exact &= right
+    found.identity_fp32 = exact
+    return [
+        Sample(
+            f"sample-{n}", np.array([*context, *answer.tokens], np.int32),
+            np.array([-1] * len(context) + [0] * len(answer.tokens), np.int32),
+        )
+        for n, (context, answer) in enumerate(zip(contexts, answers, strict=True))
+    ]  # fmt: skip
+
+
+def agrees(reference: Reference, contexts: list[list[int]], answers: list[Answer]) -> bool:
+    """True. Raises: AssertionError that says how many tokens are not the model's own, and where the first is."""
+    same = reference.agreement(contexts, answers)
+    wrong = [place for place, right in enumerate(same) if not right]
+    assert not wrong, f"{len(wrong)} of {len(same)} tokens are not the model's own, the first in place {wrong[0]}"
+    return True
+
+
+def trained(target: Target, samples: list[Sample], run_dir: Path) -> tuple[Head, bool]:
+    """A head after STEPS steps on the samples, packed together, and whether its loss fell."""
+    torch.manual_seed(0)
+    head = build_head(Eagle3Config(**HEAD), target.dims)
+    count_V = token_counts(samples, target.dims.vocab_size)
+    draft_ids_U = choose_draft_vocab(count_V, HEAD["draft_vocab_size"], target.stop_token_ids)
+    head = head.to(target.device)
+    head.initialise(target.ends, draft_ids_U)
+    head.bind(target.ends)
+    source = OnlineFeatures(target, samples, head.spec, head.depth)
+    config = TrainConfig(steps=STEPS, lr=3e-3, mixed_precision="no", capture="off", log_every=STEPS // 2, save_every=0)
+    quiet = Observers(progress=False)
+    train(head, TrainData(source, 1024), target.teacher, config, run_dir, quiet, final_checkpoint=False)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    return head.eval(), bool(np.isfinite(losses).all()) and losses[-1] < losses[0]
+
+
+def exported(head: Head, target: Target, directory: Path, found: Findings) -> Head:
+    """Export the head for every engine and read it back. Returns: what was read back, which drafts from then on."""
+    origin = {**provenance(target.device), "target": target.fingerprint()}
+    for key, engine in FORMATS.items():
+        if head.family not in engine.serves:
+            continue
+        with found.attempt(f"export for {key}"):
+            place = directory / key
+            export_head(head, place, ExportConfig(engines=[key], dtype="float32"), origin)
+            report, again = check_directory(place, target.dims), load_head(place, target.dims)
+            assert report.loads(key), f"its check says: {report.engines[key].reasons}"
+            kept, read = head.state_dict(), again.state_dict()
+            different = [name for name in kept if not torch.equal(kept[name].cpu(), read[name].cpu())]
+            assert not different and kept.keys() == read.keys(), f"{different or 'names'} differ after reading"
+            found.export_engines.append(key)
+            again = again.to(target.device).eval()
+            again.bind(target.ends)
+            head = again
+    return head
+
+
+def decode_with(
+    head: Head, contexts: list[list[int]], paths: dict[str, Decoder], reference: Reference, found: Findings
+) -> None:
+    """Decode with a chain and, unless trees are refused, with a tree, on every path."""
+    for kind, tree in TREES.items():
+        exact = bool(paths)
+        if kind == "tree" and found.trees_refused is not None:
+            continue
+        for path, decoder in paths.items():
+            right = False
+            with found.attempt(f"{kind}, {path}"):
+                answers = run(decoder, contexts, build_drafter(head, EvalConfig(tree=tree)))
+                right = agrees(reference, contexts, answers)
+                cycles = [cycle for answer in answers for cycle in answer.cycles]
+                found.accepted[kind] = round(sum(cycle.accepted for cycle in cycles) / len(cycles), 3)
+            exact &= right
+        if kind == "chain":
+            found.identity_fp32 &= exact
+        else:
+            found.trees = exact
+
+
+def share_in_half(name: str, head: Head, contexts: list[list[int]], place: Path, device: torch.device) -> float:
+    """Share of the tokens of plain decoding and of a chain that are the model's own choice, all in bfloat16."""
+    target = load_target(TargetConfig(name=str(place), dtype="bfloat16", device=str(device)))
+    reference, decoder = Reference(name, device, torch.bfloat16), Decoder(target, EvalConfig())
+    head = head.to(torch.bfloat16)
+    head.bind(target.ends)
+    drafter = build_drafter(head, EvalConfig(tree=TREES["chain"]))
+    same = [right for way in (None, drafter) for right in reference.agreement(contexts, run(decoder, contexts, way))]
+    return round(sum(same) / len(same), 4)

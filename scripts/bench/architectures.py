@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from headstart.heads.errors import ConfigError
+from headstart.heads.targets.classes import auto_class
 from headstart.heads.targets.load import with_attention
+from headstart.heads.targets.locate import text_decoder
 
 #: settings of all architectures by size; each takes those that its config knows
 SIZES: dict[str, dict[str, Any]] = {
@@ -134,7 +136,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "StableLM": A("StableLm", {"rope_parameters": partial(0.5), "use_qkv_bias": True}),
     "Seed-OSS": A("SeedOss"),
     "gpt-oss": A(
-        "GptOss", {}, {**WINDOW, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_parameters": yarn(truncate=False)},
+        "GptOss", {"rope_parameters": yarn(truncate=False)},
+        {**WINDOW, "num_local_experts": 8, "num_experts_per_tok": 2},
         {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 1024},
     ),
     "Gemma 2": A(
@@ -324,7 +327,7 @@ def random_model(
     Raises: ConfigError, see config_of.
     """
     config, device = config_of(name, size), torch.device(device)
-    kind = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    kind = auto_class(config, name)
     tiny = size == "tiny"
     held = torch.random.get_rng_state()
     torch.manual_seed(0)
@@ -346,6 +349,19 @@ def random_model(
         # a tied row is an embedding as well: stretched far, it would be repeated for ever
         favour(output_VD, 1.5 if embed_VD is output_VD else 5.0)
     return model.to(device).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def whole_model(name: str) -> Any:
+    """The tiny model as its makers publish it: with its image part, where `random_model` takes the text alone."""
+    config, model = config_of(name, "tiny"), random_model(name)
+    classes = AutoModelForImageTextToText._model_mapping
+    if ARCHITECTURES[name].vision is None or isinstance(model, classes[type(config)]):
+        return model
+    whole = AutoModelForImageTextToText.from_config(config)
+    text_decoder(whole).load_state_dict(text_decoder(model).state_dict())
+    whole.get_output_embeddings().weight.copy_(model.get_output_embeddings().weight)
+    return whole
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.bench.architectures import SIZES, random_model
+from headstart.bench.architectures import SIZES, random_model, whole_model
 from headstart.data.config import DataConfig
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample, token_counts
@@ -142,7 +142,7 @@ def write_target(name: str, directory: Path) -> Path:
     vocabulary = SIZES["tiny"]["vocab_size"]
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(vocabulary)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2").save_pretrained(directory)
-    random_model(name).save_pretrained(directory)
+    whole_model(name).save_pretrained(directory)
     return directory
 
 

@@ -1,12 +1,14 @@
 """Finds the facts of all layers of a model (structure.py), and proves them.
 
-The fused form of a layer's float32 copy must equal the copy, with a prompt and a few rows after it.
+The fused form of a layer's float32 copy must equal the copy, with a prompt and a few rows after it (`find_layers`). Then
+the whole fused model, in its own dtype and with its kernels, must equal the original (`check_model`).
 
 Shape legend: T tokens, D hidden.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,9 +20,15 @@ from headstart.eval.decoding.merge import Unfusable
 from headstart.eval.decoding.structure import TOLERANCE, find_layer
 from headstart.eval.decoding.watching import Given, as_float, distance, float_copy, watch
 from headstart.eval.kernels.attention import Visibility
+from headstart.eval.kernels.launch import compile_ahead, compiling
 from headstart.heads.kernels.device import eager_twins
 from headstart.heads.targets.locate import decoder_layers
 
+#: largest relative distance (L2) between fused and original hidden states that passes as rounding
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+#: rounding may make a mixture choose another expert, which moves what follows by up to so many times as much. Then most
+#: rows of every layer must agree when it is fed what the original's layer was fed
+CHOICES = 10
 #: rows of the proof that come after the prompt
 LATER = 3
 #: tokens of a proof; for a window of at most CHECKED_WINDOW, enough to leave it
@@ -92,3 +100,71 @@ def _run_fused(twin: nn.Module, facts: LayerFacts, window: int | None, x_1TD: Te
             holder.current = Pass(Visibility(here, here, here[:, 0]), buffers)
             made.append(fused(x_1TD[:, first:last].clone(), position_embeddings=given.part(first, last)))
     return torch.cat(made, 1)
+
+
+@torch.no_grad()
+def check_model(twin: Any, model: Any, length: int = 12) -> None:
+    """Compare hidden states and logits of a FusedModel with the original's on random tokens.
+
+    Raises: Unfusable where they differ.
+    """
+    noise = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens_BT = torch.randint(0, vocabulary, (2, length), generator=noise).to(twin.device)
+    position_BT = torch.arange(length, device=twin.device).expand(2, length)
+    given = tokens_BT, Visibility(position_BT, position_BT, position_BT[:, 0]), twin.buffers(2, length)
+    fed: list[Tensor] = []
+    gave: list[Tensor] = []
+    with compiling(), ExitStack() as hooks:
+        compile_ahead(lambda: twin.forward(*given))
+        for layer in decoder_layers(model):
+            hooks.callback(layer.register_forward_pre_hook(_keep_fed(fed), with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(_keep_given(gave)).remove)
+        before = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
+    logits, hidden, _ = twin.forward(*given)
+    pairs = {"hidden states": (hidden, before.hidden_states[-1]), "logits": (logits, before.logits)}
+    far = {name: _whole_distance(*pair) for name, pair in pairs.items()}
+    largest = ROUNDING[twin.dtype]
+    name = max(far, key=lambda name: far[name])
+    if far[name] <= largest:
+        return
+    if twin.mixes and far[name] <= CHOICES * largest and _layers_alone(twin, given, fed, gave) <= largest:
+        return
+    raise Unfusable(
+        f"fused {name} of {type(model).__name__} differ from the model's by {far[name]:.2e} (relative), "
+        f"expected at most {largest:.0e}"
+    )
+
+
+def _keep_fed(fed: list[Tensor]) -> Any:
+    def keep(_layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        fed.append((args[0] if args else keywords["hidden_states"]).clone())
+
+    return keep
+
+
+def _keep_given(gave: list[Tensor]) -> Any:
+    def keep(_layer: nn.Module, _args: Any, result: Any) -> None:
+        gave.append((result[0] if isinstance(result, tuple) else result).clone())
+
+    return keep
+
+
+def _whole_distance(mine: Tensor, theirs: Tensor) -> float:
+    found = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+    return found if found == found else float("inf")
+
+
+def _layers_alone(twin: Any, given: tuple[Any, ...], fed: list[Tensor], gave: list[Tensor]) -> float:
+    """Each fused layer on what the original's was fed: the largest of the layers' median distances (L2, of a row)."""
+    made: list[Tensor] = []
+    with ExitStack() as hooks:
+        for layer, x in zip(twin.layers, fed, strict=True):
+            hooks.callback(layer.register_forward_pre_hook(lambda _, args, x=x: (x, *args[1:])).remove)
+            hooks.callback(layer.register_forward_hook(_keep_given(made)).remove)
+        twin.forward(*given)
+    far = []
+    for mine, theirs in zip(made, gave, strict=True):
+        rows = (mine.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
+        far.append(float(rows.flatten().median()))
+    return max(far)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from test_engine import MODELS, PARENT, VOCAB, close, full_forward, random_tree,
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.bench.architectures import random_model
 from headstart.eval.decoding import fused as fused_module
 from headstart.eval.decoding import fused_layers
 from headstart.eval.decoding.engine import attention_windows
@@ -27,22 +29,36 @@ def fused(model: nn.Module) -> FusedModel:
     return FusedModel(model, attention_windows(model.config))
 
 
-@pytest.mark.parametrize("name", MODELS)
+#: architectures of the bench's table whose structure the fused layers cover
+COVERED = [
+    "Llama", "Qwen2", "Qwen3", "Mistral", "Granite", "Cohere2", "GLM-4", "SmolLM3", "ERNIE-4.5", "HunYuan dense",
+    "StableLM", "Seed-OSS", "gpt-oss", "Gemma 2", "OLMo-2", "OLMo-3", "EXAONE-4", "Qwen3-MoE", "Mixtral", "Gemma 1",
+    "Gemma 3", "Phi-2", "Phi-3", "StarCoder2", "GPT-NeoX", "Nemotron", "Mistral-3", "GLM-4.5",
+]  # fmt: skip
+
+
+def model_of(name: str) -> Any:
+    return tiny(name) if name in MODELS else random_model(name)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *COVERED])
 def test_tree_after_a_prompt(name: str) -> None:
-    model = tiny(name)
+    """A ragged batch and a tree behind it; windows of the architectures are shorter than the prompt."""
+    model = model_of(name)
     twin = fused(model)
     noise = torch.Generator().manual_seed(1)
-    contexts = torch.randint(1, VOCAB, (2, 9), generator=noise)
+    count = 9 if name in MODELS else 15
+    contexts = torch.randint(1, VOCAB, (2, count), generator=noise)
     buffers = twin.buffers(2, 32)
-    position = torch.arange(9).expand(2, 9)
+    position = torch.arange(count).expand(2, count)
     logits, hidden, streams = twin.forward(contexts, Visibility(position, position, position[:, 0]), buffers, (1, 2))
     for b in range(2):
-        for t in (0, 8):
+        for t in (0, count - 1):
             expected = full_forward(model, contexts[b, : t + 1].tolist())
             for found, wanted in zip((logits, hidden, streams), expected, strict=True):
                 close(found[b, t], wanted)
     # row 1 keeps six tokens only: its tree overwrites what follows
-    length, tree = torch.tensor([9, 6]), random_tree(2)
+    length, tree = torch.tensor([count, 6]), random_tree(2)
     tokens = torch.cat([torch.tensor([[7], [8]]), tree.tokens_BN], 1)
     depth = torch.cat([torch.zeros(2, 1, dtype=torch.int64), tree.depth_BN], 1)
     slots = length[:, None] + torch.arange(7)
@@ -169,11 +185,11 @@ def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -
     assert len(ran) == 2 + len(PREFETCH_BYTES)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "Cohere2", "GLM-4", "GPT-NeoX", "OLMo-2", "Nemotron"])
 def test_layers_run_one_behind_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do in a forward, of every family: what comes out is what the final norm was made of."""
     monkeypatch.setattr("headstart.eval.decoding.fused.CONTEXT", 5)
-    twin = fused(tiny(name))
+    twin = fused(model_of(name))
     run = twin._stack(twin.layers, 3)
     made: list[torch.Tensor] = []
     handle = twin.norm.register_forward_pre_hook(lambda _, given: made.append(given[0]))

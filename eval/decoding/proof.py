@@ -1,7 +1,7 @@
 """Finds the facts of all layers of a model (structure.py), and proves them.
 
-The fused form of a layer's float32 copy must equal the copy, with a prompt and a few rows after it (`find_layers`). Then
-the whole fused model, in its own dtype and with its kernels, must equal the original (`check_model`).
+The fused form of a layer's float32 copy must equal the copy, with a prompt and a few rows after it (`find_layers`).
+Then the whole fused model, in its own dtype and with its kernels, must equal the original (`check_model`).
 
 Shape legend: T tokens, D hidden.
 """

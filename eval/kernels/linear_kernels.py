@@ -40,7 +40,7 @@ def _finish(
         sums += tl.load(bias + weight_row).to(tl.float32)[:, None]
         if PAIRED:
             ups += tl.load(bias + outputs + weight_row).to(tl.float32)[:, None]
-    if ACT:
+    if ACT != "":
         sums = _activate(sums, ACT)
         if PAIRED:
             sums *= ups
@@ -276,7 +276,7 @@ def vector_product(
     result = tl.sum(sums, 1)
     if BIAS:
         result += tl.load(bias + weight_row).to(tl.float32)
-    if ACT:
+    if ACT != "":
         result = _activate(result, ACT)
     if PAIRED:
         up = tl.sum(ups, 1)

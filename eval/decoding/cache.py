@@ -18,13 +18,25 @@ from headstart.eval.kernels.rows import move_slots
 
 
 class Slots:
-    """Where the next forward writes, and how much of the buffers it reads. Shared by all layers."""
+    """Where the next forward writes, and how much of the buffers it reads. Shared by all layers.
+
+    Attributes:
+        row: the one row that a module runs on alone; None = all.
+        past_M: what such a module adds to the index of each token to get its position.
+    """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str):
         self.batch, self.capacity = batch, capacity
         self.rows_B1 = torch.arange(batch, device=device)[:, None]
         self.write_BM = torch.zeros((batch, 0), dtype=torch.int64, device=device)
         self.extent = 0
+        self.row: int | None = None
+        self.past_M: Tensor | None = None
+
+    @property
+    def rows(self) -> slice:
+        """Rows that the running module reads and writes."""
+        return slice(None) if self.row is None else slice(self.row, self.row + 1)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -52,10 +64,11 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self._allocate(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        slots = self.slots
-        self.keys[slots.rows_B1, :, slots.write_BM] = key_states.transpose(1, 2)
-        self.values[slots.rows_B1, :, slots.write_BM] = value_states.transpose(1, 2)
-        return self.keys[:, :, : slots.extent], self.values[:, :, : slots.extent]
+        slots, rows = self.slots, self.slots.rows
+        rows_B1, write_BM = slots.rows_B1[rows], slots.write_BM[rows]
+        self.keys[rows_B1, :, write_BM] = key_states.transpose(1, 2)
+        self.values[rows_B1, :, write_BM] = value_states.transpose(1, 2)
+        return self.keys[rows, :, : slots.extent], self.values[rows, :, : slots.extent]
 
     def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
         if self.keys is None or self.values is None:
@@ -68,8 +81,8 @@ class SlotLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.extent, 0
 
-    def get_seq_length(self) -> int:
-        return self.slots.extent
+    def get_seq_length(self) -> Any:
+        return self.slots.extent if self.slots.past_M is None else self.slots.past_M
 
     def get_max_length(self) -> int:
         return self.slots.capacity
@@ -88,12 +101,19 @@ class StaticKV(Cache):
         layers: one per layer of the model; those without attention hold no slots.
     Attributes:
         bin: the slot after the last one. Padding is written there, and nothing reads it.
+        asked: whether a layer has asked for the cache's length, from which it then takes positions (see by_row.py).
     """
 
     def __init__(self, slots: Slots, layers: Sequence[Any]):
         self.bin, self.slots = slots.capacity, slots
         self.slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
+        self.asked = False
         super().__init__(layers=list(layers))
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        # models ask without a layer; only where they were given no positions
+        self.asked |= layer_idx is not None
+        return super().get_seq_length(layer_idx or 0)
 
     def aim(self, write_BM: Tensor, extent: int) -> None:
         """Set the slots that the next forward writes, and the number of slots it attends to."""

@@ -1,14 +1,12 @@
 """The target as a decode engine: static KV, tree attention, features. It knows nothing about drafters.
 
-`Engine.forward` alone calls the model. Any transformers causal LM runs unchanged: it gets the tree as a 4-D attention
-mask with explicit rope positions, and the KV as a Cache object. A FusedModel runs on explicit buffers and needs nothing
-from the host, so that whole cycles can be captured as CUDA graphs.
+`Engine.forward` alone calls the model. Any transformers causal LM runs unchanged (generic.py). A FusedModel runs on
+explicit buffers and needs nothing from the host, so that whole cycles can be captured as CUDA graphs.
 Shape legend: B batch, M tokens of a forward (root + N nodes), S slots read, J tokens committed, K levels, V vocabulary.
 """
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,19 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.cache import Buffers, Slots, StaticKV
+from headstart.eval.decoding.cache import Buffers, StaticKV
 from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.fused_layers import Unfusable
-from headstart.eval.decoding.masks import TREES_REFUSED, Memory, layer_kinds, memory_of, model_masks
+from headstart.eval.decoding.generic import GenericModel
+from headstart.eval.decoding.masks import TREES_REFUSED, layer_kinds, memory_of
 from headstart.eval.decoding.prefill import Prefill
-from headstart.eval.decoding.recurrent import (
-    Mixers,
-    RecurrentLayer,
-    RecurrentStates,
-    WatchedKV,
-    cache_layers,
-    find_mixers,
-)
 from headstart.eval.decoding.rows import Rows, Step
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.bookkeeping import Taken, lay_out, take_path
@@ -48,18 +39,6 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     if unknown:
         raise Unfusable(f"its layers of kind {unknown} have no fused form")
     return {kind: span.window for kind, span in memory_of(config).spans.items()}
-
-
-def check_decodable(model: Any) -> Memory:
-    """How a model's layers remember. Raises: TargetError where they cannot verify drafts here."""
-    memory = memory_of(model.config)
-    implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    if implementation not in ("sdpa", "eager"):
-        raise TargetError(
-            f"attention implementation {implementation!r} takes no tree mask; load the target with "
-            "target.attn_implementation=sdpa (or eager)"
-        )
-    return memory
 
 
 class Engine:
@@ -88,11 +67,13 @@ class Engine:
         self.bucket, self.fused = bucket, fused
         self.device, self.dtype = model.device, model.dtype
         self.kv: StaticKV | Buffers
-        self.recurrent: RecurrentStates | None = None
+        self.generic: GenericModel | None = None
         if fused is not None:
             self.kv = fused.buffers(batch, capacity)
         else:
-            prefill_chunk = self._prepare_model(prefill_chunk)
+            self.generic = GenericModel(model, batch, capacity)
+            self.kv = self.generic.kv
+            prefill_chunk = prefill_chunk if self.generic.chunks else capacity
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.prompts = Prefill(batch, prefill_chunk, self.kv.bin, self.device, self.captures)
 
@@ -120,36 +101,7 @@ class Engine:
     @property
     def chains_only(self) -> bool:
         """Whether the target has recurrent states, so that it verifies chains and no trees."""
-        return self.recurrent is not None
-
-    def _prepare_model(self, prefill_chunk: int) -> int:
-        """Look at the model's layers and make their buffers. Returns: most prompt tokens of one forward."""
-        self.memory = check_decodable(self.model)
-        self.additive = self.dtype if self.model.config.get_text_config()._attn_implementation == "eager" else None
-        slots = Slots(self.batch, self.capacity, self.device)
-        self.kv = StaticKV(slots, cache_layers(self.memory, slots))
-        # transformers 5.24 renames the argument
-        parameters = inspect.signature(self.model.forward).parameters
-        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        if self.memory.chains_only:
-            layers = {n: layer for n, layer in enumerate(self.kv.layers) if isinstance(layer, RecurrentLayer)}
-            mixers = self._mixers()
-            self.recurrent = RecurrentStates(layers, mixers.modules, self.batch)
-            if not mixers.continues:
-                return self.capacity
-        return prefill_chunk
-
-    @torch.inference_mode()
-    def _mixers(self) -> Mixers:
-        slots = Slots(1, 2, self.device)
-        kv = WatchedKV(slots, cache_layers(self.memory, slots))
-        place_BM = torch.arange(2, device=self.device)[None]
-        visibility = Visibility(place_BM, place_BM, place_BM[:, 0])
-        # two tokens that are no padding, whose embedding may be zero
-        config = self.model.config.get_text_config()
-        padding, middle = getattr(config, "pad_token_id", None), config.vocab_size // 2
-        tokens_BM = torch.tensor([[n for n in range(middle, middle + 3) if n != padding][:2]], device=self.device)
-        return find_mixers(self.model, kv, lambda: self._call(kv, tokens_BM, visibility, 2))
+        return self.generic is not None and self.generic.memory.chains_only
 
     @torch.inference_mode()
     def forward(
@@ -167,33 +119,12 @@ class Engine:
             spec: features to return; None = none.
             last_only: make logits of the last column only.
         """
-        layer_ids = spec.layer_ids if spec is not None else ()
-        if isinstance(self.kv, Buffers):
-            assert self.fused is not None
-            return Step(*self.fused.forward(tokens_BM, visibility, self.kv, layer_ids, last_only))
+        layer_ids = None if spec is None else spec.layer_ids
+        if self.generic is None:
+            assert self.fused is not None and isinstance(self.kv, Buffers)
+            return Step(*self.fused.forward(tokens_BM, visibility, self.kv, layer_ids or (), last_only))
         extent = min(-(-reach // self.bucket) * self.bucket, self.capacity)
-        with nullcontext() if self.recurrent is None else self.recurrent.begin(tokens_BM.shape[1]):
-            output = self._call(
-                self.kv, tokens_BM, visibility, extent,
-                output_hidden_states=spec is not None, logits_to_keep=1 if last_only else 0,
-            )  # fmt: skip
-        if spec is None:
-            return Step(output.logits, None, None)
-        states = output.hidden_states
-        streams = torch.stack([states[k] for k in layer_ids], 2) if layer_ids else None
-        return Step(output.logits, states[-1], streams)
-
-    def _call(self, kv: StaticKV, tokens_BM: Tensor, visibility: Visibility, extent: int, **options: Any) -> Any:
-        """The model's own forward on `kv`, of which it reads `extent` slots."""
-        kv.aim(visibility.write_BM, extent)
-        return self.model(
-            input_ids=tokens_BM,
-            position_ids=visibility.position_BM.clamp(min=0),
-            attention_mask=model_masks(self.memory, visibility, extent, self.additive),
-            use_cache=True,
-            **{self.cache_argument: kv},
-            **options,
-        )
+        return self.generic.forward(tokens_BM, visibility, extent, layer_ids, last_only)
 
     @torch.inference_mode()
     def prefill(self, contexts: list[list[int]], spec: FeatureSpec | None = None) -> tuple[Tensor, Rows]:
@@ -209,7 +140,7 @@ class Engine:
         if max(lengths) >= self.capacity:
             raise ValueError(f"prefill: context of {max(lengths)} tokens, the KV buffers hold {self.capacity}")
         forward = partial(self.forward, spec=spec, last_only=True)
-        with nullcontext() if self.recurrent is None else self.recurrent.filling(lengths):
+        with nullcontext() if self.generic is None else self.generic.filling(lengths):
             logits_BV, rows = self.prompts.run(forward, contexts, spec)
         self.length_B = rows.count_B.clone()
         return logits_BV, rows
@@ -223,7 +154,7 @@ class Engine:
             longest: host int, upper bound of the contexts' lengths; None = unknown: all KV slots are read.
         Raises: TargetError for a tree that is no chain, where the target has recurrent states.
         """
-        if self.recurrent is not None and not tree.linear:
+        if self.chains_only and not tree.linear:
             raise TargetError(TREES_REFUSED)
         reach = self.capacity if longest is None else longest + tree.nodes + 1
         layout = lay_out(tree, roots_B, self.length_B)
@@ -244,7 +175,7 @@ class Engine:
         """As `commit`, for a path that take_path has laid out."""
         if taken.source_BK.shape[1] and not tree.linear:
             self.kv.move(taken.source_BK, taken.target_BK)
-        if self.recurrent is not None:
-            self.recurrent.take(taken.count_B)
+        if self.generic is not None:
+            self.generic.take(taken.count_B)
         self.length_B = taken.length_B
         return step.rows(taken.tokens_BJ, taken.count_B, taken.column_BJ)

@@ -11,9 +11,8 @@ Shape legend: B batch, M tokens of a forward, n layers of one shape, T tokens ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from headstart.eval.decoding.cache import SlotLayer, Slots, StaticKV
+from headstart.eval.decoding.intercept import cut, replaced_forwards
 from headstart.eval.decoding.masks import Memory
 from headstart.heads.errors import TargetError
 
@@ -106,19 +106,28 @@ def cache_layers(memory: Memory, slots: Slots) -> list[Any]:
 
 
 class WatchedKV(StaticKV):
-    """Buffers that note which layers are asked for a state, and by whom.
+    """Buffers that note which module asks for what.
 
-    Attributes: asked: layer → the module that was running.
+    Attributes:
+        running: the modules that run, the innermost last.
+        holders: layer → the module that asks for its recurrent state.
+        measurers: modules that ask a layer for the cache's length.
     """
 
-    def watch(self, running: list[nn.Module]) -> dict[int, nn.Module]:
+    def __init__(self, slots: Slots, layers: Sequence[Any], running: list[nn.Module]):
         self.running = running
-        self.asked: dict[int, nn.Module] = {}
-        return self.asked
+        self.holders: dict[int, nn.Module] = {}
+        self.measurers: list[nn.Module] = []
+        super().__init__(slots, layers)
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        if layer_idx is not None and self.running:
+            self.measurers.append(self.running[-1])
+        return super().get_seq_length(layer_idx)
 
     def _note(self, layer_idx: int | None) -> None:
-        if layer_idx is not None:
-            self.asked.setdefault(layer_idx, self.running[-1])
+        if layer_idx is not None and self.running:
+            self.holders.setdefault(layer_idx, self.running[-1])
 
     def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
         self._note(layer_idx)
@@ -141,62 +150,22 @@ class WatchedKV(StaticKV):
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
 
-@dataclass(frozen=True)
-class Mixers:
-    """Attributes:
-    modules: layer → the innermost module that asks the cache for its state.
-    continues: whether all of them go on from a state over several tokens at once, as chunks of a prompt need.
+@torch.inference_mode()
+def goes_on(kv: WatchedKV, forward: Callable[[], object]) -> bool:
+    """Whether every mixer goes on from its states over several tokens at once, as chunks of a prompt need.
+
+    Args: forward: over two tokens on `kv`, whose states are there already.
     """
-
-    modules: dict[int, nn.Module]
-    continues: bool
-
-
-def find_mixers(model: nn.Module, kv: WatchedKV, forward: Callable[[], object]) -> Mixers:
-    """The modules with recurrent states, from two forwards.
-
-    Args: kv: the buffers that `forward` uses, over two tokens; this file's layers, never loaded.
-    Raises: TargetError where the model keeps its states elsewhere.
-    """
-    running: list[nn.Module] = []
-    asked = kv.watch(running)
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(lambda module, _: running.append(module)))
-        handles.append(module.register_forward_hook(lambda *_: (running.pop(), None)[1], always_call=True))
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            forward()
-    except (AttributeError, ValueError) as reason:
-        raise TargetError(
-            f"{type(model).__name__} keeps its recurrent states in a cache of its own ({reason}), expected the "
-            "public one of transformers; it cannot verify drafts here"
-        ) from reason
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Mixers(asked, _continue(kv, asked, forward))
-
-
-def _continue(kv: WatchedKV, mixers: dict[int, nn.Module], forward: Callable[[], object]) -> bool:
-    """Whether every mixer's output over two tokens depends on each of the states before them."""
+    mixers = kv.holders
     calls: dict[int, tuple[Any, Any]] = {}
-    handles = [
-        mixer.register_forward_pre_hook(
-            lambda _, args, kwargs, index=index: calls.setdefault(index, (args, kwargs)) and None, with_kwargs=True
-        )
-        for index, mixer in mixers.items()
-    ]
-    kv.running.append(next(iter(mixers.values())))
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            forward()
-            for handle in handles:
-                handle.remove()
-            return all(_reads_states(kv.layers[n], partial(mixers[n], *calls[n][0], **calls[n][1])) for n in mixers)
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def note(index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls.setdefault(index, (args, kwargs))
+        return forward(*args, **kwargs)
+
+    with replaced_forwards((mixer, partial(note, index)) for index, mixer in mixers.items()):
+        forward()
+    return all(_reads_states(kv.layers[n], partial(mixers[n], *calls[n][0], **calls[n][1])) for n in mixers)
 
 
 def _reads_states(layer: RecurrentLayer, run: Callable[[], Tensor]) -> bool:
@@ -247,18 +216,8 @@ class RecurrentStates:
                 self._allocate(width + 1)
             for whole in self._wholes:
                 whole[:, 1] = whole[:, 0]
-        replaced: list[tuple[nn.Module, Any]] = []
-        try:
-            for index, mixer in self.mixers.items():
-                replaced.append((mixer, mixer.__dict__.get("forward")))
-                mixer.forward = partial(self._mix, self.layers[index], mixer.forward)
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            for mixer, before in reversed(replaced):
-                del mixer.forward
-                if before is not None:
-                    mixer.forward = before
+        with replaced_forwards((self.mixers[n], partial(self._mix, layer)) for n, layer in self.layers.items()):
+            yield
         self._column += width
 
     def take(self, count_B: Tensor) -> None:
@@ -321,19 +280,14 @@ class RecurrentStates:
         self, forward: Callable[..., Tensor], args: Any, kwargs: Any, rows: list[int] | None, first: int, stop: int
     ) -> Tensor:
         """The forward over columns first … stop of some rows: every argument that has rows and columns is cut."""
-        output = forward(*self._cut(args, rows, first, stop), **self._cut(kwargs, rows, first, stop))
+        part = partial(self._cut, rows, first, stop)
+        output = forward(*cut(args, part), **cut(kwargs, part))
         if not isinstance(output, Tensor):
             raise TargetError(f"a recurrent layer returns {type(output).__name__}, expected one tensor of its outputs")
         return output
 
-    def _cut(self, value: Any, rows: list[int] | None, first: int, stop: int) -> Any:
-        if isinstance(value, dict):
-            return {name: self._cut(entry, rows, first, stop) for name, entry in value.items()}
-        if isinstance(value, tuple | list):
-            return type(value)(self._cut(entry, rows, first, stop) for entry in value)
-        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != self._width:
-            return value
-        if value.shape[0] not in (1, self.batch):
+    def _cut(self, rows: list[int] | None, first: int, stop: int, value: Tensor) -> Tensor:
+        if value.ndim < 2 or value.shape[1] != self._width or value.shape[0] not in (1, self.batch):
             return value
         if rows is not None and value.shape[0] == self.batch:
             value = value[rows]

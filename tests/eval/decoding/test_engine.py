@@ -17,6 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from headstart.bench.architectures import random_model
 from headstart.eval.decoding import prefill
 from headstart.eval.decoding.cache import SlotLayer, Slots, StaticKV
 from headstart.eval.decoding.engine import Engine, attention_windows
@@ -72,6 +73,8 @@ MODELS = {
         "eager",
     ),
 }
+#: of the table of architectures: attention in chunks, latent keys, keys shared between layers, two head sizes
+OTHERS = ["Llama 4", "DeepSeek-V3", "GLM-4.5", "Gemma 4", "Gemma 4 E2B"]
 SPEC = FeatureSpec((1, 2))
 # root → 0, 1; 0 → 2, 3; 1 → 4; 3 → 5; second row: node 4 and 5 missing
 PARENT = [-1, -1, 0, 0, 1, 3]
@@ -79,6 +82,8 @@ DEPTH = [1, 1, 2, 2, 2, 3]
 
 
 def tiny(name: str) -> Any:
+    if name in OTHERS:
+        return random_model(name)
     kind, extra, implementation = MODELS[name]
     torch.manual_seed(0)
     config = kind(**{**SHARED, **extra})
@@ -111,15 +116,15 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_tree_rows_equal_plain_forwards(name: str) -> None:
     """Ragged batch, chunked prefill, tree, compaction of a branch, then a chain on top of the compacted KV."""
     model = tiny(name)
     noise = torch.Generator().manual_seed(1)
-    contexts = [torch.randint(1, VOCAB, (n,), generator=noise).tolist() for n in (11, 4)]
+    contexts = [torch.randint(1, VOCAB, (n,), generator=noise).tolist() for n in (14, 4)]
     engine = Engine(model, 2, 40, bucket=8, prefill_chunk=4)
     logits_BV, rows = engine.prefill(contexts, SPEC)
-    assert rows.count_B.tolist() == [11, 4]
+    assert rows.count_B.tolist() == [14, 4]
     for b, context in enumerate(contexts):
         for t in (0, 2, len(context) - 1):
             logits, hidden, streams = full_forward(model, context[: t + 1])
@@ -129,7 +134,7 @@ def test_tree_rows_equal_plain_forwards(name: str) -> None:
 
     roots = torch.tensor([7, 8])
     tree = random_tree(2)
-    step = engine.verify(roots, tree, SPEC, longest=11)
+    step = engine.verify(roots, tree, SPEC, longest=14)
     for b, context in enumerate(contexts):
         close(step.logits_BMV[b, 0], full_forward(model, [*context, int(roots[b])])[0])
         for n in range(tree.nodes):

@@ -10,8 +10,9 @@ from eval_help import CONTEXTS, run, tokens_of, train_briefly, tree_of
 from reference.image_models import MODELS, save_image_model
 
 from headstart.eval.config import EvalConfig
-from headstart.eval.decoding.engine import attention_windows, check_decodable
+from headstart.eval.decoding.engine import attention_windows
 from headstart.eval.decoding.fused import FusedModel, Unfusable
+from headstart.eval.decoding.generic import check_decodable
 from headstart.eval.drafters import DRAFTERS, build_drafter
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.load import load_target

@@ -76,10 +76,10 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 3e-4) -> None:
 
 def states_of(engine: Engine) -> dict[tuple[int, Any], Tensor]:
     """(layer, state) → its value [B, …]."""
-    assert engine.recurrent is not None
+    assert engine.generic is not None and engine.generic.recurrent is not None
     return {
         (index, key): state.clone()
-        for index, layer in engine.recurrent.layers.items()
+        for index, layer in engine.generic.recurrent.layers.items()
         for key, state in layer.now.items()
     }
 
@@ -207,5 +207,5 @@ def test_a_model_is_left_as_it_was() -> None:
 
 def test_states_of_a_private_cache_are_refused() -> None:
     model = small(MiniMaxConfig(**SIZES, num_local_experts=2, layer_types=["linear_attention", "full_attention"] * 2))
-    with pytest.raises(TargetError, match="MiniMaxForCausalLM keeps its recurrent states in a cache of its own"):
+    with pytest.raises(TargetError, match="MiniMaxForCausalLM keeps its past in a cache of its own"):
         Engine(model, 1, 16)

@@ -51,8 +51,14 @@ class Engine:
         bucket: without `fused`, attention reads a multiple of this many slots.
         prefill_chunk: most prompt tokens per row of one forward.
         fused: the fused form of the model, which runs instead of it; None = the model itself runs.
+    Attributes:
+        capturable: without `fused`, whether cycles may be captured: the model must lie on one GPU as a whole.
+        uncaptured: why such a cycle could not be captured; None while all could.
     Raises: TargetError for a model that takes no tree mask.
     """
+
+    capturable = False
+    uncaptured: str | None = None
 
     def __init__(
         self,
@@ -79,13 +85,20 @@ class Engine:
 
     @property
     def captures(self) -> bool:
-        """Whether forwards may be captured as CUDA graphs: nothing in them asks the host."""
-        return self.fused is not None and self.fused.uncaptured is None and self.device.type == "cuda"
+        """Whether cycles may be captured as CUDA graphs: nothing in them asks the host."""
+        if self.device.type != "cuda":
+            return False
+        if self.fused is not None:
+            return self.fused.uncaptured is None
+        # recurrent states are kept and restored on the host
+        return self.capturable and self.uncaptured is None and not self.chains_only
 
     def give_up_captures(self, reason: str) -> None:
         """From now on forwards run operation by operation: one could not be captured."""
         if self.fused is not None:
             self.fused.uncaptured = reason
+        else:
+            self.uncaptured = reason
         self.prompts.captures = False
 
     @property
@@ -156,7 +169,8 @@ class Engine:
         """
         if self.chains_only and not tree.linear:
             raise TargetError(TREES_REFUSED)
-        reach = self.capacity if longest is None else longest + tree.nodes + 1
+        # a captured cycle serves contexts of any length
+        reach = self.capacity if longest is None or self.captures else longest + tree.nodes + 1
         layout = lay_out(tree, roots_B, self.length_B)
         visibility = Visibility(layout.position_BM, layout.write_BM, self.length_B, layout.mask_BMM)
         return self.forward(layout.tokens_BM, visibility, reach, spec)

@@ -88,7 +88,8 @@ def _read(own: Any, activation: Any = None) -> Experts:
     if activation is None:
         activation = (_gate(own, first.device) or own._apply_gate) if own.has_gate else own.act_fn
     weights = [weight.detach().transpose(1, 2) if own.is_transposed else weight.detach() for weight in (first, second)]
-    return Experts(*weights, *(None if bias is None else bias.detach() for bias in biases), activation)
+    first_bias, second_bias = (None if bias is None else bias.detach() for bias in biases)
+    return Experts(weights[0], weights[1], first_bias, second_bias, activation)
 
 
 def _gate(own: Any, device: torch.device) -> Gate | None:

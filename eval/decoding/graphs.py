@@ -92,21 +92,30 @@ class _CycleGraph:
         warm_up(loop.cycle, loop.engine.device)
         loop.attach(self.held)
         generators = [] if loop.generator is None else [loop.generator]
+        tables: list[Tensor] = []
 
         def cycle() -> Tensor:
-            table = loop.cycle()
+            tables.append(loop.cycle())
             _copy(self.held, loop.tensors())
-            return table
+            return tables[-1]
 
-        try:
-            self.graph, self.table = capture(
-                cycle, loop.engine.device, generators, restore=lambda: loop.attach(self.held)
-            )
-        finally:
+        def restore() -> None:
             loop.attach(self.held)
             _copy(self.held, before)
             if loop.generator is not None:
                 loop.generator.set_state(noise)
+
+        restore()
+        try:
+            self.graph, self.table = capture(cycle, loop.engine.device, generators, restore=restore)
+            if loop.engine.fused is None:
+                # code that is not ours may do part of its work on the host, which a replay leaves out
+                restore()
+                self.graph.replay()
+                if not torch.equal(self.table, tables[0]):
+                    raise Uncapturable("a captured cycle gave other tokens than the same cycle without a capture")
+        finally:
+            restore()
         self.host = [torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=True) for _ in range(2)]
         self.done = [torch.cuda.Event() for _ in range(2)]
 

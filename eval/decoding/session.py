@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Decoded, decode, round_up_slots, slots_needed
@@ -31,6 +32,7 @@ class Decoder:
     Attributes:
         unfused: why the target runs by transformers' own forward although `eval.engine` is auto and there is a GPU;
             else None.
+        uncaptured: why cycles of transformers' own forward could not be captured; None while all could.
         graphs: captured cycles.
     """
 
@@ -39,6 +41,7 @@ class Decoder:
         self.sampling = Sampling.from_config(config)
         self.engine: Engine | None = None
         self.unfused: str | None = None
+        self.uncaptured: str | None = None
         self.fused = self._fuse()
         self.graphs = CycleGraphs()
         # one generator for all runs: captured graphs hold on to it
@@ -75,10 +78,21 @@ class Decoder:
     def slow(self) -> str | None:
         """Why the target decodes slower than it could, for reports; None where it does not, or where that was asked."""
         if self.unfused is not None:
-            return f"the target ran by transformers' own forward: {self.unfused}"
+            how = "" if self.uncaptured is None else f", operation by operation ({self.uncaptured})"
+            return f"the target ran by transformers' own forward{how}: {self.unfused}"
         if self.fused is not None and self.fused.uncaptured is not None:
             return f"decoding cycles ran operation by operation, not as CUDA graphs: {self.fused.uncaptured}"
         return None
+
+    @property
+    def _capturable(self) -> bool:
+        """Whether cycles of transformers' own forward are captured: it lies on one GPU as a whole, and none failed."""
+        if self.fused is not None or self.config.engine != "auto" or self.uncaptured is not None:
+            return False
+        tensors = [*self.target.model.parameters(), *self.target.model.buffers()]
+        places = {tensor.device for tensor in tensors}
+        sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
+        return len(places) == 1 and self.target.device.type == "cuda" and not sharded
 
     def limits(self, contexts: list[list[int]]) -> list[int]:
         """New tokens of every row: `eval.max_new_tokens`, or as many as the target's positions leave (one at least)."""
@@ -134,13 +148,15 @@ class Decoder:
         engine = self.engine
         if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
             # larger buffers live longer, and captured cycles with them; fused kernels read only the slots in use
-            capacity = round_up_slots(needed) if self.fused is not None else -(-needed // KV_BUCKET) * KV_BUCKET
+            lasting = self.fused is not None or self._capturable
+            capacity = round_up_slots(needed) if lasting else -(-needed // KV_BUCKET) * KV_BUCKET
             # free the old buffers before the new ones are made
             self.engine = engine = None
             self.graphs.clear()
             self.engine = engine = Engine(
                 self.target.model, len(contexts), capacity, bucket=KV_BUCKET, fused=self.fused
             )
+            engine.capturable = self._capturable
         self.generator.manual_seed(seed)
         stops = set(self.target.stop_token_ids) if stop else set()
         before = self.graphs.seconds
@@ -148,6 +164,7 @@ class Decoder:
             engine, contexts, drafter, self.sampling, max_new_tokens, stops, self.generator,
             graphs=self.graphs, row_seeds=row_seeds,
         )  # fmt: skip
+        self.uncaptured = self.uncaptured or engine.uncaptured
         # the first batch on new buffers waits for a capture, which does not count as decoding
         preparing = self.graphs.seconds - before
         if preparing:

@@ -157,6 +157,8 @@ def _cost_text(cost: dict[str, float] | None) -> str:
     if cost is None:
         return ""
     wall, device = (number(cost[key], 1) for key in ("wall_ms", "device_ms"))
+    if cost["wall_ms"] == cost["device_ms"]:
+        return f". A plain cycle took {wall} ms, replayed on the card without the host"
     return f". A plain cycle took {wall} ms, of which the card worked at most {device} ms and otherwise waited"
 
 

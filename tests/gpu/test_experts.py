@@ -16,6 +16,7 @@ from headstart.eval.decoding.decode import decode, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
 from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.fused_experts import FusedExperts, experts_of
+from headstart.eval.decoding.fused_layers import Unfusable
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling
@@ -95,6 +96,37 @@ def test_experts_that_ask_the_host_are_not_captured_and_the_answers_are_the_same
         assert answers[0] == answers[1]
         if temperature == 0:
             assert answers[0] == [greedy(model, context) for context in CONTEXTS]
+
+
+def off_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> FusedModel:
+        raise Unfusable("this test wants transformers' own forward")
+
+    monkeypatch.setattr("headstart.eval.decoding.session.FusedModel", refuse)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["Llama", "DeepSeek-V3", "Gemma 4", "Cohere2", "gpt-oss", "Gemma 2"])
+def test_captured_cycles_of_the_generic_path(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    off_the_fast_path(monkeypatch)
+    model = random_model(name, device="cuda")
+    target, tree = Target.from_model(model), TreeConfig("chain", 3)
+    answers, cycle_ms = [], []
+    for engine in ("auto", "transformers"):
+        decoder = Decoder(target, EvalConfig(tree=tree, temperature=temperature, engine=engine))
+        for contexts in (CONTEXTS, CONTEXTS[::-1]):  # the second time, the graph serves other contexts
+            decoded = decoder.run(contexts, None, NEW, seed=3)
+        answers.append([answer.tokens for answer in decoded.answers])
+        cycle_ms.append(plain_cycle(decoder, CONTEXTS))
+        if engine == "auto":
+            captured = len(decoder.graphs.captured)
+            print(f"\n{name}: {captured} captured; {decoder.slow}", end="")
+    print(f"; auto {cycle_ms[0]}, transformers {cycle_ms[1]}", end="")
+    assert answers[0] == answers[1]
+    if temperature == 0:
+        assert answers[0] == [greedy(model, context) for context in CONTEXTS[::-1]]
+    # float32 experts of transformers ask the host
+    assert captured == (0 if name in ("DeepSeek-V3", "gpt-oss") else 1)
 
 
 def test_the_cost_of_the_generic_path_is_measured() -> None:

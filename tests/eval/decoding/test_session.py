@@ -169,3 +169,40 @@ def test_prompts_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.Monk
     assert prompts.uncaptured == "it asks the host" and not prompts.captures and not prompts.graphs
 
 
+
+
+class WrongReplay:
+    """A graph whose replay leaves the table as it is, as where a model works on the host."""
+
+    def replay(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fails", ["capture", "replay"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_transformers_own_forward_that_cannot_be_captured(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, fails: str
+) -> None:
+    made = Decoder(target(), EvalConfig(tree=CHAIN, temperature=temperature))
+    assert made.path == "generic" and made.slow is None and not made._capturable
+    made.unfused = "X lacks ['v_proj']"
+    reference = answers(made, drafts=False)
+    monkeypatch.setattr(Decoder, "_capturable", property(lambda self: self.uncaptured is None))
+    monkeypatch.setattr(Engine, "captures", property(lambda self: self.capturable and self.uncaptured is None))
+    monkeypatch.setattr(graphs, "warm_up", lambda run, device: run())
+    tries = []
+
+    def capture(run: Any, *_: Any, restore: Any) -> Any:
+        tries.append(1)
+        run()
+        restore()
+        if fails == "capture":
+            raise Uncapturable("it asks the host")
+        return WrongReplay(), torch.zeros_like(run())
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    made.drop_buffers()
+    for _ in range(2):
+        assert answers(made, drafts=False) == reference
+    assert len(tries) == 1 and made.slow is not None and made.slow.endswith(": X lacks ['v_proj']")
+    assert ("it asks the host" if fails == "capture" else "gave other tokens") in made.slow

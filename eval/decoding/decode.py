@@ -6,6 +6,7 @@ Shape legend: B batch, N nodes, M = N + 1, J committed tokens of a cycle, V voca
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -121,12 +122,13 @@ def decode(
     for row, token in enumerate(loop.roots_B.tolist()):
         record.take(row, [token])
     if record.any_active:
-        captures = graphs is not None and loop.captures
-        for table in graphs.run(loop) if captures else uncaptured_cycles(loop):  # type: ignore[union-attr]
-            arrivals.append(time.perf_counter())
-            record.add_cycle(table)
-            if not record.any_active:
-                break
+        cycles = graphs.run(loop) if graphs is not None and loop.captures else uncaptured_cycles(loop)
+        with closing(cycles):
+            for table in cycles:
+                arrivals.append(time.perf_counter())
+                record.add_cycle(table)
+                if not record.any_active:
+                    break
     # one captured cycle too many is still running: see CycleGraphs.run
     synchronize(device)
     cycle_s = [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]

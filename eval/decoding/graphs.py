@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class CycleGraphs:
         self.captured.clear()
         self._latest = None
 
-    def run(self, loop: Loop) -> Iterator[list[list[int]]]:
+    def run(self, loop: Loop) -> Generator[list[list[int]], None, None]:
         """Tables of the cycles, without end. The next cycle already runs while the host reads a table."""
         key = graph_key(loop)
         if key not in self.captured:
@@ -64,11 +64,14 @@ class CycleGraphs:
         return marks[0].elapsed_time(marks[1]) / repeats
 
 
-def uncaptured_cycles(loop: Loop) -> Iterator[list[list[int]]]:
-    """Tables of the cycles, without end, each run operation by operation."""
+def uncaptured_cycles(loop: Loop) -> Generator[list[list[int]], None, None]:
+    """Tables of the cycles, without end, each run operation by operation. `close` commits the last one as well."""
     while True:
-        yield loop.read(loop.verify())
-        loop.commit()
+        table = loop.read(loop.verify())
+        try:
+            yield table
+        finally:
+            loop.commit()
 
 
 def graph_key(loop: Loop) -> tuple[object, ...]:
@@ -119,7 +122,7 @@ class _CycleGraph:
         self.host = [torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=True) for _ in range(2)]
         self.done = [torch.cuda.Event() for _ in range(2)]
 
-    def run(self, loop: Loop) -> Iterator[list[list[int]]]:
+    def run(self, loop: Loop) -> Generator[list[list[int]], None, None]:
         _copy(self.held, loop.tensors())
         loop.attach(self.held)
         turn = 0

@@ -32,6 +32,7 @@ def decode(job_path: str, out_path: str) -> None:
     llm = LLM(
         model=job["target"],
         dtype="float32",
+        model_impl=job["model_impl"],
         enforce_eager=True,
         max_model_len=job["max_model_len"],
         max_num_seqs=1,

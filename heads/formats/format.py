@@ -65,6 +65,7 @@ class Launch:
         tokens: drafted tokens per cycle.
         context: most tokens of a context; None for as many as the target has positions.
         adapter, rank: directory and rank of a LoRA adapter that the engine applies to the target; None without one.
+        model_type: the target's, as transformers names it; "" where it is not known.
         place: directory from where the head's own settings name its target; None where they name it wherever one is.
     """
 
@@ -75,6 +76,7 @@ class Launch:
     context: int | None
     adapter: str | None = None
     rank: int = 0
+    model_type: str = ""
     place: str | None = None
 
     def limit(self, option: str) -> list[str]:

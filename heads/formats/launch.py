@@ -134,6 +134,7 @@ def launch_commands(model: str, side: dict[str, Any], engines: list[str], root: 
     """
     target, root = side.get("target") or {}, root or model
     launch = Launch(model, served_name(target) or "TARGET", side["type"], drafted_tokens(side), context_limit(side))
+    launch = replace(launch, model_type=str((side.get("dims") or {}).get("model_type") or ""))
     merged, rank = target.get("served_as"), target.get("adapter_rank")
     if merged == TUNED_TARGET:
         launch = replace(launch, target=f"{root}/{TUNED_TARGET}", place=root)

@@ -36,6 +36,7 @@ from headstart.heads.formats.format import Format, Launch, Rules, Versions
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
 from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
 from headstart.heads.formats.vllm_dflash import check_dflash, check_draft_model
+from headstart.heads.formats.vllm_targets import check_target_class, model_impl
 
 EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
@@ -163,6 +164,7 @@ def _eagle3(case: Case) -> None:
     _unexpected(case, {rule.name for rule in rules} | EAGLE3_OPTIONAL | layout.unread() | told, config)
     check_own_embeddings(case, sizes)
     _embedding(case, sizes)
+    check_target_class(case)
 
 
 def _parallel(case: Case, config: dict[str, Any], sizes: dict[str, int]) -> None:
@@ -262,6 +264,8 @@ def _launch(launch: Launch) -> str:
     comment = ""
     spec = {"method": launch.family, "model": launch.head, "num_speculative_tokens": launch.tokens}
     words = ["vllm", "serve", launch.target, *launch.limit("--max-model-len")]
+    if (implementation := model_impl(launch.model_type, launch.family)) is not None:
+        words += ["--model-impl", implementation]
     if launch.adapter is not None:  # run on 0.32: the features that the head reads carry the adapter
         words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank(launch.rank))]
         words += ["--lora-modules", f"{ADAPTED_NAME}={launch.adapter}"]

@@ -17,6 +17,7 @@ from headstart.heads.formats.eagle_rules import (
     mask_token_problem,
 )
 from headstart.heads.formats.verdicts import REFUSES, Case, TensorRule
+from headstart.heads.formats.vllm_targets import check_target_class
 
 #: architectures of which a model is built to compare names: num_hidden_layers bounds the number of their modules
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
@@ -50,6 +51,7 @@ def check_dflash(case: Case) -> None:
     if odd := case.unexplained({row.name for row in rows} | OPTIONAL | {"mask_hidden"}):
         case.refuse(f"unexpected tensors {some(odd)}")
     case.compare_geometry(config)
+    check_target_class(case)
     wanted = [name for name in ("num_target_layers", "layer_types", "block_size") if config.get(name) is None]
     if wanted:
         case.note(f"the reference implementation also wants {', '.join(wanted)} in config.json")

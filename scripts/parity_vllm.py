@@ -267,7 +267,8 @@ def compare_family(
     if arguments.shown_target is not None:
         facts = {
             "target": arguments.shown_target, "model_type": target.dims.model_type,
-            "model_impl": model_impl(target.dims.model_type, family), "feature_layers": notes(exported).get("feature_layers"),
+            "model_impl": model_impl(target.dims.model_type, family),
+            "feature_layers": notes(exported).get("feature_layers"),
         }  # fmt: skip
     if tuned.adapter is not None and tuned.merged:
         place, facts = exported / TUNED_TARGET, {"target": "tuned, merged"}

@@ -6,6 +6,7 @@ is injected, the model's own weights do not change. With B = 0, or switched off,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,7 +63,9 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for layer in decoder_layers(model):
         for inner, module in layer.named_modules():
-            if isinstance(module, nn.Linear | Conv1D) and not _of_adapter(inner):
+            # a router may be a linear layer with a forward of its own, which returns more than a product
+            plain = isinstance(module, Conv1D) or getattr(type(module), "forward", None) is nn.Linear.forward
+            if plain and not _of_adapter(inner):
                 found[plain_name(names[module])] = module
     return found
 
@@ -148,6 +151,28 @@ def add_adapter(model: nn.Module, settings: LoraSettings, seed: int) -> dict[str
             up.weight.zero_()
     use_dropout(model, False)
     return adapter_parameters(model)
+
+
+def check_injectable(model: nn.Module, settings: LoraSettings) -> None:
+    """Try `add_adapter` on a twin of the model without weights. An adapter that is there was injectable.
+
+    Raises: ConfigError where peft refuses the modules, or the model does not have them.
+    """
+    if has_adapter(model):
+        return
+    from peft import inject_adapter_in_model
+
+    names = chosen_modules(model, settings.modules)
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(model.config))
+    try:
+        inject_adapter_in_model(_peft_config(settings, names), twin, adapter_name=NAME, low_cpu_mem_usage=True)
+    except (ValueError, NotImplementedError, TypeError) as reason:
+        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
+        raise ConfigError(
+            f"joint.modules: found {list(settings.modules)}, which peft cannot adapt here ({reason}): set "
+            f"joint.modules to some of {known} that it can"
+        ) from reason
 
 
 def continue_adapter(model: nn.Module, settings: LoraSettings, directory: Path) -> None:

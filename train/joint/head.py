@@ -26,6 +26,7 @@ from headstart.heads.positions import predicting_rows
 from headstart.heads.targets.adapter import (
     adapter_off,
     add_adapter,
+    check_injectable,
     keep_input_dtype,
     planned_parameters,
     refuse_quantised,
@@ -125,6 +126,7 @@ class JointHead(Head):
         self.inner, self._target = inner, (target,)  # in a tuple, as the target is not part of the head
         self.terms = (LossTerm(TARGET_TERM, 1.0), *inner.terms)
         if planned:
+            check_injectable(target.model, config.lora)
             self.adapter = named_as(planned_parameters(target.model, config.lora))
         else:
             self.adapter = named_as(add_adapter(target.model, config.lora, seed))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,11 @@ def load_target(config: TargetConfig) -> Target:
         unread: set[str] = set()
 
         def make(attention: str) -> Any:
-            model, info = loads.from_pretrained(
-                place, dtype=dtype, attn_implementation=attention, output_loading_info=True,
-                ignore_mismatched_sizes=True, **spread, **shared,
-            )  # fmt: skip
+            with without_report():
+                model, info = loads.from_pretrained(
+                    place, dtype=dtype, attn_implementation=attention, output_loading_info=True,
+                    ignore_mismatched_sizes=True, **spread, **shared,
+                )  # fmt: skip
             require_whole(config.name, model, info)
             unread.update(info["unexpected_keys"])
             return model
@@ -80,6 +82,20 @@ def load_target(config: TargetConfig) -> Target:
             notes.append(merged_note(adapter, config.name))
         target = Target(model, tokenizer, config, revision, merged)
     return _ready(target, notes)
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Inside, transformers does not log a table of all tensors that are missing or left over.
+
+    `require_whole` and `parts_note` say what of it matters, in a line each.
+    """
+    logger, kept = logging.getLogger("transformers.modeling_utils"), lambda record: "LOAD REPORT" not in record.msg
+    logger.addFilter(kept)
+    try:
+        yield
+    finally:
+        logger.removeFilter(kept)
 
 
 def adapter_of(config: TargetConfig) -> Adapter | None:

@@ -1,0 +1,65 @@
+"""A whole run with a target that reads images: from text and image rows to an export that engines load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference.image_models import save_image_model
+
+from headstart.heads.files import read_json
+
+Call = Callable[..., Any]
+
+
+def vocabulary_of(directory: Path) -> int:
+    return len(read_json(directory / "tokenizer.json")["model"]["vocab"])
+
+
+@pytest.fixture
+def image_target(tiny_target: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """The directory of a whole model, with the tokenizer and the template of the tiny text target."""
+
+    def make(name: str) -> Path:
+        directory, vocab = tmp_path / name, vocabulary_of(tiny_target)
+        save_image_model(name, directory, vocab_size=vocab, max_position_embeddings=2048)
+        for path in tiny_target.glob("*token*"):
+            shutil.copy(path, directory / path.name)
+        shutil.copy(tiny_target / "chat_template.jinja", directory)
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2.5-vl", "mistral3", "llama4"])
+def test_a_run_from_text_and_image_rows_to_an_export(
+    name: str, image_target: Callable[[str], Path], recipe: Path, tiny_target: Path, headstart: Call, tmp_path: Path
+) -> None:
+    directory, mixed = image_target(name), tmp_path / "mixed.jsonl"
+    text = recipe.read_text().replace(str(tiny_target), str(directory))
+    text = text.replace("type: eagle3,", "type: eagle3, feature_layers: [1, 2, 4],")
+    source = text.split("sources: [{path: ")[1].split("}")[0]
+    images = {"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]}
+    part = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "x"}]}
+    rows = Path(source).read_text().splitlines()
+    mixed.write_text("\n".join([*rows[:4], json.dumps({**images, "image": "1.jpg"}), *rows[4:], json.dumps(part)]))
+    recipe.write_text(text.replace(source, str(mixed)))
+    shown = headstart("inspect", recipe, "data.distill.prompts=[]")
+    dropped = "dropped 2: the conversation holds images (mixed.jsonl:5, mixed.jsonl:26)"
+    assert shown.code == 0, shown.err
+    assert dropped in shown.err
+    checked = headstart("doctor", recipe)
+    assert "26 records read, 2 of them dropped" in checked.out
+    result = headstart("run", recipe)
+    assert result.code == 0, result.err
+    assert dropped in result.err
+    run = tmp_path / "run"
+    report, config = read_json(run / "report.json"), read_json(run / "export" / "config.json")
+    assert report["greedy_identity"]["identical"] == report["greedy_identity"]["sequences"] > 0
+    assert "LOAD REPORT" not in result.err
+    assert (config["hidden_size"], config["vocab_size"]) == (32, vocabulary_of(directory))
+    assert "vLLM 0.32      loads" in result.err and "vllm serve TARGET" in result.err

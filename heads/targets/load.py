@@ -17,6 +17,7 @@ from headstart.heads.files import explain_read, read_bounded
 from headstart.heads.numerics import DTYPES
 from headstart.heads.targets.classes import auto_class, parts_note
 from headstart.heads.targets.explained import explained_loading
+from headstart.heads.targets.processor_template import processor_template
 from headstart.heads.targets.sharded import (
     ShardedTarget,
     WeightFiles,
@@ -315,6 +316,8 @@ def load_tokenizer(config: TargetConfig, place: str, shared: dict[str, Any]) -> 
     tokenizer = AutoTokenizer.from_pretrained(place, **shared)
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(Path(config.chat_template))
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = processor_template(place, shared["revision"], shared["local_files_only"])
     fix_dates(tokenizer, config.template_date)
     return tokenizer
 

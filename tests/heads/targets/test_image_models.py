@@ -12,7 +12,7 @@ from reference.image_models import MODELS, TEXT, TEXT_ALONE, save_image_model, w
 from reference.tiny import turns_of
 
 from headstart.heads.batch import FeatureBatch, FeatureSpec
-from headstart.heads.errors import TargetError
+from headstart.heads.errors import HeadstartError, TargetError
 from headstart.heads.targets.load import check_shardable, load_target, target_dims, weightless_target
 from headstart.heads.targets.sharded import WeightFiles, fill
 from headstart.heads.targets.target import Target, TargetConfig
@@ -122,6 +122,24 @@ def test_what_is_sharded_is_the_same_model_and_the_rest_is_refused_before_work_s
     with torch.no_grad():
         found, expected = (model(input_ids=tokens_BT).logits for model in (weightless.model, whole.model))
     assert torch.equal(found, expected)
+
+
+def test_a_template_beside_the_tokenizer_is_taken(saved: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    for path in saved["qwen3-vl"][0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = TargetConfig(name=str(tmp_path))
+    assert weightless_target(config).tokenizer.chat_template is None
+    beside = tmp_path / "chat_template.json"
+    beside.write_text('{"chat_template": "{{ messages[0].content }}"}')
+    tokenizer = weightless_target(config).tokenizer
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "w7"}], tokenize=False) == "w7"
+    (tmp_path / "chat_template.jinja").write_text("its own")
+    assert weightless_target(config).tokenizer.chat_template == "its own"
+    (tmp_path / "chat_template.jinja").unlink()
+    for broken in ("[]", '{"chat_template": 5}', "{"):
+        beside.write_text(broken)
+        with pytest.raises(HeadstartError, match=r"chat_template\.json"):
+            weightless_target(config)
 
 
 def test_a_missing_weight_of_the_text_part_is_told(saved: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:

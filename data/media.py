@@ -77,15 +77,18 @@ def place(where: str) -> str:
     return Path(where).name
 
 
-def dropped_lines(dropped: Iterable[tuple[str, str]]) -> list[str]:
+def dropped_lines(dropped: Iterable[tuple[str, str]], places_too: bool = True) -> list[str]:
     """One line per kind of media: how many records were dropped, and the first of them.
 
-    Args: dropped: what each of them holds, and its `where`.
+    Args:
+        dropped: what each of them holds, and its `where`.
+        places_too: name the first of them; published reports name no file of the user's.
     """
     places: dict[str, list[str]] = {}
     for media, where in dropped:
         places.setdefault(media, []).append(place(where))
     return [
-        f"dropped {len(names)}: {dropped_for(media)} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        f"dropped {len(names)}: {dropped_for(media)}"
+        + (f" ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if places_too else "")
         for media, names in sorted(places.items())
     ]

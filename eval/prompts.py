@@ -32,9 +32,9 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz")
 
 
 class Prompts(list[Prompt]):
-    """Prompts of an evaluation. `dropped`: lines that say which records were left out, and why."""
+    """Prompts of an evaluation. `dropped`: what each record that was left out holds, and its place."""
 
-    dropped: list[str]
+    dropped: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def load_prompts(
     if len({prompt.task for prompt in prompts}) > 1:
         prompts = [replace(p, task=_other(p.task, "other")) for p in prompts]
     kept = Prompts()
-    kept.dropped = dropped_lines(held)
+    kept.dropped = held
     per_task: dict[str | None, int] = {}
     for prompt in prompts:
         place = per_task.get(prompt.task, 0)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from headstart.data.features import Progress
+from headstart.data.media import dropped_lines
 from headstart.data.prompts import Prompt
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decoding.decode import Answer, Cycle, Decoded
@@ -86,7 +87,7 @@ def evaluate(
         device=device_name(target.device),
         tree={**asdict(config.tree), "label": tree_label(config.tree, drafter.max_nodes if drafter else 0)},
         recipe=recipe or {},
-        notes=[*_notes(target, measured), *prompts.dropped],
+        notes=[*_notes(target, measured), *dropped_lines(prompts.dropped, places_too=False)],
         sweeps=measured.sweeps or None,
         cycle=measured.cycle,
         engine_path=measured.decoder.path,

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from headstart.data.features import Progress
+from headstart.data.media import dropped_lines
 from headstart.data.messages import Message, wire_message
 from headstart.data.prompts import Prompt
 from headstart.eval.config import EvalConfig
@@ -87,7 +88,7 @@ def evaluate_server(
         dtype="the server's dtype",
         device=client.url,
         tree=dict(probe.tree),
-        notes=[*_notes(client.url, config, measured), *prompts.dropped],
+        notes=[*_notes(client.url, config, measured), *dropped_lines(prompts.dropped, places_too=False)],
         versions={**versions(), engine: probe.version},
         engine={"name": engine, "version": probe.version, "url": client.url, "model": name, "request": request},
     ).published()

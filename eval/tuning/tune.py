@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from headstart.data.features import Progress
+from headstart.data.media import dropped_lines
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune
 from headstart.eval.decoding.decode import Decoded
 from headstart.eval.decoding.masks import memory_of
@@ -83,7 +84,7 @@ def tune(
         head.eval()
     search = replace(search, depth=deepest(head, search))
     session = _Session(target, head, config, search, contexts, progress)
-    for note in [*prompts.dropped, *dropped]:
+    for note in [*dropped_lines(prompts.dropped), *dropped]:
         session.say(note)
     profiles, halfway = session.profiles(drafting)
     reference = published_tree(search.depth, session.draftable) if "static" in profiles else None

@@ -9,7 +9,7 @@ import pytest
 
 from headstart.data.config import DataConfig, DistillConfig, SourceConfig
 from headstart.data.distill import distill
-from headstart.data.media import media_of_part
+from headstart.data.media import dropped_lines, media_of_part
 from headstart.data.prepare import prepare
 from headstart.data.records import parse_record
 from headstart.data.sources import load_conversations, read_prompts
@@ -110,10 +110,12 @@ def test_evaluation_drops_them_and_notes_it(write_jsonl: Any) -> None:
     path = mixed(write_jsonl)
     prompts = load_prompts(str(path))
     assert [prompt.where.rpartition(":")[2] for prompt in prompts] == ["1", "3", "4", "6"]
-    assert prompts.dropped == [
+    assert dropped_lines(prompts.dropped) == [
         "dropped 1: the conversation holds audio (data.jsonl:5)",
         "dropped 2: the conversation holds images (data.jsonl:2, data.jsonl:7)",
     ]
+    # a published report names no file
+    assert dropped_lines(prompts.dropped, places_too=False)[1] == "dropped 2: the conversation holds images"
     assert load_prompts(str(path), limit=1).dropped == []
 
 

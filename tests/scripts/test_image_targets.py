@@ -35,7 +35,10 @@ def image_target(tiny_target: Path, tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2.5-vl", "mistral3", "llama4"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("mistral3", "qwen3-vl", "gemma4")]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2.5-vl", "llama4", *SLOW])
 def test_a_run_from_text_and_image_rows_to_an_export(
     name: str, image_target: Callable[[str], Path], recipe: Path, tiny_target: Path, headstart: Call, tmp_path: Path
 ) -> None:
@@ -61,5 +64,12 @@ def test_a_run_from_text_and_image_rows_to_an_export(
     report, config = read_json(run / "report.json"), read_json(run / "export" / "config.json")
     assert report["greedy_identity"]["identical"] == report["greedy_identity"]["sequences"] > 0
     assert "LOAD REPORT" not in result.err
+    prompts = tmp_path / "asked.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n{"prompt": "What is it?", "image": "1.jpg"}\n')
+    out = tmp_path / "measured"
+    again = headstart("eval", "--head", run / "export", "--target", directory, "--data", prompts, "--out", out)
+    assert again.code == 0, again.err
+    notes = read_json(out / "report.json")["notes"]
+    assert "dropped 1: the conversation holds images" in notes and "asked" not in " ".join(notes)
     assert (config["hidden_size"], config["vocab_size"]) == (32, vocabulary_of(directory))
     assert "vLLM 0.32      loads" in result.err and "vllm serve TARGET" in result.err

@@ -332,14 +332,25 @@ def read_template(path: Path) -> str:
 
 
 def with_attention(make: Callable[[str], Any], attention: str) -> tuple[Any, list[str]]:
-    """`make(attention)`, or `make("eager")` if the model has no sdpa attention; and a note that says so."""
+    """`make(attention)`, or with eager attention if the model has no sdpa attention; and a note that says so.
+
+    Some versions of transformers let sdpa attention run where attention logits are soft-capped, and leave the cap out.
+    """
     try:
-        return make(attention), []
+        model = make(attention)
     except ValueError as error:
         if attention != "sdpa" or "scaled_dot_product_attention" not in str(error):
             raise
-    model = make("eager")
-    return model, [f"{type(model).__name__} has no sdpa attention: target.attn_implementation=eager is taken"]
+        model = make("eager")
+        return model, [f"{type(model).__name__} has no sdpa attention: target.attn_implementation=eager is taken"]
+    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if attention != "sdpa" or cap is None:
+        return model, []
+    model.set_attn_implementation("eager")
+    return model, [
+        f"{type(model).__name__} has no sdpa attention with a soft-cap of {cap:g}: "
+        "target.attn_implementation=eager is taken"
+    ]
 
 
 def require_whole(name: str, model: nn.Module, info: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import transformers
 from headstart.heads.errors import ConfigError, FormatError, HeadstartError, TargetError
 from headstart.heads.families import build_head
 from headstart.heads.formats import save_head
-from headstart.heads.targets.load import load_target, weightless_target
+from headstart.heads.targets.load import load_target, weightless_target, with_attention
 from headstart.heads.targets.target import TargetConfig
 from headstart.recipes.load import load_recipe
 from headstart.refusals import planned_head, refuse_ahead, require_decoding
@@ -239,7 +239,26 @@ def test_no_sdpa_means_eager_and_is_said(name: str, target_of: Callable[..., Pat
     config = TargetConfig(name=str(target_of(name, weights=True, **SMALL, **experts)), device="cpu")
     for target in (weightless_target(config), load_target(config)):
         assert target.model.config._attn_implementation == "eager"
-        assert f"{name}ForCausalLM has no sdpa attention: target.attn_implementation=eager is taken" in target.notes
+        said = [note for note in target.notes if note.startswith(f"{name}ForCausalLM has no sdpa attention")]
+        assert len(said) == 1 and said[0].endswith("target.attn_implementation=eager is taken")
+
+
+def test_sdpa_would_leave_a_soft_cap_out() -> None:
+    """transformers 5.17 lets Gemma 2 run with sdpa attention, which computes no cap."""
+    asked: list[str] = []
+
+    def make(attention: str) -> Any:
+        asked.append(attention)
+        config = transformers.LlamaConfig(**SIZES, attn_logit_softcapping=20.0)
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+    model, notes = with_attention(make, "sdpa")
+    assert asked == ["sdpa"] and model.config._attn_implementation == "eager"
+    assert notes == [
+        "LlamaForCausalLM has no sdpa attention with a soft-cap of 20: target.attn_implementation=eager is taken"
+    ]
+    model, notes = with_attention(make, "eager")
+    assert model.config._attn_implementation == "eager" and notes == []
 
 
 def test_a_config_that_its_code_does_not_fit_is_a_clear_error(target_of: Callable[..., Path]) -> None:

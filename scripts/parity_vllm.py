@@ -318,7 +318,7 @@ def compare_family(
 
 def export(directory: Path, exported: Path, target: Target, arguments: argparse.Namespace) -> TunedExport:
     """Write the head for the engine, with its tuned target where it has one."""
-    config = ExportConfig(["portable"], "float32", max_shard_size=arguments.max_shard_size, adapter=arguments.adapter)
+    config = ExportConfig(["vllm"], "float32", max_shard_size=arguments.max_shard_size, adapter=arguments.adapter)
     tuned = TunedExport.of(target, directory, config, exported)
     tuned.write(say)
     head = bound_head(directory, target, torch.float32)

@@ -326,6 +326,10 @@ def test_row_kernels_match_their_twins():
         ("eagle", {"depth": 3}),
         ("eagle", {"depth": 2, "top_tokens_loss_weight": 1.0}),
         ("eagle3", {"loss": "lk", "row_fraction": 0.7}),
+        ("eagle3", {"layers": 2}),
+        ("eagle3", {"layers": 2, "qk_norm": True, "row_fraction": 0.7}),
+        ("eagle3", {"layers": 3, "fc_norm": "stream", "norm_output": True}),
+        ("eagle3", {"qk_norm": True, "fc_norm": "concat"}),
     ],
 )
 def test_captured_step_equals_eager_step(family, fields):
@@ -396,6 +400,27 @@ def test_dropout_of_a_captured_step_follows_the_seed():
     assert relative(again, first) < 1e-3 and relative(other, first) > 0.1
 
 
+@pytest.mark.parametrize("lengths", [[130, 7, 257, 64], [333], [1024, 1024]])
+def test_every_row_attends_as_in_float32(lengths):
+    """The lower layers of a head with several: not the anchors alone, padding between documents and graphs included."""
+    batch = batch_of(lengths, 3)
+    batch = batch.padded(sum(lengths) + 70, len(batch.anchors) + 9, len(lengths) + 2).to("cuda")
+    rows = batch.tokens_R.shape[0]
+    every_row = torch.arange(rows, device="cuda")
+    inputs = [torch.randn(rows, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
+    upstream = torch.randn(rows, 4, 64, device="cuda", dtype=torch.bfloat16)
+    upstream[sum(lengths) :] = 0  # nothing reads what padding rows give
+    results = []
+    for backend, dtype in (("eager", torch.float32), ("flash", torch.bfloat16)):
+        copies = [x.to(dtype).clone().requires_grad_() for x in inputs]
+        out = TrainAttention(batch, backend, every_row).attend(*copies)
+        assert bool(out.isfinite().all())
+        found = torch.autograd.grad(out, copies, upstream.to(dtype))
+        results.append([x[: sum(lengths)] for x in (out, *found)])
+    for expected, found in zip(*results, strict=True):
+        assert relative(found, expected) < 1e-2
+
+
 class StoredFeatures(FeatureSource):
     """Features of equally long documents, kept in the host's memory."""
 
@@ -414,14 +439,15 @@ class StoredFeatures(FeatureSource):
         )
 
 
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("row_fraction", [1.0, 0.7])
-def test_a_step_does_not_wait_for_the_device(row_fraction, tmp_path, monkeypatch):
+def test_a_step_does_not_wait_for_the_device(row_fraction, layers, tmp_path, monkeypatch):
     """Operations that make the host wait raise in every step but the first two, which capture."""
     target = LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32,
     )  # fmt: skip
-    config = FAMILIES["eagle3"].config(depth=3, draft_vocab_size=200, row_fraction=row_fraction)
+    config = FAMILIES["eagle3"].config(depth=3, draft_vocab_size=200, row_fraction=row_fraction, layers=layers)
     head = build_head(config, HeadDims.from_hf_config(target)).cuda()
     ends = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16) * 0.1
     teacher = Teacher(ends)

@@ -27,6 +27,16 @@ def test_eagle3_by_hand():
     assert step_flops(head, 9, counts, target_parameters=1000) == 6 * expected + 2 * 1000 * 9
 
 
+def test_eagle3_of_two_layers_by_hand():
+    """Below the last layer, every row runs all of it at step 1."""
+    head = build_head(FAMILIES["eagle3"].config(depth=2, draft_vocab_size=10, layers=2), DIMS)
+    first, second = 4, 3
+    projections, rest = (8 + 4 + 4) * 8, 8 * 8 + 3 * 8 * 16  # of a half of the first layer, or of the second; o and MLP
+    every_row = 24 * 8 + 2 * projections + rest + 8 * 8  # fc, the first layer, keys and values of the second
+    anchors = first * (8 * 8 + rest) + second * (2 * projections + 2 * rest) + (first + second) * 10 * 8
+    assert head.multiply_adds(9, (first, second)) == 9 * every_row + anchors
+
+
 def test_heads_without_a_layer_count_their_matrices_on_supervised_rows():
     head, batch = FakeHead(), FakeSource(make_documents()).get([0, 1])
     matrices = sum(p.numel() for p in head.parameters())

@@ -231,9 +231,24 @@ class Eagle3Head(AutoregressiveHead):
         return total + self.lm_head.weight.numel() * sum(counts)
 
     def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
-        """As the base class's. At step 1, the layers below the last keep numbers for every row."""
-        below = sum(layer.kept_numbers(recompute) for layer in self.draft_layers[:-1])
-        return super().kept_numbers(rows, anchors, recompute) + (rows - anchors) * below
+        """As the base class's. At step 1, the layers below the last keep numbers for every row.
+
+        Autograd also keeps, at each step, the earlier steps' keys and values side by side, and two more outputs.
+        """
+        layers, hidden, steps = self.draft_layers, self.midlayer.hidden_size, self.depth
+        below = sum(layer.kept_numbers(recompute) for layer in layers[:-1])
+        kept = super().kept_numbers(rows, anchors, recompute) + (rows - anchors) * below
+        if not self.by_autograd:
+            return kept
+        attention = self.midlayer.self_attn
+        own = len(layers) * attention.kv_heads * attention.head_dim * steps * (steps - 1)
+        normed = (steps - 1) * hidden if self.config.norm_output else 0
+        return kept + anchors * (2 * steps * hidden + own + normed)
+
+    @property
+    def by_autograd(self) -> bool:
+        """Whether rollout.py trains it, rather than ttt.py, whose backward is written out."""
+        return bool(self.layers) or self.config.qk_norm or self.config.norm_output
 
     def rollout(self, batch: FeatureBatch) -> Tensor:
         """Training-time test: the normed outputs [M, H] of every depth's anchors, laid end to end.
@@ -244,7 +259,7 @@ class Eagle3Head(AutoregressiveHead):
         g_RH = self.fuse(batch.hidden_RD, batch.streams_RkD)
         e_RH = self.midlayer.input_layernorm(self.embed(self.next_tokens(batch)))
         norm = self.midlayer.hidden_norm
-        if self.layers or self.config.qk_norm or self.config.norm_output:
+        if self.by_autograd:
             return self.norm(rollout.rollout(batch, self.draft_layers, norm, self.rope, e_RH, g_RH, self.recycled))
         return self.norm(ttt.rollout(batch, self.midlayer, norm, self.rope, e_RH, g_RH))
 

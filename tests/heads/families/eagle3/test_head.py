@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from reference.cache import ListCache, chain_by_steps, fused, rows_by_steps, run
 from reference.documents import Document, Ends
 from reference.eagle3 import chain_logits, first_step, recycled, ttt_logits
 from reference.families import DIMS, REFERENCES, Example, documents, draft_ids, eagle3, example_head, shape_of
+from reference.llama import rms_norm
 from reference.tiny import assert_near, check_against, double_weights, ends_of, feature_batch, random_ends, teacher_of
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.errors import ConfigError
 from headstart.heads.families import Eagle3Config, build_head
 
@@ -103,6 +108,58 @@ def test_after_verification_accepted_rows_come_from_real_features():
     assert_near(logits, fresh[5:], "recomputed rows", 1e-12)
 
 
+#: what trains through autograd
+BY_AUTOGRAD = {
+    "q/k norms": {"qk_norm": True},
+    "normed output": {"norm_output": True},
+    "two layers": {"layers": 2},
+    "two layers, q/k norms": {"layers": 2, "qk_norm": True},
+    "three layers, EAGLE-3.1": {"layers": 3, "norm_output": True, "fc_norm": "stream"},
+}
+
+
+def costly(fields: dict[str, Any]) -> tuple[Head, FeatureBatch]:
+    """A head and a pack whose rows outnumber its anchors, in float32."""
+    head, ends = example_head(Example(eagle3(**fields), replace(DIMS, intermediate_size=96)))
+    return head, feature_batch(documents(["." * 24 + "A" * 40] * 4, dtype=torch.float32), ends, DEPTH)
+
+
+@pytest.mark.parametrize("fields", BY_AUTOGRAD.values(), ids=BY_AUTOGRAD)
+def test_multiply_adds_are_those_that_run(fields: dict[str, Any]):
+    head, batch = costly(fields)
+    counts, rows = batch.anchors.count_K, len(batch.tokens_R)
+    with FlopCounterMode(display=False) as counter:
+        head.rollout(batch)
+    # scores of attention are bmm; the product with lm_head stands in the loss
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)) / 2
+    assert rows > 1.5 * counts[0]
+    assert head.multiply_adds(rows, counts) == counted + head.lm_head.weight.numel() * sum(counts)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("fields", BY_AUTOGRAD.values(), ids=BY_AUTOGRAD)
+def test_kept_numbers_are_those_that_autograd_keeps(fields: dict[str, Any], recompute: bool):
+    """All but logits, which only the forward pass holds. The estimate is within a fifth."""
+    head, batch = costly(fields)
+    if recompute:
+        head.recompute_activations()
+    given = {x.untyped_storage().data_ptr() for x in (*head.parameters(), batch.hidden_RD, batch.streams_RkD)}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in given:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        output = head.train().rollout(batch)
+    assert output.requires_grad
+    found = sum(x.untyped_storage().nbytes() / 4 for x in kept.values())
+    anchors = batch.anchors.count_K[0]
+    expected = head.kept_numbers(len(batch.tokens_R), anchors, recompute) - anchors * DRAFT
+    assert found == pytest.approx(expected, rel=0.2)
+
+
 def test_lm_head_starts_from_the_targets_rows():
     ends, ids = random_ends(97, 32, 50), draft_ids(DRAFT)
     head = build_head(eagle3(), DIMS)
@@ -141,6 +198,34 @@ def test_layers_that_do_not_fit_are_refused_with_the_remedy(of_target: int, laye
 
 def test_default_layers_of_the_smallest_target_that_has_them():
     assert build_head(eagle3(feature_layers=None), replace(DIMS, num_layers=7)).spec.layer_ids == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"fc_norm": "both"}, "head.fc_norm: found 'both', expected one of none, stream, concat"),
+     ({"layers": 0}, "head.layers: found 0, expected 1 to 64"), ({"layers": 65}, "head.layers: found 65")],
+)  # fmt: skip
+def test_variants_that_do_not_exist_are_refused(fields: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        config = eagle3(**fields)
+        config.check()
+        build_head(config, DIMS)
+
+
+def test_a_layer_above_attends_to_rows_that_are_not_supervised():
+    """A prompt's tokens reach its anchors through the lower layers of every row, and through those alone."""
+    head, ends = example_head(Example(eagle3(layers=2)), torch.float64)
+    (document,) = documents(["......AA"], 3)
+    weights, shape = double_weights(head), shape_of(head)
+    first, caches = first_step(weights, ends, shape, document)
+    assert [len(rows) for rows in caches] == [7, 7] and len(first) == 7
+    batch = feature_batch([document], ends, DEPTH)
+    found = head.rollout(batch)
+    expected = torch.stack([rms_norm(first[p], weights["norm.weight"], shape.eps) for p in batch.anchors.row_A])
+    assert_near(found, expected, "step 1 of the supervised rows")
+    (document.streams_TkD[0]).mul_(-1)
+    changed = head.rollout(feature_batch([document], ends, DEPTH))
+    assert (changed - found).abs().max() > 1e-3
 
 
 def test_wrong_vocabulary_size_is_refused():

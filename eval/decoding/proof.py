@@ -44,6 +44,9 @@ def find_layers(model: Any, windows: list[int | None]) -> tuple[int, str, list[L
     Raises: Unfusable.
     """
     layers = decoder_layers(model)
+    for part in layers.modules():
+        if type(part) is nn.Linear and type(part.weight) not in (Tensor, nn.Parameter):
+            raise Unfusable(f"the weights of a projection are {type(part.weight).__name__}, expected plain numbers")
     short, width, final = watch(model, TOKENS)
     # the first layer of every window is proven on rows that leave it
     longer: dict[int, Given] = {}

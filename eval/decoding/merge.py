@@ -23,7 +23,7 @@ def merged(projections: list[nn.Module]) -> tuple[Tensor, Tensor | None]:
         if type(projection) is not nn.Linear:
             raise Unfusable(f"a projection is {type(projection).__name__}, expected nn.Linear")
         if type(projection.weight) not in (Tensor, nn.Parameter):
-            raise Unfusable(f"the weights of a projection are {type(projection.weight).__name__}, expected plain numbers")
+            raise Unfusable(f"weights of a projection are {type(projection.weight).__name__}, expected plain numbers")
     with_bias = [projection for projection in projections if projection.bias is not None]
     if with_bias and len(with_bias) != len(projections):
         raise Unfusable("some projections of a group have a bias and others none")

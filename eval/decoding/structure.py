@@ -134,7 +134,9 @@ def find_attention(call: Call, given: Given, window: int | None) -> AttentionFac
 
 def forms(base: AttentionFacts, entries: int, one_projection: bool, normed: bool) -> Iterator[AttentionFacts]:
     """What is tried. Args: entries: of a row of the rotary tables."""
-    turns = [("halves", False, None), ("pairs", True, None), ("pairs", False, None), ("none", False, None)]
+    turns: list[tuple[str, bool, int | None]] = [
+        ("halves", False, None), ("pairs", True, None), ("pairs", False, None), ("none", False, None),
+    ]  # fmt: skip
     # tables that hold each angle once
     turns += [("halves", True, 2 * entries), ("pairs", True, 2 * entries)]
     for turn, by_angle, rotary in turns:

@@ -206,7 +206,7 @@ def linear_kernel(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, tile
 
 
 def _launch_product(
-    x_RK: Tensor, linear: Linear, tiles: Tiles, bias: Tensor, residual: Tensor, out: Tensor, flags: dict[str, bool]
+    x_RK: Tensor, linear: Linear, tiles: Tiles, bias: Tensor, residual: Tensor, out: Tensor, flags: dict[str, Any]
 ) -> None:
     """Run a kernel of the matrix units, with or without a loop. Args: out: [R, N], or of each split [S, R, N]."""
     (rows, inputs), outputs, weight_NK = x_RK.shape, linear.outputs, linear.weight_NK

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from eval_help import tokens_of
+from reference.guesses import Guesses
 from torch import Tensor
 from transformers import AutoModelForCausalLM, JambaConfig, Lfm2Config, MiniMaxConfig
 
 from headstart.bench.architectures import ARCHITECTURES, random_model
 from headstart.eval.decoding.decode import decode, slots_needed
 from headstart.eval.decoding.engine import Engine
-from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.tree import Tree, chain, empty
 from headstart.heads.batch import FeatureSpec
@@ -126,36 +126,6 @@ def test_chains_equal_plain_forwards(name: str) -> None:
         alone.prefill([context])
         for key, expected in states_of(alone).items():
             close(states[key][b], expected[0], 1e-3)
-
-
-class Guesses:
-    """Drafts the tokens of known answers, some of them wrong; a row in four drafts nothing."""
-
-    name, spec, captures, prepare_s, max_nodes = "guesses", SPEC, False, 0.0, 4
-    state: list[tuple[object, str]] = []
-
-    def __init__(self, answers: list[list[int]], lengths: list[int]):
-        self.answers, self.lengths = answers, torch.tensor(lengths)
-        self.noise = torch.Generator().manual_seed(3)
-
-    def products(self, batch: int) -> list[Any]:
-        return []
-
-    def start(self, context: Rows, capacity: int) -> None:
-        self.said_B = context.count_B - self.lengths
-
-    def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
-        rows = []
-        for answer, said in zip(self.answers, self.said_B.tolist(), strict=True):
-            known = answer[said + 1 : said + 1 + self.max_nodes]
-            rows.append(known + [5] * (self.max_nodes - len(known)))
-        tokens_BK = torch.tensor(rows)
-        wrong_BK = torch.rand(tokens_BK.shape, generator=self.noise) < 0.3
-        drafts_B1 = torch.rand((len(rows), 1), generator=self.noise) < 0.75
-        return chain(torch.where(wrong_BK, (tokens_BK + 1) % 97, tokens_BK), drafts_B1.expand_as(tokens_BK))
-
-    def commit(self, accepted: Rows) -> None:
-        self.said_B = self.said_B + accepted.count_B
 
 
 @torch.no_grad()

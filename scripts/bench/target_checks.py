@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample, token_counts
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer
+from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import build_drafter
 from headstart.heads.base import Head
@@ -46,15 +47,34 @@ from headstart.train.config import TrainConfig
 from headstart.train.loop import Observers, train
 from headstart.train.stream import TrainData
 
-#: tokens of the contexts that are decoded together, and of every answer
-CONTEXTS, ANSWER = (30, 24, 37), 24
+#: tokens of the contexts that are decoded together
+CONTEXTS = (30, 24, 37)
 #: the trees that are verified
 TREES = {"chain": TreeConfig("chain", 3), "tree": TreeConfig("dynamic", 4, 3, 16)}
 #: largest relative error of a row of features or logits in float32 that rounding explains
 TOLERANCE = 1e-3
-#: optimiser steps
-STEPS = 16
 HEAD = {"depth": 3, "draft_vocab_size": 48}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is asked of an architecture.
+
+    Attributes:
+        steps: optimiser steps.
+        answer: tokens of every answer.
+        half: also decode in bfloat16.
+        engines: to export for; None = all that serve EAGLE-3.
+    """
+
+    steps: int = 16
+    answer: int = 24
+    half: bool = False
+    engines: tuple[str, ...] | None = None
+
+    def exports(self) -> list[str]:
+        served = [key for key, engine in FORMATS.items() if Eagle3Config.type in engine.serves]
+        return served if self.engines is None else [key for key in served if key in self.engines]
 
 
 @dataclass
@@ -64,7 +84,7 @@ class Findings:
     Attributes:
         refused: why it was refused before the first step; None = it was not.
         engine_path: fused, generic (transformers' own forward) or none.
-        generic_because: why it is not fused.
+        generic_because: why it is not fused, or runs without captured graphs.
         features: features, teacher logits and masks of packed documents are the model's own.
         train: `features`, and training lowered the loss.
         identity_fp32: every token of plain decoding and of a chain is the model's own choice, in float32.
@@ -146,68 +166,63 @@ def write_target(name: str, directory: Path) -> Path:
     return directory
 
 
-def recipe_of(place: Path, kind: str, device: torch.device) -> Recipe:
-    """What a user would ask for: an EAGLE-3 head for this target, measured with this kind of tree, for all engines."""
-    engines = [key for key, engine in FORMATS.items() if Eagle3Config.type in engine.serves]
+def recipe_of(place: Path, kind: str, device: torch.device, effort: Effort) -> Recipe:
+    """What a user would ask for: an EAGLE-3 head for this target, measured with this kind of tree, exported."""
     return Recipe(
         name="bench",
         target=TargetConfig(name=str(place), device=str(device)),
         head=Eagle3Config(**HEAD),
         data=DataConfig(max_length=128),
-        train=TrainConfig(steps=STEPS),
-        eval=EvalConfig(tree=TREES[kind], max_new_tokens=ANSWER),
-        export=ExportConfig(engines=engines, dtype="float32"),
+        train=TrainConfig(steps=effort.steps),
+        eval=EvalConfig(tree=TREES[kind], max_new_tokens=effort.answer),
+        export=ExportConfig(engines=effort.exports(), dtype="float32"),
     )
 
 
-def examine(name: str, device: torch.device, directory: Path, half: bool = False) -> Findings:
+def examine(name: str, device: torch.device, directory: Path, effort: Effort) -> Findings:
     """Ask everything of one architecture; nothing that fails ends it.
 
-    Args:
-        directory: an empty one for the model and the exports.
-        half: also decode in bfloat16.
+    Args: directory: an empty one for the model, the run and the exports.
     """
-    found = Findings()
+    found, target, head = Findings(), None, None
     with found.attempt("build"):
         place = write_target(name, directory / "target")
         reference = Reference(name, device)
-    target = None
     with found.attempt("load"):
-        target = ask(found, place, device)
+        target = ask(found, place, device, effort)
     if target is None:
         return found
     noise = torch.Generator().manual_seed(1)
     contexts = [torch.randint(3, target.dims.vocab_size, (n,), generator=noise).tolist() for n in CONTEXTS]
     with found.attempt("features"):
         found.features = features_are_the_models(target, reference, contexts)
-    paths = engine_paths(target, found)
-    samples = answered(contexts, paths, reference, found)
-    head = None
+    decoding = Decoding(target, contexts, reference, found, effort.answer)
+    samples = decoding.plainly()
     with found.attempt("training"):
-        head, fell = trained(target, samples, directory / "run")
+        head, fell = trained(target, samples, directory / "run", effort.steps)
         found.train = found.features and fell
     if head is None:
         return found
     with found.attempt("export"):
-        head = exported(head, target, directory / "export", found)
-    decode_with(head, contexts, paths, reference, found)
-    if half:
+        head = exported(head, target, directory / "export", found, effort.exports())
+    decoding.with_drafts(head)
+    if effort.half:
         with found.attempt("bfloat16"):
-            found.identity_bf16 = share_in_half(name, head, contexts, place, device)
+            found.identity_bf16 = share_in_half(name, head, contexts, place, device, effort.answer)
     return found
 
 
-def ask(found: Findings, place: Path, device: torch.device) -> Target | None:
+def ask(found: Findings, place: Path, device: torch.device, effort: Effort) -> Target | None:
     """The target, loaded; None where it is refused, before anything is done with it."""
     try:
         planned = weightless_target(TargetConfig(name=str(place)))
-        refuse_ahead(recipe_of(place, "chain", device), planned)
+        refuse_ahead(recipe_of(place, "chain", device, effort), planned)
         target = load_target(TargetConfig(name=str(place), dtype="float32", device=str(device)))
     except HeadstartError as error:
         found.refused = said(error)
         return None
     try:
-        refuse_ahead(recipe_of(place, "tree", device), planned)
+        refuse_ahead(recipe_of(place, "tree", device, effort), planned)
     except HeadstartError as error:
         found.trees_refused = said(error)
     return target
@@ -245,67 +260,78 @@ def features_are_the_models(target: Target, reference: Reference, documents: lis
     return True
 
 
-def engine_paths(target: Target, found: Findings) -> dict[str, Decoder]:
-    """Decoders by path: on a GPU the one that an evaluation takes, on a CPU every one that there is."""
-    if target.device.type == "cuda":
-        decoder = Decoder(target, EvalConfig(engine="auto"))
-        note_path(found, decoder)
-        return {found.engine_path: decoder}
-    paths = {}
-    try:
-        paths["fused"] = Decoder(target, EvalConfig(engine="fused"))
-        found.engine_path = "fused"
-    except HeadstartError as error:
-        found.generic_because = said(error)
-    except Exception as error:
-        found.problems.append(f"fusing: {said(error)}")
-    with found.attempt("engine"):
-        paths["generic"] = Decoder(target, EvalConfig(engine="transformers"))
-        found.engine_path = "fused" if "fused" in paths else "generic"
-    return paths
+class Decoding:
+    """Decodes the contexts on every path of the engine, and compares each token with the model's own choice.
+
+    On a GPU the path is the one that an evaluation takes; on a CPU there are both that the target allows.
+    """
+
+    def __init__(
+        self, target: Target, contexts: list[list[int]], reference: Reference, found: Findings, answer: int
+    ):
+        self.contexts, self.reference, self.found, self.answer = contexts, reference, found, answer
+        self.paths: dict[str, Decoder] = {}
+        if target.device.type == "cuda":
+            with found.attempt("engine"):
+                self.paths["auto"] = Decoder(target, EvalConfig(engine="auto"))
+            return
+        try:
+            self.paths["fused"] = Decoder(target, EvalConfig(engine="fused"))
+        except HeadstartError as error:
+            found.generic_because = said(error).removeprefix("eval.engine: found 'fused', but ")
+        with found.attempt("engine"):
+            self.paths["generic"] = Decoder(target, EvalConfig(engine="transformers"))
+
+    def run(self, what: str, drafter: Callable[[], Drafter | None]) -> tuple[bool, list[Answer]]:
+        """(whether every token on every path is the model's own choice, the answers of the last path)."""
+        exact, answers = bool(self.paths), [Answer([3] * self.answer) for _ in self.contexts]
+        for path, decoder in self.paths.items():
+            right = False
+            with self.found.attempt(f"{what}, {path}"):
+                answers = decode(decoder, self.contexts, drafter(), self.answer)
+                same = self.reference.agreement(self.contexts, answers)
+                wrong = len(same) - sum(same)
+                assert not wrong, f"{wrong} of {len(same)} tokens are not the model's own, the first at {same.index(False)}"
+                right = True
+            exact &= right
+        # what could not be captured has fallen back by now
+        for decoder in self.paths.values():
+            if self.found.engine_path != "fused":
+                self.found.engine_path = decoder.path
+            self.found.generic_because = self.found.generic_because or decoder.slow
+        return exact, answers
+
+    def plainly(self) -> list[Sample]:
+        """Decode without drafts. Returns: conversations to train on, the contexts with these answers."""
+        self.found.identity_fp32, answers = self.run("plain", lambda: None)
+        return [
+            Sample(
+                f"sample-{n}", np.array([*context, *answer.tokens], np.int32),
+                np.array([-1] * len(context) + [0] * len(answer.tokens), np.int32),
+            )
+            for n, (context, answer) in enumerate(zip(self.contexts, answers, strict=True))
+        ]  # fmt: skip
+
+    def with_drafts(self, head: Head) -> None:
+        """Decode with a chain and, unless trees are refused, with a tree."""
+        exact = {}
+        for kind, tree in TREES.items():
+            if kind == "tree" and self.found.trees_refused is not None:
+                continue
+            exact[kind], answers = self.run(kind, lambda tree=tree: build_drafter(head, EvalConfig(tree=tree)))
+            cycles = [cycle for answer in answers for cycle in answer.cycles]
+            if cycles:
+                self.found.accepted[kind] = round(sum(cycle.accepted for cycle in cycles) / len(cycles), 3)
+        self.found.identity_fp32 &= exact["chain"]
+        self.found.trees = exact.get("tree", False)
 
 
-def note_path(found: Findings, decoder: Decoder) -> None:
-    """Note which way a decoder runs its target, after what it has run."""
-    found.engine_path = "generic" if decoder.fused is None else "fused"
-    found.generic_because = decoder.unfused
+def decode(decoder: Decoder, contexts: list[list[int]], drafter: Drafter | None, answer: int) -> list[Answer]:
+    return decoder.run(contexts, drafter, answer, seed=0, stop=False).answers
 
 
-def run(decoder: Decoder, contexts: list[list[int]], drafter: Any = None) -> list[Answer]:
-    return decoder.run(contexts, drafter, ANSWER, seed=0, stop=False).answers
-
-
-def answered(
-    contexts: list[list[int]], paths: dict[str, Decoder], reference: Reference, found: Findings
-) -> list[Sample]:
-    """Conversations to train on: the contexts with their plain answers, which are compared with the model's own."""
-    answers, exact = [Answer([3] * ANSWER) for _ in contexts], bool(paths)
-    for path, decoder in paths.items():
-        right = False
-        with found.attempt(f"plain, {path}"):
-            answers = run(decoder, contexts)
-            right = agrees(reference, contexts, answers)
-        exact &= right
-    found.identity_fp32 = exact
-    return [
-        Sample(
-            f"sample-{n}", np.array([*context, *answer.tokens], np.int32),
-            np.array([-1] * len(context) + [0] * len(answer.tokens), np.int32),
-        )
-        for n, (context, answer) in enumerate(zip(contexts, answers, strict=True))
-    ]  # fmt: skip
-
-
-def agrees(reference: Reference, contexts: list[list[int]], answers: list[Answer]) -> bool:
-    """True. Raises: AssertionError that says how many tokens are not the model's own, and where the first is."""
-    same = reference.agreement(contexts, answers)
-    wrong = [place for place, right in enumerate(same) if not right]
-    assert not wrong, f"{len(wrong)} of {len(same)} tokens are not the model's own, the first in place {wrong[0]}"
-    return True
-
-
-def trained(target: Target, samples: list[Sample], run_dir: Path) -> tuple[Head, bool]:
-    """A head after STEPS steps on the samples, packed together, and whether its loss fell."""
+def trained(target: Target, samples: list[Sample], run_dir: Path, steps: int) -> tuple[Head, bool]:
+    """A head after so many steps on the samples, packed together, and whether its loss fell."""
     torch.manual_seed(0)
     head = build_head(Eagle3Config(**HEAD), target.dims)
     count_V = token_counts(samples, target.dims.vocab_size)
@@ -314,7 +340,9 @@ def trained(target: Target, samples: list[Sample], run_dir: Path) -> tuple[Head,
     head.initialise(target.ends, draft_ids_U)
     head.bind(target.ends)
     source = OnlineFeatures(target, samples, head.spec, head.depth)
-    config = TrainConfig(steps=STEPS, lr=3e-3, mixed_precision="no", capture="off", log_every=STEPS // 2, save_every=0)
+    config = TrainConfig(
+        steps=steps, lr=3e-3, mixed_precision="no", capture="off", log_every=steps // 2, save_every=0
+    )  # fmt: skip
     quiet = Observers(progress=False)
     train(head, TrainData(source, 1024), target.teacher, config, run_dir, quiet, final_checkpoint=False)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -322,12 +350,10 @@ def trained(target: Target, samples: list[Sample], run_dir: Path) -> tuple[Head,
     return head.eval(), bool(np.isfinite(losses).all()) and losses[-1] < losses[0]
 
 
-def exported(head: Head, target: Target, directory: Path, found: Findings) -> Head:
-    """Export the head for every engine and read it back. Returns: what was read back, which drafts from then on."""
+def exported(head: Head, target: Target, directory: Path, found: Findings, engines: list[str]) -> Head:
+    """Export the head for these engines and read it back. Returns: what was read back, which drafts from then on."""
     origin = {**provenance(target.device), "target": target.fingerprint()}
-    for key, engine in FORMATS.items():
-        if head.family not in engine.serves:
-            continue
+    for key in engines:
         with found.attempt(f"export for {key}"):
             place = directory / key
             export_head(head, place, ExportConfig(engines=[key], dtype="float32"), origin)
@@ -343,34 +369,15 @@ def exported(head: Head, target: Target, directory: Path, found: Findings) -> He
     return head
 
 
-def decode_with(
-    head: Head, contexts: list[list[int]], paths: dict[str, Decoder], reference: Reference, found: Findings
-) -> None:
-    """Decode with a chain and, unless trees are refused, with a tree, on every path."""
-    for kind, tree in TREES.items():
-        exact = bool(paths)
-        if kind == "tree" and found.trees_refused is not None:
-            continue
-        for path, decoder in paths.items():
-            right = False
-            with found.attempt(f"{kind}, {path}"):
-                answers = run(decoder, contexts, build_drafter(head, EvalConfig(tree=tree)))
-                right = agrees(reference, contexts, answers)
-                cycles = [cycle for answer in answers for cycle in answer.cycles]
-                found.accepted[kind] = round(sum(cycle.accepted for cycle in cycles) / len(cycles), 3)
-            exact &= right
-        if kind == "chain":
-            found.identity_fp32 &= exact
-        else:
-            found.trees = exact
-
-
-def share_in_half(name: str, head: Head, contexts: list[list[int]], place: Path, device: torch.device) -> float:
+def share_in_half(
+    name: str, head: Head, contexts: list[list[int]], place: Path, device: torch.device, answer: int
+) -> float:
     """Share of the tokens of plain decoding and of a chain that are the model's own choice, all in bfloat16."""
     target = load_target(TargetConfig(name=str(place), dtype="bfloat16", device=str(device)))
     reference, decoder = Reference(name, device, torch.bfloat16), Decoder(target, EvalConfig())
     head = head.to(torch.bfloat16)
     head.bind(target.ends)
-    drafter = build_drafter(head, EvalConfig(tree=TREES["chain"]))
-    same = [right for way in (None, drafter) for right in reference.agreement(contexts, run(decoder, contexts, way))]
+    same: list[bool] = []
+    for drafter in (None, build_drafter(head, EvalConfig(tree=TREES["chain"]))):
+        same += reference.agreement(contexts, decode(decoder, contexts, drafter, answer))
     return round(sum(same) / len(same), 4)

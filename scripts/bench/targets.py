@@ -34,7 +34,7 @@ import torch
 
 from headstart.bench.architectures import ARCHITECTURES, random_model
 from headstart.bench.decode import CHAIN_RATES
-from headstart.bench.target_checks import TREES, Findings, examine, said
+from headstart.bench.target_checks import TREES, Effort, Findings, examine, said
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import build_drafter
@@ -82,8 +82,7 @@ def measure_speed(name: str, device: torch.device, size: str = "equal", tokens: 
             decoder.run(contexts, drafter, 8, seed=0, stop=False)  # chooses kernels and captures the cycle
             cycle_s = decoder.run(contexts, drafter, tokens, seed=0, stop=False).cycle_s
             setattr(speed, field, round(statistics.mean(cycle_s) * 1e3, 4))
-            speed.engine_path = "generic" if decoder.fused is None else "fused"
-            speed.generic_because = decoder.unfused
+            speed.engine_path, speed.generic_because = decoder.path, decoder.slow
     except Exception as error:
         (speed.problems or []).append(said(error))
     return speed
@@ -102,7 +101,7 @@ def work(name: str, equal: bool, device_name: str, half: bool | None, directory:
         result: dict[str, Any] = {"kind": "equal", **asdict(measure_speed(name, device))}
     else:
         kind = "gpu" if device.type == "cuda" else "cpu"
-        found = examine(name, device, place / "files", kind == "gpu" if half is None else half)
+        found = examine(name, device, place / "files", Effort(half=kind == "gpu" if half is None else half))
         result = {"kind": kind, **asdict(found)}
     origin = provenance(device)
     result |= {"card": origin["device"], "git_revision": origin["git_revision"], "versions": origin["versions"]}

@@ -290,8 +290,8 @@ class Decoding:
             with self.found.attempt(f"{what}, {path}"):
                 answers = decode(decoder, self.contexts, drafter(), self.answer)
                 same = self.reference.agreement(self.contexts, answers)
-                wrong = len(same) - sum(same)
-                assert not wrong, f"{wrong} of {len(same)} tokens are not the model's own, the first at {same.index(False)}"
+                wrong, first = len(same) - sum(same), [*same, False].index(False)
+                assert not wrong, f"{wrong} of {len(same)} tokens are not the model's own, the first at {first}"
                 right = True
             exact &= right
         # what could not be captured has fallen back by now

@@ -12,15 +12,24 @@ from headstart.eval.kernels.launch import await_previous
 
 
 @triton.jit
-def _weight_rows(output, outputs, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rows of the matrix that hold an output's gate and its up projection; without PAIRED twice the output's own."""
-    gate_row, up_row = output, output
+def _weight_rows(outputs, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, BN: tl.constexpr, FULL: tl.constexpr):
+    """(rows of the matrix that a program reads, rows of the up projections).
+
+    INTERLEAVED: an output's gate and up rows are neighbours, and the first rows hold both: 2 BN of them. Without FULL,
+    indices are clamped, which keeps loads free of masks; what is computed of them is not stored.
+    """
+    if INTERLEAVED:
+        first = tl.program_id(1) * 2 * BN + tl.arange(0, 2 * BN)
+        if not FULL:
+            first = tl.minimum(first, 2 * outputs - 1)
+    else:
+        first = tl.program_id(1) * BN + tl.arange(0, BN)
+        if not FULL:
+            first = tl.minimum(first, outputs - 1)
+    second = first
     if PAIRED:
-        if INTERLEAVED:
-            gate_row, up_row = 2 * output, 2 * output + 1
-        else:
-            up_row = output + outputs
-    return gate_row, up_row
+        second = first + outputs
+    return first, second
 
 
 @triton.jit
@@ -35,9 +44,13 @@ def pair_vectors(
     x, weight, bias, expert, out, experts, outputs, inputs, stride_e, stride_n, stride_k, stride_b,
     slope, cubic, limit, shift,
     PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, PER_ROW: tl.constexpr, OVERLAP: tl.constexpr,
-    EVEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of one pair. Pairs of one expert run at the same time, so that its weights come from the cache."""
+    """BN outputs of one pair, from ROWS rows of the matrix.
+
+    Pairs of one expert run at the same time, so that its weights come from the cache.
+    """
     await_previous(OVERLAP)
     pair = tl.program_id(0).to(tl.int64)
     chosen = tl.load(expert + pair).to(tl.int64)
@@ -45,14 +58,13 @@ def pair_vectors(
         return
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = output < outputs
-    # a clamped index keeps loads free of masks; what it computes is not stored
-    gate_row, up_row = _weight_rows(tl.minimum(output, outputs - 1), outputs, PAIRED, INTERLEAVED)
+    gate_row, up_row = _weight_rows(outputs, PAIRED, INTERLEAVED, BN, FULL)
     channel = tl.arange(0, BK)
     gate_at = weight + chosen * stride_e + gate_row[:, None] * stride_n + channel[None, :] * stride_k
     up_at = weight + chosen * stride_e + up_row[:, None] * stride_n + channel[None, :] * stride_k
     x_at = x + (pair // PER_ROW) * inputs + channel
-    sums = tl.zeros((BN, BK), tl.float32)
-    ups = tl.zeros((BN, BK), tl.float32)
+    sums = tl.zeros((ROWS, BK), tl.float32)
+    ups = tl.zeros((ROWS, BK), tl.float32)
     for first in range(0, inputs, BK):
         if EVEN:
             part = tl.load(x_at + first).to(tl.float32)
@@ -73,6 +85,9 @@ def pair_vectors(
         if BIAS:
             up += tl.load(bias + chosen * stride_b + up_row).to(tl.float32)
         total = _gated(total, up, slope, cubic, limit, shift)
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(total, (BN, 2)))
+        total = _gated(gate, up, slope, cubic, limit, shift)
     tl.store(out + pair * outputs + output, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -82,8 +97,11 @@ def pair_tiles(
     slope, cubic, limit, shift, order, tile_expert, tile_first, tile_count, pairs,
     PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, PER_ROW: tl.constexpr, OVERLAP: tl.constexpr,
     SORTED: tl.constexpr, EVEN: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ROWS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of up to BR pairs of one expert.
+    """BN outputs of up to BR pairs of one expert, from ROWS rows of the matrix.
+
+    PAIRED: output n comes from row n (gate) and row `outputs` + n (up); INTERLEAVED: from rows 2 n and 2 n + 1.
 
     SORTED: the tables say which pairs. Otherwise program_id(0) is a pair, and it looks through all BP pairs: it works
     for itself and the next BR - 1 pairs of its expert if a multiple of BR of them stand before it, else it ends.
@@ -112,13 +130,13 @@ def pair_tiles(
         member = tl.sum(found * other[None, :], 1).to(tl.int64)
     output = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = output < outputs
-    gate_row, up_row = _weight_rows(tl.minimum(output, outputs - 1), outputs, PAIRED, INTERLEAVED)
+    gate_row, up_row = _weight_rows(outputs, PAIRED, INTERLEAVED, BN, FULL)
     channel = tl.arange(0, BK)
     gate_at = weight + chosen * stride_e + gate_row[:, None] * stride_n + channel[None, :] * stride_k
     up_at = weight + chosen * stride_e + up_row[:, None] * stride_n + channel[None, :] * stride_k
     x_at = x + (member // PER_ROW)[None, :] * inputs + channel[:, None]
-    sums = tl.zeros((BN, BR), tl.float32)
-    ups = tl.zeros((BN, BR), tl.float32)
+    sums = tl.zeros((ROWS, BR), tl.float32)
+    ups = tl.zeros((ROWS, BR), tl.float32)
     for first in range(0, inputs, BK):
         if EVEN:
             part = tl.load(x_at + first, mask=real[None, :], other=0.0)
@@ -140,6 +158,9 @@ def pair_tiles(
             ups += tl.load(bias + chosen * stride_b + up_row).to(tl.float32)[:, None]
     if PAIRED:
         sums = _gated(sums, ups, slope, cubic, limit, shift)
+    if INTERLEAVED:
+        gates, ups = tl.split(tl.permute(tl.reshape(sums, (BN, 2, BR)), (0, 2, 1)))
+        sums = _gated(gates, ups, slope, cubic, limit, shift)
     at = out + member[None, :] * outputs + output[:, None]
     tl.store(at, sums.to(out.dtype.element_ty), mask=inside[:, None] & real[None, :])
 

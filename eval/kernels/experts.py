@@ -183,18 +183,20 @@ def _product(
     across = strides[1] == 1 and strides[2] != 1  # outputs are neighbours in memory instead of inputs
     small = weight_EOI.dtype.itemsize == 2
     shape = gate or SILU
+    held = 2 if shape.interleaved else 1  # rows of one matrix that make an output
     given = (
         x, weight_EOI, out_PO if bias_EO is None else bias_EO, expert_P, out_PO, experts, outputs, inputs, *strides,
         0 if bias_EO is None else bias_EO.stride(0), shape.slope, shape.cubic, shape.limit, shape.shift,
     )  # fmt: skip
     flags = {
-        "PAIRED": gate is not None, "INTERLEAVED": shape.interleaved, "BIAS": bias_EO is not None, "PER_ROW": per_row,
-        **launch_options(x.device),
+        "PAIRED": gate is not None and not gate.interleaved, "INTERLEAVED": shape.interleaved,
+        "BIAS": bias_EO is not None, "PER_ROW": per_row, **launch_options(x.device),
     }  # fmt: skip
     if groups is None:
-        outs, ins = (64, 32) if across else (16, 256 if small else 128)
+        outs, ins = (64 // held, 32) if across else (16 // held, 256 if small else 128)
         launch(pair_vectors, (pairs, triton.cdiv(outputs, outs)),
-            *given, EVEN=inputs % ins == 0, BN=outs, BK=ins, num_warps=4, **flags,
+            *given, EVEN=inputs % ins == 0, BN=outs, BK=ins, ROWS=outs * held, FULL=outputs % outs == 0, num_warps=4,
+            **flags,
         )  # fmt: skip
         return
     ins = 64 if small else 32
@@ -204,5 +206,6 @@ def _product(
     launch(pair_tiles, (tiles, triton.cdiv(outputs, outs)),
         *given, *tables, pairs, SORTED=groups.tables is not None, EVEN=inputs % ins == 0,
         BP=max(16, triton.next_power_of_2(pairs)) if groups.tables is None else 16,
-        BR=groups.rows, BN=outs, BK=ins, num_warps=4, num_stages=4 if small else 2, **flags,
+        BR=groups.rows, BN=outs, BK=ins, ROWS=outs * held, FULL=outputs % outs == 0, num_warps=4,
+        num_stages=4 if small else 2, **flags,
     )  # fmt: skip

@@ -167,9 +167,18 @@ def without_traces(model: nn.Module) -> Iterator[None]:
                 vars(module).pop(flag, None)
 
 
-def probe_tokens(vocab_size: int, device: torch.device) -> Tensor:
-    """Tokens drawn from the whole vocabulary, int64 [2, T]: the same in both rows and at every call."""
+def probe_tokens(vocab_size: int, device: torch.device, config: Any = None) -> Tensor:
+    """Tokens drawn from the whole vocabulary, int64 [2, T]: the same in both rows and at every call.
+
+    Args: config: of the whole model. Ids that stand for parts of images in it are left out: no text holds them, and
+        Gemma 4 embeds another token in their place.
+    """
     tokens_T = torch.randint(vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(0), device="cpu")
+    if config is not None and config.get_text_config() is not config:
+        named = (value for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index")))
+        taken = {value for value in named if isinstance(value, int)}
+        free = next((token for token in range(vocab_size) if token not in taken), 0)
+        tokens_T = torch.tensor([free if token in taken else token for token in tokens_T.tolist()])
     return tokens_T.expand(2, LENGTH).to(device)
 
 
@@ -185,7 +194,8 @@ def measured_teacher(model: Any, teacher: Teacher, name: str, states: bool = Tru
         that hooks capture; it says what was found.
     """
     layers = model.config.get_text_config().num_hidden_layers
-    tokens_BT = probe_tokens(teacher.weight_VD.shape[0], model.get_input_embeddings().weight.device)
+    place = model.get_input_embeddings().weight.device
+    tokens_BT = probe_tokens(teacher.weight_VD.shape[0], place, model.config)
     decoder = text_decoder(model)
     inner = tuple(range(1, layers))
     with (

@@ -57,7 +57,8 @@ class TargetConfig:
     #: Day that a chat template shows where it writes the date, e.g. 2026-01-31; null takes the day on which the run
     #: began.
     template_date: str | None = None
-    #: Run code that comes with the model. Set it only if you trust the repository.
+    #: Run code that comes with the model. Set it only if you trust the repository, and on the command line: where a
+    #: recipe's file sets it, a terminal is asked, and without one the recipe is refused.
     trust_remote_code: bool = False
     #: How the target is spread: none (whole on every rank), fsdp2 (in shards over the ranks of a node, never whole
     #: anywhere) or device_map (one process, layers over all its GPUs: for distilling and storing features of a target

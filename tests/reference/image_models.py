@@ -31,7 +31,7 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"],
 }  # fmt: skip
 PIXTRAL = {"model_type": "pixtral", **SEES_SQUARE, "head_dim": 8}
-#: ids of tokens that stand for parts of images; no test says them
+#: ids of tokens that stand for parts of images, in a vocabulary of 61; no test says them
 IDS = {"image_token_id": 55, "video_token_id": 56}
 QWEN_IDS = {**IDS, "vision_start_token_id": 57, "vision_end_token_id": 58}
 GEMMA_IDS = {"boi_token_index": 57, "eoi_token_index": 58}
@@ -92,7 +92,13 @@ TEXT_ALONE = {"llama4": "Llama4ForCausalLM", "qwen3.5": "Qwen3_5ForCausalLM"}
 def image_model(name: str, **text: Any) -> Any:
     """The whole model, in float32, with weights that make each path matter. Args: text: more of its text part."""
     kind, own, others = MODELS[name]
-    config = transformers.AutoConfig.for_model(kind, text_config={**TEXT, **own, **text}, **others)
+    settings = {**TEXT, **own, **text}
+    if "vocab_size_per_layer_input" in settings:
+        settings["vocab_size_per_layer_input"] = settings["vocab_size"]
+    # the ids of images stay the last ones
+    later = settings["vocab_size"] - TEXT["vocab_size"]
+    moved = {key: value + later if key.endswith(("_id", "_index")) else value for key, value in others.items()}
+    config = transformers.AutoConfig.for_model(kind, text_config=settings, **moved)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float().eval()
     with torch.no_grad():

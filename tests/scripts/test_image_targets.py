@@ -14,6 +14,8 @@ from reference.image_models import save_image_model
 from headstart.heads.files import read_json
 
 Call = Callable[..., Any]
+#: ids behind the tokenizer's, some of which stand for parts of images
+IMAGE_TOKENS = 6
 
 
 def vocabulary_of(directory: Path) -> int:
@@ -25,7 +27,7 @@ def image_target(tiny_target: Path, tmp_path: Path) -> Callable[[str], Path]:
     """The directory of a whole model, with the tokenizer and the template of the tiny text target."""
 
     def make(name: str) -> Path:
-        directory, vocab = tmp_path / name, vocabulary_of(tiny_target)
+        directory, vocab = tmp_path / name, vocabulary_of(tiny_target) + IMAGE_TOKENS
         save_image_model(name, directory, vocab_size=vocab, max_position_embeddings=2048)
         for path in tiny_target.glob("*token*"):
             shutil.copy(path, directory / path.name)
@@ -71,5 +73,5 @@ def test_a_run_from_text_and_image_rows_to_an_export(
     assert again.code == 0, again.err
     notes = read_json(out / "report.json")["notes"]
     assert "dropped 1: the conversation holds images" in notes and "asked" not in " ".join(notes)
-    assert (config["hidden_size"], config["vocab_size"]) == (32, vocabulary_of(directory))
+    assert (config["hidden_size"], config["vocab_size"]) == (32, vocabulary_of(directory) + IMAGE_TOKENS)
     assert "vLLM 0.32      loads" in result.err and "vllm serve TARGET" in result.err

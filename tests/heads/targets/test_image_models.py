@@ -10,10 +10,12 @@ import torch
 import transformers
 from reference.image_models import MODELS, TEXT, TEXT_ALONE, save_image_model, words
 from reference.tiny import turns_of
+from reference.tuned_runs import save_random_adapter
 
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import HeadstartError, TargetError
 from headstart.heads.targets.load import check_shardable, load_target, target_dims, weightless_target
+from headstart.heads.targets.probe import probe_tokens
 from headstart.heads.targets.sharded import WeightFiles, fill
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.tuned import MergedAdapter, save_tuned
@@ -189,3 +191,41 @@ def test_an_unknown_type_is_refused_without_a_list_of_all_types(tmp_path: Path) 
     with pytest.raises(TargetError, match="Unrecognized model") as caught:
         weightless_target(TargetConfig(name=str(tmp_path)))
     assert len(str(caught.value)) < 600 + len(str(tmp_path))
+
+
+def test_the_probe_leaves_out_tokens_that_stand_for_images(tmp_path: Path) -> None:
+    """Gemma 4 embeds another token in their place, so the decoder alone would give other states."""
+    plain = probe_tokens(259, torch.device("cpu"))
+    taken = int(plain[0, 3])
+    config = transformers.AutoConfig.for_model("gemma4", image_token_id=taken)
+    assert taken not in probe_tokens(259, torch.device("cpu"), config)
+    assert torch.equal(probe_tokens(259, torch.device("cpu"), config.get_text_config()), plain)
+    model = save_image_model("gemma4", tmp_path, vocab_size=259)
+    model.config.image_token_id = taken
+    model.config.save_pretrained(tmp_path)
+    assert loaded(tmp_path).dims.vocab_size == 259
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2.5-vl", "gemma4"])
+def test_an_adapter_of_the_text_part_is_merged_and_served_with_the_whole_model(
+    name: str, saved: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """Adapters touch the text part's layers alone, although image parts have layers of the same names."""
+    from peft import PeftModel
+
+    directory, _ = saved[name]
+    save_random_adapter(directory, tmp_path / "adapter", 0.1)
+    tuned = load_target(TargetConfig(name=str(directory), device="cpu", adapter=str(tmp_path / "adapter")))
+    base = loaded(directory)
+    changed = {
+        key for key, value in tuned.model.state_dict().items() if not torch.equal(value, base.model.state_dict()[key])
+    }
+    assert changed and all("language_model.layers" in key for key in changed)
+    tokens_BT = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    served = PeftModel.from_pretrained(base.model, tmp_path / "adapter")
+    save_tuned(tuned.model, tuned.tokenizer, tmp_path / "tuned", torch.float32, {})
+    with torch.no_grad():
+        expected = served(input_ids=tokens_BT).logits
+        torch.testing.assert_close(tuned.model(input_ids=tokens_BT).logits, expected, rtol=1e-3, atol=1e-3)
+        again = loaded(tmp_path / "tuned").model(input_ids=tokens_BT).logits
+        assert torch.equal(again, tuned.model(input_ids=tokens_BT).logits)

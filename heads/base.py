@@ -34,6 +34,8 @@ class HeadConfig:
 
     #: fields that decide which tensors a head has; a head that training starts from must agree in them (`start_from`)
     structure: ClassVar[tuple[str, ...]] = ()
+    #: fields that decide what the same tensors compute; a head that training starts from must agree in them, too
+    behaviour: ClassVar[tuple[str, ...]] = ()
     #: fields that decide which features of the target it reads; `start_from` compares what they lead to
     reading: ClassVar[tuple[str, ...]] = ()
     #: fields that earlier versions did not have; their defaults compute what those versions did

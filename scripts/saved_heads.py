@@ -187,8 +187,9 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
     dims = replace(given.dims, intermediate_size=target.intermediate_size)
     described = skeleton(config, dims, "the recipe's head")
     ours, theirs = _shapes(described), _shapes(given)
-    if ours != theirs or described.spec != given.spec or described.hidden_act != given.hidden_act:
-        names = (*config.structure, *(config.reading if described.spec != given.spec else ()))
+    behaves = all(getattr(config, name) == getattr(given.config, name) for name in config.behaviour)
+    if ours != theirs or described.spec != given.spec or described.hidden_act != given.hidden_act or not behaves:
+        names = (*config.structure, *config.behaviour, *(config.reading if described.spec != given.spec else ()))
         pairs = [(name, getattr(config, name), getattr(given.config, name)) for name in names]
         if hasattr(config, "hidden_act"):
             pairs.append(("hidden_act", described.hidden_act, given.hidden_act))

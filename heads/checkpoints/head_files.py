@@ -82,6 +82,10 @@ class HeadFiles:
     compact_note: ClassVar[str] = "Only Headstart reads this head: no serving engine knows its family."
     zero_at_start: ClassVar[dict[str, str]] = {}
 
+    def facts_of(self, config: HeadConfig) -> dict[str, str]:
+        """`facts` of a head with this config."""
+        return self.facts
+
     # reading
 
     def recognise(self, raw: RawCheckpoint) -> bool:

@@ -19,7 +19,7 @@ from headstart.heads.families import FAMILIES
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.flags import MEANINGS, flag_of
 from headstart.heads.formats.launch import commented, launch_commands, tuned_table, why_tokens
-from headstart.heads.formats.sidecar import hub_name
+from headstart.heads.formats.sidecar import SIDECAR, family_config, hub_name
 from headstart.heads.formats.tuned_card import tuned_target_section
 from headstart.heads.published import published
 from headstart.heads.published_names import ANSWERS, HELD_OUT, OWN_DATA
@@ -78,7 +78,9 @@ def _front_matter(family: str, target: dict[str, Any], license_id: str | None) -
 
 
 def _summary(family: str, target: dict[str, Any], side: dict[str, Any], flag: str | None) -> str:
-    facts = "; ".join(f"{key}: {value}" for key, value in FAMILIES[family].files.facts.items() if key != "method")
+    config = family_config(family, side.get("config") or {"type": family}, SIDECAR)
+    known = FAMILIES[family].files.facts_of(config)
+    facts = "; ".join(f"{key}: {value}" for key, value in known.items() if key != "method")
     revision = f" (revision {code(target['revision'])})" if target.get("revision") else ""
     layers = side.get("feature_layers")
     more = f" It reads `hidden_states` {layers}." if layers else ""

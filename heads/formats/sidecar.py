@@ -63,7 +63,7 @@ def sidecar(
         "config": asdict(settings),
         "dims": asdict(head.dims),
         "feature_layers": list(head.spec.layer_ids),
-        "facts": FAMILIES[head.family].files.facts,
+        "facts": FAMILIES[head.family].files.facts_of(settings),
         "target": rest.pop("target", None),
         "recipe": rest.pop("recipe", None),
         "provenance": rest,

@@ -171,6 +171,14 @@ OTHERS = {
         Eagle3Config(draft_vocab_size=64, intermediate_size=32, feature_layers=[1, 2, 3]),
         r"set 'head\.feature_layers=\[2, 4, 5\]'",
     ),
+    "layers of the head": (
+        Eagle3Config(draft_vocab_size=64, intermediate_size=32, layers=2),
+        r"it has no layers.1.input_layernorm.weight, the recipe's head has.: set head.layers=1$",
+    ),
+    "what goes back in": (
+        Eagle3Config(draft_vocab_size=64, intermediate_size=32, norm_output=True),
+        r"recipe's: set head.norm_output=false$",
+    ),
     "family": (MedusaConfig(), "is a head of type 'eagle3' and the recipe's is 'medusa': set head.type=eagle3"),
 }
 

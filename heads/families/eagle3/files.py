@@ -57,7 +57,7 @@ class Eagle3Files(LlamaDraftFiles):
     facts = {
         "feature": "hidden_states[k] at feature_layers (inputs of decoder layers k, before any norm)",
         "residual": "un-normed g (norm_before_residual = false)",
-        "recycled": "pre-norm output (with head.norm_output: the normed one)",
+        "recycled": "pre-norm output",
         "method": f"{PAPER.method}, arXiv {PAPER.arxiv}",
     }
     layouts = ("EAGLE-3", "SpecForge")
@@ -66,6 +66,10 @@ class Eagle3Files(LlamaDraftFiles):
     architecture = "LlamaForCausalLMEagle3"
     layer = "midlayer."
     variants = VARIANTS
+
+    def facts_of(self, config: HeadConfig) -> dict[str, str]:
+        normed = cast(Eagle3Config, config).norm_output
+        return {**self.facts, "recycled": "normed output"} if normed else self.facts
 
     def recognise(self, raw: RawCheckpoint) -> bool:
         return has_draft_layer(raw.tensors) and is_eagle3(raw.tensors)

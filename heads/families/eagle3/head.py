@@ -35,8 +35,9 @@ class Eagle3Config(AutoregressiveConfig):
     """Recipe node `head` for EAGLE-3."""
 
     structure: ClassVar[tuple[str, ...]] = (
-        "draft_vocab_size", "hidden_size", "intermediate_size", "layers", "qk_norm", "fc_norm", "norm_output",
+        "draft_vocab_size", "hidden_size", "intermediate_size", "layers", "qk_norm", "fc_norm",
     )  # fmt: skip
+    behaviour: ClassVar[tuple[str, ...]] = ("norm_output",)
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
     added: ClassVar[tuple[str, ...]] = ("layers", "qk_norm", "fc_norm", "norm_output")
     limits: ClassVar[dict[str, int]] = {

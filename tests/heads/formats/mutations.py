@@ -34,10 +34,12 @@ from format_layouts import (
     eagle3_tensors,
     eagle_tensors,
     language_model,
+    later_layer,
     medusa_tensors,
     our_head,
     random,
     speculators_eagle,
+    stream_norms,
     vllm_medusa,
     write,
 )
@@ -78,6 +80,7 @@ def make_bases(root: Path) -> list[Base]:
         "eagle-bias": EagleConfig(fc_bias=True),
         "eagle3": Eagle3Config(draft_vocab_size=U),
         "eagle3-narrow": Eagle3Config(draft_vocab_size=U, hidden_size=16),
+        "eagle3-deep": Eagle3Config(draft_vocab_size=U, layers=2, qk_norm=True, fc_norm="stream", norm_output=True),
     }
     for name, config in ours.items():
         save_head(our_head(config), root / name, {})
@@ -91,7 +94,11 @@ def make_bases(root: Path) -> list[Base]:
     ):
         export_head(our_head(config), root / name, ExportConfig([engine], "float32"), provenance)
     sealed = [Base(root / name) for name in (*ours, "eagle-shards", "sglang", "tgi-1", "tgi-2", "vllm-shared")]
-    return [*sealed, *_without_sidecar(root, ("medusa", "eagle", "eagle3", "sglang", "tgi-1")), *_foreign(root)]
+    return [*sealed, *_without_sidecar(root, BARE), *_foreign(root)]
+
+
+#: directories that are also tried without their side file
+BARE = ("medusa", "eagle", "eagle3", "eagle3-deep", "sglang", "tgi-1")
 
 
 def _without_sidecar(root: Path, names: tuple[str, ...]) -> list[Base]:
@@ -118,10 +125,18 @@ def _foreign(root: Path) -> list[Base]:
         "eagle3-layers-0": (EAGLE3_CONFIG, {**layers_0, **embedding}, "model.safetensors"),
         "eagle3-specforge": (SPECFORGE_CONFIG, eagle3_tensors(), "model.safetensors"),
         "eagle3-speculators": (SPECULATORS_CONFIG, layers_0, "model.safetensors"),
+        "eagle3-two-layers": (
+            {**EAGLE3_CONFIG, "num_hidden_layers": 2, "use_aux_norm": True},
+            {
+                **layers_0, **later_layer(1, "input_layernorm", "hidden_norm"),
+                **stream_norms("aux_norm_low", "aux_norm_mid", "aux_norm_high"),
+            },
+            "model.safetensors",
+        ),
         "medusa-1": (MEDUSA_V1_CONFIG, medusa_tensors(), "medusa_lm_head.pt"),
         "medusa-tgi": (MEDUSA_V1_CONFIG, medusa_tensors(own=False), "medusa_lm_head.safetensors"),
         "medusa-vllm": (MEDUSA_CONFIG, vllm_medusa(medusa_tensors()), "model.safetensors"),
-    }
+    }  # fmt: skip
     for name, content in files.items():
         write(root / name, *content)
     _shards_of_pickles(root / "eagle-bin-shards")

@@ -60,7 +60,8 @@ def meaning(head: Head) -> tuple[Any, ...]:
     dims = head.dims
     geometry = (dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.rms_norm_eps, dims.hidden_act)
     rope = sorted((key, str(value)) for key, value in dims.rope_parameters.items())
-    return head.family, head.spec.layer_ids, (*geometry, rope) if head.family != "medusa" else None
+    normed = getattr(head.config, "norm_output", None)
+    return head.family, head.spec.layer_ids, normed, (*geometry, rope) if head.family != "medusa" else None
 
 
 def fixed_batch(depth: int) -> FeatureBatch:
@@ -122,6 +123,8 @@ UNSEEN = {
         "biases may be zero, and a vector of one value is what norms start from",
     ),
 }
+#: a field that decides what a head computes without a tensor of its own, whether config.json names it or not
+NORMED = ("norm_output", "a head whose normed output goes back in has the same tensors as one with the plain output")
 #: the same for fields of config.json. `own`: only where no target is named to compare with
 LAYERS = r"(eagle_config\.)?eagle_aux_hidden_state_layer_ids|dflash_config.target_layer_ids"
 TOKENS = r"ptd_token_id|(dflash_config\.)?mask_token_id"
@@ -177,6 +180,8 @@ def why_unseen(base: Base, directory: Path, dims: HeadDims | None, what: str) ->
     alone = dims is None or base.directory.name == "draft-model"
 
     def kind(field: str) -> str | None:
+        if field == NORMED[0]:
+            return field
         if set(field.split(".")) - known:
             return "unread"
         names = (name for name, (pattern, own, _) in FIELDS.items() if re.fullmatch(pattern, field) and alone >= own)

@@ -20,6 +20,7 @@ from headstart.heads.families.eagle3.head import Eagle3Config
 from headstart.heads.families.medusa.head import MedusaConfig
 from headstart.heads.files import sha256_file
 from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
+from headstart.heads.formats.card import render_card
 from headstart.heads.formats.sidecar import seal
 from headstart.recipes.load import load_recipe
 
@@ -30,6 +31,7 @@ CONFIGS = {
     "medusa-shared": MedusaConfig(depth=2, lm_head="shared"),
     "eagle": EagleConfig(feature_noise=0.2),
     "eagle3": Eagle3Config(draft_vocab_size=U, depth=3),
+    "eagle3-deep": Eagle3Config(draft_vocab_size=U, layers=3, fc_norm="concat", norm_output=True),
     "eagle3-full-vocabulary": Eagle3Config(draft_vocab_size=0, intermediate_size=48),
 }
 
@@ -43,6 +45,24 @@ def test_eagle3_config_says_everything_to_every_engine() -> None:
     # vLLM counts hidden_states, SGLang adds one
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    # a plain head names none of the variants
+    assert not {"fc_norm", "norm_before_fc", "norm_output"} & set(config)
+
+
+def test_eagle3_variants_are_written_as_each_engine_reads_them() -> None:
+    files, deep = FAMILIES["eagle3"].files, our_head(CONFIGS["eagle3-deep"])
+    config, tensors = files.config_json(deep), files.tensors(deep)
+    assert config["num_hidden_layers"] == 3 and config["norm_output"] is True and "fc_norm" not in config
+    assert config["norm_before_fc"] is config["eagle_config"]["norm_before_fc"] is True  # TensorRT-LLM reads the latter
+    assert not any(name.startswith("midlayer.") for name in tensors)
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (32, 64)
+    for n in (1, 2):  # vLLM's name and SGLang's
+        pair = [tensors[f"layers.{n}.{name}.weight"] for name in ("input_layernorm", "hidden_norm")]
+        assert torch.equal(*pair) and pair[0].data_ptr() != pair[1].data_ptr()
+        assert tensors[f"layers.{n}.self_attn.q_proj.weight"].shape == (32, 32)
+    normed = files.config_json(our_head(Eagle3Config(draft_vocab_size=U, qk_norm=True, fc_norm="stream")))
+    assert normed["architectures"] == ["Eagle3Qwen3ForCausalLM"] and normed["model_type"] == "qwen3"
+    assert normed["fc_norm"] is True and "norm_before_fc" not in normed["eagle_config"]
     assert config["rope_parameters"] == LLAMA3
     assert config["rope_theta"] == 500000.0
     assert config["rope_scaling"] == {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
@@ -219,3 +239,13 @@ def test_a_sealed_directory_brings_the_targets_facts_to_its_own_check(tmp_path: 
     (tmp_path / "headstart.json").write_text(json.dumps(seal(side)))
     report = check_directory(tmp_path)
     assert report.wrong["sglang"] and "[2, 4, 5]" in report.wrong["sglang"][0]
+
+
+def test_facts_say_what_the_next_step_reads(tmp_path: Path) -> None:
+    """In headstart.json and on the card: a head that feeds its normed output back says so."""
+    for normed, words in ((False, "pre-norm output"), (True, "normed output")):
+        place = tmp_path / words
+        save_head(our_head(Eagle3Config(draft_vocab_size=U, norm_output=normed)), place, {"target": {"name": "t"}})
+        side = json.loads((place / "headstart.json").read_text())
+        assert side["facts"]["recycled"] == words
+        assert f"recycled: {words}" in render_card("someone/head", side, None, [])

@@ -12,7 +12,16 @@ from reference.documents import Document, Ends
 from reference.eagle3 import chain_logits, first_step, recycled, ttt_logits
 from reference.families import DIMS, REFERENCES, Example, documents, draft_ids, eagle3, example_head, shape_of
 from reference.llama import rms_norm
-from reference.tiny import assert_near, check_against, double_weights, ends_of, feature_batch, random_ends, teacher_of
+from reference.tiny import (
+    assert_near,
+    check_against,
+    double_weights,
+    ends_of,
+    feature_batch,
+    gradients,
+    random_ends,
+    teacher_of,
+)
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -158,6 +167,21 @@ def test_kept_numbers_are_those_that_autograd_keeps(fields: dict[str, Any], reco
     anchors = batch.anchors.count_K[0]
     expected = head.kept_numbers(len(batch.tokens_R), anchors, recompute) - anchors * DRAFT
     assert found == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("variant", ["draft vocabulary", "wide heads, llama3 rope", "partial rope, gelu", "own width"])
+def test_the_written_out_backward_is_autograds(variant: str, monkeypatch: pytest.MonkeyPatch):
+    """One plain layer, for which there are both: equal losses and gradients on padded packs of several documents."""
+    found = []
+    for by_autograd in (False, True):
+        head, ends = double_head(variant)
+        monkeypatch.setattr(type(head), "by_autograd", by_autograd)
+        batch = feature_batch(documents(), ends, DEPTH).padded(60, 20, 8)
+        loss = head.loss(batch, teacher_of(ends)).sum_T
+        found.append({"loss": loss.detach(), **gradients(head, loss.sum())})
+    assert len(found[0]) > 10
+    for name, expected in found[0].items():
+        assert_near(found[1][name], expected, name, 1e-9)
 
 
 def test_lm_head_starts_from_the_targets_rows():

@@ -123,6 +123,8 @@ def find_attention(call: Call, given: Given, window: int | None) -> AttentionFac
         if shape.norms_all_heads and (shape.norm_last or shape.grouped):
             continue
         far[facts] = max(_distance_of(calls, facts, shape, given, attention, window) for calls in (quiet, loud))
+        if far[facts] <= TOLERANCE:
+            return facts
     best = min(far, key=lambda facts: far[facts])
     if not far[best] <= 10 * TOLERANCE:
         raise Unfusable(

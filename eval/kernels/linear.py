@@ -160,7 +160,11 @@ def linear_eager(x_RK: Tensor, linear: Linear, residual_RN: Tensor | None = None
     y_RN = F.linear(x_RK, linear.weight_NK, linear.bias_N)
     if linear.activation is not None:
         act = ACTIVATIONS[linear.activation]
-        y_RN = gated_eager(*y_RN.chunk(2, -1), act) if linear.gated else act(y_RN)
+        if linear.gated:
+            gate, up = y_RN.chunk(2, -1)
+            y_RN = gated_eager(gate, up, act)
+        else:
+            y_RN = act(y_RN)
     return y_RN if residual_RN is None else residual_RN + y_RN
 
 

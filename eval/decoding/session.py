@@ -82,6 +82,8 @@ class Decoder:
             return f"the target ran by transformers' own forward{how}: {self.unfused}"
         if self.fused is not None and self.fused.uncaptured is not None:
             return f"decoding cycles ran operation by operation, not as CUDA graphs: {self.fused.uncaptured}"
+        if self.engine is not None and self.engine.prompts.uncaptured is not None:
+            return f"prompts ran operation by operation, not as CUDA graphs: {self.engine.prompts.uncaptured}"
         return None
 
     @property

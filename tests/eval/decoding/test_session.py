@@ -166,6 +166,7 @@ def test_prompts_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(Engine, "__init__", captured_prompts)
     assert answers(made) == expected()
     prompts = made.engine.prompts  # type: ignore[union-attr]
+    assert made.slow == "prompts ran operation by operation, not as CUDA graphs: it asks the host"
     assert prompts.uncaptured == "it asks the host" and not prompts.captures and not prompts.graphs
 
 

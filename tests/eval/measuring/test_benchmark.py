@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -68,6 +69,8 @@ def test_report_of_a_head(target: Target, plain: list[Answer], eagle3: Trained, 
     assert {name: section.prompts for name, section in report.tasks.items()} == {"a": 2, "b": 1}
     assert sum(section.forwards for section in report.tasks.values()) == report.forwards == expected.forwards
     assert report.tree["label"] == "chain3"
+    # on a CPU nothing is fused by default, which is no cause for a note
+    assert (report.engine_path, report.engine_note, report.engine_cost) == ("generic", None, None)
     assert report.head["type"] == "eagle3" and report.head["path"] == "x"
     assert report.head["config"] == asdict(eagle3.head.config)  # fields alone: what a class says of them stays out
     assert report.recipe == {"seed": 7}
@@ -99,6 +102,9 @@ def test_plain_ngram_and_lossy_reports(target: Target, medusa: Trained, ids_file
     assert report.baseline_tokens_per_s > 0 and report.greedy_identity is None
     report = evaluate(target, None, config_of(ids_file, drafter="ngram", baseline=False))
     assert report.drafter == "ngram" and report.tau > 1 and report.baseline_tokens_per_s is None
+    # to fuse moves weights
+    fused = evaluate(copy.deepcopy(target), None, config_of(ids_file, engine="fused", drafter="none"))
+    assert (fused.engine_path, fused.engine_note) == ("fused", None)
     changes = {"temperature": 1.0, "acceptance": "typical", "max_new_tokens": 4, "tree": TreeConfig("static", 3, 4, 10)}
     report = evaluate(target, medusa.head, config_of(ids_file, **changes))
     assert not report.lossless and report.greedy_identity is None

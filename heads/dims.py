@@ -58,6 +58,10 @@ class HeadDims:
             "max_position_embeddings",
         )  # fmt: skip
         sizes = {name: given(name) for name in needed}
+        if sizes["intermediate_size"] is None and given("moe_intermediate_size") is not None:
+            # all layers have experts alone (Qwen3.5-MoE): as wide as those that one token passes through
+            routed = given("moe_intermediate_size") * (given("num_experts_per_tok") or 1)
+            sizes["intermediate_size"] = routed + (given("shared_expert_intermediate_size") or 0)
         if odd := {name: value for name, value in sizes.items() if type(value) is not int}:
             missing = [name for name, value in odd.items() if value is None]
             said = f"has no {', '.join(missing)}" if missing else f"says {odd}, no whole numbers"

@@ -79,4 +79,4 @@ def parts_note(model: Any, unread: Iterable[str] = ()) -> list[str]:
 def _part(name: str) -> str:
     """The first piece of a tensor's name that says something: `visual` of `model.visual.blocks.0.norm1.weight`."""
     pieces = name.split(".")
-    return pieces[1] if pieces[0] == "model" and len(pieces) > 2 else pieces[0]
+    return pieces[1] if pieces[0] == "model" and len(pieces) > 1 else pieces[0]

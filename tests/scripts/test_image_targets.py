@@ -75,3 +75,19 @@ def test_a_run_from_text_and_image_rows_to_an_export(
     assert "dropped 1: the conversation holds images" in notes and "asked" not in " ".join(notes)
     assert (config["hidden_size"], config["vocab_size"]) == (32, vocabulary_of(directory) + IMAGE_TOKENS)
     assert "vLLM 0.32      loads" in result.err and "vllm serve TARGET" in result.err
+
+
+def test_doctor_and_plan_leave_out_prompts_with_images(recipe: Path, headstart: Call, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    shown = '{"prompt": "What is it?", "image": "1.jpg"}\n'
+    prompts.write_text('{"prompt": "Hello"}\n' + shown)
+    checked = headstart("doctor", recipe, "--json")
+    found = {check["name"]: check for check in checked.json["checks"]}
+    assert checked.code == 0 and "dropped 1: the conversation holds images (prompts.jsonl:2)" in found["data"]["found"]
+    planned = headstart("plan", recipe)
+    assert planned.code == 0 and "data: 1 prompts are not answered yet" in planned.out
+    prompts.write_text(shown)
+    checked = headstart("doctor", recipe, "--json")
+    found = {check["name"]: check for check in checked.json["checks"]}
+    assert checked.code == 1 and found["data"]["status"] == "fail"
+    assert "none of the first prompts can be answered: dropped 1: the conversation holds" in found["data"]["found"]

@@ -229,3 +229,38 @@ def test_an_adapter_of_the_text_part_is_merged_and_served_with_the_whole_model(
         torch.testing.assert_close(tuned.model(input_ids=tokens_BT).logits, expected, rtol=1e-3, atol=1e-3)
         again = loaded(tmp_path / "tuned").model(input_ids=tokens_BT).logits
         assert torch.equal(again, tuned.model(input_ids=tokens_BT).logits)
+
+#: model type → hidden size, vocabulary, layers of the text part as transformers has it by default: full-sized models
+FULL_SIZE = {
+    "gemma3": (2304, 262208, 26), "gemma4": (2304, 262144, 30), "llama4": (5120, 202048, 48),
+    "mistral3": (5120, 131072, 40), "qwen2_5_vl": (8192, 152064, 80), "qwen3_vl": (4096, 151936, 32),
+    "glm4v_moe": (4096, 151424, 46), "qwen3_5": (4096, 248320, 32), "qwen3_5_moe": (2048, 248320, 40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FULL_SIZE)
+def test_a_full_sized_model_is_known_from_its_config_alone(kind: str, tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    words(tmp_path)
+    target = weightless_target(TargetConfig(name=str(tmp_path)))
+    assert (target.dims.hidden_size, target.dims.vocab_size, target.dims.num_layers) == FULL_SIZE[kind]
+    assert target.embed_VD.is_meta and target.dims == target_dims(str(tmp_path))
+
+
+def test_a_published_config_is_read_as_its_makers_wrote_it(tmp_path: Path) -> None:
+    config = Path(__file__).parents[2] / "fixtures" / "configs" / "gemma-3-12b-it.json"
+    (tmp_path / "config.json").write_bytes(config.read_bytes())
+    words(tmp_path)
+    target = weightless_target(TargetConfig(name=str(tmp_path)))
+    assert type(target.model).__name__ == "Gemma3ForConditionalGeneration"
+    assert (target.dims.hidden_size, target.dims.vocab_size, target.dims.num_layers) == (3840, 262208, 48)
+    assert "multi_modal_projector, vision_tower are loaded with it and not used: 0.78 GiB, 3%" in target.notes[0]
+
+
+def test_layers_of_experts_alone_give_a_draft_layer_its_width(tmp_path: Path) -> None:
+    """The MLP of a draft layer is as wide as the experts together that a token passes through."""
+    config = transformers.AutoConfig.for_model("qwen3_5_moe")
+    text = config.get_text_config()
+    width = text.moe_intermediate_size * text.num_experts_per_tok + text.shared_expert_intermediate_size
+    config.save_pretrained(tmp_path)
+    assert target_dims(str(tmp_path)).intermediate_size == width == 4608

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ CONTEXTS = (30, 24, 37)
 TREES = {"chain": TreeConfig("chain", 3), "tree": TreeConfig("dynamic", 4, 3, 16)}
 #: largest relative error of a row of features or logits in float32 that rounding explains
 TOLERANCE = 1e-3
-HEAD = {"depth": 3, "draft_vocab_size": 48}
+HEAD: dict[str, Any] = {"depth": 3, "draft_vocab_size": 48}
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ class Decoding:
         for kind, tree in TREES.items():
             if kind == "tree" and self.found.trees_refused is not None:
                 continue
-            exact[kind], answers = self.run(kind, lambda tree=tree: build_drafter(head, EvalConfig(tree=tree)))
+            exact[kind], answers = self.run(kind, partial(build_drafter, head, EvalConfig(tree=tree)))
             cycles = [cycle for answer in answers for cycle in answer.cycles]
             if cycles:
                 self.found.accepted[kind] = round(sum(cycle.accepted for cycle in cycles) / len(cycles), 3)

@@ -114,7 +114,8 @@ def ask_all(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[s
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["headstart.bench.target_checks", "headstart.bench.decode"])
     jobs = 1 if arguments.equal else arguments.jobs
-    waiting, running = list(names), {}
+    waiting = list(names)
+    running: dict[str, tuple[Any, Path, float]] = {}
     with tempfile.TemporaryDirectory(prefix="headstart-targets-") as root:
         while waiting or running:
             while waiting and len(running) < jobs:

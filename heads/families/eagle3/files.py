@@ -268,13 +268,15 @@ def _layer_names(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """(our name → short name, short name → why it is not needed) of the layers' tensors.
 
-    Raises: FormatError where the two names for the input norm of a layer have different values.
+    Raises: FormatError where the two names for the input norm of a layer have different values, and for a later layer
+        that reads embeddings.
     """
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
     norms = QK_NORMS if qk_norm else ()
     expected, unused = {f"midlayer.{name}": f"{prefix}{name}" for name in (*LAYER_WITH_NORMS, *norms)}, {}
     for n in range(1, layers):
         expected |= {f"layers.{n}.{name}": f"layers.{n}.{name}" for name in (*LAYER, *norms)}
+        _require_narrow(raw, names, prefix, n)
         ours, other = (f"layers.{n}.{name}.weight" for name in ("input_layernorm", "hidden_norm"))
         expected[ours] = other if ours not in names and other in names else ours
         if ours in names and other in names:
@@ -286,6 +288,17 @@ def _layer_names(
                 )
             unused[other] = f"the same values as {ours}"
     return expected, unused
+
+
+def _require_narrow(raw: RawCheckpoint, names: dict[str, str], prefix: str, n: int) -> None:
+    """Raises: FormatError where layer n is as wide as the first one, so that it reads embeddings again."""
+    first, later = (names.get(f"{where}self_attn.q_proj.weight") for where in (prefix, f"layers.{n}."))
+    if first is not None and later is not None and raw.tensors[first].shape == raw.tensors[later].shape:
+        raise FormatError(
+            f"{raw.directory}: {later} is {list(raw.tensors[later].shape)}, as wide as the first layer's: layer {n} reads "
+            "embeddings again, as some trainers' layers do. Headstart and engines run later layers on the hidden state "
+            "alone; train a new head."
+        )
 
 
 def _layers(top: Any, inner: Any, where: str) -> list[int] | None:

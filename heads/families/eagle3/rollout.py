@@ -86,7 +86,7 @@ def rollout(
     e_RW = F.linear(e_RH, runs[0].weight_WH[:, :hidden])
     runs[0].weight_WH = runs[0].weight_WH[:, hidden:]
     attend = TrainAttention(batch).attend
-    outputs = [_first_step(batch, runs, hidden_norm, rope, e_RW, g_RH)]
+    outputs = [_first_step(batch, attend, runs, hidden_norm, rope, e_RW, g_RH)]
     ahead = _Ahead.apply(e_RW, anchors.row_A, counts[1:]).split(counts[1:]) if len(counts) > 1 else ()
     for step, e_AW in enumerate(ahead, start=1):
         count = counts[step]
@@ -107,7 +107,13 @@ def rollout(
 
 
 def _first_step(
-    batch: FeatureBatch, runs: list[LayerRun], hidden_norm: RMSNorm, rope: Rope, e_RW: Tensor, g_RH: Tensor
+    batch: FeatureBatch,
+    attend: Callable[..., Tensor],
+    runs: list[LayerRun],
+    hidden_norm: RMSNorm,
+    rope: Rope,
+    e_RW: Tensor,
+    g_RH: Tensor,
 ) -> Tensor:
     """Step 1 of every layer, which fills the runs' keys and values.
 
@@ -132,8 +138,7 @@ def _first_step(
             kv_RW, q_AW = kv_RW + e_RW[:, queries:], q_AW + e_RW[:, :queries].index_select(0, row_A)
         run.k_RgD, run.v_RgD = run.keys_values(kv_RW, cos, sin)
         q_AhD = run.turned(q_AW, cos[row_A], sin[row_A])
-        context_AhD = TrainAttention(batch).attend(q_AhD, run.k_RgD, run.v_RgD)
-        g_RH = run.layer.finish(context_AhD, g_RH.index_select(0, row_A))
+        g_RH = run.layer.finish(attend(q_AhD, run.k_RgD, run.v_RgD), g_RH.index_select(0, row_A))
     return g_RH
 
 

@@ -366,6 +366,12 @@ REFUSED: dict[str, tuple[tuple[dict[str, Any], Callable[[], Tensors]], dict[str,
         lambda t: {**t, **later_layer(1, "input_layernorm"), "layers.1.hidden_norm.weight": torch.ones(D)},
         "input_layernorm.weight and layers.1.hidden_norm.weight differ",
     ),
+    "layers that read embeddings again": (
+        (EAGLE3_CONFIG, lambda: eagle3_tensors("layers.0.")),
+        {"num_hidden_layers": 2},
+        lambda t: {**t, **{name.replace("layers.0.", "layers.1."): x for name, x in t.items()}},
+        "layers.1.self_attn.q_proj.weight is .32, 64.*layer 1 reads embeddings again",
+    ),
     "sliding layers": (
         E3,
         {"layer_types": ["sliding_attention"]},

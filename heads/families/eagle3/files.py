@@ -295,9 +295,9 @@ def _require_narrow(raw: RawCheckpoint, names: dict[str, str], prefix: str, n: i
     first, later = (names.get(f"{where}self_attn.q_proj.weight") for where in (prefix, f"layers.{n}."))
     if first is not None and later is not None and raw.tensors[first].shape == raw.tensors[later].shape:
         raise FormatError(
-            f"{raw.directory}: {later} is {list(raw.tensors[later].shape)}, as wide as the first layer's: layer {n} reads "
-            "embeddings again, as some trainers' layers do. Headstart and engines run later layers on the hidden state "
-            "alone; train a new head."
+            f"{raw.directory}: {later} is {list(raw.tensors[later].shape)}, as wide as the first layer's: layer {n} "
+            "reads embeddings again, as some trainers' layers do. Headstart and engines run later layers on the hidden "
+            "state alone; train a new head."
         )
 
 

@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[tuple[dict[str, Any], Callable[[], Tensors]], dict[str,
     "layers that read embeddings again": (
         (EAGLE3_CONFIG, lambda: eagle3_tensors("layers.0.")),
         {"num_hidden_layers": 2},
-        lambda t: {**t, **{name.replace("layers.0.", "layers.1."): x for name, x in t.items()}},
+        lambda t: {**{name.replace("layers.0.", "layers.1."): x.clone() for name, x in t.items()}, **t},
         "layers.1.self_attn.q_proj.weight is .32, 64.*layer 1 reads embeddings again",
     ),
     "sliding layers": (

@@ -21,6 +21,7 @@ from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 from headstart.heads.files import require_disk
 from headstart.heads.targets.locate import decoder_layers
+from headstart.heads.targets.quantised import held_bytes_of
 from headstart.heads.targets.sizes import TargetSizes, widest_layer
 from headstart.heads.targets.target import Target
 from headstart.heads.targets.tuned import tuned_bytes
@@ -132,10 +133,11 @@ def target_memory(target: Target, head: Head, layout: Layout) -> dict[str, int]:
     """Bytes of one rank's part of the target, by what they are for."""
     number = target.dtype.itemsize
     model, dims = target.model, target.dims
-    everything = parameter_bytes(model.parameters(), number)
+    held = held_bytes_of(model, number, target.quantised)
+    everything = held(model.parameters())
     if layout.target_parallel == "none":
         return {"target weights": everything}
-    layer_bytes = [parameter_bytes(layer.parameters(), number) for layer in decoder_layers(model)]
+    layer_bytes = [held(layer.parameters()) for layer in decoder_layers(model)]
     layers = sum(layer_bytes)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     output = 0 if tied else dims.vocab_size * dims.hidden_size * number  # the output matrix, where it is one of its own

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headstart.heads.errors import ConfigError, DataError, TargetError
 from headstart.heads.files import read_json, write_json, write_safetensors
 from headstart.heads.targets.locate import decoder_layers
+from headstart.heads.targets.quantised import quantisation_of
 
 #: value of `modules`: every linear layer of the decoder layers
 ALL_LINEAR = "all-linear"
@@ -391,9 +392,12 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], directory: Path
             )
 
 
-def refuse_quantised(model: nn.Module) -> None:
-    """Raises: TargetError for quantised weights: an update cannot be merged into them without another rounding."""
-    if getattr(model.config, "quantization_config", None) is not None:
+def refuse_quantised(config: Any) -> None:
+    """Raises: TargetError for quantised weights: an update cannot be merged into them without another rounding.
+
+    Args: config: of the model, or the model itself.
+    """
+    if quantisation_of(getattr(config, "config", config)) is not None:
         raise TargetError(
             "target.name: found a model with quantised weights, into which no adapter can be merged; take the same "
             "model in bfloat16 or float32"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, DataError, TargetError
 from headstart.heads.files import explain_read, read_bounded
 from headstart.heads.numerics import DTYPES
+from headstart.heads.targets.adapter import refuse_quantised
 from headstart.heads.targets.classes import auto_class, parts_note
 from headstart.heads.targets.explained import explained_loading
 from headstart.heads.targets.processor_template import processor_template
+from headstart.heads.targets.quantised import check_quantisation, own_dtype, quantisation_of, refused_here, settle
 from headstart.heads.targets.sharded import (
     ShardedTarget,
     WeightFiles,
@@ -56,11 +59,20 @@ def load_target(config: TargetConfig) -> Target:
     place, shared, hub_refusal = locate(config)
     adapter = adapter_of(config)
     with explained_loading(config.name, hub_refusal):
-        loads = auto_class(AutoConfig.from_pretrained(place, **shared), config.name, config.trust_remote_code)
+        settings = AutoConfig.from_pretrained(place, **shared)
+        loads = auto_class(settings, config.name, config.trust_remote_code)
+        if (quantised := check_quantisation(settings, config.name)) is not None:
+            if refusal := refused_here(quantised, config.name):
+                raise TargetError(refusal)
+            dtype = own_dtype(settings) if config.dtype == "auto" else dtype
         tokenizer = load_tokenizer(config, place, shared)
         if config.parallel == "fsdp2":
             return _ready(*_load_sharded(config, place, shared, tokenizer, device, dtype))
-        spread = {"device_map": "auto"} if config.parallel == "device_map" else {}
+        spread: dict[str, Any] = {"device_map": "auto"} if config.parallel == "device_map" else {}
+        if quantised is not None and adapter is not None:
+            refuse_quantised(settings)
+        if quantised is not None and not spread:  # packed weights cannot be moved with `to`
+            spread = {"device_map": {"": device}}
 
         unread: set[str] = set()
 
@@ -81,7 +93,14 @@ def load_target(config: TargetConfig) -> Target:
         if adapter is not None:
             merged = merge_into(model, adapter, weight_hash_of(model))
             notes.append(merged_note(adapter, config.name))
-        target = Target(model, tokenizer, config, revision, merged)
+        known_hash = None
+        if quantised is not None:
+            quantised = replace(quantised, dequantised=quantisation_of(model.config) is None)
+            notes += [quantised.note, *dtype_note(model, config.dtype)]
+            # before the first forward: after it, asking bitsandbytes for its weights breaks them on a CPU
+            known_hash = weight_hash_of(model)
+            settle(model, config.name, config.dtype)
+        target = Target(model, tokenizer, config, revision, merged, quantised, known_hash)
     return _ready(target, notes)
 
 
@@ -179,14 +198,19 @@ def weightless_target(config: TargetConfig) -> Target:
         settings = AutoConfig.from_pretrained(place, **shared)
         auto_class(settings, config.name, config.trust_remote_code)  # before the tokenizer, whose error says less
         tokenizer = load_tokenizer(config, place, shared)
-        check_quantisation(settings)
+        quantised = check_quantisation(settings, config.name)
         model, notes = model_on_meta(settings, config)
+        if quantised is not None:
+            refusal = refused_here(quantised, config.name)
+            if refusal and config.device == "cpu":
+                raise TargetError(refusal)
+            notes.append(refusal or quantised.note)
         load_generation_config(model, place, config.revision, shared["local_files_only"])
         notes += parts_note(model)
         if (adapter := adapter_of(config)) is not None:
             check_fits(adapter, model)
             notes.append(merged_note(adapter, config.name))
-        target = Target.from_model(model, tokenizer, config)
+        target = Target(model, tokenizer, config, quantised=quantised)
     target.notes = [*notes, *target.notes]
     return target
 
@@ -214,19 +238,13 @@ def load_generation_config(
         model.generation_config = GenerationConfig.from_pretrained(place, revision=revision, local_files_only=local)
 
 
-def check_quantisation(settings: Any) -> None:
-    """Raises: ImportError, as loading would, where quantised weights need a package that is not installed."""
-    from transformers.quantizers import AutoHfQuantizer
-
-    quantised = getattr(settings, "quantization_config", None)
-    if quantised is None:
-        return
-    try:
-        AutoHfQuantizer.from_config(quantised, pre_quantized=True).validate_environment()
-    except ImportError:
-        raise
-    except Exception:  # no GPU, another device map: another machine will load it
-        return
+def dtype_note(model: nn.Module, stated: str) -> list[str]:
+    """A line where a quantised model computes in another dtype than the recipe states."""
+    found = model.get_input_embeddings().weight.dtype
+    if stated == "auto" or DTYPES[stated] == found:
+        return []
+    name = str(found).removeprefix("torch.")
+    return [f"target.dtype={stated} is not followed: the quantised files hold their other weights in {name}"]
 
 
 def check_shardable(target: Target) -> None:

@@ -28,6 +28,7 @@ from headstart.heads.ends import Teacher
 from headstart.heads.errors import ConfigError, TargetError
 from headstart.heads.files import read_json
 from headstart.heads.targets.locate import decoder_layers, text_decoder
+from headstart.heads.targets.quantised import quantisation_of
 from headstart.heads.targets.target import Target, TargetConfig, length_groups
 
 #: tensors in older checkpoints that a model computes itself
@@ -306,5 +307,5 @@ def with_buffers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def check_plain(settings: Any, name: str) -> None:
     """Raises: TargetError for quantised weights."""
-    if getattr(settings, "quantization_config", None) is not None:
+    if quantisation_of(settings) is not None:
         raise TargetError(f"{name}: found quantised weights, expected plain ones to shard: {REMEDY}")

@@ -26,9 +26,12 @@ from headstart.heads.targets.locate import (
     text_decoder,
 )
 from headstart.heads.targets.probe import measured_teacher, require_single_pass, rule_without_weights
+from headstart.heads.targets.quantised import Quantisation, matrix_of, parts_of, quantisation_of
 from headstart.heads.targets.template_date import shown_date
 from headstart.heads.targets.tuned import MergedAdapter, merged_adapter_in
 
+#: dtypes of packed weights
+PACKED = (torch.int32, torch.int64)
 #: values of target.parallel
 TARGET_KINDS = ("none", "fsdp2", "device_map")
 
@@ -73,17 +76,26 @@ def sample_weight(name: str, weight: Tensor) -> bytes:
     whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     flat = whole.detach().flatten()
     index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 4096), dtype=torch.float64).long()
-    values = flat[index.to(flat.device)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+    sampled = flat[index.to(flat.device)].to("cpu")
+    if sampled.dtype in PACKED:  # every bit counts where several numbers share one
+        values = sampled.to(torch.int64).numpy().tobytes()
+    else:
+        values = sampled.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     return f"{name}{tuple(weight.shape)}".encode() + values
 
 
 def weight_hash_of(model: nn.Module) -> str:
     """sha256 over names, shapes and 4,096 sampled values of every weight. An injected adapter is left out.
 
-    The values are rounded to bfloat16, so all dtypes that hold the weights exactly give the same hash. All ranks that
+    The values are rounded to bfloat16, so all dtypes that hold the weights exactly give the same hash. Of quantised
+    weights the packed numbers and the scales are taken, so another quantisation gives another hash. All ranks that
     share a sharded target call it.
     """
-    state = sorted(plain_weights(model).items(), key=lambda item: item[0])
+    weights = plain_weights(model).items()
+    state = sorted(
+        ((name + part, tensor) for name, weight in weights for part, tensor in parts_of(weight).items()),
+        key=lambda item: item[0],
+    )
     return hashlib.sha256(b"".join(sample_weight(name, weight) for name, weight in state)).hexdigest()
 
 
@@ -138,6 +150,7 @@ class Target:
         teacher: the output head (lm_head, soft-cap, scale) as the model applies it.
         embed_VD: input embedding weight, unscaled.
         merged_adapter: the adapter that is merged into the model; None for a model as its makers published it.
+        quantised: how the weights of its files are quantised; None for plain ones.
         stop_token_ids: every id that ends generation (generation config and tokenizer).
     """
 
@@ -153,31 +166,35 @@ class Target:
         config: TargetConfig,
         revision: str | None = None,
         merged_adapter: MergedAdapter | None = None,
+        quantised: Quantisation | None = None,
+        weight_hash: str | None = None,
     ):
         self.model, self.tokenizer, self.config = model.eval().requires_grad_(False), tokenizer, config
         self.revision, self.merged_adapter = revision, merged_adapter or merged_adapter_in(model.config)
+        self.quantised = quantised or quantisation_of(model.config)
         self.dims = HeadDims.from_hf_config(model.config)
         keep_first_frequencies(model)
         output = model.get_output_embeddings()
         if output is None:
             raise TargetError(f"{config.name}: the model has no output embedding; expected a causal language model")
         bias, vocab = getattr(output, "bias", None), self.dims.vocab_size
-        if output.weight.shape[0] < vocab:
+        matrix_VD = matrix_of(output, self.dims.hidden_size)
+        if matrix_VD.shape[0] < vocab:
             raise TargetError(
-                f"{config.name}: lm_head has {output.weight.shape[0]} rows, expected config.vocab_size = {vocab}"
+                f"{config.name}: lm_head has {matrix_VD.shape[0]} rows, expected config.vocab_size = {vocab}"
             )
         self.embed_VD: Tensor = model.get_input_embeddings().weight
         norm_D, place = final_norm(model), self.embed_VD.device
         # rows beyond the vocabulary are padding; a device map may put the matrix on another GPU than the embeddings
         matrix = Teacher(
-            output.weight[:vocab].to(place), None if bias is None else bias[:vocab].to(place),
+            matrix_VD[:vocab].to(place), None if bias is None else bias[:vocab].to(place),
             norm_D=None if norm_D is None else norm_D.to(place),
         )  # fmt: skip
         self.teacher = self._measured(matrix)
         #: sentences that a user should read
         self.notes: list[str] = self._facts()
         self.stop_token_ids = self._stop_token_ids()
-        self._weight_hash: str | None = None
+        self._weight_hash = weight_hash
 
     def compile(self) -> None:
         """Compile the decoder layers for feature extraction. They share one graph, which the first forward makes.
@@ -300,7 +317,11 @@ class Target:
     def held_bytes(self) -> int:
         """Memory that this rank's part of the target takes, each tensor counted once."""
         tensors = [*self.model.parameters(), *self.model.buffers(), self.teacher.weight_VD, *self.held_besides()]
-        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        local = [
+            part.to_local() if hasattr(part, "to_local") else part
+            for tensor in tensors
+            for part in parts_of(tensor).values()
+        ]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
     def held_besides(self) -> list[Tensor]:
@@ -332,5 +353,6 @@ class Target:
             "vocab_size": self.dims.vocab_size,
             "hidden_size": self.dims.hidden_size,
             "num_layers": self.dims.num_layers,
+            **({} if self.quantised is None else {"quantised": self.quantised.method}),
             **({} if self.merged_adapter is None else self.merged_adapter.fingerprint()),
         }

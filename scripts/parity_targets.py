@@ -26,7 +26,7 @@ from headstart.heads.targets.load import with_attention
 PREFIX = "random:"
 #: sizes that vLLM's kernels for CPUs accept; rows of the vocabulary beyond the tokenizer's are never said
 SERVED = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 32, "max_position_embeddings": 2048, "moe_intermediate_size": 64,
 }  # fmt: skip
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

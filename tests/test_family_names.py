@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "heads/layers.py": ({"medusa"}, "the remedy of an error names a family without a draft layer"),
     "scripts/bench/presets.py": ({"eagle3", "medusa"}, "the heads that are benchmarked"),
     "scripts/bench/train.py": ({"eagle3"}, "the name of a shipped recipe, in help"),
+    "scripts/parity_llama_cpp.py": ({"eagle3"}, "the one family that llama.cpp drafts with"),
     "scripts/parity_vllm.py": ({"medusa", "eagle", "eagle3"}, "recipes of the comparison with vLLM"),
     "scripts/saved_heads.py": ({"eagle3"}, "what drafts with synthetic acceptance where no head is named"),
 }

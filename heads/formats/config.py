@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class ExportConfig:
     """What `export` writes and where it goes."""
 
-    #: Engines to write for: portable (one directory for every engine that takes it), vllm, sglang, tgi or tensorrt_llm.
+    #: Engines to write for: portable (one directory for every engine that takes it), vllm, sglang, tgi,
+    #: tensorrt_llm or llama_cpp.
     engines: list[str] = field(default_factory=lambda: ["portable"])
     #: Precision of the exported weights: bfloat16, float16 or float32.
     dtype: str = "bfloat16"

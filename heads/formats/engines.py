@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headstart.heads.formats import sglang, tensorrt_llm, tgi, vllm
+from headstart.heads.formats import llama_cpp, sglang, tensorrt_llm, tgi, vllm
 from headstart.heads.formats.format import Format
 
 FORMATS: dict[str, Format] = {
-    engine.key: engine for engine in (vllm.FORMAT, sglang.FORMAT, tgi.FORMAT, tensorrt_llm.FORMAT)
+    engine.key: engine for engine in (vllm.FORMAT, sglang.FORMAT, tgi.FORMAT, tensorrt_llm.FORMAT, llama_cpp.FORMAT)
 }

@@ -83,6 +83,8 @@ def export_head(
     for index, name in enumerate(config.engines):
         place = directory if index == 0 else directory / name
         write_directory(head, place, contents(head, name, provenance), provenance, DTYPES[config.dtype], limit)
+        if name in FORMATS:
+            FORMATS[name].finish(head.family, place)
         reports[name] = check_directory(place, head.dims)
         _require_right(reports[name], name, head.family, config.force)
     return reports

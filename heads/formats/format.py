@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from headstart.heads.base import Head
@@ -47,12 +48,14 @@ class Rules:
         check: judges a directory.
         write: head, provenance → a directory for this engine; None if the engine takes the portable one.
         shards: whether the engine reads weights in several files.
+        convert: directory that was written → adds the file that the engine reads in the place of the weights.
         versions: the releases that serve the family; None if every release since the one that was read does.
     """
 
     check: Check
     write: Callable[[Head, dict[str, Any]], Contents] | None = None
     shards: bool = False
+    convert: Callable[[Path], None] | None = None
     versions: Versions | None = None
 
 
@@ -97,6 +100,7 @@ class Format:
         dropped: `model_type` of drafts that the engine no longer serves → why it refuses them.
         unchecked: families that the engine may serve and whose rules are not known here.
         before: what the engine checks first, whatever the family.
+        targets: `model_type` of the targets whose hidden states it gives to a head; None: of all, or it is not known.
         adapters: whether it applies a LoRA adapter to the target that verifies drafts, and `launch` says how.
     """
 
@@ -109,6 +113,7 @@ class Format:
     dropped: Mapping[str, str] = field(default_factory=dict)
     unchecked: tuple[str, ...] = ()
     before: Check = lambda case: None
+    targets: frozenset[str] | None = None
     adapters: bool = False
 
     def check(self, seen: HeadDirectory, target: HeadDims | None) -> EngineVerdict:
@@ -124,6 +129,8 @@ class Format:
             case.refuse(self.not_served(seen.family))
         else:
             try:
+                if target is not None and not self.serves_target(target):
+                    case.refuse(f"it does not give a head the hidden states of {target.model_type} targets")
                 self.before(case)
                 rules.check(case)
                 if (sentence := self.versions_of(seen.family)) is not None:
@@ -133,6 +140,10 @@ class Format:
             except FormatError as error:  # what Headstart cannot read, the engine cannot read either
                 case.refuse(str(error))
         return case.verdict
+
+    def serves_target(self, target: HeadDims) -> bool:
+        """Whether it can run a head for a target of this type, as far as is known."""
+        return self.targets is None or target.model_type in self.targets
 
     def not_served(self, family: str | None) -> str:
         """Why the engine refuses a directory of a family without rules."""
@@ -151,6 +162,12 @@ class Format:
         if rules is None:
             raise FormatError(f"export.engines: {self.name} does not serve {head.family} heads")
         return FAMILIES[head.family].files.portable(head) if rules.write is None else rules.write(head, provenance)
+
+    def finish(self, family: str, directory: Path) -> None:
+        """Add to a directory that was written for this engine what the engine reads beside, or in place of, it."""
+        rules = self.serves.get(family)
+        if rules is not None and rules.convert is not None:
+            rules.convert(directory)
 
     def reads_shards(self, family: str | None) -> bool:
         """Whether the engine reads a head of this family whose weights stand in several files."""

@@ -34,6 +34,8 @@ T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched
 HEAD_FILES = ["config.json", SIDECAR, "*.safetensors", "*.safetensors.index.json"]
 HEAD_FILES += ["pytorch_model.bin", PICKLED]
+#: files that an engine reads in the place of the weights: uploaded, never fetched
+ENGINE_FILES = "*.gguf"
 #: files of the adapter that lies beside a head of a tuned target
 ADAPTER_FILES = [f"{ADAPTER}/{CONFIG_FILE}", f"{ADAPTER}/{WEIGHTS_FILE}"]
 #: files in folders of a repository; in a pattern, "*" also stands for "/"
@@ -97,7 +99,7 @@ def push_export(
     message = published_text(config.commit_message or f"{side['type']} head for {named}", names)
     if (side.get("target") or {}).get("served_as") is not None:
         _push_target(api, directory, config, side, message, sleep)
-    files = _root_files(directory, [*HEAD_FILES, "README.md", "report.json", *plots]) + ADAPTER_FILES
+    files = _root_files(directory, [*HEAD_FILES, ENGINE_FILES, "README.md", "report.json", *plots]) + ADAPTER_FILES
     return _patiently(lambda: _upload(api, name, directory, files, config, message), directory, name, sleep)
 
 

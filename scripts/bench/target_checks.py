@@ -31,6 +31,7 @@ from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import build_drafter
 from headstart.heads.base import Head
 from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
 from headstart.heads.errors import HeadstartError
 from headstart.heads.families import build_head
 from headstart.heads.families.eagle3.head import Eagle3Config
@@ -39,7 +40,7 @@ from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.export import export_head
 from headstart.heads.provenance import provenance
-from headstart.heads.targets.load import load_target, weightless_target
+from headstart.heads.targets.load import load_target, target_dims, weightless_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.vocab import choose_draft_vocab
 from headstart.recipes.schema import Recipe
@@ -65,7 +66,7 @@ class Effort:
         steps: optimiser steps.
         answer: tokens of every answer.
         half: also decode in bfloat16.
-        engines: to export for; None = all that serve EAGLE-3.
+        engines: to export for; None = all that draft with EAGLE-3 for the target.
     """
 
     steps: int = 16
@@ -73,8 +74,9 @@ class Effort:
     half: bool = False
     engines: tuple[str, ...] | None = None
 
-    def exports(self) -> list[str]:
-        served = [key for key, engine in FORMATS.items() if Eagle3Config.type in engine.serves]
+    def exports(self, target: HeadDims) -> list[str]:
+        able = {key: engine for key, engine in FORMATS.items() if Eagle3Config.type in engine.serves}
+        served = [key for key, engine in able.items() if engine.serves_target(target)]
         return served if self.engines is None else [key for key in served if key in self.engines]
 
 
@@ -176,7 +178,7 @@ def recipe_of(place: Path, kind: str, device: torch.device, effort: Effort) -> R
         data=DataConfig(max_length=128),
         train=TrainConfig(steps=effort.steps),
         eval=EvalConfig(tree=TREES[kind], max_new_tokens=effort.answer),
-        export=ExportConfig(engines=effort.exports(), dtype="float32"),
+        export=ExportConfig(engines=effort.exports(target_dims(str(place))), dtype="float32"),
     )
 
 
@@ -205,7 +207,7 @@ def examine(name: str, device: torch.device, directory: Path, effort: Effort) ->
     if head is None:
         return found
     with found.attempt("export"):
-        head = exported(head, target, directory / "export", found, effort.exports())
+        head = exported(head, target, directory / "export", found, effort.exports(target.dims))
     decoding.with_drafts(head)
     if effort.half:
         with found.attempt("bfloat16"):
@@ -267,9 +269,7 @@ class Decoding:
     On a GPU the path is the one that an evaluation takes; on a CPU there are both that the target allows.
     """
 
-    def __init__(
-        self, target: Target, contexts: list[list[int]], reference: Reference, found: Findings, answer: int
-    ):
+    def __init__(self, target: Target, contexts: list[list[int]], reference: Reference, found: Findings, answer: int):
         self.contexts, self.reference, self.found, self.answer = contexts, reference, found, answer
         self.paths: dict[str, Decoder] = {}
         if target.device.type == "cuda":

@@ -142,7 +142,9 @@ PARTIAL_ROPE: dict[str, Any] = {**ROPE, "partial_rotary_factor": 0.5}
 PARTIAL = replace(DIMS, hidden_act="gelu_pytorch_tanh", rope_parameters=PARTIAL_ROPE)
 GELU = replace(WIDE, hidden_act="gelu_pytorch_tanh")
 #: engines that do not know a head which vLLM serves
-VLLM_ALONE = frozenset({"portable", "sglang", "tensorrt_llm"})
+VLLM_ALONE = frozenset({"portable", "sglang", "tensorrt_llm", "llama_cpp"})
+#: llama.cpp's graph has one layer, and one norm before fc
+NOT_LLAMA_CPP = frozenset({"llama_cpp"})
 ODD_ENDS: dict[str, Any] = {"softcap": 3.0, "scale": 0.7, "bias": True}
 
 REFERENCES: dict[str, Reference] = {
@@ -229,17 +231,20 @@ REFERENCES: dict[str, Reference] = {
             "kl": Example(eagle3(loss="kl"), loss_only=True),
             "lk": Example(eagle3(loss="lk"), loss_only=True),
             "odd output head": Example(eagle3(), ends=ODD_ENDS, loss_only=True),
-            "two layers": Example(eagle3(layers=2)),
+            "two layers": Example(eagle3(layers=2), refused=NOT_LLAMA_CPP),
             "q/k norms": Example(eagle3(qk_norm=True), refused=VLLM_ALONE),
             "three layers, q/k norms, partial rope": Example(
                 eagle3(layers=3, qk_norm=True), replace(DIMS, rope_parameters=PARTIAL_ROPE), refused=VLLM_ALONE
             ),
-            "norms of the streams, normed output": Example(eagle3(fc_norm="stream", norm_output=True)),
+            "norms of the streams, normed output": Example(
+                eagle3(fc_norm="stream", norm_output=True), refused=NOT_LLAMA_CPP
+            ),
             "norm before fc, two layers, own width": Example(
-                eagle3(fc_norm="concat", layers=2, hidden_size=24, intermediate_size=20)
+                eagle3(fc_norm="concat", layers=2, hidden_size=24, intermediate_size=20), refused=NOT_LLAMA_CPP
             ),
             "all of EAGLE-3.1": Example(
-                eagle3(fc_norm="stream", layers=2, norm_output=True, draft_vocab_size=VOCAB, loss="kl")
+                eagle3(fc_norm="stream", layers=2, norm_output=True, draft_vocab_size=VOCAB, loss="kl"),
+                refused=NOT_LLAMA_CPP,
             ),
         },
         random=eagle3(loss="lk", row_fraction=0.6),

@@ -47,7 +47,8 @@ class TargetConfig:
     #: A peft LoRA adapter that is merged into the model as it is loaded: a directory, or user/name[@revision] on the
     #: Hub. null takes the model as it is.
     adapter: str | None = None
-    #: Precision of the weights: auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16.
+    #: Precision of the weights: auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16. For a target
+    #: with quantised weights, auto takes the dtype of its config.json.
     dtype: str = "auto"
     #: Where it runs: auto, cpu, cuda or cuda:N.
     device: str = "auto"

@@ -139,6 +139,56 @@ def test_a_whole_70b_target_on_every_card_is_refused_with_what_fits(headstart: C
     assert accepted.code == 0, accepted.err
 
 
+#: recipe → GPUs, GiB of weights on a rank, B parameters per token, and words of the line about the target
+SHIPPED = {
+    "qwen3-8b-eagle3": (1, 15.3, 7.57, "144 KiB a token"),
+    "qwen3-30b-a3b-eagle3": (1, 56.9, 3.04, "(8 of 128 experts); the cache takes 96 KiB a token"),
+    "gpt-oss-20b-eagle3": (1, 39.0, 3.61, "(4 of 32 experts); the cache takes 24 KiB a token, 24 KiB a token of"),
+    "gemma-3-12b-eagle3": (1, 22.7, 11.77, "64 KiB a token, 320 KiB a token of the last 1024"),
+    # an eighth of the layers and of the output matrix; embeddings and the 32,000 rows that are drafted whole
+    "llama-3.3-70b-eagle3": (8, (68.45 / 8 + 1.051 + 1.051 / 8 + 0.262) * 2 / 1.073741824, 69.5, "320 KiB a token"),
+    "qwen3-next-80b-a3b-eagle3": (
+        8, (79.05 / 8 + 0.311 + 0.311 / 8 + 0.0655) * 2 / 1.073741824, 3.56,
+        "(10 of 512 experts); the cache takes 24 KiB a token, 74.25 MiB of states a sequence",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_are_planned_from_the_published_configs(
+    name: str, headstart: Callable, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the Hub is asked and nothing is loaded: config.json and a tokenizer are there."""
+    from headstart.heads.targets import quantised
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 40}))
+    monkeypatch.setattr(quantised, "_installed", lambda module: False)  # no kernels for MXFP4
+    place = tmp_path / "target"
+    place.mkdir()
+    for file in (*tiny_target.glob("tokenizer*"), *tiny_target.glob("chat_template*")):
+        (place / file.name).write_bytes(file.read_bytes())
+    configs = Path(__file__).resolve().parents[1] / "fixtures" / "configs"
+    source = configs / f"{load_recipe(name).target.name.rsplit('/', 1)[-1]}.json"
+    (place / "config.json").write_bytes(source.read_bytes())
+    gpus, weights, active, words = SHIPPED[name]
+    stated = ("--gpus", str(gpus), "--gpu-memory", "141", "--samples", "50000", "--mean-tokens", "1000")
+    shown = headstart(
+        "plan", name, *stated, "--json", f"target.name={place}", f"run_dir={tmp_path / 'run'}",
+        f"train.accumulation={max(gpus, 2)}",
+    )  # fmt: skip
+    assert shown.code == 0, shown.err
+    plan = shown.json
+    assert plan["memory"]["target weights"] / 2**30 == pytest.approx(weights, rel=0.02)
+    assert plan["target"]["active"] / 1e9 == pytest.approx(active, rel=0.02)
+    told = headstart(
+        "plan", name, *stated, f"target.name={place}", f"run_dir={tmp_path / 'run'}",
+        f"train.accumulation={max(gpus, 2)}",
+    )  # fmt: skip
+    assert words in " ".join(told.out.split())
+    rate = plan["steps"] * plan["tokens_per_step"] / plan["hours"] / 3600
+    assert rate < gpus * 0.6 * 780e12 / (2e9 * (active - 2))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.quantised import CONFIGS, quantise, quantise_by_package
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,7 +30,6 @@ from headstart.heads.targets.quantised import (
 from headstart.heads.targets.sharded import check_plain
 from headstart.heads.targets.sizes import active_parameters
 from headstart.heads.targets.target import Target, TargetConfig, weight_hash_of
-from tests.reference.quantised import CONFIGS, quantise, quantise_by_package
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
 SIZES = dict(

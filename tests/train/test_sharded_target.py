@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 from train_fakes import on_two_ranks
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample
@@ -29,11 +37,18 @@ SHAPE = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, initializer_range=0.2, eos_token_id=1,
 )  # fmt: skip
-#: 97 rows do not divide by two ranks; the second target ties its embeddings
+#: 97 rows do not divide by two ranks; the second target ties its embeddings, the third has recurrent states
 TARGETS = {
     "untied": (LlamaForCausalLM, LlamaConfig(vocab_size=97, **SHAPE)),
     "tied": (Qwen3ForCausalLM, Qwen3Config(vocab_size=96, tie_word_embeddings=True, head_dim=8, **SHAPE)),
-}
+    "recurrent": (
+        Lfm2ForCausalLM,
+        Lfm2Config(
+            vocab_size=97, tie_word_embeddings=False, block_auto_adjust_ff_dim=False,
+            layer_types=["conv", "conv", "full_attention", "conv"] * 2, **SHAPE,
+        ),
+    ),
+}  # fmt: skip
 SPEC = FeatureSpec((2, 4, 5))
 DRAFT_IDS = torch.arange(0, 96, 2)
 #: lengths of the documents of each rank's packs; the ranks need different numbers of forwards
@@ -141,13 +156,13 @@ def test_features_and_identity_are_those_of_the_whole_target(place, ranks, name)
         assert ranks[rank][f"{name}/hash"] == ranks[rank][f"{name}/hash after"] == whole.weight_hash()
         assert ranks[rank][f"{name}/stops"] == list(whole.stop_token_ids)
         assert ranks[rank][f"{name}/held"] * 2 == ranks[rank][f"{name}/all"]
-        assert ranks[rank][f"{name}/rows"] == (len(DRAFT_IDS) if name == "untied" else 96)
+        assert ranks[rank][f"{name}/rows"] == (len(DRAFT_IDS) if name != "tied" else 96)
         layers, ends, width = ranks[rank][f"{name}/all"], whole.embed_VD.numel(), whole.dims.hidden_size
         expected = layers / 2 + ends + width
-        if name == "untied":
+        if name != "tied":
             expected += len(DRAFT_IDS) * width + (49, 48)[rank] * width
         assert ranks[rank][f"{name}/bytes"] == pytest.approx(4 * expected, rel=0.02)  # rope buffers, padding of shards
-        assert whole.held_bytes() == pytest.approx(4 * (layers + ends * (1 + (name == "untied"))), rel=0.02)
+        assert whole.held_bytes() == pytest.approx(4 * (layers + ends * (1 + (name != "tied"))), rel=0.02)
         assert "target.parallel=none" in ranks[rank]["refused"]
 
 

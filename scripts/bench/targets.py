@@ -57,19 +57,17 @@ class Speed:
     Attributes:
         engine_path, generic_because: as Findings.
         cycle_ms: a cycle of a chain of 3: draft, verify, commit; the mean over one answer.
-        plain_ms: a cycle of plain decoding.
         problems: what went wrong.
     """
 
     engine_path: str = "none"
     generic_because: str | None = None
     cycle_ms: float | None = None
-    plain_ms: float | None = None
     problems: list[str] | None = None
 
 
 def measure_speed(name: str, device: torch.device, size: str = "equal", tokens: int = TIMED) -> Speed:
-    """Time plain decoding and a chain of 3 with synthetic acceptance, in bfloat16 on a GPU."""
+    """Time a chain of 3 with synthetic acceptance, in bfloat16 on a GPU."""
     speed = Speed(problems=[])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
@@ -78,11 +76,11 @@ def measure_speed(name: str, device: torch.device, size: str = "equal", tokens: 
         decoder = Decoder(target, config)
         noise = torch.Generator().manual_seed(0)
         contexts = torch.randint(3, target.dims.vocab_size, (1, min(CONTEXT, 4 * tokens)), generator=noise).tolist()
-        for field, drafter in (("cycle_ms", build_drafter(untrained_head(None, target), config)), ("plain_ms", None)):
-            decoder.run(contexts, drafter, 8, seed=0, stop=False)  # chooses kernels and captures the cycle
-            cycle_s = decoder.run(contexts, drafter, tokens, seed=0, stop=False).cycle_s
-            setattr(speed, field, round(statistics.mean(cycle_s) * 1e3, 4))
-            speed.engine_path, speed.generic_because = decoder.path, decoder.slow
+        drafter = build_drafter(untrained_head(None, target), config)
+        decoder.run(contexts, drafter, 8, seed=0, stop=False)  # chooses kernels and captures the cycle
+        cycle_s = decoder.run(contexts, drafter, tokens, seed=0, stop=False).cycle_s
+        speed.cycle_ms = round(statistics.mean(cycle_s) * 1e3, 4)
+        speed.engine_path, speed.generic_because = decoder.path, decoder.slow
     except Exception as error:
         (speed.problems or []).append(said(error))
     return speed
@@ -113,12 +111,13 @@ def ask_all(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[s
     # processes come from a server that has imported everything and never touched a GPU
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["headstart.bench.target_checks", "headstart.bench.decode"])
-    jobs = 1 if arguments.equal else arguments.jobs
     waiting = list(names)
     running: dict[str, tuple[Any, Path, float]] = {}
     with tempfile.TemporaryDirectory(prefix="headstart-targets-") as root:
         while waiting or running:
-            while waiting and len(running) < jobs:
+            # on a GPU the first one compiles kernels, which the others then find
+            alone = arguments.equal or (arguments.device != "cpu" and len(waiting) + len(running) == len(names))
+            while waiting and len(running) < (1 if alone else arguments.jobs):
                 name = waiting.pop(0)
                 place = Path(root) / str(len(names) - len(waiting))
                 place.mkdir()
@@ -138,6 +137,11 @@ def ask_all(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[s
                 yield name, outcome(place, process.exitcode, arguments, late, time.monotonic() - began)
 
 
+def kind_of(arguments: argparse.Namespace) -> str:
+    """Which part of the rows this command fills."""
+    return "equal" if arguments.equal else "cpu" if arguments.device == "cpu" else "gpu"
+
+
 def outcome(place: Path, code: int | None, arguments: argparse.Namespace, late: bool, seconds: float) -> dict[str, Any]:
     """What a process found, or how it ended."""
     if (place / RESULT).is_file():
@@ -146,10 +150,9 @@ def outcome(place: Path, code: int | None, arguments: argparse.Namespace, late: 
         lines = (place / LOG).read_text(errors="replace").splitlines() if (place / LOG).is_file() else []
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing was printed")
         how = f"no end after {arguments.timeout:g} s" if late else f"the process ended with code {code}"
-        kind = "equal" if arguments.equal else "cpu" if arguments.device == "cpu" else "gpu"
         empty = Speed() if arguments.equal else Findings()
-        result = {"kind": kind, **asdict(empty), "problems": [f"{how}: {last[:200]}"], "card": "", "versions": {}}
-        result["git_revision"] = ""
+        result = {"kind": kind_of(arguments), **asdict(empty), "problems": [f"{how}: {last[:200]}"]}
+        result |= {"card": "", "git_revision": "", "versions": {}}
     return {**result, "command": command_line(), "took_s": round(seconds, 1)}
 
 
@@ -176,7 +179,6 @@ def row_of(name: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "refused_before_step_1": any(run["refused"] is not None for run in tiny),
         "identity_bf16": next((run["identity_bf16"] for run in tiny if run["identity_bf16"] is not None), None),
         "cycle_ms": equal.get("cycle_ms"),
-        "plain_ms": equal.get("plain_ms"),
         "export_engines": sorted(set.intersection(*exports)) if exports else [],
         "identity_fp32_cpu": runs["cpu"]["identity_fp32"] if "cpu" in runs else None,
         "identity_fp32_gpu": runs["gpu"]["identity_fp32"] if "gpu" in runs else None,
@@ -252,10 +254,14 @@ def main(words: list[str] | None = None) -> int:
         "--half", action=argparse.BooleanOptionalAction, help="decode in bfloat16 as well; by default on a GPU alone"
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a process is ended")
+    parser.add_argument("--missing", action="store_true", help="only those whose row has no such run yet")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table of all rows")
     arguments = parser.parse_args(words)
     names = arguments.only or list(ARCHITECTURES)
     rows: list[dict[str, Any]] = read_json(arguments.out) if arguments.out.is_file() else []
+    if arguments.missing:
+        done = {row["architecture"] for row in rows if kind_of(arguments) in row["runs"]}
+        names = [name for name in names if name not in done]
     began, bad = time.monotonic(), 0
     for name, result in ask_all(names, arguments):
         rows = merge(rows, name, result)
@@ -271,7 +277,7 @@ def main(words: list[str] | None = None) -> int:
 def line_of(result: dict[str, Any]) -> str:
     """What a run found, in a line of the terminal."""
     if result["kind"] == "equal":
-        facts = f"{result['engine_path']:8s} cycle {result['cycle_ms']} ms, plain {result['plain_ms']} ms"
+        facts = f"{result['engine_path']:8s} cycle {result['cycle_ms']} ms"
     elif result["refused"] is not None:
         facts = f"refused: {result['refused'][:120]}"
     else:

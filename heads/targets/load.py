@@ -96,6 +96,8 @@ def load_target(config: TargetConfig) -> Target:
         known_hash = None
         if quantised is not None:
             quantised = replace(quantised, dequantised=quantisation_of(model.config) is None)
+            if quantised.dequantised and dtype == torch.float32:
+                model.float()  # transformers 5.17 dequantises MXFP4 to bfloat16 whatever dtype it is asked for
             notes += [quantised.note, *dtype_note(model, config.dtype)]
             # before the first forward: after it, asking bitsandbytes for its weights breaks them on a CPU
             known_hash = weight_hash_of(model)

@@ -72,3 +72,8 @@ def test_shifted_layers_stand_in_a_copy(tmp_path: Path) -> None:
     other = with_shifted_layers(head, 1)
     assert json.loads((other / "config.json").read_text()) == {"eagle_aux_hidden_state_layer_ids": [3, 5, 6], "x": 1}
     assert json.loads((head / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+
+
+def test_a_window_that_all_layers_share_is_longer_than_the_texts() -> None:
+    assert untaught_model("Phi-3").config.sliding_window == 1024
+    assert untaught_model("Gemma 3").config.sliding_window == 12

@@ -87,8 +87,11 @@ class _CycleGraph:
         before = [value.clone() for value in self.held]
         noise = loop.generator.get_state() if loop.generator is not None else None
         with compiling():
-            compile_ahead(loop.cycle)
-            _copy(self.held, before)
+            if loop.engine.fused is not None:
+                # transformers' own forward writes its buffers by torch itself. A cycle whose kernels are not launched
+                # would write slot 0, which holds the context
+                compile_ahead(loop.cycle)
+                _copy(self.held, before)
             loop.attach(self.held)
             loop.choose_ways()
         # this cycle writes KV beyond the contexts only, where the first real cycle writes again

@@ -56,7 +56,7 @@ def lay_out_kernel(tree: Tree, roots_B: Tensor, length_B: Tensor) -> Layout:
     mask = None if tree.linear else torch.empty((batch, count, count), dtype=torch.bool, device=roots_B.device)
     tokens, parent, depth = (_rows(part) for part in (tree.tokens_BN, tree.parent_BN, tree.depth_BN))
     launch(_lay_out_kernel, (batch, count),
-        tokens, parent, depth, roots_B, length_B, tokens_BM, position_BM, write_BM,
+        tokens, parent, depth, roots_B.contiguous(), length_B.contiguous(), tokens_BM, position_BM, write_BM,
         tokens_BM if mask is None else mask.view(torch.uint8), count, tree.levels,
         tokens.stride(0), parent.stride(0), depth.stride(0),
         TREE=mask is not None, BM=triton.next_power_of_2(count), num_warps=1, **launch_options(roots_B.device),
@@ -143,7 +143,8 @@ def take_path_kernel(
     moves = [roots_B.new_empty((batch, levels)) for _ in range(2)]
     tokens = _rows(tree.tokens_BN)
     launch(_take_path_kernel, (batch,),
-        tokens, roots_B, path_BK.contiguous(), active_B.view(torch.uint8), length_B, *made, *moves, levels,
+        tokens, roots_B.contiguous(), path_BK.contiguous(), active_B.contiguous().view(torch.uint8),
+        length_B.contiguous(), *made, *moves, levels,
         tokens.stride(0), bin, BJ=triton.next_power_of_2(levels + 1), num_warps=1, **launch_options(roots_B.device),
     )  # fmt: skip
     return Taken(*made, *moves)

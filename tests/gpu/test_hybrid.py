@@ -59,13 +59,14 @@ def test_half_precision_keeps_states(name: str) -> None:
     together, apart = (Engine(model, 2, 64) for _ in range(2))
     for engine in (together, apart):
         engine.prefill([[5, 6, 7, 8], [11, 12]])
-    roots_B, active_B = tokens[:, 0], torch.ones(2, dtype=torch.bool, device="cuda")
-    step = together.verify(roots_B, chain(tokens[:, 1:]))
+    roots_B, active_B = tokens[:, 0].contiguous(), torch.ones(2, dtype=torch.bool, device="cuda")
+    step = together.verify(roots_B, chain(tokens[:, 1:].contiguous()))
     none_BK = torch.empty((2, 0), dtype=torch.int64, device="cuda")
     for column in range(3):
         tree = chain(none_BK)
-        one = apart.verify(tokens[:, column], tree)
-        apart.commit(tokens[:, column], tree, one, none_BK, active_B)
+        token_B = tokens[:, column].contiguous()
+        one = apart.verify(token_B, tree)
+        apart.commit(token_B, tree, one, none_BK, active_B)
         found, expected = (logits.float() for logits in (step.logits_BMV[:, column], one.logits_BMV[:, 0]))
         assert (found - expected).norm() < 0.05 * expected.norm()
 

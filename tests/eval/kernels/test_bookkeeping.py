@@ -73,7 +73,14 @@ def same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_lay_out(name: str) -> None:
-    same(bookkeeping.lay_out_kernel(TREES[name], ROOTS, LENGTH), bookkeeping.lay_out_eager(TREES[name], ROOTS, LENGTH))
+    expected = bookkeeping.lay_out_eager(TREES[name], ROOTS, LENGTH)
+    same(bookkeeping.lay_out_kernel(TREES[name], ROOTS, LENGTH), expected)
+    same(bookkeeping.lay_out_kernel(TREES[name], apart(ROOTS), apart(LENGTH)), expected)
+
+
+def apart(values_B: torch.Tensor) -> torch.Tensor:
+    """The values as one column of a wider table."""
+    return torch.stack([values_B, torch.zeros_like(values_B)], 1)[:, 0]
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -88,6 +95,8 @@ def test_walk_take_and_advance(name: str) -> None:
         same(verify.Verified(*bookkeeping.walk_kernel(tree, choice)), verdict)
         levels += int(verdict.accepted_B.sum())
         arguments = (tree, ROOTS, verdict.path_BK, active, LENGTH, 1000)
+        columns = (tree, apart(ROOTS), verdict.path_BK, apart(active), apart(LENGTH), 1000)
+        same(bookkeeping.take_path_kernel(*columns), bookkeeping.take_path_eager(*arguments))
         taken = bookkeeping.take_path_eager(*arguments)
         same(bookkeeping.take_path_kernel(*arguments), taken)
         left = torch.tensor([seed, 2, 9], device=DEVICE)

@@ -98,11 +98,11 @@ ORIGIN = {"card": "a processor", "git_revision": "abc", "versions": {}}
 
 def test_processes_that_die_or_hang_cost_their_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "work", dies)
-    asked = argparse.Namespace(equal=False, jobs=3, device="cpu", half=None, timeout=20.0)
+    asked = argparse.Namespace(equal=False, jobs=3, device="cpu", half=None, timeout=10.0)
     results = dict(targets.ask_all(["Llama", "Qwen2", "Qwen3"], asked))
     assert results["Llama"]["train"] and results["Llama"]["problems"] == []
     assert results["Qwen2"]["problems"] == ["the process ended with code 11: Segmentation fault"]
-    assert results["Qwen3"]["problems"] == ["no end after 20 s: nothing was printed"]
+    assert results["Qwen3"]["problems"] == ["no end after 10 s: nothing was printed"]
     rows: list[dict[str, Any]] = []
     for name, result in results.items():
         rows = targets.merge(rows, name, result)

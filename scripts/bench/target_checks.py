@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headstart.bench.architectures import SIZES, random_model, whole_model
+from headstart.bench.presets import FAMILY
 from headstart.data.config import DataConfig
 from headstart.data.features import OnlineFeatures
 from headstart.data.samples import Sample, token_counts
@@ -29,12 +30,11 @@ from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import build_drafter
-from headstart.heads.base import Head
+from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import HeadstartError
-from headstart.heads.families import build_head
-from headstart.heads.families.eagle3.head import Eagle3Config
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.formats import check_directory, load_head
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.engines import FORMATS
@@ -55,6 +55,7 @@ CONTEXTS = (30, 24, 37)
 TREES = {"chain": TreeConfig("chain", 3), "tree": TreeConfig("dynamic", 4, 3, 16)}
 #: largest relative error of a row of features or logits in float32 that rounding explains
 TOLERANCE = 1e-3
+#: settings of the head that is trained
 HEAD: dict[str, Any] = {"depth": 3, "draft_vocab_size": 48}
 
 
@@ -75,7 +76,7 @@ class Effort:
     engines: tuple[str, ...] | None = None
 
     def exports(self, target: HeadDims) -> list[str]:
-        able = {key: engine for key, engine in FORMATS.items() if Eagle3Config.type in engine.serves}
+        able = {key: engine for key, engine in FORMATS.items() if FAMILY in engine.serves}
         served = [key for key, engine in able.items() if engine.serves_target(target)]
         return served if self.engines is None else [key for key in served if key in self.engines]
 
@@ -132,6 +133,12 @@ def said(error: BaseException, most: int = 300) -> str:
     return kind + (text if len(text) <= most else text[:most] + " …")
 
 
+def described_head() -> HeadConfig:
+    family: Any = FAMILIES[FAMILY]
+    config: HeadConfig = family.config(**HEAD)
+    return config
+
+
 class Reference:
     """The architecture as transformers runs it over whole texts."""
 
@@ -174,7 +181,7 @@ def recipe_of(place: Path, kind: str, device: torch.device, effort: Effort) -> R
     return Recipe(
         name="bench",
         target=TargetConfig(name=str(place), device=str(device)),
-        head=Eagle3Config(**HEAD),
+        head=described_head(),
         data=DataConfig(max_length=128),
         train=TrainConfig(steps=effort.steps),
         eval=EvalConfig(tree=TREES[kind], max_new_tokens=effort.answer),
@@ -240,7 +247,7 @@ def row_errors(found: Tensor, expected: Tensor) -> Tensor:
 def features_are_the_models(target: Target, reference: Reference, documents: list[list[int]]) -> bool:
     """Whether streams, last hidden states, teacher logits and choices of packed documents are the model's own of each
     document alone. Raises: AssertionError that says which are not."""
-    spec = build_head(Eagle3Config(**HEAD), target.dims).spec
+    spec = build_head(described_head(), target.dims).spec
     turns = [torch.tensor([-1] * 5 + [0] * (len(tokens) - 5)) for tokens in documents]
     packed = FeatureBatch.pack([(torch.tensor(d), t) for d, t in zip(documents, turns, strict=True)], 3, pad_to=128)
     batch = target.extract(packed, spec)
@@ -334,7 +341,7 @@ def decode(decoder: Decoder, contexts: list[list[int]], drafter: Drafter | None,
 def trained(target: Target, samples: list[Sample], run_dir: Path, steps: int) -> tuple[Head, bool]:
     """A head after so many steps on the samples, packed together, and whether its loss fell."""
     torch.manual_seed(0)
-    head = build_head(Eagle3Config(**HEAD), target.dims)
+    head = build_head(described_head(), target.dims)
     count_V = token_counts(samples, target.dims.vocab_size)
     draft_ids_U = choose_draft_vocab(count_V, HEAD["draft_vocab_size"], target.stop_token_ids)
     head = head.to(target.device)

@@ -146,8 +146,8 @@ def ask_positions(recipe: Recipe, target: Target) -> str:
 
 def ask_decoding(recipe: Recipe, target: Target) -> str:
     """Whether the decode loop can run the target, with the recipe's tree. Evaluations and exports need it."""
-    from headstart.eval.decoding.generic import check_decodable
-    from headstart.eval.decoding.masks import require_chain
+    from headstart.eval.decoding.generic.model import check_decodable
+    from headstart.eval.decoding.memory import require_chain
 
     memory = check_decodable(target.model)
     require_chain(target.model.config, recipe.eval)

@@ -101,7 +101,7 @@ class StaticKV(Cache):
         layers: one per layer of the model; those without attention hold no slots.
     Attributes:
         bin: the slot after the last one. Padding is written there, and nothing reads it.
-        asked: whether a layer has asked for the cache's length, from which it then takes positions (see by_row.py).
+        asked: whether a layer has asked for the cache's length, to take positions from it (generic/by_row.py).
     """
 
     def __init__(self, slots: Slots, layers: Sequence[Any]):

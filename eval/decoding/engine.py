@@ -1,6 +1,6 @@
 """The target as a decode engine: static KV, tree attention, features. It knows nothing about drafters.
 
-`Engine.forward` alone calls the model. Any transformers causal LM runs unchanged (generic.py). A FusedModel runs on
+`Engine.forward` alone calls the model. Any transformers causal LM runs unchanged (generic/). A FusedModel runs on
 explicit buffers and needs nothing from the host, so that whole cycles can be captured as CUDA graphs.
 Shape legend: B batch, M tokens of a forward (root + N nodes), S slots read, J tokens committed, K levels, V vocabulary.
 """
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from headstart.eval.decoding.cache import Buffers, StaticKV
-from headstart.eval.decoding.fused import FusedModel
-from headstart.eval.decoding.fused_layers import Unfusable
-from headstart.eval.decoding.generic import GenericModel
-from headstart.eval.decoding.masks import TREES_REFUSED, layer_kinds, memory_of
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.model import FusedModel
+from headstart.eval.decoding.generic.model import GenericModel
+from headstart.eval.decoding.memory import TREES_REFUSED, layer_kinds, memory_of
 from headstart.eval.decoding.prefill import Prefill
 from headstart.eval.decoding.rows import Rows, Step
 from headstart.eval.kernels.attention import Visibility

@@ -10,8 +10,8 @@ from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.decode import Decoded, decode, round_up_slots, slots_needed
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.engine import Engine, attention_windows
-from headstart.eval.decoding.fused import FusedModel
-from headstart.eval.decoding.fused_layers import Unfusable
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.kernels.capture import brief

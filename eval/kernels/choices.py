@@ -24,7 +24,7 @@ from headstart.heads.targets.fetch import cache_folder
 
 #: files below eval/ whose code decides what is fastest
 SOURCES = (
-    "decoding/fused.py", "decoding/fused_layers.py", "decoding/fused_mlp.py", "kernels/attention.py",
+    "decoding/fused/model.py", "decoding/fused/layers.py", "decoding/fused/mlp.py", "kernels/attention.py",
     "kernels/launch.py", "kernels/linear.py", "kernels/linear_kernels.py", "kernels/norm.py", "kernels/rope_store.py",
     "kernels/ways.py",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from headstart.data.media import dropped_lines
 from headstart.data.prompts import Prompt
 from headstart.eval.config import EvalConfig, TreeConfig, check_config, tree_label
 from headstart.eval.decoding.decode import Answer, Cycle, Decoded
-from headstart.eval.decoding.masks import require_chain
+from headstart.eval.decoding.memory import require_chain
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.measuring.breakdown import cycle_parts, plain_cycle

@@ -22,7 +22,7 @@ from headstart.data.features import Progress
 from headstart.data.media import dropped_lines
 from headstart.eval.config import EvalConfig, TreeConfig, TuneConfig, check_config, check_tune
 from headstart.eval.decoding.decode import Decoded
-from headstart.eval.decoding.masks import memory_of
+from headstart.eval.decoding.memory import memory_of
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, Drafting, build_drafter, find_drafting
 from headstart.eval.measuring.benchmark import bind_to_target

@@ -34,7 +34,7 @@ from headstart.bench.timing import Clock, print_kernels
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Decoded, decode, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
-from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters import Drafter, build_drafter

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.decoding.engine import Engine
-from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, best, context_seen, draw, probabilities
 from headstart.eval.kernels.linear import Linear

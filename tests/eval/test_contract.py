@@ -16,7 +16,7 @@ from test_teacher_forced import items_of, walked
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer
 from headstart.eval.decoding.engine import attention_windows
-from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters import DRAFTERS, build_drafter
 from headstart.eval.measuring.metrics import acceptance

@@ -14,9 +14,9 @@ from headstart.bench.architectures import random_model
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import decode, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
-from headstart.eval.decoding.fused import FusedModel
-from headstart.eval.decoding.fused_experts import FusedExperts, experts_of
-from headstart.eval.decoding.fused_layers import Unfusable
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.experts import FusedExperts, experts_of
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling
@@ -76,7 +76,7 @@ def test_experts_that_ask_the_host_are_not_captured_and_the_answers_are_the_same
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the model's own loop over experts neither prompts nor cycles can be captured; sampling goes on as well."""
-    monkeypatch.setattr("headstart.eval.decoding.fused_mlp.fuse_experts", lambda module: module)
+    monkeypatch.setattr("headstart.eval.decoding.fused.mlp.fuse_experts", lambda module: module)
     model = random_model("Qwen3-MoE", device="cuda")
     model.set_experts_implementation("eager")
     target, tree = Target.from_model(model), TreeConfig("chain", 3)

@@ -15,7 +15,7 @@ from model_drafter import ModelDrafter
 from headstart.bench.architectures import random_model
 from headstart.eval.decoding.decode import Answer, decode, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
-from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.sampling import Sampling

@@ -19,7 +19,7 @@ from headstart.eval.decoding import prefill
 from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.decode import Answer, decode, round_up_slots, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
-from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.generation import EngineGenerator
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.loop import Loop

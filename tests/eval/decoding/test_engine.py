@@ -21,9 +21,9 @@ from headstart.bench.architectures import random_model
 from headstart.eval.decoding import prefill
 from headstart.eval.decoding.cache import SlotLayer, Slots, StaticKV
 from headstart.eval.decoding.engine import Engine, attention_windows
-from headstart.eval.decoding.fused import FusedModel
-from headstart.eval.decoding.fused_layers import Unfusable
-from headstart.eval.decoding.masks import memory_of
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.model import FusedModel
+from headstart.eval.decoding.memory import memory_of
 from headstart.eval.decoding.prefill import Forward
 from headstart.eval.decoding.rows import Step
 from headstart.eval.tree import Tree, chain

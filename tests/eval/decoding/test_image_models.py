@@ -11,8 +11,9 @@ from reference.image_models import MODELS, save_image_model
 
 from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.engine import attention_windows
-from headstart.eval.decoding.fused import FusedModel, Unfusable
-from headstart.eval.decoding.generic import check_decodable
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.model import FusedModel
+from headstart.eval.decoding.generic.model import check_decodable
 from headstart.eval.drafters import DRAFTERS, build_drafter
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.load import load_target

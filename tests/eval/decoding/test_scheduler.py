@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Answer, decode, slots_needed
 from headstart.eval.decoding.engine import Engine, attention_windows
-from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs, graph_key
 from headstart.eval.decoding.loop import Loop
 from headstart.eval.decoding.rows import Rows

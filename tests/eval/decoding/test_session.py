@@ -11,7 +11,7 @@ from test_engine import tiny
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding import graphs, session
 from headstart.eval.decoding.engine import Engine
-from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
 from headstart.eval.kernels.capture import Uncapturable

@@ -13,7 +13,7 @@ from eval_help import CONTEXTS, DEVICE, KERNELS_RUN, Trained, needs_kernels, run
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding import verify
 from headstart.eval.decoding.engine import attention_windows
-from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.drafters import build_drafter
 from headstart.eval.kernels import argmax, bookkeeping, candidates, draft_input, line_up, norm, rope_store, rows
 from headstart.eval.tree import Tree, chain, empty, select

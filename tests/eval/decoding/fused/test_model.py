@@ -12,11 +12,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.bench.architectures import random_model
-from headstart.eval.decoding import fused as fused_module
-from headstart.eval.decoding import fused_layers
 from headstart.eval.decoding.engine import attention_windows
-from headstart.eval.decoding.fused import PREFETCH_BYTES, STACKED, FusedModel
-from headstart.eval.decoding.fused_layers import Pass, Unfusable
+from headstart.eval.decoding.fused import layers
+from headstart.eval.decoding.fused import model as fused_module
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.layers import Pass
+from headstart.eval.decoding.fused.model import PREFETCH_BYTES, STACKED, FusedModel
 from headstart.eval.kernels import choices
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.linear import Tiles, row_bucket
@@ -130,7 +131,7 @@ def test_a_norm_is_made_with_the_sum_before_it(monkeypatch: pytest.MonkeyPatch) 
         alone.append(x.shape)
         return norm_eager(x, norm)
 
-    monkeypatch.setattr(fused_layers, "apply_norm", counted)
+    monkeypatch.setattr(layers, "apply_norm", counted)
     logits, _, _ = twin.forward(ids, visibility, twin.buffers(2, 5))
     assert len(alone) == 1 < len(twin.layers)
     # a norm with other weights is another norm
@@ -188,7 +189,7 @@ def test_close_ways_compete_within_the_layers(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", [*MODELS, "Cohere2", "GLM-4", "GPT-NeoX", "OLMo-2", "Nemotron"])
 def test_layers_run_one_behind_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do in a forward, of every family: what comes out is what the final norm was made of."""
-    monkeypatch.setattr("headstart.eval.decoding.fused.CONTEXT", 5)
+    monkeypatch.setattr("headstart.eval.decoding.fused.model.CONTEXT", 5)
     twin = fused(model_of(name))
     run = twin._stack(twin.layers, 3)
     made: list[torch.Tensor] = []
@@ -216,8 +217,8 @@ def test_layers_to_time_push_each_other_out_of_the_cache(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(twin, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
-    for layers, expected in ((1, STACKED), (3, 6), (3.1, 7), (40, 12)):
-        Card.L2_cache_size = int(layers * weights)
+    for fitting, expected in ((1, STACKED), (3, 6), (3.1, 7), (40, 12)):
+        Card.L2_cache_size = int(fitting * weights)
         assert len(twin._stacked()) == expected
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from headstart.bench.architectures import random_model
-from headstart.eval.decoding.fused import shallow_copy
-from headstart.eval.decoding.fused_experts import FusedExperts, experts_of, fuse_experts
+from headstart.eval.decoding.fused.experts import FusedExperts, experts_of, fuse_experts
+from headstart.eval.decoding.fused.model import shallow_copy
 
 #: name, experts modules
 MIXTURES = [

@@ -1,6 +1,6 @@
 """A transformers causal LM whose decoder layers run fused kernels on the engine's own KV buffers.
 
-Only the layers, the final norm, the output matrix and plain embeddings are replaced (fused_layers.py). transformers'
+Only the layers, the final norm, the output matrix and plain embeddings are replaced (layers.py). transformers'
 own code runs the rest: rotary tables, soft-caps, scales. What the layers consist of is found by watching them, and each
 fused layer is compared with its original in float32 (proof.py). Then the model's hidden states and logits are
 compared with the original's on random tokens. A model where something differs is refused. All parameters are shared
@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from headstart.eval.decoding.cache import Buffers
-from headstart.eval.decoding.fused_layers import (
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.layers import (
     FusedEmbedding,
     FusedHead,
     FusedLayer,
     FusedNorm,
     Pass,
     PassHolder,
-    Unfusable,
 )
-from headstart.eval.decoding.proof import check_model, find_layers
+from headstart.eval.decoding.fused.proof import check_model, find_layers
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.capture import brief
 from headstart.eval.kernels.choices import Choices, compile_ways, decide_ways

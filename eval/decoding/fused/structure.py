@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from headstart.eval.decoding.fused_layers import AttentionFacts, LayerFacts
-from headstart.eval.decoding.fused_mlp import FusedMLP, MLPFacts
-from headstart.eval.decoding.merge import Unfusable
-from headstart.eval.decoding.watching import Call, Given, distance, observed, same, tensor_of
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.layers import AttentionFacts, LayerFacts
+from headstart.eval.decoding.fused.mlp import FusedMLP, MLPFacts
+from headstart.eval.decoding.fused.watching import Call, Given, distance, observed, same, tensor_of
 from headstart.eval.kernels.attention import Visibility, attend_eager
 from headstart.eval.kernels.linear import ACTIVATIONS, PLAIN
 from headstart.eval.kernels.rope_store import RopeStore, rope_store_eager

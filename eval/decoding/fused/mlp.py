@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from headstart.eval.decoding.fused_experts import fuse_experts
-from headstart.eval.decoding.merge import merged
+from headstart.eval.decoding.fused.experts import fuse_experts
+from headstart.eval.decoding.fused.weights import merged
 from headstart.eval.kernels.linear import Ending, Linear, end_sublayer
 from headstart.eval.kernels.norm import NormWeights
 
@@ -63,7 +63,7 @@ class FusedMLP:
 
 
 class OtherMLP:
-    """An MLP that runs as it is, but for its experts (fused_experts.py)."""
+    """An MLP that runs as it is, but for its experts (experts.py)."""
 
     def __init__(self, mlp: nn.Module):
         self.mlp = fuse_experts(mlp)

@@ -7,14 +7,11 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from headstart.eval.decoding.fused.errors import Unfusable
 from headstart.eval.kernels.norm import NormWeights, norm_eager
 
 #: eps of norms whose module does not tell it
 USUAL_EPS = (1e-5, 1e-6)
-
-
-class Unfusable(Exception):
-    """The model has a structure that the fused layers do not cover; the message names it."""
 
 
 def merged(projections: list[nn.Module]) -> tuple[Tensor, Tensor | None]:

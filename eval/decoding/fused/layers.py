@@ -14,19 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from headstart.eval.decoding.cache import Buffers
-from headstart.eval.decoding.fused_mlp import MLPFacts, make_mlp
-from headstart.eval.decoding.merge import Unfusable, merged, norm_weights
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.mlp import MLPFacts, make_mlp
+from headstart.eval.decoding.fused.weights import merged, norm_weights
 from headstart.eval.kernels.attention import Ahead, AttendShape, Visibility, attend
 from headstart.eval.kernels.linear import MAX_ROWS, Ending, Linear, row_bucket
 from headstart.eval.kernels.norm import NormWeights, apply_norm
 from headstart.eval.kernels.rope_store import RopeStore, rope_store
 from headstart.eval.kernels.rows import take_rows_kernel
 from headstart.heads.kernels.device import wants_kernel
-
-__all__ = [
-    "AttentionFacts", "FusedEmbedding", "FusedHead", "FusedLayer", "FusedNorm", "LayerFacts", "Pass", "PassHolder",
-    "Unfusable",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from transformers.models.llama import modeling_llama
 
 from headstart.bench.architectures import random_model
 from headstart.eval.decoding.engine import attention_windows
-from headstart.eval.decoding.fused import FusedModel
-from headstart.eval.decoding.fused_layers import LayerFacts, Unfusable
-from headstart.eval.decoding.merge import norm_weights
-from headstart.eval.decoding.proof import find_layers
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.layers import LayerFacts
+from headstart.eval.decoding.fused.model import FusedModel
+from headstart.eval.decoding.fused.proof import find_layers
+from headstart.eval.decoding.fused.weights import norm_weights
 from headstart.eval.kernels.norm import norm_eager
 
 PRE = ("input_layernorm", None, "post_attention_layernorm", None)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.eval.decoding.by_row import ByRow
 from headstart.eval.decoding.cache import Slots, StaticKV
-from headstart.eval.decoding.intercept import running_modules
-from headstart.eval.decoding.masks import Memory, memory_of, model_masks
-from headstart.eval.decoding.recurrent import RecurrentLayer, RecurrentStates, WatchedKV, cache_layers, goes_on
+from headstart.eval.decoding.generic.by_row import ByRow
+from headstart.eval.decoding.generic.intercept import running_modules
+from headstart.eval.decoding.generic.masks import model_masks
+from headstart.eval.decoding.generic.recurrent import RecurrentLayer, RecurrentStates, WatchedKV, cache_layers, goes_on
+from headstart.eval.decoding.memory import Memory, memory_of
 from headstart.eval.decoding.rows import Step
 from headstart.eval.kernels.attention import Visibility
 from headstart.heads.errors import TargetError

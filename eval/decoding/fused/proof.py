@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from headstart.eval.decoding.cache import Buffers
-from headstart.eval.decoding.fused_layers import FusedLayer, LayerFacts, Pass, PassHolder
-from headstart.eval.decoding.merge import Unfusable
-from headstart.eval.decoding.structure import TOLERANCE, find_layer
-from headstart.eval.decoding.watching import Given, as_float, distance, float_copy, watch
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.layers import FusedLayer, LayerFacts, Pass, PassHolder
+from headstart.eval.decoding.fused.structure import TOLERANCE, find_layer
+from headstart.eval.decoding.fused.watching import Given, as_float, distance, float_copy, watch
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.launch import compile_ahead, compiling
 from headstart.heads.kernels.device import eager_twins

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from headstart.eval.decoding.merge import Unfusable
+from headstart.eval.decoding.fused.errors import Unfusable
 from headstart.heads.targets.locate import decoder_layers, text_decoder
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from headstart.eval.decoding.cache import SlotLayer, Slots, StaticKV
-from headstart.eval.decoding.intercept import cut, replaced_forwards
-from headstart.eval.decoding.masks import Memory
+from headstart.eval.decoding.generic.intercept import cut, replaced_forwards
+from headstart.eval.decoding.memory import Memory
 from headstart.heads.errors import TargetError
 
 #: (attribute of transformers' cache layer, index): a layer may hold several states of each sort

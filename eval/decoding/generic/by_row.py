@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.eval.decoding.cache import Slots
-from headstart.eval.decoding.intercept import cut, replaced_forwards
+from headstart.eval.decoding.generic.intercept import cut, replaced_forwards
 
 
 class ByRow:

@@ -1,0 +1,1 @@
+"""A target whose decoder layers run our kernels. Entry: model.py."""

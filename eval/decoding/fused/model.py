@@ -2,9 +2,9 @@
 
 Only the layers, the final norm, the output matrix and plain embeddings are replaced (layers.py). transformers'
 own code runs the rest: rotary tables, soft-caps, scales. What the layers consist of is found by watching them, and each
-fused layer is compared with its original in float32 (proof.py). Then the model's hidden states and logits are
-compared with the original's on random tokens. A model where something differs is refused. All parameters are shared
-with the original.
+fused layer is compared with its original in float32 (proof.py). Then all parts are compared with the original's, in
+the model's dtype, on random tokens. A model where something differs is refused. All parameters are shared with the
+original.
 Shape legend: B batch, M tokens of a forward, R = B · M rows, D hidden, k streams, V vocabulary.
 """
 

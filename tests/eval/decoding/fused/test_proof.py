@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from headstart.bench.architectures import random_model
-from headstart.eval.decoding import fused as fused_module
 from headstart.eval.decoding.engine import attention_windows
-from headstart.eval.decoding.fused import FusedModel
-from headstart.eval.decoding.fused_experts import FusedExperts
-from headstart.eval.decoding.fused_layers import Unfusable
-from headstart.eval.decoding.proof import check_model
+from headstart.eval.decoding.fused import model as fused_module
+from headstart.eval.decoding.fused.errors import Unfusable
+from headstart.eval.decoding.fused.experts import FusedExperts
+from headstart.eval.decoding.fused.model import FusedModel
+from headstart.eval.decoding.fused.proof import check_model
 
 
 def spoil_embedding(twin: Any) -> None:

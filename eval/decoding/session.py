@@ -27,7 +27,7 @@ class Decoder:
     """A target's engine, made anew when a batch does not fit, and shared by plain and speculative decoding.
 
     Whatever fails while the target is fused, or while it decodes fused, makes transformers' own forward run instead.
-    Running out of memory is reported as it is.
+    Only running out of memory while it decodes is reported as it is: that path would need as much.
 
     Attributes:
         unfused: why the target runs by transformers' own forward although `eval.engine` is auto and there is a GPU;
@@ -56,7 +56,7 @@ class Decoder:
             if device.type == "cuda":
                 choices = Choices.of(device, fresh=self.config.measure_kernels)
             return FusedModel(model, attention_windows(model.config), choices)
-        except (HeadstartError, torch.OutOfMemoryError):
+        except HeadstartError:
             raise
         except Exception as error:  # noqa: BLE001 - the target still runs by its own forward
             self._give_up_fused(error)

@@ -17,14 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from headstart.eval.kernels.experts import GELU_TANH, SILU, Experts, Gate, experts_eager, mix_experts
-from headstart.heads.kernels.device import wants_kernel
 
 #: largest relative distance (L2) from the module's own forward, in float32, that passes as rounding
 TOLERANCE = 1e-5
 #: experts and rows of that comparison
 TRIED_EXPERTS, TRIED_ROWS = 2, 5
-#: rows beyond which the module's own sorted products run, if they ask the host for nothing
-OWN_ROWS = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,16 +33,7 @@ class FusedExperts(nn.Module):
         self.own, self.experts = own, experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        rows = hidden_states.shape[0]
-        if rows > OWN_ROWS and self._own_is_capturable(hidden_states):
-            mixed_RD: Tensor = self.own(hidden_states, top_k_index, top_k_weights)
-            return mixed_RD
         return mix_experts(hidden_states, top_k_index, top_k_weights, self.experts)
-
-    def _own_is_capturable(self, x_RD: Tensor) -> bool:
-        """Whether the module's own products for many rows ask the host for nothing: torch groups bfloat16 only."""
-        grouped = getattr(self.own.config, "_experts_implementation", None) == "grouped_mm"
-        return grouped and x_RD.dtype == torch.bfloat16 and wants_kernel(x_RD)
 
 
 def fuse_experts(module: nn.Module) -> nn.Module:
@@ -64,7 +52,10 @@ def _children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 
 def experts_of(own: nn.Module) -> Experts | None:
-    """The weights of an experts module and its activation; None where our experts compute something else."""
+    """The weights of an experts module and its activation; None where our experts compute something else.
+
+    Raises: out of memory as it is.
+    """
     facts = ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
     if any(not hasattr(own, name) for name in facts):
         return None
@@ -72,6 +63,8 @@ def experts_of(own: nn.Module) -> Experts | None:
         experts = _read(own)
         small = _few(own)
         return experts if _same(small, _read(small, experts.activation)) else None
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # noqa: BLE001 - a module that is made otherwise keeps its own forward
         return None
 

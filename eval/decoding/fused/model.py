@@ -68,7 +68,8 @@ class FusedModel:
         windows: attention kind → window, as engine.attention_windows gives.
         choices: the fastest kernels of products on this card. `choose_ways` reads them and adds to them; None = it
             always measures.
-    Raises: Unfusable when a layer's structure is not covered, the outputs differ, or anything fails on the way.
+    Raises: Unfusable when a layer's structure is not covered, the outputs differ, or anything fails on the way: also
+        where there is no memory for a layer in float32.
 
     Attributes:
         uncaptured: why a cycle with this model could not be captured as a CUDA graph; None while all could.
@@ -79,7 +80,7 @@ class FusedModel:
     def __init__(self, model: nn.Module, windows: dict[str, int | None], choices: Choices | None = None):
         try:
             self._fuse(model, windows, choices)
-        except (Unfusable, torch.OutOfMemoryError):
+        except Unfusable:
             raise
         except Exception as error:
             raise Unfusable(f"while fusing {type(model).__name__}: {brief(error)}") from error

@@ -11,6 +11,7 @@ from test_engine import tiny
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding import graphs, session
 from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.fused import proof
 from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.session import Decoder
 from headstart.eval.drafters import Drafter, build_drafter
@@ -49,7 +50,9 @@ def expected(temperature: float = 0.0) -> list[list[int]]:
     return answers(Decoder(target(), EvalConfig(engine="transformers", tree=CHAIN, temperature=temperature)), False)
 
 
-@pytest.mark.parametrize("error", [AttributeError("no layernorm"), RuntimeError("a kernel\nand more")])
+@pytest.mark.parametrize(
+    "error", [AttributeError("no layernorm"), RuntimeError("a kernel\nand more"), torch.OutOfMemoryError("no more")]
+)
 def test_whatever_fails_while_fusing_leaves_the_generic_path(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*_: Any) -> FusedModel:
         raise error
@@ -65,12 +68,21 @@ def test_whatever_fails_while_fusing_leaves_the_generic_path(monkeypatch: pytest
     with pytest.raises(ConfigError, match="eval.engine: found 'fused', but .*set eval.engine=transformers"):
         made._fuse()
 
-    def no_memory(*_: Any) -> FusedModel:
-        raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(session, "FusedModel", no_memory)
-    with pytest.raises(torch.OutOfMemoryError):
-        made._fuse()
+def test_a_layer_without_memory_for_float32_leaves_the_generic_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.25 GiB.\nand more")
+
+    made = decoder(monkeypatch)
+    monkeypatch.setattr(proof, "float_copy", no_memory)
+    with monkeypatch.context() as card:
+        card.setattr(session.Choices, "of", lambda *_, **__: None)
+        card.setattr(Target, "device", torch.device("cuda"), raising=False)
+        made.fused = made._fuse()
+    assert made.path == "generic" and answers(made) == expected()
+    assert made.slow is not None and "CUDA out of memory. Tried to allocate 5.25 GiB." in made.slow
+    with pytest.raises(ConfigError, match="eval.engine: found 'fused', but .*out of memory"):
+        Decoder(target(), EvalConfig(engine="fused", tree=CHAIN))
 
 
 def test_a_fused_form_that_fails_while_it_decodes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

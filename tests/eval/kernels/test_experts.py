@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from eval_help import KERNEL_DTYPES, close, needs_kernels, random
@@ -93,3 +95,26 @@ def test_many_pairs_of_one_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     close(experts_kernel(x, chosen, weight, experts, single=False), expected)
     monkeypatch.setattr(experts_module, "SORTED_PAIRS", 0)
     close(experts_kernel(x, chosen, weight, experts, single=False), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("rows", "dtype", "single"),
+    [(1, torch.float32, True), (20, torch.float32, True), (21, torch.float32, False), (1, torch.float16, False)],
+)
+def test_when_pairs_are_multiplied_one_by_one(
+    rows: int, dtype: torch.dtype, single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to SINGLE_PAIRS (8) for each of five experts, in float32 only."""
+    pytest.importorskip("triton")
+    taken: list[bool] = []
+    product = experts_module._product
+
+    def watched(*given: Any) -> None:
+        taken.append(given[-1] is None)
+        product(*given)
+
+    monkeypatch.setattr(experts_module, "_product", watched)
+    experts, (chosen, weight), x = made(SILU, dtype=dtype), routed(rows, 2, 5), random(rows, 40, dtype=dtype, seed=9)
+    close(experts_kernel(x, chosen, weight, experts), experts_eager(x, chosen, weight, experts))
+    assert taken == [single, single]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from headstart.bench.architectures import random_model
+from headstart.eval.decoding.fused import experts as experts_module
 from headstart.eval.decoding.fused.experts import FusedExperts, experts_of, fuse_experts
 from headstart.eval.decoding.fused.model import shallow_copy
 
@@ -64,3 +65,14 @@ def test_experts_that_compute_something_else_keep_their_forward() -> None:
     del own.down_proj
     assert experts_of(own) is None
     assert experts_of(nn.Linear(2, 2)) is None
+
+
+def test_no_memory_is_no_other_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = small_experts()
+
+    def no_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(experts_module, "_few", no_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        experts_of(own)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headstart.data.config import SourceConfig
-from headstart.heads.errors import DataError
+from headstart.heads.errors import DataError, in_one_line
 
 #: seconds to wait for the Hub before saying that it cannot be reached
 TIMEOUT = 10.0
@@ -29,5 +29,5 @@ def load_rows(source: SourceConfig) -> Iterator[Any]:
         # a stream uses the network while it is read: reading must stay inside the try
         yield from datasets.load_dataset(name, source.subset, split=source.split, streaming=source.limit is not None)
     except Exception as error:  # the libraries raise network exceptions of many kinds
-        cause = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        cause = in_one_line(error)
         raise DataError(f"dataset {name!r} (split {source.split!r}): cannot be loaded ({cause}): {remedy}") from error

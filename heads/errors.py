@@ -14,6 +14,22 @@ from typing import Any
 LONGEST = 4000
 
 
+def first_line(error: BaseException, most: int = 320) -> str:
+    """The first line of an error's message, `most` characters at most; the error's kind where it has no message."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= most else line[:most] + "…"
+
+
+def in_one_line(error: BaseException, most: int = 200) -> str:
+    """An error of a library in one line: its kind, and the first line of its message.
+
+    >>> in_one_line(ValueError("first\\nsecond"))
+    'ValueError: first'
+    """
+    kind = type(error).__name__
+    return f"{kind}: {first_line(error, most)}" if str(error).strip() else kind
+
+
 def clip(text: str) -> str:
     """The beginning and the end of a text that is too long for a message."""
     left = len(text) - LONGEST

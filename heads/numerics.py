@@ -14,6 +14,16 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def row_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """[R]: how far each row [R, …] of `found` is from the expected one (L2), relative to the expected row's size.
+
+    Rows of almost nothing count as a millionth of the largest row.
+    """
+    found, expected = wide(found).flatten(1), wide(expected).flatten(1)
+    size_R = expected.norm(dim=1)
+    return (found - expected).norm(dim=1) / size_R.clamp(min=1e-6 * float(size_R.max()) + 1e-30)
+
+
 def weight_grad(grad_nO: Tensor, x_nI: Tensor, dtype: torch.dtype) -> Tensor:
     """gradᵀ x in the parameter's dtype. For float32 on CUDA, the matrix unit's float32 sums are returned unrounded."""
     if grad_nO.is_cuda and grad_nO.dtype != dtype == torch.float32:

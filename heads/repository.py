@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, first_line
 
 
 def problem_of(name: str) -> str | None:
@@ -15,7 +15,7 @@ def problem_of(name: str) -> str | None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return None
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from headstart.heads.errors import ConfigError
-from headstart.recipes.read import PARSING, Layer, first_line, shown
+from headstart.heads.errors import ConfigError, first_line
+from headstart.recipes.read import PARSING, Layer, shown
 
 
 def _dataclass_of(hint: Any) -> type | None:

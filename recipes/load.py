@@ -22,7 +22,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from headstart.eval.config import RETIRED
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, first_line
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import is_file
 from headstart.recipes.consent import require_consent
@@ -33,7 +33,6 @@ from headstart.recipes.read import (
     SHOWN,
     Layer,
     apply_edit,
-    first_line,
     nested,
     read_layer,
     read_overrides,

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from headstart.heads.errors import ConfigError
+from headstart.heads.errors import ConfigError, first_line
 from headstart.heads.files import read_bounded
 
 #: limits far above any recipe: long or deeply nested text would take the parser's time or overflow its stack
@@ -91,11 +91,6 @@ def shown(value: Any) -> str:
     """A value as error messages show it: its repr, cut if it is long."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
-
-
-def first_line(error: BaseException) -> str:
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return line if len(line) <= 2 * SHOWN else line[: 2 * SHOWN] + "…"
 
 
 def read_layer(path: Path) -> Layer:

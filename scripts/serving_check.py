@@ -19,6 +19,7 @@ from headstart.eval.decoding.rows import Rows
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import TargetError
+from headstart.heads.numerics import row_errors
 from headstart.heads.targets.target import Target
 
 #: largest error of a row, relative to the row's norm, that rounding explains
@@ -68,7 +69,7 @@ def compare_features(target: Target, spec: FeatureSpec, sequences: list[list[int
     for number, tokens in enumerate(sequences):
         trained = _training_features(target, spec, tokens)
         served = _serving_features(target, spec, tokens, levels)
-        errors_T = {name: _row_errors(trained[name][: len(served[name])], served[name]) for name in trained}
+        errors_T = {name: row_errors(served[name], trained[name][: len(served[name])]) for name in trained}
         for name, error_T in errors_T.items():
             place = int(error_T.argmax())
             errors.append((float(error_T[place]), f"sequence {number}, token {place}, {name}"))
@@ -152,6 +153,3 @@ def _accepted_path(path: list[int], target: Target) -> Tree:
     return Tree(tokens_BN, parent_BN, depth_BN, torch.ones_like(tokens_BN, dtype=torch.bool), levels)
 
 
-def _row_errors(trained_TD: Tensor, served_TD: Tensor) -> Tensor:
-    trained, served = trained_TD.float(), served_TD.float()
-    return (served - trained).norm(dim=-1) / trained.norm(dim=-1).clamp(min=1e-12)

@@ -14,9 +14,8 @@ from headstart.eval.decoding.fused.errors import Unfusable
 from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.graphs import CycleGraphs
 from headstart.eval.decoding.sampling import Sampling
-from headstart.eval.kernels.capture import brief
 from headstart.eval.kernels.choices import Choices
-from headstart.heads.errors import ConfigError, HeadstartError
+from headstart.heads.errors import ConfigError, HeadstartError, in_one_line
 from headstart.heads.targets.target import Target
 
 #: without fused kernels, attention reads the buffers up to the next multiple of this many slots
@@ -64,7 +63,7 @@ class Decoder:
 
     def _give_up_fused(self, error: Exception) -> None:
         """Keep the reason. Raises: ConfigError where `eval.engine` asks for the fused form."""
-        reason = str(error) if isinstance(error, Unfusable) else brief(error)
+        reason = str(error) if isinstance(error, Unfusable) else in_one_line(error)
         if self.config.engine == "fused":
             raise ConfigError(f"eval.engine: found 'fused', but {reason}; set eval.engine=transformers") from error
         self.unfused, self.fused = reason, None

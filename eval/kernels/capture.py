@@ -15,17 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from headstart.heads.errors import in_one_line
+
 T = TypeVar("T")
 
 
 class Uncapturable(Exception):
     """The work cannot be captured as a CUDA graph; the message says why. It may still run operation by operation."""
-
-
-def brief(error: BaseException) -> str:
-    """An error in one line: its kind, and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def warm_up(run: Callable[[], object], device: torch.device | None = None) -> None:
@@ -75,7 +71,7 @@ def capture(
 def _raise(error: Exception) -> None:
     if isinstance(error, (torch.OutOfMemoryError, Uncapturable)):
         raise error
-    raise Uncapturable(brief(error)) from error
+    raise Uncapturable(in_one_line(error)) from error
 
 
 @contextmanager

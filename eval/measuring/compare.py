@@ -22,7 +22,7 @@ from headstart.eval.measuring.rendering import (
     render_markdown,
 )
 from headstart.eval.measuring.report import Report
-from headstart.heads.errors import DataError
+from headstart.heads.errors import DataError, in_one_line
 from headstart.heads.escape import markdown, table
 from headstart.heads.files import atomic_write, write_text
 from headstart.heads.formats.flags import MEANINGS
@@ -73,10 +73,9 @@ def _require_legible(label: str, report: Report, place: Path) -> None:
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             Console(file=nowhere).print(comparison_table(one))
     except Exception as error:  # noqa: BLE001 - a value of another type can fail anywhere
-        cause = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise DataError(
-            f"{place / 'report.json'}: holds a value that no evaluation writes and that cannot be shown ({cause}): "
-            "restore the file, or evaluate again"
+            f"{place / 'report.json'}: holds a value that no evaluation writes and that cannot be shown "
+            f"({in_one_line(error)}): restore the file, or evaluate again"
         ) from error
 
 

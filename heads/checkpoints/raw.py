@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.heads.errors import FormatError
+from headstart.heads.errors import FormatError, first_line
 from headstart.heads.files import explain_read, open_regular, read_bounded, require_regular
 
 MAX_JSON_BYTES = 64 << 20
@@ -244,7 +244,7 @@ def open_pickle(path: Path) -> Opened:
         raise
     except pickle.UnpicklingError as error:
         raise FormatError(
-            f"{path}: holds more than tensors, so it is not opened ({str(error).splitlines()[0]}). "
+            f"{path}: holds more than tensors, so it is not opened ({first_line(error)}). "
             "Convert it to safetensors where you trust it."
         ) from error
     except Exception as error:  # noqa: BLE001 - a damaged archive raises anything from KeyError to RuntimeError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headstart.heads.checkpoints.raw import PICKLED
-from headstart.heads.errors import ConfigError, FormatError, StorageError
+from headstart.heads.errors import ConfigError, FormatError, StorageError, in_one_line
 from headstart.heads.files import read_json, write_json, write_text
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.check import check_directory
@@ -277,6 +277,6 @@ def fetch_head(name: str, revision: str | None = None, cache_dir: Path | None = 
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FormatError(
             f"head {name!r}: neither a directory here nor a repository on the Hub that can be read "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the name and revision, or give a "
+            f"({in_one_line(error)}). Check the name and revision, or give a "
             "local directory."
         ) from error

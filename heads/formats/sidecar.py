@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.checkpoints.raw import RawCheckpoint
-from headstart.heads.errors import FormatError, HeadstartError, TargetError
+from headstart.heads.errors import FormatError, HeadstartError, TargetError, first_line
 from headstart.heads.families import FAMILIES
 from headstart.heads.files import read_json, sha256_file, write_json
 from headstart.heads.published import published
@@ -192,7 +192,7 @@ def family_config(family: Any, values: Any, where: str) -> HeadConfig:
     try:
         merged = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FAMILIES[family].config), values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise FormatError(f"{where}: config does not fit {family}: {str(error).splitlines()[0]}") from error
+        raise FormatError(f"{where}: config does not fit {family}: {first_line(error)}") from error
     config = cast(HeadConfig, merged)
     for name, value, most in config.beyond_limits():
         raise FormatError(f"{where}: config.{name} is {value}, expected 1 … {most}")

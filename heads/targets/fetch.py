@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from headstart.heads.errors import ConfigError, StorageError, TargetError
+from headstart.heads.errors import ConfigError, StorageError, TargetError, in_one_line
 from headstart.heads.escape import plain
 from headstart.heads.files import (
     explain_disk,
@@ -280,11 +280,6 @@ def hub_refusal(patience_s: float = HUB_PATIENCE_S) -> str | None:
     return None
 
 
-def _brief(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
 def _from_hub(staging: Path, source: TargetSource) -> dict[str, Any]:
     """Download the safetensors model and its tokenizer, and compare them with the Hub's own checksums."""
     from huggingface_hub import HfApi
@@ -297,7 +292,7 @@ def _from_hub(staging: Path, source: TargetSource) -> dict[str, Any]:
             name, revision=source.revision, local_dir=staging, allow_patterns=FILES, dry_run=True
         )
     except Exception as error:  # many kinds: no such repository, one that needs an account, …
-        raise TargetError(f"the Hub could not be asked ({_brief(error.__cause__ or error)})") from error
+        raise TargetError(f"the Hub could not be asked ({in_one_line(error.__cause__ or error)})") from error
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise TargetError(f"{name} at {source.revision} has no safetensors weights")
     require_disk(staging, sum(file.file_size or 0 for file in files), f"downloading {name}")
@@ -309,7 +304,7 @@ def _from_hub(staging: Path, source: TargetSource) -> dict[str, Any]:
     except StorageError:
         raise
     except Exception as error:
-        raise TargetError(f"the download failed ({_brief(error)})") from error
+        raise TargetError(f"the download failed ({in_one_line(error)})") from error
     if wrong:
         raise TargetError("{path}: {algorithm} is {actual}, expected {expected}".format(**wrong[0]))
     shutil.rmtree(staging / ".cache", ignore_errors=True)  # the client's own notes

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from headstart.heads.ends import Teacher
 from headstart.heads.errors import TargetError
-from headstart.heads.numerics import wide
+from headstart.heads.numerics import row_errors, wide
 from headstart.heads.targets.explained import explained_forward
 from headstart.heads.targets.locate import counted_calls, decoder_layers, record_layer_inputs, text_decoder
 
@@ -301,8 +301,7 @@ def _require_near(what: str, found: Tensor, expected: Tensor, tolerance: float, 
     if found.shape != expected.shape:
         raise TargetError(f"{what} have shape {list(found.shape)}, the model's are {list(expected.shape)}")
     found, expected = wide(found), wide(expected).to(found.device)
-    size_T = expected.flatten(1).norm(dim=1)
-    error_T = (found - expected).flatten(1).norm(dim=1) / size_T.clamp(min=1e-6 * float(size_T.max()) + 1e-30)
+    error_T = row_errors(found, expected)
     worst = float(error_T.median() if median else error_T.max())
     if not worst <= tolerance:
         factor = float((found * expected).sum() / (found * found).sum().clamp(min=1e-30))

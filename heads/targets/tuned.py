@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from headstart.heads.errors import ConfigError, TargetError
+from headstart.heads.errors import ConfigError, TargetError, in_one_line
 from headstart.heads.files import (
     delete,
     explain_read,
@@ -173,7 +173,7 @@ def _fetched(name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise TargetError(
             f"target.adapter: {name}: neither a directory here nor a repository on the Hub that can be read "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"({in_one_line(error)})"
         ) from error
     return Path(found)
 

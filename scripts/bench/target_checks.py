@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headstart.bench.architectures import SIZES, random_model, whole_model
 from headstart.bench.presets import FAMILY
@@ -39,6 +38,7 @@ from headstart.heads.formats import check_directory, load_head
 from headstart.heads.formats.config import ExportConfig
 from headstart.heads.formats.engines import FORMATS
 from headstart.heads.formats.export import export_head
+from headstart.heads.numerics import row_errors
 from headstart.heads.provenance import provenance
 from headstart.heads.targets.load import load_target, target_dims, weightless_target
 from headstart.heads.targets.target import Target, TargetConfig
@@ -236,12 +236,6 @@ def ask(found: Findings, place: Path, device: torch.device, effort: Effort) -> T
     except HeadstartError as error:
         found.trees_refused = said(error)
     return target
-
-
-def row_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """[R]: the distance of each row relative to the expected row's size."""
-    found, expected = found.flatten(1).double(), expected.flatten(1).double()
-    return (found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)
 
 
 def features_are_the_models(target: Target, reference: Reference, documents: list[list[int]]) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from headstart.heads.errors import ConfigError, Terminated
+from headstart.heads.errors import ConfigError, Terminated, first_line
 from headstart.train.sharing.distributed import is_distributed
 
 REMEDY = (
@@ -151,10 +151,9 @@ def meet(
         time.sleep(HOST_LAST_S if rank == 0 and not agent else 0.0)
         raise
     except (dist.DistError, ValueError, OSError) as error:
-        short = str(error).splitlines()[0]
         raise ConfigError(
             f"launch: rank {rank} of {size} did not meet the others at {place} (waits {wait_s:.0f} s): "
-            f"{short.rstrip('.')}. {remedy}."
+            f"{first_line(error).rstrip('.')}. {remedy}."
         ) from error
     return store
 

@@ -32,11 +32,11 @@ from headstart.eval.decoding.fused.layers import (
 )
 from headstart.eval.decoding.fused.proof import check_model, find_layers
 from headstart.eval.kernels.attention import Visibility
-from headstart.eval.kernels.capture import brief
 from headstart.eval.kernels.choices import Choices, compile_ways, decide_ways
 from headstart.eval.kernels.launch import compile_ahead, graph_time, wait_compiled
 from headstart.eval.kernels.linear import Linear, row_bucket
 from headstart.eval.kernels.ways import Measured
+from headstart.heads.errors import in_one_line
 from headstart.heads.targets.locate import decoder_layers, record_layer_inputs, text_decoder
 
 W = TypeVar("W")
@@ -83,7 +83,7 @@ class FusedModel:
         except Unfusable:
             raise
         except Exception as error:
-            raise Unfusable(f"while fusing {type(model).__name__}: {brief(error)}") from error
+            raise Unfusable(f"while fusing {type(model).__name__}: {in_one_line(error)}") from error
 
     def _fuse(self, model: nn.Module, windows: dict[str, int | None], choices: Choices | None) -> None:
         places = {str(parameter.device) for parameter in model.parameters()}

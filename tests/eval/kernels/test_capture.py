@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headstart.eval.kernels import capture as capture_module
-from headstart.eval.kernels.capture import Uncapturable, brief, capture, warm_up
+from headstart.eval.kernels.capture import Uncapturable, capture, warm_up
 
 MAIN, SIDE = "main", "side"
 
@@ -123,11 +123,6 @@ def test_out_of_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch, when: s
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         capture(run, None, [generator])  # type: ignore[list-item]
     assert untouched(card, generator)
-
-
-def test_an_error_in_one_line() -> None:
-    assert brief(ValueError("first\nsecond")) == "ValueError: first"
-    assert brief(KeyError()) == "KeyError"
 
 
 @pytest.mark.gpu

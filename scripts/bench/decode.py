@@ -112,7 +112,7 @@ class CycleBench:
     """The decode loop over random prompts with synthetic acceptance."""
 
     def __init__(self, target: Target, model: FusedModel, context: int, batch: int, new_tokens: int):
-        self.target, self.batch, self.new_tokens = target, batch, new_tokens
+        self.target, self.model, self.batch, self.new_tokens = target, model, batch, new_tokens
         # the context grows through the run: it is `context` halfway
         start = max(1, context - new_tokens // 2)
         noise = torch.Generator().manual_seed(0)
@@ -132,6 +132,14 @@ class CycleBench:
         seconds, cycles = sum(decoded.cycle_s), sum(len(answer.cycles) for answer in decoded.answers)
         per_row = decoded.decode_tokens / self.batch
         return seconds / len(decoded.cycle_s) * 1e3, seconds / per_row * 1e3, decoded.decode_tokens / cycles
+
+    def device_ms(self, repeats: int) -> float | None:
+        """Milliseconds of the latest cycle on the device; None where cycles are not captured."""
+        if self.engine.captures:
+            return self.graphs.device_ms(repeats)
+        if self.model.uncaptured is not None:
+            print(f"cycles ran operation by operation, without times of the device: {self.model.uncaptured}")
+        return None
 
 
 def random_drafter(target: Target, tree: TreeConfig, rates: tuple[float, ...]) -> AutoregressiveDrafter:
@@ -232,28 +240,27 @@ def bench_cycles(cycles: CycleBench, arguments: argparse.Namespace, record: Reco
         record(f"{name}_ms_per_token", token_ms)
         record(f"{name}_tau", tau, "tokens")
         record(f"{name}_speedup", plain_token_ms / token_ms, "×")
-        if device.type == "cuda":
-            device_ms = cycles.graphs.device_ms(arguments.repeats)
+        if (device_ms := cycles.device_ms(arguments.repeats)) is not None:
             record(f"{name}_device_ms", device_ms)
             if name == "chain3":
                 record("host_share", max(0.0, 1 - device_ms / cycle_ms), "of a cycle")
         if name == "tree60":
             record("frontier_ms", repeat_time(torch.inference_mode()(frontier(drafter, arguments.batch)), device, 20))
-        if arguments.profile and device.type == "cuda":
+        if arguments.profile and cycles.engine.captures:
             print_kernels(cycles.graphs.replay_latest, 30)
         clock.mark(name)
 
 
 def print_attention(forward: ForwardBench) -> None:
     """Print the fastest ways of cutting a layer's attention, in microseconds."""
-    layer, keys, values = forward.model.layers[0], forward.buffers.keys, forward.buffers.values
-    device = keys[0].device
+    layer, keys, values = forward.model.layers[0].attention, forward.buffers.keys, forward.buffers.values
+    device, rope = keys[0].device, layer.rope
     for tokens in (1, 4, 64):
         mask, depth_M = random_tree_mask(tokens, device)
         slot_BM = forward.length_B[:, None] + torch.arange(tokens, device=device)
         tree = None if tokens == 1 else mask.expand(len(slot_BM), -1, -1)
         visibility = Visibility(forward.length_B[:, None] + depth_M, slot_BM, forward.length_B, tree)
-        q_Rhd = torch.randn((slot_BM.numel(), layer.rope.heads, layer.rope.head_dim), device=device).to(keys[0].dtype)
+        q_Rhd = torch.randn((slot_BM.numel(), rope.heads, rope.head_dim), device=device).to(keys[0].dtype)
         times = {}
         held = attention.BLOCK_ROWS, attention.BLOCK_SLOTS, attention.STAGES
         for rows, slots, stages, splits in itertools.product((16, 64), (64, 128), (2, 3), (1, 2, 3, 4, 6, 12)):
@@ -284,8 +291,8 @@ def print_products(model: FusedModel, rows: int) -> None:
     """Print every way of every product: microseconds and GB/s of weights."""
     groups: dict[Any, list[Any]] = {}
     for linear in model.linears():
-        groups.setdefault((tuple(linear.weight_NK.shape), linear.activation), []).append(linear)
-    for (shape, activation), members in groups.items():
+        groups.setdefault(linear.product, []).append(linear)
+    for (shape, activation, *_), members in groups.items():
         gigabytes = members[0].weight_NK.nbytes / 1e9
         for tiles, microseconds in sorted(measure(members, rows).items(), key=lambda item: item[1]):
             label = "cuBLAS" if tiles is None else str(tiles)

@@ -19,6 +19,8 @@ class HeadDims:
             engines compute silu in every draft layer.
         rope_parameters: the part of the target's rope that a draft layer uses (rope.drafted_rope), in the form of
             transformers v5: rope_type, rope_theta, factor, partial_rotary_factor, …
+        sliding_window: positions that every layer of the target sees; None where one layer sees all. Draft layers have
+            no window: this tells what an engine does with such a target.
     """
 
     hidden_size: int
@@ -36,6 +38,7 @@ class HeadDims:
     model_type: str = "llama"
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    sliding_window: int | None = None
 
     @classmethod
     def from_hf_config(cls, config: Any) -> HeadDims:
@@ -77,6 +80,8 @@ class HeadDims:
         rope.setdefault("rope_theta", float(given("rope_theta") or 10000.0))
         rope.setdefault("partial_rotary_factor", given("partial_rotary_factor"))
         heads, kv_heads, head_dim = sizes["num_attention_heads"], given("num_key_value_heads"), given("head_dim")
+        window, kinds = given("sliding_window"), set(given("layer_types") or [])
+        windowed = given("use_sliding_window") is not False and kinds <= {"sliding_attention"}
         return cls(
             hidden_size=sizes["hidden_size"],
             vocab_size=sizes["vocab_size"],
@@ -92,6 +97,7 @@ class HeadDims:
             model_type=config.model_type,
             bos_token_id=given("bos_token_id"),
             eos_token_id=given("eos_token_id"),
+            sliding_window=window if type(window) is int and windowed else None,
         )
 
     @property

@@ -215,7 +215,14 @@ def dims_from_json(value: Any, where: str, rope: bool = True) -> HeadDims:
         llama_dims(spelled, where, integer(spelled, "num_hidden_layers", where)),
         tie_word_embeddings=flag(value, "tie_word_embeddings", where, False),
         model_type=str(value.get("model_type", "llama")),
+        sliding_window=_window(value.get("sliding_window"), where),
     )
+
+
+def _window(value: Any, where: str) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise FormatError(f"{where}: dims.sliding_window is {value!r}, expected a positive integer or null")
+    return value
 
 
 def legacy_rope(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -36,7 +36,7 @@ from headstart.heads.formats.format import Format, Launch, Rules, Versions
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
 from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
 from headstart.heads.formats.vllm_dflash import check_dflash, check_draft_model
-from headstart.heads.formats.vllm_targets import check_target_class, model_impl
+from headstart.heads.formats.vllm_targets import check_target_class, check_window, model_impl
 
 EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
@@ -127,6 +127,7 @@ def _eagle(case: Case) -> None:
     told = {"lm_head.weight", "layers.0.input_layernorm.weight", "fc.bias"}
     _unexpected(case, {rule.name for rule in rules} | {"embed_tokens.weight"} | told, config)
     _embedding(case, sizes)
+    check_window(case)
 
 
 def _eagle3(case: Case) -> None:
@@ -165,6 +166,7 @@ def _eagle3(case: Case) -> None:
     check_own_embeddings(case, sizes)
     _embedding(case, sizes)
     check_target_class(case)
+    check_window(case)
 
 
 def _parallel(case: Case, config: dict[str, Any], sizes: dict[str, int]) -> None:

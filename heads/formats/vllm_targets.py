@@ -51,6 +51,21 @@ def check_target_class(case: Case) -> None:
         )
 
 
+def check_window(case: Case) -> None:
+    """Say that vLLM gives a window that all layers of the target share (cache_config.sliding_window) to the head too.
+
+    Interleaved windows stay with their layers.
+    """
+    target = case.target
+    if target is None or target.sliding_window is None or target.sliding_window >= target.max_position_embeddings:
+        return
+    case.note(
+        f"all layers of the target see the last {target.sliding_window} positions only, and vLLM gives this window to "
+        "the head's layers as well, which were trained without one: longer texts stay lossless, and fewer drafts are "
+        "accepted"
+    )
+
+
 def with_layers_shifted(config: dict[str, Any], by: int) -> dict[str, Any]:
     """config.json of an EAGLE-3 head that names other layers than the head reads, to show what such a fault does."""
     return {**config, LAYER_IDS: shifted(config[LAYER_IDS], by)}

@@ -146,11 +146,18 @@ def ask_positions(recipe: Recipe, target: Target) -> str:
 
 def ask_decoding(recipe: Recipe, target: Target) -> str:
     """Whether the decode loop can run the target, with the recipe's tree. Evaluations and exports need it."""
+    from headstart.eval.decoding.engine import attention_windows
+    from headstart.eval.decoding.fused.errors import Unfusable
     from headstart.eval.decoding.generic.model import check_decodable
     from headstart.eval.decoding.memory import require_chain
 
     memory = check_decodable(target.model)
     require_chain(target.model.config, recipe.eval)
+    if recipe.eval.engine == "fused":  # the forms of the layers are proven later, on their weights
+        try:
+            attention_windows(target.model.config)
+        except Unfusable as error:
+            raise ConfigError(f"eval.engine: found 'fused', but {error}; set eval.engine=transformers") from error
     return f"{memory}; {target.model.config.get_text_config()._attn_implementation}"
 
 

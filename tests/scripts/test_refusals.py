@@ -70,6 +70,11 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
         "Qwen3Next", {**SMALL, **GATED, "num_experts": 4, "num_experts_per_tok": 2}, ["eval.tree.kind=dynamic"],
         ConfigError, "eval.tree.kind: found 'dynamic', but qwen3_next verifies chains only: .*set eval.tree.kind=chain",
     ),
+    "fused layers for recurrent states": (
+        "Qwen3Next", {**SMALL, **GATED, "num_experts": 4, "num_experts_per_tok": 2},
+        ["eval.tree.kind=chain", "eval.tree.depth=3", "eval.engine=fused"],
+        ConfigError, "eval.engine: found 'fused', but its layers of kind .*linear_attention.*set eval.engine=transf",
+    ),
     "attention implementation": (
         "Llama", {}, ["target.attn_implementation=flex_attention"],
         TargetError, "'flex_attention' takes no tree mask; load the target with target.attn_implementation=sdpa",

@@ -3,6 +3,7 @@
     python -m headstart.bench.targets --out docs/results/targets.json
     python -m headstart.bench.targets --out docs/results/targets.json --equal --device cuda
     python -m headstart.bench.targets --out docs/results/targets.json --only OLMo-2 Qwen3-Next
+    python -m headstart.bench.targets --out docs/results/targets.json --missing --markdown docs/targets.md
 
 Each architecture of `headstart.bench.architectures` is asked in a process of its own, so that one which dies or hangs
 costs its own row alone. Rows are written as they come. A run on a CPU, one on a GPU and one with `--equal` each fill in
@@ -238,6 +239,66 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The rows in three sentences, and where they come from."""
+    count = {kind: sum(row["engine_path"] == kind for row in rows) for kind in ("fused", "generic", "none")}
+    true = {fact: sum(row[fact] for row in rows) for fact in ("train", "identity_fp32", "trees")}
+    text = (
+        f"{len(rows)} architectures: {count['fused']} run fused, {count['generic']} by transformers' own forward, "
+        f"{count['none']} not at all. {true['train']} train, {true['identity_fp32']} decode exactly in float32, "
+        f"{true['trees']} with trees as well."
+    )
+    ranges = [_range(what, cycles, rows) for what, cycles in _cycles(rows).items() if cycles]
+    if ranges:
+        text += f" A cycle at equal sizes takes {', '.join(ranges)}."
+    return f"{text}\n\n{_origins(rows)}"
+
+
+def _cycles(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Cycles in ms by how the target ran."""
+    found: dict[str, list[float]] = {"fused": [], "generic": [], "with recurrent states": []}
+    for row in rows:
+        if row["cycle_ms"] is not None:
+            states = not ARCHITECTURES[row["architecture"]].trees
+            path = "with recurrent states" if states else row["runs"]["equal"]["engine_path"]
+            found[path].append(row["cycle_ms"])
+    return found
+
+
+def _range(what: str, cycles: list[float], rows: list[dict[str, Any]]) -> str:
+    llama = next((row["cycle_ms"] for row in rows if row["architecture"] == "Llama"), None)
+    low, high = min(cycles), max(cycles)
+    times = f" ({low / llama:.2f} to {high / llama:.2f} × Llama's)" if llama else ""
+    return f"{low:.2f} to {high:.2f} ms {what}{times}"
+
+
+def _origins(rows: list[dict[str, Any]]) -> str:
+    """Machine and revision of every kind of run."""
+    names = {"cpu": "small models on a CPU", "gpu": "small models on a GPU", "equal": "cycles at equal sizes"}
+    texts = []
+    for kind, name in names.items():
+        runs = [row["runs"][kind] for row in rows if kind in row["runs"]]
+        places = sorted({f"{run['card']}, revision {run['git_revision']}" for run in runs if run["card"]})
+        texts += [f"{name}: {' and '.join(places)}"] if places else []
+    return f"Measured: {'; '.join(texts)}." if texts else ""
+
+
+#: what stands between these lines of a page is written anew
+BEGIN, END = "<!-- targets table -->", "<!-- end of targets table -->"
+
+
+def page(rows: list[dict[str, Any]], before: str) -> str:
+    """A page with summary and table of the rows between BEGIN and END.
+
+    Args: before: the page as it is; without these lines it is replaced.
+    """
+    made = f"{summary(rows)}\n\n{markdown(rows)}"
+    if BEGIN not in before or END not in before:
+        return made
+    head, rest = before.split(BEGIN, 1)
+    return f"{head}{BEGIN}\n{made}{END}{rest.split(END, 1)[1]}"
+
+
 def main(words: list[str] | None = None) -> int:
     """Returns 0; 1 where an architecture neither works nor is refused before step 1."""
     parser = argparse.ArgumentParser(
@@ -255,7 +316,7 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a process is ended")
     parser.add_argument("--missing", action="store_true", help="only those whose row has no such run yet")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table of all rows")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table of all rows into this page")
     arguments = parser.parse_args(words)
     names = arguments.only or list(ARCHITECTURES)
     rows: list[dict[str, Any]] = read_json(arguments.out) if arguments.out.is_file() else []
@@ -270,7 +331,8 @@ def main(words: list[str] | None = None) -> int:
         print(f"{name:18s} {result['took_s']:6.1f} s  {line_of(result)}", flush=True)
     print(f"{len(names)} architectures in {time.monotonic() - began:.0f} s, {bad} with problems\n\n{markdown(rows)}")
     if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(rows))
+        before = arguments.markdown.read_text() if arguments.markdown.is_file() else ""
+        arguments.markdown.write_text(page(rows, before))
     return int(bad > 0)
 
 

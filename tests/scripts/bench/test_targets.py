@@ -167,7 +167,33 @@ def test_only_what_is_missing_is_asked(tmp_path: Path, monkeypatch: pytest.Monke
     words = f"--out {out} --missing --only Llama Qwen2 --markdown {tmp_path / 'table.md'}".split()
     assert targets.main(words) == 0
     assert asked == ["Qwen2"] and [row["architecture"] for row in json.loads(out.read_text())] == ["Llama", "Qwen2"]
-    assert (tmp_path / "table.md").read_text().count("\n") == 4
+    assert (tmp_path / "table.md").read_text().endswith(targets.markdown(json.loads(out.read_text())))
     # times at real widths are another part of the rows
     targets.main([*words, "--equal"])
     assert asked == ["Qwen2", "Llama", "Qwen2"]
+
+
+def test_a_summary_says_how_many_and_how_fast_and_where() -> None:
+    whole = {"train": True, "identity_fp32": True, "trees": True}
+    rows = targets.merge([], "Llama", run_of("cpu", **whole, engine_path="fused"))
+    rows = targets.merge(rows, "OLMo-2", run_of("cpu", **whole, engine_path="fused"))
+    rows = targets.merge(rows, "LFM2", run_of("cpu", **{**whole, "trees": False}, engine_path="generic"))
+    for name, path, cycle in (("Llama", "fused", 2.0), ("OLMo-2", "fused", 3.0), ("LFM2", "generic", 20.0)):
+        rows = targets.merge(rows, name, {"kind": "equal", **vars(targets.Speed(path, None, cycle, [])), **ORIGIN})
+    counts, origins = targets.summary(rows).split("\n\n")
+    assert counts == (
+        "3 architectures: 2 run fused, 1 by transformers' own forward, 0 not at all. 3 train, 3 decode exactly in "
+        "float32, 2 with trees as well. A cycle at equal sizes takes 2.00 to 3.00 ms fused (1.00 to 1.50 × Llama's), "
+        "20.00 to 20.00 ms with recurrent states (10.00 to 10.00 × Llama's)."
+    )
+    assert origins == (
+        "Measured: small models on a CPU: a processor, revision abc; cycles at equal sizes: a processor, revision abc."
+    )
+
+
+def test_the_docs_show_the_rows_as_they_are_recorded() -> None:
+    """If not: python -m headstart.bench.targets --out docs/results/targets.json --missing --markdown docs/targets.md"""
+    docs = Path(__file__).parents[3] / "docs"
+    rows, shown = json.loads((docs / "results" / "targets.json").read_text()), (docs / "targets.md").read_text()
+    assert targets.BEGIN in shown and targets.page(rows, shown) == shown
+    assert {row["architecture"] for row in rows} == set(targets.ARCHITECTURES)

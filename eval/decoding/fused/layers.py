@@ -84,8 +84,8 @@ class LayerFacts:
         parallel: both sublayers read the layer's input; the MLP does so through `before_mlp`, or, without one, reads
             what the attention reads.
         scales: factors of the sublayers' results (Granite).
-        heads: what the attention consists of.
-        products: what the MLP consists of; None = something else, which runs as it is.
+        attention_facts: what the attention consists of.
+        mlp_facts: what the MLP consists of; None = something else, which runs as it is.
     """
 
     attention: str
@@ -96,8 +96,8 @@ class LayerFacts:
     after_mlp: str | None
     parallel: bool
     scales: tuple[float, float]
-    heads: AttentionFacts
-    products: MLPFacts | None
+    attention_facts: AttentionFacts
+    mlp_facts: MLPFacts | None
 
 
 @dataclass
@@ -158,7 +158,7 @@ class FusedLayer(nn.Module):
         plain = {name: value for name, value in vars(layer).items() if isinstance(value, (str, int, float))}
         self.__dict__.update({name: value for name, value in plain.items() if name not in self.__dict__})
         self.index, self.holder, self.parallel = index, holder, facts.parallel
-        self.attention = FusedAttention(layer.get_submodule(facts.attention), facts.heads, window)
+        self.attention = FusedAttention(layer.get_submodule(facts.attention), facts.attention_facts, window)
         out_ND = self.attention.out.weight_NK
         names = (facts.before_attention, facts.after_attention, facts.before_mlp, facts.after_mlp)
         self.input_norm, after_attention, self.mlp_norm, after_mlp = (
@@ -168,7 +168,7 @@ class FusedLayer(nn.Module):
         self.endings = Ending(after_attention, facts.scales[0]), Ending(after_mlp, facts.scales[1])
         #: the input norm of the next layer, or the final norm; None where the next layer has none
         self.next_norm: NormWeights | None = None
-        self.mlp = make_mlp(layer.get_submodule(facts.mlp), facts.products)
+        self.mlp = make_mlp(layer.get_submodule(facts.mlp), facts.mlp_facts)
 
     def linears(self) -> list[Linear]:
         return [self.attention.qkv, self.attention.out, *self.mlp.linears()]

@@ -1,4 +1,4 @@
-"""Watches what the parts of a transformers model are fed and give while it runs.
+"""Records the inputs and outputs of the parts of a transformers model while it runs.
 
 Shape legend: T tokens, D hidden, W entries of a rotary table.
 """
@@ -21,37 +21,37 @@ from headstart.heads.targets.locate import decoder_layers, text_decoder
 
 @dataclass(frozen=True)
 class Call:
-    """A part of a module that ran: what it was fed and gave, and the keywords of the call."""
+    """A child module that ran. Input and output are copies of its first tensors; keywords are those of the call."""
 
     name: str
-    part: nn.Module
-    fed: Tensor
-    gave: Tensor
+    module: nn.Module
+    input: Tensor
+    output: Tensor
     keywords: dict[str, Any]
 
 
 def tensor_of(value: Any) -> Tensor | None:
-    """The tensor, or the first of a tuple."""
+    """A tensor, or the first entry of a tuple if that is one; None for anything else."""
     first = value[0] if isinstance(value, tuple) and value else value
     return first if isinstance(first, Tensor) else None
 
 
 @contextmanager
-def observed(module: nn.Module) -> Iterator[list[Call]]:
-    """While open, the calls of the module's children but dropout appear in the yielded list, in their order."""
+def recorded_calls(module: nn.Module) -> Iterator[list[Call]]:
+    """While open, calls of the module's children are added to the yielded list in their order, without dropout."""
     calls: list[Call] = []
 
     def hook(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        fed: list[Tensor | None] = []
+        inputs: list[Tensor | None] = []
 
-        def before(_part: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            given = tensor_of(args) if args else tensor_of(next(iter(keywords.values()), None))
-            fed.append(None if given is None else given.clone())
+        def before(_child: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            input = tensor_of(args) if args else tensor_of(next(iter(keywords.values()), None))
+            inputs.append(None if input is None else input.clone())
 
-        def after(part: nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-            given, made = fed.pop(), tensor_of(result)
-            if given is not None and made is not None:
-                calls.append(Call(name, part, given, made.clone(), keywords))
+        def after(child: nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+            input, output = inputs.pop(), tensor_of(result)
+            if input is not None and output is not None:
+                calls.append(Call(name, child, input, output.clone(), keywords))
 
         return before, after
 
@@ -65,11 +65,12 @@ def observed(module: nn.Module) -> Iterator[list[Call]]:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
+    """Whether both hold the same numbers, whatever their shapes."""
     return a.numel() == b.numel() and torch.equal(a.flatten(), b.flatten())
 
 
 def distance(mine: Tensor, theirs: Tensor) -> float:
-    """Largest relative distance (L2) of a row."""
+    """Largest relative distance (L2) of a row. Rows of almost nothing count as a thousandth of a usual row."""
     mine, theirs = mine.flatten(0, -2), theirs.flatten(0, -2)
     scale = theirs.norm(dim=-1)
     return float(((mine - theirs).norm(dim=-1) / scale.clamp(min=1e-3 * float(scale.mean()) + 1e-30)).max())
@@ -91,52 +92,57 @@ def as_float(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the model hands to a layer in a forward of T tokens beside the rows: later arguments, and keywords."""
+class LayerArguments:
+    """What the model passes to a layer in a forward of `tokens` tokens, besides the hidden states."""
 
     args: tuple[Any, ...]
     keywords: dict[str, Any]
     tokens: int
 
     def run(self, layer: nn.Module, x_1TD: Tensor) -> Tensor:
-        made = tensor_of(layer(x_1TD, *self.args, **self.keywords))
-        if made is None:
+        """The layer's output [1, T, D] for these hidden states. Raises: Unfusable where it returns no tensor."""
+        output = tensor_of(layer(x_1TD, *self.args, **self.keywords))
+        if output is None:
             raise Unfusable(f"{type(layer).__name__} returns no tensor")
-        return made
+        return output
 
-    def part(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The rotary tables of tokens first … last - 1."""
+    def rotary_tables(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [B or 1, T, W] of tokens first … last - 1."""
         cos, sin = self.keywords["position_embeddings"]
         return cos[:, first:last], sin[:, first:last]
 
 
-def watch(model: Any, tokens: int) -> tuple[list[Given], int, str]:
-    """(What each layer is given in a forward of so many tokens, the hidden size, name of the final norm)."""
+def layer_arguments(model: Any, tokens: int) -> tuple[list[LayerArguments], int, str]:
+    """Run a model over some random tokens.
+
+    Returns: (the arguments of each layer, the hidden size, name of the final norm inside the text decoder).
+    Raises: Unfusable where not every layer runs once, or none of the decoder's children reads the last layer's output.
+    """
     decoder, layers = text_decoder(model), decoder_layers(model)
-    given: list[Given] = []
+    given: list[LayerArguments] = []
     last: list[Tensor] = []
     final: list[str] = []
 
     def keep(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         others = {key: value for key, value in keywords.items() if args or key != "hidden_states"}
-        given.append(Given(args[1:], others, tokens))
+        given.append(LayerArguments(args[1:], others, tokens))
 
     def keep_last(_layer: nn.Module, _args: Any, result: Any) -> None:
         last.append(result[0] if isinstance(result, tuple) else result)
 
-    def look(name: str) -> Callable[..., None]:
-        def see(_module: nn.Module, args: tuple[Any, ...]) -> None:
+    def keep_final(name: str) -> Callable[..., None]:
+        def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
             if last and args and args[0] is last[0]:
                 final.append(name)
 
-        return see
+        return before
 
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_pre_hook(keep, with_kwargs=True).remove)
         hooks.callback(layers[-1].register_forward_hook(keep_last).remove)
         for name, child in decoder.named_children():
-            hooks.callback(child.register_forward_pre_hook(look(name)).remove)
+            hooks.callback(child.register_forward_pre_hook(keep_final(name)).remove)
         vocabulary = model.get_input_embeddings().weight.shape[0]
         noise = torch.Generator().manual_seed(0)
         ids = torch.randint(0, vocabulary, (1, tokens), generator=noise).to(model.device)

@@ -81,20 +81,20 @@ def test_where_the_norms_stand(name: str) -> None:
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_how_queries_and_keys_turn(name: str) -> None:
-    heads = facts_of(name)[0].heads
+    heads = facts_of(name)[0].attention_facts
     assert (heads.turn, heads.by_angle, heads.grouped, heads.norm_last) == ATTENTIONS[name]
 
 
 @pytest.mark.parametrize("name", MLPS)
 def test_what_the_mlp_multiplies(name: str) -> None:
-    products = facts_of(name)[0].products
+    products = facts_of(name)[0].mlp_facts
     assert products is not None and (products.first, products.activation, products.alone) == MLPS[name]
 
 
 def test_layers_without_rope() -> None:
-    assert [each.heads.turn for each in facts_of("SmolLM3")] == ["halves", "halves", "halves", "none"] * 2
+    assert [each.attention_facts.turn for each in facts_of("SmolLM3")] == ["halves", "halves", "halves", "none"] * 2
     model = random_model("EXAONE-4")
-    turns = [each.heads.turn for each in find_layers(model, windows_of(model))[2]]
+    turns = [each.attention_facts.turn for each in find_layers(model, windows_of(model))[2]]
     assert turns == ["halves" if window is not None else "none" for window in windows_of(model)]
 
 

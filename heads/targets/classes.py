@@ -28,10 +28,12 @@ def auto_class(settings: Any, name: str, trusted: bool = False) -> Any:
         settings: the config of the whole model.
         name: of the target, for the message.
         trusted: whether code that comes with the model may run.
-    Raises: TargetError for a model that does not continue text: an encoder, an encoder with a decoder, a part of one.
+    Raises: TargetError for a model that does not continue text: an encoder, an encoder with a decoder, a part of one;
+        and for one whose config.json names code on the Hub for its attention.
     """
     import transformers
 
+    _refuse_kernels(settings, name)
     saved_as = next(iter(getattr(settings, "architectures", None) or []), None)
     found = f"target {name!r} is of type {settings.model_type}" + (f" ({saved_as})" if saved_as else "")
     if getattr(settings, "is_encoder_decoder", False):
@@ -44,6 +46,19 @@ def auto_class(settings: Any, name: str, trusted: bool = False) -> Any:
     if not trusted and any(kind in own_code for kind in AUTO_CLASSES):
         raise TargetError(f"{found}, which only code that comes with it can load: {TRUST}")
     raise TargetError(f"{found}, which transformers has no causal language model for: {EXPECTED}")
+
+
+def _refuse_kernels(settings: Any, name: str) -> None:
+    """Raises: TargetError where a config.json names a kernel on the Hub, which transformers would fetch and run.
+
+    There it goes before target.attn_implementation, which only the user of this machine sets.
+    """
+    found = getattr(settings, "_attn_implementation", None)
+    if isinstance(found, str) and "/" in found:
+        raise TargetError(
+            f"target {name!r}: its config.json sets _attn_implementation to {found!r}, which is code on the Hub: remove "
+            "it from config.json; if you trust that code, give target.attn_implementation on the command line"
+        )
 
 
 def beside_text(model: Any) -> dict[str, int]:

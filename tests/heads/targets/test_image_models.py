@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,16 @@ def test_layers_of_experts_alone_give_a_draft_layer_its_width(tmp_path: Path) ->
     width = text.moe_intermediate_size * text.num_experts_per_tok + text.shared_expert_intermediate_size
     config.save_pretrained(tmp_path)
     assert target_dims(str(tmp_path)).intermediate_size == width == 4608
+
+
+def test_a_kernel_that_a_models_config_names_is_not_fetched(tmp_path: Path) -> None:
+    """transformers would take it in the place of target.attn_implementation, and run its code."""
+    save_image_model("gemma3", tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    parts = {**written, "text_config": {**written["text_config"], "_attn_implementation": "some/kernels"}}
+    (tmp_path / "config.json").write_text(json.dumps(parts))
+    assert loaded(tmp_path).model.config.get_text_config()._attn_implementation == "sdpa"
+    (tmp_path / "config.json").write_text(json.dumps({**written, "_attn_implementation": "some/kernels"}))
+    for load in (weightless_target, load_target):
+        with pytest.raises(TargetError, match="_attn_implementation to 'some/kernels', which is code on the Hub: remove"):
+            load(TargetConfig(name=str(tmp_path), device="cpu"))

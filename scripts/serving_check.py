@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.decoding.engine import Engine
+from headstart.eval.decoding.fused import FusedModel
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureBatch, FeatureSpec
@@ -56,19 +57,26 @@ class FeatureParity:
         return {**asdict(self), "passed": self.passed}
 
 
-def compare_features(target: Target, spec: FeatureSpec, sequences: list[list[int]], levels: int = 3) -> FeatureParity:
+def compare_features(
+    target: Target,
+    spec: FeatureSpec,
+    sequences: list[list[int]],
+    levels: int = 3,
+    fused: FusedModel | None = None,
+) -> FeatureParity:
     """Compute the features of `sequences` both ways and compare them.
 
     Args:
         spec: the head's (`head.spec`).
         sequences: token ids, each of at least 4.
         levels: depth of the verified trees.
+        fused: the target's fused form, which then decodes; None = transformers' own forward does.
     """
     errors: list[tuple[float, str]] = []
     per_row: list[float] = []
     for number, tokens in enumerate(sequences):
         trained = _training_features(target, spec, tokens)
-        served = _serving_features(target, spec, tokens, levels)
+        served = _serving_features(target, spec, tokens, levels, fused)
         errors_T = {name: row_errors(served[name], trained[name][: len(served[name])]) for name in trained}
         for name, error_T in errors_T.items():
             place = int(error_T.argmax())
@@ -116,9 +124,12 @@ def _training_features(target: Target, spec: FeatureSpec, tokens: list[int]) -> 
 
 
 @torch.inference_mode()
-def _serving_features(target: Target, spec: FeatureSpec, tokens: list[int], levels: int) -> dict[str, Tensor]:
+def _serving_features(
+    target: Target, spec: FeatureSpec, tokens: list[int], levels: int, fused: FusedModel | None
+) -> dict[str, Tensor]:
     """The features of the decode loop: of all tokens but the last few, which do not fill a tree."""
-    engine = Engine(target.model, 1, len(tokens) + 4 * (levels + 1), prefill_chunk=max(len(tokens) // 3, 1))
+    slots, chunk = len(tokens) + 4 * (levels + 1), max(len(tokens) // 3, 1)
+    engine = Engine(target.model, 1, slots, prefill_chunk=chunk, fused=fused)
     start = max(len(tokens) // 2, 1)
     _, rows = engine.prefill([tokens[:start]], spec)
     parts = [_valid(spec, rows)]

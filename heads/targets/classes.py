@@ -56,8 +56,8 @@ def _refuse_kernels(settings: Any, name: str) -> None:
     found = getattr(settings, "_attn_implementation", None)
     if isinstance(found, str) and "/" in found:
         raise TargetError(
-            f"target {name!r}: its config.json sets _attn_implementation to {found!r}, which is code on the Hub: remove "
-            "it from config.json; if you trust that code, give target.attn_implementation on the command line"
+            f"target {name!r}: its config.json sets _attn_implementation to {found!r}, which is code on the Hub: "
+            "remove it from config.json; if you trust that code, give target.attn_implementation on the command line"
         )
 
 

@@ -45,6 +45,7 @@ from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.vocab import choose_draft_vocab
 from headstart.recipes.schema import Recipe
 from headstart.refusals import refuse_ahead
+from headstart.serving_check import compare_features
 from headstart.train.config import TrainConfig
 from headstart.train.loop import Observers, train
 from headstart.train.stream import TrainData
@@ -89,7 +90,7 @@ class Findings:
         refused: why it was refused before the first step; None = it was not.
         engine_path: fused, generic (transformers' own forward) or none.
         generic_because: why it is not fused, or runs without captured graphs.
-        features: features, teacher logits and masks of packed documents are the model's own.
+        features: features, teacher logits and masks of packed documents are the model's own, and drafts read the same.
         train: `features`, and training lowered the loss.
         identity_fp32: every token of plain decoding and of a chain is the model's own choice, in float32.
         trees: the same with a tree.
@@ -207,6 +208,7 @@ def examine(name: str, device: torch.device, directory: Path, effort: Effort) ->
     with found.attempt("features"):
         found.features = features_are_the_models(target, reference, contexts)
     decoding = Decoding(target, contexts, reference, found, effort.answer)
+    found.features &= decoding.features_are_those_of_training(target)
     samples = decoding.plainly()
     with found.attempt("training"):
         head, fell = trained(target, samples, directory / "run", effort.steps)
@@ -283,6 +285,17 @@ class Decoding:
             found.generic_because = said(error).removeprefix("eval.engine: found 'fused', but ")
         with found.attempt("engine"):
             self.paths["generic"] = Decoder(target, EvalConfig(engine="transformers"))
+
+    def features_are_those_of_training(self, target: Target) -> bool:
+        """Whether drafts read, on every path, the features that heads are trained on: a fault there costs acceptance
+        alone, so that no token shows it."""
+        spec, same = build_head(described_head(), target.dims).spec, bool(self.paths)
+        for path, decoder in self.paths.items():
+            with self.found.attempt(f"drafts' features, {path}"):
+                found = compare_features(target, spec, self.contexts[:2], fused=decoder.fused)
+                same &= found.passed
+                assert found.passed, f"off by {found.worst:.2g} at {found.where}"
+        return same
 
     def run(self, what: str, drafter: Callable[[], Drafter | None]) -> tuple[bool, list[Answer]]:
         """(whether every token on every path is the model's own choice, the answers of the last path)."""

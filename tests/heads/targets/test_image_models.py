@@ -276,5 +276,5 @@ def test_a_kernel_that_a_models_config_names_is_not_fetched(tmp_path: Path) -> N
     assert loaded(tmp_path).model.config.get_text_config()._attn_implementation == "sdpa"
     (tmp_path / "config.json").write_text(json.dumps({**written, "_attn_implementation": "some/kernels"}))
     for load in (weightless_target, load_target):
-        with pytest.raises(TargetError, match="_attn_implementation to 'some/kernels', which is code on the Hub: remove"):
+        with pytest.raises(TargetError, match="_attn_implementation to 'some/kernels', which is code on"):
             load(TargetConfig(name=str(tmp_path), device="cpu"))

@@ -14,6 +14,7 @@ from headstart.bench import target_checks, targets
 from headstart.bench.architectures import ARCHITECTURES
 from headstart.bench.target_checks import Effort, Findings, Reference, examine
 from headstart.eval.decoding.decode import Answer
+from headstart.eval.decoding.engine import Engine
 
 #: those without a fused form today: recurrent states, chunks, latent attention, per-layer inputs, scaled rope
 GENERIC = {
@@ -76,6 +77,24 @@ def test_faults_of_features_and_engine_become_problems(tmp_path: Path, monkeypat
     assert any("features: AssertionError: the input of layer 2 of packed document 1" in text for text in found.problems)
     assert any("tokens are not the model's own, the first at 4" in text for text in found.problems)
     assert found.export_engines == ["vllm"]
+
+
+def test_drafts_that_read_other_features_than_heads_are_trained_on_become_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token shows such a fault of the engine: drafts are only accepted less often."""
+    prefill = Engine.prefill
+
+    def reordered(self: Any, *args: Any) -> Any:
+        logits, rows = prefill(self, *args)
+        if rows.streams_BJkD is not None:
+            rows.streams_BJkD = rows.streams_BJkD.roll(1, 2)
+        return logits, rows
+
+    monkeypatch.setattr(Engine, "prefill", reordered)
+    found = examine("Qwen2", torch.device("cpu"), tmp_path, QUICK)
+    assert found.identity_fp32 and found.trees and not found.features and not found.train
+    assert [text.split(": ")[0] for text in found.problems] == ["drafts' features, fused", "drafts' features, generic"]
 
 
 def dies(name: str, *others: Any) -> None:

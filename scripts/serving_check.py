@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.eval.decoding.engine import Engine
-from headstart.eval.decoding.fused import FusedModel
+from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureBatch, FeatureSpec

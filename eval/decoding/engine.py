@@ -32,7 +32,7 @@ from headstart.heads.errors import TargetError
 def attention_windows(config: Any) -> dict[str, int | None]:
     """Attention kinds of a config → window (None = full), as fused layers take them.
 
-    Raises: Unfusable for a target with other kinds of layers than these two.
+    Raises: Unfusable for a target with layers that are neither full nor sliding attention.
     """
     config = config.get_text_config()
     unknown = sorted({kind for kind in layer_kinds(config)} - {"full_attention", "sliding_attention"})
@@ -85,7 +85,7 @@ class Engine:
 
     @property
     def captures(self) -> bool:
-        """Whether cycles may be captured as CUDA graphs: nothing in them asks the host."""
+        """Whether cycles may be captured as CUDA graphs: nothing in them waits for the host."""
         if self.device.type != "cuda":
             return False
         if self.fused is not None:
@@ -153,7 +153,7 @@ class Engine:
         if max(lengths) >= self.capacity:
             raise ValueError(f"prefill: context of {max(lengths)} tokens, the KV buffers hold {self.capacity}")
         forward = partial(self.forward, spec=spec, last_only=True)
-        with nullcontext() if self.generic is None else self.generic.filling(lengths):
+        with nullcontext() if self.generic is None else self.generic.prefilling(lengths):
             logits_BV, rows = self.prompts.run(forward, contexts, spec)
         self.length_B = rows.count_B.clone()
         return logits_BV, rows

@@ -1,6 +1,6 @@
-"""How the layers of a target remember: what attention sees of earlier tokens, and which layers hold recurrent states.
+"""What the layers of a target keep of earlier tokens: keys and values within a span, or recurrent states.
 
-Facts come from the config's layer kinds and from the cache that transformers itself makes for them.
+It is read from the config's layer kinds and from the cache that transformers makes for that config.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headstart.heads.errors import ConfigError, TargetError
 
 @dataclass(frozen=True)
 class Span:
-    """What one kind of attention sees of the tokens up to its own.
+    """Which earlier tokens one kind of attention sees.
 
     Attributes:
         window: the last `window` positions; None = all.
@@ -41,7 +41,7 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """How a target remembers.
+    """What the layers of a target keep of earlier tokens.
 
     Attributes:
         spans: attention kind → what it sees. Recurrent kinds are not among them.
@@ -71,7 +71,7 @@ TREES_REFUSED = (
 )
 #: a layer with attention and a recurrent state → the attention kind whose mask it takes
 _BESIDE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-#: what masks of slots and positions can say
+#: the kinds of attention that masks can express
 _SPANS: dict[str, Callable[[Any], Span]] = {
     "full_attention": lambda config: Span(),
     "sliding_attention": lambda config: Span(window=config.sliding_window),
@@ -80,7 +80,7 @@ _SPANS: dict[str, Callable[[Any], Span]] = {
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """The kind of every layer, for configs that name none as well."""
+    """The kind of every layer. A config that names none has one kind for all."""
     named = list(getattr(config, "layer_types", None) or [])
     if named:
         return named
@@ -90,9 +90,10 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def memory_of(config: Any) -> Memory:
-    """How the target with this config remembers.
+    """What the layers of the target with this config keep of earlier tokens.
 
-    Raises: TargetError for layers that neither attend by position nor hold the states of transformers' cache.
+    Raises: TargetError for layers that have neither attention of a kind in `_SPANS` nor recurrent states in
+        transformers' cache.
     """
     config = config.get_text_config()
     kinds = layer_kinds(config)

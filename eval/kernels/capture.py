@@ -1,9 +1,9 @@
-"""Captures work as a CUDA graph, and leaves everything as it was where that fails.
+"""Captures work as a CUDA graph. Where that fails, everything is left as it was.
 
-Work that asks the host, such as a loop over the experts that were chosen, cannot be captured. To find that out inside a
-capture does damage: torch stays on the capture's stream, and generators believe that the capture goes on. So the work
-is first rehearsed with torch's check for questions to the host, which raises an ordinary error. What fails in the
-capture even so is mended as far as torch allows.
+Work that synchronises with the host cannot be captured: a loop over the chosen experts, for instance. A failed capture
+does damage: torch stays on the capture's stream, and generators believe that the capture goes on. So the work runs once
+before, under torch's check for synchronisation, which raises an ordinary error. If the capture fails even so, streams
+and generators are restored as far as torch allows.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def capture(
 
     Args:
         generators: that `run` draws from, besides the device's own.
-        restore: undoes what a run changes on the host; called after the rehearsal.
+        restore: undoes what a run changes on the host; called after the run before the capture.
     Returns: the graph, and what `run` returned: tensors that a replay fills.
     Raises: Uncapturable; out of memory as it is. The streams and generators are then as before, apart from the numbers
         that were drawn.
     """
     try:
-        with _no_questions():
+        with _no_synchronisation():
             warm_up(run, device)
     except Exception as error:  # noqa: BLE001 - whatever it is, the work may run without a capture
         _raise(error)
@@ -63,7 +63,7 @@ def capture(
         with torch.cuda.graph(graph, pool=pool):
             made = run()
     except Exception as error:  # noqa: BLE001 - as above
-        _mend(stream, [*generators, *_own_generator(stream)])
+        _restore(stream, [*generators, *_own_generator(stream)])
         _raise(error)
     return graph, made
 
@@ -75,7 +75,7 @@ def _raise(error: Exception) -> None:
 
 
 @contextmanager
-def _no_questions() -> Iterator[None]:
+def _no_synchronisation() -> Iterator[None]:
     """While open, an operation that waits for the device raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -94,7 +94,7 @@ def _own_generator(stream: torch.cuda.Stream) -> list[torch.Generator]:
     return [generators[index]] if index < len(generators) else []
 
 
-def _mend(stream: torch.cuda.Stream, generators: Sequence[torch.Generator]) -> None:
+def _restore(stream: torch.cuda.Stream, generators: Sequence[torch.Generator]) -> None:
     """Undo what a failed capture leaves behind: its stream as the current one, generators inside a capture."""
     torch.cuda.set_stream(stream)
     for generator in generators:

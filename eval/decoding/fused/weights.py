@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headstart.eval.decoding.fused.errors import Unfusable
 from headstart.eval.kernels.norm import NormWeights, norm_eager
 
-#: eps of norms whose module does not tell it
+#: eps that are tried where a norm's module has no such attribute
 USUAL_EPS = (1e-5, 1e-6)
 
 
@@ -55,19 +55,19 @@ def _as_one(parameters: list[nn.Parameter]) -> Tensor:
 
 @torch.no_grad()
 def norm_weights(norm: nn.Module, width: int, device: torch.device) -> NormWeights:
-    """An RMSNorm or LayerNorm over `width` channels as weights, found by running it in float32.
+    """The weights of an RMSNorm or LayerNorm over `width` channels, found by running it in float32.
 
-    Tried are RMSNorm and LayerNorm, with the factor weight, 1 + weight or 1. What equals the module is taken.
-    Raises: Unfusable when nothing does.
+    RMSNorm and LayerNorm are tried, with the factor weight, 1 + weight or 1. The one whose output equals the module's
+    is returned. Raises: Unfusable where none does.
     """
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if weight is not None and weight.shape != (width,):
         raise Unfusable(f"the weight of {type(norm).__name__} has the shape {tuple(weight.shape)}, expected ({width},)")
-    told = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    all_eps = USUAL_EPS if told is None else (float(told),)
+    stated = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    all_eps = USUAL_EPS if stated is None else (float(stated),)
     probe = torch.randn((2, width), generator=torch.Generator().manual_seed(0)).to(device) + 0.5
     probe[1] *= all_eps[0] ** 0.5  # so small that eps counts
-    shown = copy.deepcopy(norm).float()(probe)
+    expected = copy.deepcopy(norm).float()(probe)
     ones = torch.ones(width, device=device)
     factors = [ones] if weight is None else [weight.float(), weight.float() + 1]
     shift = None if bias is None else bias.float().contiguous()
@@ -75,6 +75,6 @@ def norm_weights(norm: nn.Module, width: int, device: torch.device) -> NormWeigh
         for centred in (False, True):
             for eps in all_eps:
                 found = NormWeights(factor.contiguous(), eps, shift, centred)
-                if torch.allclose(norm_eager(probe, found), shown, rtol=1e-4, atol=1e-5):
+                if torch.allclose(norm_eager(probe, found), expected, rtol=1e-4, atol=1e-5):
                     return found
     raise Unfusable(f"{type(norm).__name__} is neither an RMSNorm nor a LayerNorm")

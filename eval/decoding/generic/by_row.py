@@ -1,8 +1,8 @@
-"""Attention that takes the positions of its queries from the length of the cache.
+"""Attention that computes the positions of its queries from the length of the cache.
 
-Llama 4 scales queries by position in layers without rope, and gets the positions as `length of the cache + index`. That
-is not so in trees, nor in batches of contexts of different lengths. Such modules are observed: those that ask the cache
-for its length. They run row by row, and the cache answers with a tensor that makes the positions come out right.
+In layers without rope, Llama 4 scales queries by their position, which it computes as `length of the cache + index`.
+That is wrong in trees, and in batches of contexts of different lengths. The modules that ask the cache for its length
+run row by row instead. The length that they then get is a tensor: the position of each token minus its index.
 Shape legend: B batch, M tokens of a forward.
 """
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from headstart.eval.decoding.cache import Slots
-from headstart.eval.decoding.generic.intercept import cut, replaced_forwards
+from headstart.eval.decoding.generic.intercept import map_tensors, replaced_forwards
 
 
 class ByRow:
-    """Runs some modules row by row. Args: slots: of the cache that the modules ask."""
+    """Runs some modules row by row. Args: slots: of the cache that the modules read."""
 
     def __init__(self, modules: list[nn.Module], slots: Slots):
         self.modules, self.slots = modules, slots
@@ -38,13 +38,14 @@ class ByRow:
             for row in range(batch):
                 self.slots.row, self.slots.past_M = row, past_BM[row]
                 part = partial(_row, row, batch)
-                outputs.append(forward(*cut(args, part), **cut(kwargs, part)))
+                outputs.append(forward(*map_tensors(args, part), **map_tensors(kwargs, part)))
         finally:
             self.slots.row = self.slots.past_M = None
         return _joined(outputs)
 
 
 def _row(row: int, batch: int, value: Tensor) -> Tensor:
+    """One row of a tensor that has one entry per row of the batch; any other tensor as it is."""
     return value[row : row + 1] if value.ndim > 1 and value.shape[0] == batch else value
 
 

@@ -1,4 +1,4 @@
-"""Watching which module of a model runs, and running some modules in another way for the length of a forward."""
+"""Tools for transformers' modules: tell which of them run, and replace the forwards of some for a while."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def running_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Inside, the list holds the modules that run, the innermost last."""
+    """While open, the yielded list holds the modules that are running, the innermost last."""
     running: list[nn.Module] = []
     handles = []
     for module in model.modules():
@@ -29,13 +29,16 @@ def running_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 @contextmanager
-def replaced_forwards(ways: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside, a module's forward is `way(its own forward, *arguments)`. Args: ways: (module, way)."""
+def replaced_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """While open, calling a module runs `replacement(the module's own forward, *arguments)`.
+
+    Args: replacements: (module, replacement).
+    """
     replaced: list[tuple[nn.Module, Any]] = []
     try:
-        for module, way in ways:
+        for module, replacement in replacements:
             replaced.append((module, module.__dict__.get("forward")))
-            module.forward = partial(way, module.forward)
+            module.forward = partial(replacement, module.forward)
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -45,10 +48,10 @@ def replaced_forwards(ways: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> I
                 module.forward = before
 
 
-def cut(value: Any, part: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in it replaced by `part` of it."""
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `function` applied to every tensor in it, through dicts, tuples and lists."""
     if isinstance(value, dict):
-        return {name: cut(entry, part) for name, entry in value.items()}
+        return {name: map_tensors(entry, function) for name, entry in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(cut(entry, part) for entry in value)
-    return part(value) if isinstance(value, Tensor) else value
+        return type(value)(map_tensors(entry, function) for entry in value)
+    return function(value) if isinstance(value, Tensor) else value

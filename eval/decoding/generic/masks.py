@@ -13,7 +13,7 @@ from headstart.eval.kernels.attention import Visibility, visible_slots
 
 
 def seen_slots(visibility: Visibility, span: Span, slots: int) -> Tensor:
-    """bool [B, M, S]: as visible_slots, for any span."""
+    """bool [B, M, S]: the slots that each token sees; as visible_slots, for any span."""
     seen = visible_slots(visibility, span.window, slots)
     if span.chunk is None:
         return seen
@@ -31,7 +31,9 @@ def model_masks(
 ) -> Tensor | dict[str, Tensor | None]:
     """The attention mask in the model's form: [B, 1, M, S], or one such mask per kind of layer.
 
-    Recurrent layers get none. Args: additive: dtype of a mask that is added to the logits; None = a boolean one.
+    Recurrent layers get none.
+
+    Args: additive: dtype of a mask that is added to the attention's logits; None = a boolean mask.
     """
     device = visibility.position_BM.device
     # padding sees slot 0: a softmax over nothing would give NaN

@@ -1,7 +1,7 @@
-"""Transformers' own forward on static buffers: any causal LM decodes so, without knowledge of its architecture.
+"""Transformers' own forward on static buffers. Any causal LM decodes this way; nothing depends on its architecture.
 
-It gets what its tokens see as a 4-D attention mask, explicit rope positions, and the buffers as a Cache object. What
-else the layers need is observed, not known: see recurrent.py and by_row.py.
+The model gets a 4-D attention mask, explicit rope positions, and the buffers as a Cache object. Layers that need more
+are found by watching what they ask of the cache: see recurrent.py and by_row.py.
 Shape legend: B batch, M tokens of a forward.
 """
 
@@ -18,7 +18,13 @@ from headstart.eval.decoding.cache import Slots, StaticKV
 from headstart.eval.decoding.generic.by_row import ByRow
 from headstart.eval.decoding.generic.intercept import running_modules
 from headstart.eval.decoding.generic.masks import model_masks
-from headstart.eval.decoding.generic.recurrent import RecurrentLayer, RecurrentStates, WatchedKV, cache_layers, goes_on
+from headstart.eval.decoding.generic.recurrent import (
+    RecurrentLayer,
+    RecurrentStates,
+    WatchedKV,
+    cache_layers,
+    can_continue,
+)
 from headstart.eval.decoding.memory import Memory, memory_of
 from headstart.eval.decoding.rows import Step
 from headstart.eval.kernels.attention import Visibility
@@ -26,7 +32,7 @@ from headstart.heads.errors import TargetError
 
 
 def check_decodable(model: Any) -> Memory:
-    """How a model's layers remember. Raises: TargetError where they cannot verify drafts here."""
+    """The memory of a model's layers. Raises: TargetError for a model that this engine cannot run."""
     memory = memory_of(model.config)
     implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if implementation not in ("sdpa", "eager"):
@@ -60,10 +66,10 @@ class GenericModel:
         self.by_row: ByRow | None = None
         self.chunks = True
         if self.memory.chains_only:
-            watched = self._watch()
-            self.chunks = goes_on(watched, lambda: self._try(watched))
+            watched = self._watched_forward()
+            self.chunks = can_continue(watched, lambda: self._run_two_tokens(watched))
             layers = {n: layer for n, layer in enumerate(self.kv.layers) if isinstance(layer, RecurrentLayer)}
-            self.recurrent = RecurrentStates(layers, watched.holders, batch)
+            self.recurrent = RecurrentStates(layers, watched.mixers, batch)
 
     def forward(
         self, tokens_BM: Tensor, visibility: Visibility, extent: int, layer_ids: tuple[int, ...] | None, last_only: bool
@@ -72,13 +78,13 @@ class GenericModel:
         options = {"output_hidden_states": layer_ids is not None, "logits_to_keep": 1 if last_only else 0}
         output = self._run(tokens_BM, visibility, extent, options)
         if self.kv.asked and self.by_row is None:
-            # what it answered was wrong for these tokens: find out who asked, and run once more
+            # the length that it got is wrong for these tokens: find the modules that asked, and run once more
             if self.recurrent is not None:
                 raise TargetError(
                     f"{type(self.model).__name__}: its attention takes positions from the cache, beside recurrent "
                     "states; it cannot verify drafts here"
                 )
-            self.by_row = ByRow(self._watch().measurers, self.kv.slots)
+            self.by_row = ByRow(self._watched_forward().length_readers, self.kv.slots)
             output = self._run(tokens_BM, visibility, extent, options)
         if layer_ids is None:
             return Step(output.logits, None, None)
@@ -86,9 +92,9 @@ class GenericModel:
         streams = torch.stack([states[k] for k in layer_ids], 2) if layer_ids else None
         return Step(output.logits, states[-1], streams)
 
-    def filling(self, lengths: list[int]) -> AbstractContextManager[None]:
-        """The forwards inside are a prefill of contexts of these lengths."""
-        return nullcontext() if self.recurrent is None else self.recurrent.filling(lengths)
+    def prefilling(self, lengths: list[int]) -> AbstractContextManager[None]:
+        """While open, forwards are the chunks of a prefill of contexts of these lengths."""
+        return nullcontext() if self.recurrent is None else self.recurrent.prefilling(lengths)
 
     def take(self, count_B: Tensor) -> None:
         """Commit the first `count_B` tokens of every row of the last forward, a chain."""
@@ -96,12 +102,12 @@ class GenericModel:
             self.recurrent.take(count_B)
 
     def _run(self, tokens_BM: Tensor, visibility: Visibility, extent: int, options: dict[str, Any]) -> Any:
-        special: AbstractContextManager[None] = nullcontext()
+        around: AbstractContextManager[None] = nullcontext()
         if self.recurrent is not None:
-            special = self.recurrent.begin(tokens_BM.shape[1])
+            around = self.recurrent.running(tokens_BM.shape[1])
         elif self.by_row is not None:
-            special = self.by_row.running(visibility.position_BM.clamp(min=0))
-        with special:
+            around = self.by_row.running(visibility.position_BM.clamp(min=0))
+        with around:
             return self._call(self.kv, tokens_BM, visibility, extent, **options)
 
     def _call(self, kv: StaticKV, tokens_BM: Tensor, visibility: Visibility, extent: int, **options: Any) -> Any:
@@ -117,8 +123,8 @@ class GenericModel:
         )
 
     @torch.inference_mode()
-    def _watch(self) -> WatchedKV:
-        """Run over two tokens and note which modules ask the cache for what.
+    def _watched_forward(self) -> WatchedKV:
+        """A forward over two tokens, on buffers that note which modules ask for states and lengths.
 
         Raises: TargetError where the model keeps its states elsewhere.
         """
@@ -126,7 +132,7 @@ class GenericModel:
         with running_modules(self.model) as running:
             kv = WatchedKV(slots, cache_layers(self.memory, slots), running)
             try:
-                self._try(kv)
+                self._run_two_tokens(kv)
             except (AttributeError, ValueError) as reason:
                 raise TargetError(
                     f"{type(self.model).__name__} keeps its past in a cache of its own ({reason}), expected the "
@@ -135,8 +141,8 @@ class GenericModel:
         return kv
 
     @torch.inference_mode()
-    def _try(self, kv: StaticKV) -> None:
-        """A forward over two tokens."""
+    def _run_two_tokens(self, kv: StaticKV) -> None:
+        """A forward over two tokens on `kv`."""
         place_BM = torch.arange(2, device=self.device)[None]
         # no padding, whose embedding may be zero
         config = self.model.config.get_text_config()

@@ -91,7 +91,7 @@ def untouched(card: Card, generator: Generator) -> bool:
     return card.stream == MAIN and card.mode == 0 and not (card.own.inside or generator.inside or card.capturing)
 
 
-def test_work_is_rehearsed_and_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_runs_once_before_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     card, generator, modes = Card(monkeypatch), Generator(), []
 
     def run() -> int:
@@ -112,12 +112,12 @@ def test_a_failure_is_mended(monkeypatch: pytest.MonkeyPatch, what: str) -> None
     assert untouched(card, generator)
 
 
-@pytest.mark.parametrize("when", ["rehearsal", "capture"])
+@pytest.mark.parametrize("when", ["before", "capture"])
 def test_out_of_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     card, generator = Card(monkeypatch), Generator()
 
     def run() -> None:
-        if card.capturing or when == "rehearsal":
+        if card.capturing or when == "before":
             raise torch.OutOfMemoryError("no more")
 
     with pytest.raises(torch.OutOfMemoryError, match="no more"):

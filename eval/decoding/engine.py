@@ -81,7 +81,9 @@ class Engine:
             self.kv = self.generic.kv
             prefill_chunk = prefill_chunk if self.generic.chunks else capacity
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        self.prompts = Prefill(batch, prefill_chunk, self.kv.bin, self.device, self.captures)
+        # a captured chunk of transformers' own forward would read as many slots for ever as at its capture
+        captures = fused is not None and self.captures
+        self.prompts = Prefill(batch, prefill_chunk, self.kv.bin, self.device, captures)
 
     @property
     def captures(self) -> bool:

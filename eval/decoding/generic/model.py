@@ -30,9 +30,21 @@ from headstart.eval.decoding.rows import Step
 from headstart.eval.kernels.attention import Visibility
 from headstart.heads.errors import TargetError
 
+#: names of the forward's cache: transformers 5.24 renamed it
+CACHES = ("cache", "past_key_values")
+
 
 def check_decodable(model: Any) -> Memory:
     """The memory of a model's layers. Raises: TargetError for a model that this engine cannot run."""
+    taken = inspect.signature(model.forward).parameters
+    needed = {"attention_mask": ["attention_mask"], "position_ids": ["position_ids"], "cache": list(CACHES)}
+    lacking = [what for what, names in needed.items() if not set(names) & set(taken)]
+    if lacking:
+        # such a model would ignore them without a word, and see no context
+        raise TargetError(
+            f"the forward of {type(model).__name__} takes no {', no '.join(lacking)}; expected attention_mask, "
+            "position_ids and past_key_values (or cache), without which it cannot verify drafts here"
+        )
     memory = memory_of(model.config)
     implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if implementation not in ("sdpa", "eager"):
@@ -57,9 +69,8 @@ class GenericModel:
         self.model, self.memory = model, check_decodable(model)
         self.additive = model.dtype if model.config.get_text_config()._attn_implementation == "eager" else None
         self.device = model.device
-        # transformers 5.24 renames the argument
-        parameters = inspect.signature(model.forward).parameters
-        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        taken = inspect.signature(model.forward).parameters
+        self.cache_argument = next(name for name in CACHES if name in taken)
         slots = Slots(batch, capacity, self.device)
         self.kv = StaticKV(slots, cache_layers(self.memory, slots))
         self.recurrent: RecurrentStates | None = None
@@ -133,7 +144,9 @@ class GenericModel:
             kv = WatchedKV(slots, cache_layers(self.memory, slots), running)
             try:
                 self._run_two_tokens(kv)
-            except (AttributeError, ValueError) as reason:
+            except (torch.OutOfMemoryError, TargetError):
+                raise
+            except Exception as reason:
                 raise TargetError(
                     f"{type(self.model).__name__} keeps its past in a cache of its own ({reason}), expected the "
                     "public one of transformers; it cannot verify drafts here"

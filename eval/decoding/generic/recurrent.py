@@ -122,7 +122,7 @@ class WatchedKV(StaticKV):
         super().__init__(slots, layers)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        if layer_idx is not None and self.running:
+        if layer_idx is not None and self.running and self.running[-1] not in self.length_readers:
             self.length_readers.append(self.running[-1])
         return super().get_seq_length(layer_idx)
 

@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -252,3 +253,23 @@ def test_attention_that_takes_no_mask_is_refused() -> None:
     config.layer_types = ["chunked_attention"]
     with pytest.raises(Unfusable, match="chunked_attention"):
         attention_windows(config)
+
+
+class Positionless(LlamaForCausalLM):
+    """As models do whose positions follow from slots: what it does not know goes into the keywords unread."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids)
+
+
+def test_a_model_that_takes_no_positions_or_no_cache_is_refused() -> None:
+    model = Positionless(LlamaConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=1))
+    with pytest.raises(TargetError, match="Positionless takes no position_ids, no cache; expected attention_mask"):
+        Engine(model.eval(), 1, 8)
+
+
+def test_chunks_of_transformers_own_forward_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "captures", True)
+    model = tiny("llama")
+    assert not Engine(model, 1, 8).prompts.captures
+    assert Engine(model, 1, 8, fused=FusedModel(model, attention_windows(model.config))).prompts.captures

@@ -30,6 +30,7 @@ from headstart.heads.targets.sharded import (
     shard_group,
     with_buffers,
 )
+from headstart.heads.targets.stacked_experts import StackedExperts
 from headstart.heads.targets.target import TARGET_KINDS, Target, TargetConfig, weight_hash_of
 from headstart.heads.targets.template_date import fix_dates
 from headstart.heads.targets.tuned import (
@@ -169,7 +170,7 @@ def _load_sharded(
 
     model, notes = model_on_meta(settings, config, dtype=dtype)
     load_generation_config(model, directory)
-    output_shard_VD = fill(model, WeightFiles(directory), device, group)
+    output_shard_VD = fill(model, StackedExperts(WeightFiles(directory), model), device, group)
     return ShardedTarget(model, tokenizer, config, revision, group, output_shard_VD), notes
 
 
@@ -260,7 +261,7 @@ def check_shardable(target: Target) -> None:
     with_buffers(model)
     if Path(place).is_dir() and any(Path(place).glob("*.safetensors*")):
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        check_names(model, WeightFiles(Path(place)), tied)
+        check_names(model, StackedExperts(WeightFiles(Path(place)), model), tied)
 
 
 def target_dims(name: str) -> HeadDims:

@@ -137,10 +137,11 @@ def test_later_refusals_come_first(case: str, recipe: Path, target_of: Callable[
         refuse_ahead(settings, weightless_target(settings.target))
 
 
-def test_tensors_that_shards_cannot_be_filled_from(recipe: Path, target_of: Callable[..., Path]) -> None:
-    """A mixture of experts is saved under other names than transformers computes with."""
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-    place = target_of("Qwen3Moe", weights=True, **SMALL, **experts)
+def test_tensors_that_shards_cannot_be_filled_from(
+    recipe: Path, target_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Mixtral is saved under other names than transformers computes with."""
+    place = target_of("Mixtral", weights=True, **SMALL, num_local_experts=2, num_experts_per_tok=1)
     sharded = load_recipe(recipe, [f"target.name={place}", "target.parallel=fsdp2"])
     with pytest.raises(TargetError, match="do not hold the model's tensors as it names them: missing"):
         refuse_ahead(sharded, weightless_target(sharded.target))
@@ -148,6 +149,11 @@ def test_tensors_that_shards_cannot_be_filled_from(recipe: Path, target_of: Call
     refuse_ahead(whole, weightless_target(whole.target))
     shutil.rmtree(place)
     sharded = load_recipe(recipe, [f"target.name={target_of('Llama', weights=True)}", "target.parallel=fsdp2"])
+    refuse_ahead(sharded, weightless_target(sharded.target))
+    shutil.rmtree(tmp_path / "target")
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}  # files hold each by itself
+    stacked = target_of("Qwen3Moe", weights=True, **SMALL, **experts)
+    sharded = load_recipe(recipe, [f"target.name={stacked}", "target.parallel=fsdp2"])
     refuse_ahead(sharded, weightless_target(sharded.target))
 
 

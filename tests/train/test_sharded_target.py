@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from headstart.data.features import OnlineFeatures
@@ -37,7 +39,8 @@ SHAPE = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, initializer_range=0.2, eos_token_id=1,
 )  # fmt: skip
-#: 97 rows do not divide by two ranks; the second target ties its embeddings, the third has recurrent states
+#: 97 rows do not divide by two ranks; the second target ties its embeddings, the third has recurrent states,
+#: the fourth 5 experts as well, which files hold one by one
 TARGETS = {
     "untied": (LlamaForCausalLM, LlamaConfig(vocab_size=97, **SHAPE)),
     "tied": (Qwen3ForCausalLM, Qwen3Config(vocab_size=96, tie_word_embeddings=True, head_dim=8, **SHAPE)),
@@ -46,6 +49,14 @@ TARGETS = {
         Lfm2Config(
             vocab_size=97, tie_word_embeddings=False, block_auto_adjust_ff_dim=False,
             layer_types=["conv", "conv", "full_attention", "conv"] * 2, **SHAPE,
+        ),
+    ),
+    "experts": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig(
+            vocab_size=97, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=8,
+            shared_expert_intermediate_size=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+            linear_value_head_dim=8, head_dim=8, **SHAPE,
         ),
     ),
 }  # fmt: skip
@@ -155,10 +166,14 @@ def test_features_and_identity_are_those_of_the_whole_target(place, ranks, name)
             assert torch.equal(argmax_A, batch.teacher_argmax_A)
         assert ranks[rank][f"{name}/hash"] == ranks[rank][f"{name}/hash after"] == whole.weight_hash()
         assert ranks[rank][f"{name}/stops"] == list(whole.stop_token_ids)
-        assert ranks[rank][f"{name}/held"] * 2 == ranks[rank][f"{name}/all"]
+        held = ranks[rank][f"{name}/held"]
+        if name == "experts":  # five, three of them on rank 0
+            assert 0.4 < held / ranks[rank][f"{name}/all"] < 0.6
+        else:
+            assert held * 2 == ranks[rank][f"{name}/all"]
         assert ranks[rank][f"{name}/rows"] == (len(DRAFT_IDS) if name != "tied" else 96)
         layers, ends, width = ranks[rank][f"{name}/all"], whole.embed_VD.numel(), whole.dims.hidden_size
-        expected = layers / 2 + ends + width
+        expected = ranks[0][f"{name}/held"] + ends + width  # every rank has room for as many experts as the first
         if name != "tied":
             expected += len(DRAFT_IDS) * width + (49, 48)[rank] * width
         assert ranks[rank][f"{name}/bytes"] == pytest.approx(4 * expected, rel=0.02)  # rope buffers, padding of shards

@@ -1,7 +1,7 @@
-"""The chosen experts of a mixture, near memory bandwidth: gate and up with their activation, down, and the mixture.
+"""The chosen experts of a mixture: first product with its activation, second product, weighted sum over the experts.
 
 Each of R rows has chosen k experts: R · k pairs of a row and an expert. Only weights of chosen experts are read, and
-nothing asks the host, so the kernels can be captured. A program takes up to `rows` pairs of one expert (`pair_tiles`),
+nothing waits for the host, so the kernels can be captured. A program takes up to `rows` pairs of one expert (`pair_tiles`),
 or, in float32 with few pairs per expert, one pair (`pair_vectors`). The kernels stand in expert_kernels.py.
 Shape legend: R rows, k experts per row, P = R · k pairs, E experts, D hidden, N width of an expert, C channels of the
 first product (2 N where a gate and an up projection stand in one matrix), T tiles of pairs.
@@ -34,7 +34,7 @@ SINGLE_PAIRS = 8
 
 
 @dataclass(frozen=True)
-class Gate:
+class GatedActivation:
     """act(gate) · (up + shift), where act(g) = g · σ(slope · (g + cubic · g³)) is SiLU, or GELU's tanh form.
 
     Attributes:
@@ -54,8 +54,8 @@ class Gate:
         return gate * torch.sigmoid(self.slope * (gate + self.cubic * gate**3)) * (up + self.shift)
 
 
-SILU = Gate()
-GELU_TANH = Gate(slope=2 * math.sqrt(2 / math.pi), cubic=0.044715)
+SILU = GatedActivation()
+GELU_TANH = GatedActivation(slope=2 * math.sqrt(2 / math.pi), cubic=0.044715)
 
 
 @dataclass(eq=False)
@@ -63,14 +63,14 @@ class Experts:
     """Weights of all experts, in views of any strides, and what stands between the two products.
 
     Attributes:
-        activation: a Gate, which the kernels fuse with the first product, or any function [P, C] → [P, N].
+        activation: a GatedActivation, which the kernels fuse with the first product, or any function [P, C] → [P, N].
     """
 
     first_ECD: Tensor
     second_EDN: Tensor
     first_bias_EC: Tensor | None
     second_bias_ED: Tensor | None
-    activation: Gate | Callable[[Tensor], Tensor]
+    activation: GatedActivation | Callable[[Tensor], Tensor]
 
     @property
     def count(self) -> int:
@@ -114,7 +114,7 @@ def experts_kernel(
     if single is None:
         single = x_RD.dtype.itemsize > 2 and pairs <= SINGLE_PAIRS * experts.count
     groups = None if single else _groups(expert_P, experts.count, x_RD.dtype)
-    gate = experts.activation if isinstance(experts.activation, Gate) else None
+    gate = experts.activation if isinstance(experts.activation, GatedActivation) else None
     channels = experts.first_ECD.shape[1] // (1 if gate is None else 2)
     hidden_PN = x_RD.new_empty((pairs, channels))
     _product(x_RD, experts.first_ECD, experts.first_bias_EC, expert_P, hidden_PN, per_row, gate, groups)
@@ -175,7 +175,7 @@ def _product(
     expert_P: Tensor,
     out_PO: Tensor,
     per_row: int,
-    gate: Gate | None,
+    gate: GatedActivation | None,
     groups: _Groups | None,
 ) -> None:
     """Every pair's product, and its gate. Args: x: input rows, each for `per_row` pairs in a row."""

@@ -1,8 +1,8 @@
-"""Mixtures of experts inside fused layers: the model's own router, shared experts and gates around our experts.
+"""Mixtures of experts inside fused layers. Routers, shared experts and gates stay the model's own; experts are ours.
 
-transformers gives every mixture an experts module with one interface: (hidden_states, chosen experts, their weights) →
-mixed rows, with the weights of all experts in two parameters. `fuse_experts` puts a FusedExperts in its place where our
-experts compute what the module's own forward does, which a comparison in float32 shows. Others stay as they are.
+In transformers, every mixture has an experts module with one interface: (hidden_states, chosen experts, their weights)
+→ mixed rows, with the weights of all experts in two parameters. `fuse_experts` replaces it by FusedExperts where both
+give the same in float32. Other experts stay as they are.
 Shape legend: see eval/kernels/experts.py.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.eval.kernels.experts import GELU_TANH, SILU, Experts, Gate, experts_eager, mix_experts
+from headstart.eval.kernels.experts import GELU_TANH, SILU, Experts, GatedActivation, experts_eager, mix_experts
 
 #: largest relative distance (L2) from the module's own forward, in float32, that passes as rounding
 TOLERANCE = 1e-5
@@ -46,6 +46,7 @@ def fuse_experts(module: nn.Module) -> nn.Module:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, child) of every module inside."""
     for parent in module.modules():
         for name, child in parent.named_children():
             yield parent, name, child
@@ -61,16 +62,19 @@ def experts_of(own: nn.Module) -> Experts | None:
         return None
     try:
         experts = _read(own)
-        small = _few(own)
-        return experts if _same(small, _read(small, experts.activation)) else None
+        small = _first_experts(own)
+        return experts if _mixes_alike(small, _read(small, experts.activation)) else None
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001 - a module that is made otherwise keeps its own forward
+    except Exception:  # noqa: BLE001 - a module of another structure keeps its own forward
         return None
 
 
 def _read(own: Any, activation: Any = None) -> Experts:
-    """Raises: ValueError, or whatever the module's own activation raises, for a module that is made otherwise."""
+    """The weights of an experts module, as views. Args: activation: None = find it.
+
+    Raises: ValueError, or whatever the module's own activation raises, for a module of another structure.
+    """
     first, second = (own.gate_up_proj if own.has_gate else own.up_proj), own.down_proj
     biases: list[Tensor | None] = [None, None]
     if own.has_bias:
@@ -79,32 +83,32 @@ def _read(own: Any, activation: Any = None) -> Experts:
         if weight.dim() != 3 or weight.dtype not in DTYPES or weight.shape[0] != own.num_experts:
             raise ValueError(f"found weights {tuple(weight.shape)} in {weight.dtype}")
     if activation is None:
-        activation = (_gate(own, first.device) or own._apply_gate) if own.has_gate else own.act_fn
+        activation = (_gated_activation(own, first.device) or own._apply_gate) if own.has_gate else own.act_fn
     weights = [weight.detach().transpose(1, 2) if own.is_transposed else weight.detach() for weight in (first, second)]
     first_bias, second_bias = (None if bias is None else bias.detach() for bias in biases)
     return Experts(weights[0], weights[1], first_bias, second_bias, activation)
 
 
-def _gate(own: Any, device: torch.device) -> Gate | None:
-    """The Gate that the module's own gating equals on numbers within and beyond its limits; None for another one."""
+def _gated_activation(own: Any, device: torch.device) -> GatedActivation | None:
+    """Our form of the module's activation, compared on numbers within and beyond its limits; None = we have none."""
     limit = getattr(own, "limit", None)
     plain = [SILU, GELU_TANH]
     clamped = [replace(gate, limit=float(limit)) for gate in plain] if limit is not None else []
     if limit is not None and hasattr(own, "alpha"):
-        clamped.append(Gate(slope=float(own.alpha), limit=float(limit), shift=1.0))
+        clamped.append(GatedActivation(slope=float(own.alpha), limit=float(limit), shift=1.0))
     noise = torch.Generator().manual_seed(0)
     scale = 8.0 if limit is None else max(8.0, 2 * float(limit))
     probe = (scale * torch.randn((64, 16), generator=noise)).to(device)
-    shown = own._apply_gate(probe)
+    expected = own._apply_gate(probe)
     for gate in plain + clamped:
         for gate in (gate, replace(gate, interleaved=True)):  # noqa: PLW2901, B020
-            if torch.allclose(gate(probe), shown, rtol=1e-5, atol=1e-5):
+            if torch.allclose(gate(probe), expected, rtol=1e-5, atol=1e-5):
                 return gate
     return None
 
 
-def _few(own: Any) -> Any:
-    """The module with its first experts alone, in float32, that runs its own loop over experts."""
+def _first_experts(own: Any) -> Any:
+    """A float32 copy of the module with its first experts only, which runs transformers' loop over experts."""
     count = min(TRIED_EXPERTS, own.num_experts)
     few = copy.copy(own)
     few.__dict__["_parameters"] = {
@@ -119,7 +123,7 @@ def _few(own: Any) -> Any:
 
 
 @torch.no_grad()
-def _same(own: Any, experts: Experts) -> bool:
+def _mixes_alike(own: Any, experts: Experts) -> bool:
     """Whether our experts mix random rows as the module's own forward does."""
     noise = torch.Generator().manual_seed(1)
     device, width = experts.first_ECD.device, experts.first_ECD.shape[2]

@@ -21,7 +21,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.autoregressive import AutoregressiveConfig, AutoregressiveHead
-from headstart.heads.families.eagle3 import rollout, ttt
+from headstart.heads.families.eagle3 import ttt, ttt_autograd
 from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm
 from headstart.heads.losses import check_loss, fused
 from headstart.heads.numerics import compute_dtype
@@ -214,7 +214,7 @@ class Eagle3Head(AutoregressiveHead):
         return (self.in_vocab(batch)[anchors.teacher_AK] & anchors.supervised_AK()).sum(0, dtype=torch.float32)
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
-        """At step 1, the layers below the last run on every row, and the last one's keys and values do.
+        """As the base class's. At step 1, every row runs all layers but the last, and the last one's keys and values.
 
         In the first layer, the embedding half of the projections runs on every row once, and serves all steps.
         """
@@ -248,7 +248,7 @@ class Eagle3Head(AutoregressiveHead):
 
     @property
     def by_autograd(self) -> bool:
-        """Whether rollout.py trains it, rather than ttt.py, whose backward is written out."""
+        """Whether ttt_autograd.py trains it, rather than ttt.py, whose backward is written out."""
         return bool(self.layers) or self.config.qk_norm or self.config.norm_output
 
     def rollout(self, batch: FeatureBatch) -> Tensor:
@@ -261,7 +261,7 @@ class Eagle3Head(AutoregressiveHead):
         e_RH = self.midlayer.input_layernorm(self.embed(self.next_tokens(batch)))
         norm = self.midlayer.hidden_norm
         if self.by_autograd:
-            return self.norm(rollout.rollout(batch, self.draft_layers, norm, self.rope, e_RH, g_RH, self.recycled))
+            return self.norm(ttt_autograd.rollout(batch, self.draft_layers, norm, self.rope, e_RH, g_RH, self.recycled))
         return self.norm(ttt.rollout(batch, self.midlayer, norm, self.rope, e_RH, g_RH))
 
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:

@@ -11,9 +11,17 @@ from reference.experts import clamped_swiglu, mixture, swiglu
 from torch import Tensor
 
 from headstart.eval.kernels import experts as experts_module
-from headstart.eval.kernels.experts import GELU_TANH, SILU, Experts, Gate, experts_eager, experts_kernel, sorted_tiles
+from headstart.eval.kernels.experts import (
+    GELU_TANH,
+    SILU,
+    Experts,
+    GatedActivation,
+    experts_eager,
+    experts_kernel,
+    sorted_tiles,
+)
 
-CLAMPED = Gate(slope=1.702, limit=7.0, shift=1.0, interleaved=True)
+CLAMPED = GatedActivation(slope=1.702, limit=7.0, shift=1.0, interleaved=True)
 
 
 def made(
@@ -21,7 +29,7 @@ def made(
     dtype: torch.dtype = torch.float32,
 ) -> Experts:  # fmt: skip
     """Args: across: outputs are neighbours in memory."""
-    channels = 2 * width if isinstance(activation, Gate) else width
+    channels = 2 * width if isinstance(activation, GatedActivation) else width
     shapes = [(experts, channels, hidden), (experts, hidden, width)]
     weights = []
     for seed, (count, out, into) in enumerate(shapes):
@@ -41,7 +49,7 @@ def routed(rows: int, per_row: int, experts: int, seed: int = 3) -> tuple[Tensor
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("gate", "naive"), [(SILU, swiglu), (CLAMPED, clamped_swiglu)])
-def test_the_eager_twin_is_the_naive_mixture(gate: Gate, naive: object, bias: bool) -> None:
+def test_the_eager_twin_is_the_naive_mixture(gate: GatedActivation, naive: object, bias: bool) -> None:
     experts, (chosen, weight) = made(gate, bias=bias), routed(4, 2, 5)
     chosen[1, 0] = 5  # no such expert
     x = 3 * random(4, 40, seed=9)

@@ -72,8 +72,8 @@ def dropped_for(media: str) -> str:
     return f"the conversation holds {media}"
 
 
-def place(where: str) -> str:
-    """`FILE:LINE` of a record without the folders."""
+def file_and_line(where: str) -> str:
+    """`FILE:LINE` of a record, without the folders."""
     return Path(where).name
 
 
@@ -86,7 +86,7 @@ def dropped_lines(dropped: Iterable[tuple[str, str]], places_too: bool = True) -
     """
     places: dict[str, list[str]] = {}
     for media, where in dropped:
-        places.setdefault(media, []).append(place(where))
+        places.setdefault(media, []).append(file_and_line(where))
     return [
         f"dropped {len(names)}: {dropped_for(media)}"
         + (f" ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if places_too else "")

@@ -116,11 +116,10 @@ def _reasoning(given: dict[str, Any], where: Where) -> str | None:
 def _part(part: Any, where: Where) -> str:
     if isinstance(part, str):
         return read_text(part, where)
-    if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
-        if media_of_part(part) is None:
-            return read_text(part.get("text"), f"{where}: text of a part")
     if media_of_part(part) is not None:
         return ""  # whoever reads the record drops it
+    if isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text"):
+        return read_text(part.get("text"), f"{where}: text of a part")
     found = f" ({quote(part['type'])})" if isinstance(part, dict) and "type" in part else ""
     raise DataError(f"{where}: found a part that is not text{found}, expected text only: remove the record")
 

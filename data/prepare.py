@@ -12,7 +12,7 @@ import numpy as np
 
 from headstart.data.chat import Encoded, answers_of
 from headstart.data.config import DataConfig, SourceConfig
-from headstart.data.media import dropped_for, place
+from headstart.data.media import dropped_for, file_and_line
 from headstart.data.prompts import Chats
 from headstart.data.records import Conversation, TokenTurn, unread_note
 from headstart.data.rendering import RefusedError
@@ -156,7 +156,8 @@ def tokenize(
         for field_name in conversation.unread:
             report.unread[field_name] = report.unread.get(field_name, 0) + 1
         if isinstance(encoded, str):
-            report.drop(encoded, conversation.id if conversation.media is None else place(conversation.where))
+            named = conversation.id if conversation.media is None else file_and_line(conversation.where)
+            report.drop(encoded, named)
             continue
         report.split += len(encoded) > 1
         said = [message["role"] for message in conversation.messages].count("assistant")

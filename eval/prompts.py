@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -32,9 +32,12 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz")
 
 
 class Prompts(list[Prompt]):
-    """Prompts of an evaluation. `dropped`: what each record that was left out holds, and its place."""
+    """Prompts of an evaluation.
 
-    dropped: list[tuple[str, str]]
+    Attributes: dropped: of each record that was left out for its media, what it holds and its `where`.
+    """
+
+    dropped: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)

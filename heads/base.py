@@ -50,7 +50,7 @@ class HeadConfig:
     #: Weight of the loss of depth d, as a power: depth_decay ** (d - 1).
     depth_decay: float = 1.0
 
-    def facts(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """The fields that a run's steps depend on, as JSON values.
 
         Added fields at their defaults are left out, so that a run of an earlier version goes on.

@@ -3,7 +3,7 @@
 `target.trust_remote_code=true` lets a model's repository run code here, and an attention implementation with a slash
 is fetched from the Hub. Whoever writes that on the command line means it. In a recipe's file somebody else may have
 written it, in a file that it inherits or in a run's recipe.yaml too. Then a terminal is asked, and without one it is
-refused. Only files that come with the package are taken at their word. `load_recipe` asks before anything of the
+refused. Only files that come with the package are trusted. `load_recipe` asks before anything of the
 target is opened, so that no command can forget it.
 """
 
@@ -53,9 +53,9 @@ def require_consent(target: TargetConfig, layers: Sequence[Layer], shipped: Iter
 
 
 def _foreign(key: str, layers: Sequence[Layer], ours: set[Path]) -> tuple[str, str] | None:
-    """Where a file that is not the package's gives the setting, and a verb; None where none does.
+    """Where a file that is not the package's gives the setting, and what it does; None where none does.
 
-    The package's own word holds for the target that the package names, not for another one.
+    A file of the package is trusted for the target that it names itself. A file that changes the target is foreign.
     """
 
     def source(name: str) -> Layer | None:

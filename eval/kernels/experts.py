@@ -1,8 +1,9 @@
 """The chosen experts of a mixture: first product with its activation, second product, weighted sum over the experts.
 
 Each of R rows has chosen k experts: R · k pairs of a row and an expert. Only weights of chosen experts are read, and
-nothing waits for the host, so the kernels can be captured. A program takes up to `rows` pairs of one expert (`pair_tiles`),
-or, in float32 with few pairs per expert, one pair (`pair_vectors`). The kernels stand in expert_kernels.py.
+nothing waits for the host, so the kernels can be captured. A program takes up to `rows` pairs of one expert
+(`pair_tiles`), or, in float32 with few pairs per expert, one pair (`pair_vectors`). The kernels are in
+expert_kernels.py.
 Shape legend: R rows, k experts per row, P = R · k pairs, E experts, D hidden, N width of an expert, C channels of the
 first product (2 N where a gate and an up projection stand in one matrix), T tiles of pairs.
 """

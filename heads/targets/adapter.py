@@ -325,7 +325,7 @@ def merge_adapter(model: nn.Module, directory: Path) -> None:
 
     if has_adapter(model):
         raise TargetError(f"{directory}: the model has an adapter already: take it out first")
-    refuse_quantised(model)
+    refuse_quantised(model.config)
     tensors = _read_tensors(directory)
     try:
         config = PeftConfig.from_pretrained(str(directory))
@@ -393,11 +393,8 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], directory: Path
 
 
 def refuse_quantised(config: Any) -> None:
-    """Raises: TargetError for quantised weights: an update cannot be merged into them without another rounding.
-
-    Args: config: of the model, or the model itself.
-    """
-    if quantisation_of(getattr(config, "config", config)) is not None:
+    """Raises: TargetError for a model with quantised weights: to merge an update would round them once more."""
+    if quantisation_of(config) is not None:
         raise TargetError(
             "target.name: found a model with quantised weights, into which no adapter can be merged; take the same "
             "model in bfloat16 or float32"

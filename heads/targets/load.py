@@ -19,8 +19,8 @@ from headstart.heads.numerics import DTYPES
 from headstart.heads.targets.adapter import refuse_quantised
 from headstart.heads.targets.classes import auto_class, parts_note
 from headstart.heads.targets.explained import explained_loading
-from headstart.heads.targets.processor_template import processor_template
-from headstart.heads.targets.quantised import check_quantisation, own_dtype, quantisation_of, refused_here, settle
+from headstart.heads.targets.processor_template import MAX_BYTES, processor_template
+from headstart.heads.targets.quantised import check_quantisation, own_dtype, quantisation_of, refused_here, run_once
 from headstart.heads.targets.sharded import (
     ShardedTarget,
     WeightFiles,
@@ -41,9 +41,6 @@ from headstart.heads.targets.tuned import (
     merge_into,
     merged_adapter_in,
 )
-
-#: most bytes of a chat template; the longest have some tens of KiB
-MAX_TEMPLATE_BYTES = 1 << 22
 
 
 def load_target(config: TargetConfig) -> Target:
@@ -78,7 +75,7 @@ def load_target(config: TargetConfig) -> Target:
         unread: set[str] = set()
 
         def make(attention: str) -> Any:
-            with without_report():
+            with without_load_report():
                 model, info = loads.from_pretrained(
                     place, dtype=dtype, attn_implementation=attention, output_loading_info=True,
                     ignore_mismatched_sizes=True, **spread, **shared,
@@ -102,14 +99,14 @@ def load_target(config: TargetConfig) -> Target:
             notes += [quantised.note, *dtype_note(model, config.dtype)]
             # before the first forward: after it, asking bitsandbytes for its weights breaks them on a CPU
             known_hash = weight_hash_of(model)
-            settle(model, config.name, config.dtype)
+            run_once(model, config.name, config.dtype)
         target = Target(model, tokenizer, config, revision, merged, quantised, known_hash)
     return _ready(target, notes)
 
 
 @contextmanager
-def without_report() -> Iterator[None]:
-    """Inside, transformers does not log a table of all tensors that are missing or left over.
+def without_load_report() -> Iterator[None]:
+    """While open, transformers does not log a table of all tensors that are missing or left over.
 
     `require_whole` and `parts_note` say what of it matters, in a line each.
     """
@@ -347,7 +344,7 @@ def read_template(path: Path) -> str:
     """A Jinja file. Raises TargetError when it is missing, no regular file, or no text."""
     try:
         with explain_read(path):
-            return read_bounded(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+            return read_bounded(path, MAX_BYTES).decode("utf-8")
     except (DataError, UnicodeDecodeError) as error:
         raise TargetError(f"target.chat_template: {error}; expected a Jinja file") from error
 

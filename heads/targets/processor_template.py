@@ -9,7 +9,7 @@ from headstart.heads.errors import TargetError
 from headstart.heads.files import parse_json, read_bounded
 
 FILE = "chat_template.json"
-#: most bytes of the file; a template has some tens of KiB
+#: most bytes of a chat template; the longest have some tens of KiB
 MAX_BYTES = 1 << 22
 
 

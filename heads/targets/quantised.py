@@ -1,7 +1,8 @@
-"""Targets whose files hold quantised weights: what loads them, in which precision, and what they take in memory.
+"""Targets whose files hold quantised weights: what loads them, in which precision, and how much memory they take.
 
-Heads are trained on the features of the model as it is loaded. transformers reads these files through a package per
-method; some methods it dequantises where a machine cannot compute with them, and then says so nowhere but in a log.
+Heads are trained on the features of the model as it is loaded. transformers reads these files with one package per
+method. Where a machine cannot compute with quantised weights, transformers dequantises some methods, and says so in a
+log only.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Quantisation:
 
 
 def quantisation_of(config: Any) -> Quantisation | None:
-    """The quantisation that a model's config tells, its own or that of its text part; None for plain weights.
+    """The quantisation that a model's config states, or its text part's config; None for plain weights.
 
     Raises: TargetError for one without a method.
     """
@@ -149,7 +150,7 @@ def own_dtype(config: Any) -> torch.dtype:
 
 
 @torch.no_grad()
-def settle(model: Any, name: str, stated: str) -> None:
+def run_once(model: Any, name: str, stated: str) -> None:
     """Run a loaded quantised model once: some packages make their weights ready in the first forward.
 
     Args: stated: target.dtype of the recipe.
@@ -181,7 +182,7 @@ def is_plain(weight: Any) -> bool:
 
 @torch.no_grad()
 def matrix_of(module: Any, width: int, chunk: int = 1024) -> Tensor:
-    """The matrix [V, D] of a model's output layer; a quantised one tells it by its products with unit vectors.
+    """The matrix [V, D] of a model's output layer; that of a quantised layer is found by multiplying unit vectors.
 
     Args: width: D.
     Raises: TargetError where a quantised layer's products are no finite numbers.

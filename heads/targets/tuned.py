@@ -240,7 +240,7 @@ def check_fits(adapter: Adapter, model: nn.Module) -> None:
     """
     from transformers.pytorch_utils import Conv1D
 
-    refuse_quantised(model)
+    refuse_quantised(model.config)
     if (made_of := merged_adapter_in(model.config)) is not None:
         same = "this adapter is merged into it already" if made_of.digest == adapter.digest else "it is tuned already"
         raise TargetError(f"target.adapter: {adapter.name}: the target's config.json says that {same}: leave it out")

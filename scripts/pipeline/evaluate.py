@@ -44,7 +44,7 @@ def evaluate(run: Run) -> dict[str, Any]:
         raise ConfigError(f"eval.data: not set, and {held_out} holds no prompt. {EVAL_DATA}")
     data = config.data or str(held_out)
     inputs = {
-        "head": identity.of_saved_head(run.head_dir) if trained else run.recipe.head.facts(),
+        "head": identity.of_saved_head(run.head_dir) if trained else run.recipe.head.identity(),
         "target": identity.of_target(run.recipe.target),
         "eval": {**RETIRED, **dataclasses.asdict(config)},
         "data": describe_data(data),

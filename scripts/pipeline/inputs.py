@@ -75,7 +75,7 @@ class Inputs:
     def train(self) -> dict[str, Any]:
         recipe = self._recipe
         settings = identity.without(dataclasses.asdict(recipe.train), *WATCHING)
-        inputs = {"data": self.data, "head": recipe.head.facts(), "train": settings}
+        inputs = {"data": self.data, "head": recipe.head.identity(), "train": settings}
         if recipe.start_from is not None:
             inputs["start_from"] = identity.of_head(find_head(recipe.start_from, "start_from"))
         if recipe.joint.enabled:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_drafter import ModelDrafter
+from reference.greedy import greedy
 from torch import Tensor
 
 from headstart.bench.architectures import random_model
@@ -36,15 +37,6 @@ CONTEXTS = [[5, 6, 7, 8, 9, 10, 11], [11, 12], [13 + n * n % 61 for n in range(1
 NEW = 24
 
 
-@torch.inference_mode()
-def greedy(model: Any, context: list[int]) -> list[int]:
-    """The model's own greedy answer: one forward over the whole sequence per token."""
-    tokens = list(context)
-    for _ in range(NEW):
-        tokens.append(int(model(torch.tensor([tokens], device="cuda"), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(context) :]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral", "gpt-oss"])
 def test_captured_cycles(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +47,7 @@ def test_captured_cycles(name: str, dtype: torch.dtype, monkeypatch: pytest.Monk
     fused = FusedModel(model, attention_windows(model.config))
     for layer in fused.layers:
         assert any(isinstance(module, FusedExperts) for module in layer.mlp.mlp.modules())
-    own = [greedy(model, context) for context in CONTEXTS] if dtype == torch.float32 else None
+    own = [greedy(model, context, NEW)[0] for context in CONTEXTS] if dtype == torch.float32 else None
     for drafter in (None, ModelDrafter(model, 3, Sampling(), fused=fused)):
         engine = Engine(model, len(CONTEXTS), slots_needed(150, NEW, drafter), prefill_chunk=128, fused=fused)
         graphs, generator = CycleGraphs(), torch.Generator("cuda")
@@ -96,7 +88,7 @@ def test_experts_that_ask_the_host_are_not_captured_and_the_answers_are_the_same
                 print(cost)
         assert answers[0] == answers[1]
         if temperature == 0:
-            assert answers[0] == [greedy(model, context) for context in CONTEXTS]
+            assert answers[0] == [greedy(model, context, NEW)[0] for context in CONTEXTS]
 
 
 def off_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +117,7 @@ def test_captured_cycles_of_the_generic_path(name: str, temperature: float, monk
     print(f"; auto {cycle_ms[0]}, transformers {cycle_ms[1]}", end="")
     assert answers[0] == answers[1]
     if temperature == 0:
-        assert answers[0] == [greedy(model, context) for context in CONTEXTS[::-1]]
+        assert answers[0] == [greedy(model, context, NEW)[0] for context in CONTEXTS[::-1]]
     # float32 experts of transformers ask the host
     assert captured == (0 if name in ("DeepSeek-V3", "gpt-oss") else 1)
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from reference.words import save_word_tokenizer
+
 #: the text part of each
 TEXT: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -113,18 +115,9 @@ def image_model(name: str, **text: Any) -> Any:
     return model
 
 
-def words(directory: Path, vocab: int = 61) -> None:
-    """A tokenizer of words "w<number>" for the model in `directory`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    core = Tokenizer(models.WordLevel({f"w{n}": n for n in range(vocab)}, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w2").save_pretrained(directory)
-
-
 def save_image_model(name: str, directory: Path, **text: Any) -> Any:
     """Write a whole model and a tokenizer to `directory`. Returns the model."""
     model = image_model(name, **text)
     model.save_pretrained(directory)
-    words(directory, model.config.get_text_config().vocab_size)
+    save_word_tokenizer(directory, model.config.get_text_config().vocab_size)
     return model

@@ -5,6 +5,7 @@ Shape legend: R rows of a pack, C rows of a chunk, V target vocabulary.
 
 from __future__ import annotations
 
+from headstart.data.features import parameters_per_row
 from headstart.heads.losses.fused import chunk_rows
 from headstart.heads.targets.adapter import planned_parameters
 from headstart.heads.targets.locate import text_decoder
@@ -22,7 +23,7 @@ LOGITS = {"kl": 2, "ce": 6}
 def plain_parameters(target: Target) -> int:
     """Parameters of the target that every row passes through, those of an adapter left out."""
     named = text_decoder(target.model).named_parameters()
-    return sum(p.numel() for name, p in named if ".lora_" not in name) - target.embed_VD.numel()
+    return parameters_per_row(target) - sum(p.numel() for name, p in named if ".lora_" in name)
 
 
 def layer_numbers(target: Target, joint: JointConfig) -> float:

@@ -65,7 +65,7 @@ def grown(config: JointConfig, part: float) -> float:
 def check_joint(inner: Head, target: Target) -> None:
     """Raises: ConfigError or TargetError for a head or a target that cannot be trained together."""
     require_peft()
-    refuse_quantised(target.model)
+    refuse_quantised(target.model.config)
     if target.merged_adapter is not None:
         raise ConfigError(
             f"joint.enabled: found true with the target {target.config.name}, into which an adapter is merged; "

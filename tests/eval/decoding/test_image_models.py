@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from eval_help import CONTEXTS, run, tokens_of, train_briefly, tree_of
+from reference.greedy import greedy
 from reference.image_models import MODELS, save_image_model
 
 from headstart.eval.config import EvalConfig
@@ -17,23 +17,11 @@ from headstart.eval.decoding.generic.model import check_decodable
 from headstart.eval.drafters import DRAFTERS, build_drafter
 from headstart.heads.errors import TargetError
 from headstart.heads.targets.load import load_target
-from headstart.heads.targets.target import Target, TargetConfig
+from headstart.heads.targets.target import TargetConfig
 
 #: the family that this is tested with: any that drafts trees
 FAMILY = next(family for family, drafting in DRAFTERS.items() if "dynamic" in drafting.kinds)
 NEW_TOKENS = 16
-
-
-@torch.no_grad()
-def greedy(target: Target, context: list[int]) -> tuple[list[int], float]:
-    """Answer of repeated forwards over everything, without a cache, and the smallest gap between the two best."""
-    tokens, gaps = list(context), []
-    for _ in range(NEW_TOKENS):
-        logits_V = target.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        best = logits_V.topk(2).values
-        gaps.append(float(best[0] - best[1]))
-        tokens.append(int(logits_V.argmax()))
-    return tokens[len(context) :], min(gaps)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -45,7 +33,7 @@ def test_greedy_answers_are_the_models_own(name: str, tmp_path: Path) -> None:
         check_decodable(target.model)
     except TargetError as refusal:
         pytest.skip(str(refusal))
-    expected = [greedy(target, context) for context in CONTEXTS]
+    expected = [greedy(target.model, context, NEW_TOKENS) for context in CONTEXTS]
     assert min(gap for _, gap in expected) > 1e-4 and len({token for answer, _ in expected for token in answer}) > 3
     plain = run(target, None, max_new_tokens=NEW_TOKENS)
     assert tokens_of(plain) == [answer for answer, _ in expected]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from reference.image_models import MODELS, TEXT, TEXT_ALONE, save_image_model, words
+from reference.image_models import MODELS, TEXT, TEXT_ALONE, save_image_model
 from reference.tiny import turns_of
 from reference.tuned_runs import save_random_adapter
+from reference.words import save_word_tokenizer
 
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import HeadstartError, TargetError
@@ -179,7 +180,7 @@ def test_what_is_no_target_is_refused_in_a_sentence(name: str, tmp_path: Path) -
     extra = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2} if name == "modernbert" else {}
     config = transformers.AutoConfig.for_model(name, **settings, **extra)
     getattr(transformers, auto).from_config(config).save_pretrained(tmp_path)
-    words(tmp_path)
+    save_word_tokenizer(tmp_path)
     for load in (weightless_target, load_target):
         with pytest.raises(TargetError, match=message) as caught:
             load(TargetConfig(name=str(tmp_path), device="cpu"))
@@ -188,7 +189,7 @@ def test_what_is_no_target_is_refused_in_a_sentence(name: str, tmp_path: Path) -
 
 def test_an_unknown_type_is_refused_without_a_list_of_all_types(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
-    words(tmp_path)
+    save_word_tokenizer(tmp_path)
     with pytest.raises(TargetError, match="Unrecognized model") as caught:
         weightless_target(TargetConfig(name=str(tmp_path)))
     assert len(str(caught.value)) < 600 + len(str(tmp_path))
@@ -242,7 +243,7 @@ FULL_SIZE = {
 @pytest.mark.parametrize("kind", FULL_SIZE)
 def test_a_full_sized_model_is_known_from_its_config_alone(kind: str, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    words(tmp_path)
+    save_word_tokenizer(tmp_path)
     target = weightless_target(TargetConfig(name=str(tmp_path)))
     assert (target.dims.hidden_size, target.dims.vocab_size, target.dims.num_layers) == FULL_SIZE[kind]
     assert target.embed_VD.is_meta and target.dims == target_dims(str(tmp_path))
@@ -251,7 +252,7 @@ def test_a_full_sized_model_is_known_from_its_config_alone(kind: str, tmp_path: 
 def test_a_published_config_is_read_as_its_makers_wrote_it(tmp_path: Path) -> None:
     config = Path(__file__).parents[2] / "fixtures" / "configs" / "gemma-3-12b-it.json"
     (tmp_path / "config.json").write_bytes(config.read_bytes())
-    words(tmp_path)
+    save_word_tokenizer(tmp_path)
     target = weightless_target(TargetConfig(name=str(tmp_path)))
     assert type(target.model).__name__ == "Gemma3ForConditionalGeneration"
     assert (target.dims.hidden_size, target.dims.vocab_size, target.dims.num_layers) == (3840, 262208, 48)

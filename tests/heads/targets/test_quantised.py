@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from reference.quantised import CONFIGS, quantise, quantise_by_package
+from reference.words import save_word_tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,14 +43,10 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size"
 
 def made(directory: Path, kind: str, **sizes: Any) -> Path:
     """A small random bfloat16 model with a tokenizer."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
-    core = Tokenizer(models.WordLevel({f"w{n}": n for n in range(96)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w2").save_pretrained(directory)
+    save_word_tokenizer(directory, SIZES["vocab_size"])
     return directory
 
 
@@ -151,9 +148,9 @@ def test_packed_weights_of_a_package_give_features_and_another_hash(case: str, l
     meta = weightless_target(TargetConfig(name=str(tmp_path / case)))
     planned = held_bytes_of(meta.model, 2, meta.quantised)(meta.model.parameters())
     assert planned == pytest.approx(target.held_bytes(), rel=0.15)
-    for refuse in (refuse_quantised, lambda model: check_plain(model.config, "x")):
+    for refuse in (refuse_quantised, lambda config: check_plain(config, "x")):
         with pytest.raises(TargetError, match="quantised weights"):
-            refuse(target.model)
+            refuse(target.model.config)
 
 
 @pytest.mark.parametrize("method", PACKAGES)
@@ -199,7 +196,7 @@ def test_nothing_trains_or_shards_a_quantised_target(llama: Path, tmp_path: Path
     quantise(llama, tmp_path / "fp8", "fp8")
     meta = weightless_target(TargetConfig(name=str(tmp_path / "fp8")))
     with pytest.raises(TargetError, match="quantised weights, into which no adapter can be merged"):
-        refuse_quantised(meta.model)
+        refuse_quantised(meta.model.config)
     with pytest.raises(TargetError, match="found quantised weights, expected plain ones to shard"):
         check_shardable(meta)
 

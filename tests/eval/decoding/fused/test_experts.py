@@ -73,6 +73,6 @@ def test_no_memory_is_no_other_structure(monkeypatch: pytest.MonkeyPatch) -> Non
     def no_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(experts_module, "_few", no_memory)
+    monkeypatch.setattr(experts_module, "_first_experts", no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         experts_of(own)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from eval_help import tokens_of
+from reference.greedy import greedy
 from reference.guesses import Guesses
 from torch import Tensor
 from transformers import AutoModelForCausalLM, JambaConfig, Lfm2Config, MiniMaxConfig
@@ -128,21 +129,12 @@ def test_chains_equal_plain_forwards(name: str) -> None:
             close(states[key][b], expected[0], 1e-3)
 
 
-@torch.no_grad()
-def greedy(model: Any, context: list[int], count: int) -> list[int]:
-    """The naive loop: a whole forward for every token."""
-    tokens = list(context)
-    for _ in range(count):
-        tokens.append(int(full_forward(model, tokens)[0][-1].argmax()))
-    return tokens[len(context) :]
-
-
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_answers_are_the_same_with_drafts(name: str) -> None:
     """Plain decoding, chains and whole forwards agree token by token; rows end at different times."""
     model, contexts = model_of(name), contexts_of(4)
     limits = [NEW, 3, NEW, NEW - 4]
-    expected = [greedy(model, context, limit) for context, limit in zip(contexts, limits, strict=True)]
+    expected = [greedy(model, context, limit)[0] for context, limit in zip(contexts, limits, strict=True)]
     longer = [[*answer, *[7] * 4] for answer in expected]
     for drafter in (None, Guesses(longer, list(LENGTHS))):
         engine = Engine(model, len(contexts), slots_needed(max(LENGTHS), NEW, drafter), bucket=8, prefill_chunk=4)

@@ -22,6 +22,7 @@ from headstart.eval.decoding.fused.structure import TOLERANCE, find_layer
 from headstart.eval.decoding.fused.watching import LayerArguments, as_float, distance, float_copy, layer_arguments
 from headstart.eval.kernels.attention import Visibility
 from headstart.eval.kernels.launch import compile_ahead, compiling
+from headstart.eval.kernels.norm import apply_norm
 from headstart.heads.kernels.device import eager_twins
 from headstart.heads.targets.locate import decoder_layers
 
@@ -151,12 +152,14 @@ def _distances_of_parts(
     """
     embedded: list[Tensor] = []
     made: list[Tensor] = []
+    norms: dict[int, tuple[Tensor, Tensor]] = {}
     with ExitStack() as hooks:
         hooks.callback(fused.layers[0].register_forward_pre_hook(_keep_input(embedded), with_kwargs=True).remove)
         for part, x in zip([*fused.layers, fused.norm], [*inputs, outputs[-1]], strict=True):
             hooks.callback(part.register_forward_pre_hook(_replace_input(x), with_kwargs=True).remove)
         for layer in fused.layers:
             hooks.callback(layer.register_forward_hook(_keep_output(made)).remove)
+            hooks.callback(layer.register_forward_hook(_keep_norm(norms)).remove)
         logits, hidden, _ = fused.forward(*given)
     finest = torch.finfo(fused.dtype).eps / ROUNDING[fused.dtype]
     distances = {}
@@ -167,6 +170,7 @@ def _distances_of_parts(
         distance_BT = (mine.double() - theirs.double()).norm(dim=-1) / added
         distances[f"rows after layer {index}"] = _or_infinity(distance_BT.median())
     pairs = {"embeddings": (embedded[0], inputs[0]), "hidden states": (hidden, ends[0]), "logits": (logits, ends[1])}
+    pairs |= {f"norms after layer {index}": pair for index, pair in norms.items()}
     for name, (mine, theirs) in pairs.items():
         distances[name] = _or_infinity(distance(mine.double(), theirs.double()))
     return distances
@@ -182,6 +186,18 @@ def _keep_input(inputs: list[Tensor]) -> Any:
 def _keep_output(outputs: list[Tensor]) -> Any:
     def keep(_layer: nn.Module, _args: Any, result: Any) -> None:
         outputs.append((result[0] if isinstance(result, tuple) else result).clone())
+
+    return keep
+
+
+def _keep_norm(norms: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """A hook that keeps the norm that a fused layer made for the next one, and what that one would make by itself."""
+
+    def keep(layer: FusedLayer, _args: Any, _result: Any) -> None:
+        run = layer.holder.current
+        if run is not None and run.made is not None and run.stream_BMD is not None:
+            norm, made_RD = run.made
+            norms[layer.index] = made_RD.clone(), apply_norm(run.stream_BMD.flatten(0, -2), norm)
 
     return keep
 

@@ -98,16 +98,28 @@ def test_the_part_that_differs_is_named(
     assert [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.model.layers] == hooks
 
 
-def test_a_norm_that_only_the_sum_before_it_makes_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that are fed by hand make their own norm: the comparison as a whole sees the other one."""
-    model = random_model("Llama")
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "Llama"])
+def test_a_norm_that_the_sum_before_it_makes_is_compared_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are fed by hand make their own norm, so the other one is compared by itself."""
+    model = random_model(name).to(torch.bfloat16)
 
     def check(twin: Any, model: Any) -> None:
-        layer = twin.layers[2]
-        end = layer.mlp.end
-        layer.mlp.end = lambda *args: (end(*args)[0], 2 * end(*args)[1])
+        end = twin.layers[2].mlp.end
+        twin.layers[2].mlp.end = lambda *args: (end(*args)[0], 1.3 * end(*args)[1])
         check_model(twin, model)
 
     monkeypatch.setattr(fused_module, "check_model", check)
-    with pytest.raises(Unfusable, match="the last (hidden states|logits)"):
+    with pytest.raises(Unfusable, match="the norms after layer 2 of the fused"):
+        FusedModel(model, attention_windows(model.config))
+
+
+def test_what_stands_between_layers_is_compared_by_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("Llama")
+
+    def check(twin: Any, model: Any) -> None:
+        twin.layers[2].register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:]))
+        check_model(twin, model)
+
+    monkeypatch.setattr(fused_module, "check_model", check)
+    with pytest.raises(Unfusable, match="the last (hidden states|logits) of the fused"):
         FusedModel(model, attention_windows(model.config))

@@ -1,5 +1,3 @@
-"""Errors of libraries, as messages quote them."""
-
 from __future__ import annotations
 
 from headstart.heads.errors import first_line, in_one_line

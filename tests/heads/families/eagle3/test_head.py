@@ -274,3 +274,14 @@ def test_loss_reaches_nothing_but_what_each_depth_uses():
     for document in holes[:2]:
         expected = FAMILY.twin(head, weights, ends, [document])
         check_against(head, feature_batch([document], ends, DEPTH), teacher_of(ends), expected, weights)
+
+
+def test_settings_that_came_later_are_no_fact_of_a_plain_head():
+    """Runs that were made before there were such settings are not trained again."""
+    later = {"layers", "qk_norm", "fc_norm", "norm_output"}
+    plain = Eagle3Config().identity()
+    assert later.isdisjoint(plain) and plain["depth"] == 7
+    assert {name: Eagle3Config(layers=2, norm_output=True).identity()[name] for name in ("layers", "norm_output")} == {
+        "layers": 2, "norm_output": True,
+    }  # fmt: skip
+    assert later & set(Eagle3Config(layers=2, norm_output=True).identity()) == {"layers", "norm_output"}

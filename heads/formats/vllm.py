@@ -36,7 +36,7 @@ from headstart.heads.formats.format import Format, Launch, Rules, Versions
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
 from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
 from headstart.heads.formats.vllm_dflash import check_dflash, check_draft_model
-from headstart.heads.formats.vllm_targets import check_target_class, check_window, model_impl
+from headstart.heads.formats.vllm_targets import check_target_class, check_window, model_impl, served
 
 EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
@@ -262,7 +262,9 @@ def max_lora_rank(rank: int) -> int:
 ADAPTED_NAME = "tuned"
 
 
-def _launch(launch: Launch) -> str:
+def _launch(launch: Launch) -> str | None:
+    if not served(launch.model_type, launch.family):
+        return None
     comment = ""
     spec = {"method": launch.family, "model": launch.head, "num_speculative_tokens": launch.tokens}
     words = ["vllm", "serve", launch.target, *launch.limit("--max-model-len")]

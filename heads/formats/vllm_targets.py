@@ -36,6 +36,11 @@ def model_impl(model_type: str, method: str) -> str | None:
     return "transformers" if method in READ_INNER_LAYERS and model_type in WITHOUT_INTERFACE else None
 
 
+def served(model_type: str, method: str) -> bool:
+    """Whether vLLM gives a head what it reads of a target of this type. Args: method: of the speculative config."""
+    return method not in READ_INNER_LAYERS or model_type not in RECURRENT_WITHOUT_INTERFACE
+
+
 def check_target_class(case: Case) -> None:
     """Say how a target is launched whose own class lacks the interface that EAGLE-3 and DFlash need."""
     kind = "" if case.target is None else case.target.model_type

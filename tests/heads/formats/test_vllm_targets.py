@@ -19,7 +19,7 @@ from headstart.heads.families.eagle3.head import Eagle3Config
 from headstart.heads.formats import ExportConfig, export_head
 from headstart.heads.formats.launch import launch_commands
 from headstart.heads.formats.sidecar import notes
-from headstart.heads.formats.vllm_targets import model_impl
+from headstart.heads.formats.vllm_targets import model_impl, served
 
 DIMS = HeadDims(
     hidden_size=32, vocab_size=97, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48
@@ -33,7 +33,7 @@ def exported_for(model_type: str, place: Path, **changes: Any) -> tuple[list[str
     head = build_head(Eagle3Config(draft_vocab_size=40), dims)
     head.bind(TargetEnds(torch.randn(97, 32), torch.randn(97, 32)))
     reports = export_head(head, place, ExportConfig(["portable"], "float32"), {"target": {"name": "user/target"}})
-    command = launch_commands(str(place), notes(place), ["vllm"])["vllm"]
+    command = launch_commands(str(place), notes(place), ["vllm"]).get("vllm", "")
     return reports["portable"].engines["vllm"].notes, command
 
 
@@ -51,9 +51,10 @@ def test_other_targets_are_launched_as_before(model_type: str, tmp_path: Path) -
     assert command.startswith("vllm serve user/target --speculative-config ")
 
 
-def test_a_recurrent_target_without_the_interface_is_not_sent_to_the_backend(tmp_path: Path) -> None:
+def test_a_recurrent_target_without_the_interface_gets_no_launch_command(tmp_path: Path) -> None:
     said, command = exported_for("falcon_h1", tmp_path / "head")
-    assert any("runs no recurrent layers" in note for note in said) and "--model-impl" not in command
+    assert any("runs no recurrent layers" in note for note in said) and command == ""
+    assert served("falcon_h1", "medusa") and served("qwen3_next", "eagle3") and not served("lfm2", "eagle3")
 
 
 def test_heads_that_read_the_last_hidden_state_need_no_interface() -> None:

@@ -37,8 +37,8 @@ def cycle_parts(decoder: Decoder, drafter: Drafter, contexts: list[list[int]], r
 def plain_cycle(decoder: Decoder, contexts: list[list[int]], repeats: int = 10) -> dict[str, float]:
     """Milliseconds of a plain cycle: {"wall_ms", "device_ms"} (CUDA only); the same twice if cycles are captured.
 
-    `device_ms` is the time of the same work when all of it is queued before the card begins. Where the work asks the
-    host in between, or is longer than the queue, it holds some of the waiting as well: the card works at most so long.
+    `device_ms` is the time of the same work when all of it is queued before the card begins. It is an upper bound of
+    the card's work: where the work waits for the host in between, or is longer than the queue, it contains waiting too.
     """
     loop = started_loop(decoder, None, contexts)
     if loop.captures:

@@ -93,10 +93,10 @@ class RandomWeights:
         self.file_of = dict.fromkeys(self._shapes, "")
         self._device, self._dtype = device, dtype
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
+    def rows(self, name: str, first: int, last: int | None) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(last - first, device=self._device, dtype=self._dtype)
+            return torch.ones(shape, device=self._device, dtype=self._dtype)[first:last]
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         generator = torch.Generator(self._device).manual_seed(seed)
         whole = torch.empty(shape, device=self._device, dtype=self._dtype)

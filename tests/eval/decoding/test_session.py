@@ -27,7 +27,7 @@ def target() -> Target:
     return Target.from_model(tiny("llama"))
 
 
-def decoder(monkeypatch: pytest.MonkeyPatch, engine: str = "auto", temperature: float = 0.0) -> Decoder:
+def decoder(engine: str = "auto", temperature: float = 0.0) -> Decoder:
     """A decoder that fuses on a CPU as "auto" does on a GPU."""
     made = Decoder(target(), EvalConfig(engine="transformers", tree=CHAIN, temperature=temperature))
     made.config = EvalConfig(engine=engine, tree=CHAIN, temperature=temperature)
@@ -73,7 +73,7 @@ def test_a_layer_without_memory_for_float32_leaves_the_generic_path(monkeypatch:
     def no_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.25 GiB.\nand more")
 
-    made = decoder(monkeypatch)
+    made = decoder()
     monkeypatch.setattr(proof, "float_copy", no_memory)
     with monkeypatch.context() as card:
         card.setattr(session.Choices, "of", lambda *_, **__: None)
@@ -86,7 +86,7 @@ def test_a_layer_without_memory_for_float32_leaves_the_generic_path(monkeypatch:
 
 
 def test_a_fused_form_that_fails_while_it_decodes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = decoder(monkeypatch)
+    made = decoder()
     assert made.path == "fused" and made.slow is None
     layers, calls = made.fused.layers, []  # type: ignore[union-attr]
     forward = layers[0].forward
@@ -100,14 +100,14 @@ def test_a_fused_form_that_fails_while_it_decodes_is_given_up(monkeypatch: pytes
     monkeypatch.setattr(layers[0], "forward", fails_later)
     assert answers(made) == expected() and len(calls) == 6
     assert made.path == "generic" and made.slow is not None and "RuntimeError: no kernel image" in made.slow
-    demanded = decoder(monkeypatch, "fused")
+    demanded = decoder("fused")
     monkeypatch.setattr(demanded.fused.layers[0], "forward", fails_later)  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="no kernel image"):
         answers(demanded)
 
 
 def test_an_error_that_the_fused_form_does_not_cause_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, broken = decoder(monkeypatch), drafter()
+    made, broken = decoder(), drafter()
 
     def fail(*_: Any) -> None:
         raise LookupError("the draft's own")
@@ -115,7 +115,7 @@ def test_an_error_that_the_fused_form_does_not_cause_comes_again(monkeypatch: py
     monkeypatch.setattr(broken, "propose", fail)
     with pytest.raises(LookupError, match="the draft's own"):
         made.run(CONTEXTS, broken, 12, seed=0)
-    memory = decoder(monkeypatch)
+    memory = decoder()
 
     def no_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no more")
@@ -129,8 +129,8 @@ def test_an_error_that_the_fused_form_does_not_cause_comes_again(monkeypatch: py
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cycles_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     """The capture fails after it has run cycles: the state, and what was drawn, are as before."""
-    reference = answers(decoder(monkeypatch, temperature=temperature), drafts=False)
-    made = decoder(monkeypatch, temperature=temperature)
+    reference = answers(decoder(temperature=temperature), drafts=False)
+    made = decoder(temperature=temperature)
     monkeypatch.setattr(
         Engine, "captures", property(lambda self: self.fused is not None and self.fused.uncaptured is None)
     )
@@ -142,7 +142,7 @@ def test_cycles_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.Monke
         run()
         restore()
         run()
-        raise Uncapturable("it asks the host")
+        raise Uncapturable("it waits for the host")
 
     monkeypatch.setattr(graphs, "capture", capture)
     made_prompts = Engine.__init__
@@ -155,18 +155,18 @@ def test_cycles_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.Monke
     for _ in range(2):
         assert answers(made, drafts=False) == reference
     assert len(tries) == 1 and made.path == "fused"
-    assert made.slow == "decoding cycles ran operation by operation, not as CUDA graphs: it asks the host"
+    assert made.slow == "decoding cycles ran operation by operation, not as CUDA graphs: it waits for the host"
 
 
 def test_prompts_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.eval.decoding import prefill
 
-    made = decoder(monkeypatch)
+    made = decoder()
     monkeypatch.setattr(prefill, "warm_up", lambda run, device: run())
 
     def capture(run: Any, *_: Any, pool: Any) -> Any:
         run()
-        raise Uncapturable("it asks the host")
+        raise Uncapturable("it waits for the host")
 
     monkeypatch.setattr(prefill, "capture", capture)
     init = Engine.__init__
@@ -178,10 +178,8 @@ def test_prompts_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(Engine, "__init__", captured_prompts)
     assert answers(made) == expected()
     prompts = made.engine.prompts  # type: ignore[union-attr]
-    assert made.slow == "prompts ran operation by operation, not as CUDA graphs: it asks the host"
-    assert prompts.uncaptured == "it asks the host" and not prompts.captures and not prompts.graphs
-
-
+    assert made.slow == "prompts ran operation by operation, not as CUDA graphs: it waits for the host"
+    assert prompts.uncaptured == "it waits for the host" and not prompts.captures and not prompts.graphs
 
 
 class WrongReplay:
@@ -215,7 +213,7 @@ def test_transformers_own_forward_that_cannot_be_captured(
         run()
         restore()
         if fails == "capture":
-            raise Uncapturable("it asks the host")
+            raise Uncapturable("it waits for the host")
         graph = WrongReplay(run, int(fails == "second replay"))
         return graph, graph.table
 
@@ -224,4 +222,4 @@ def test_transformers_own_forward_that_cannot_be_captured(
     for _ in range(2):
         assert answers(made, drafts=False) == reference
     assert len(tries) == 1 and made.slow is not None and made.slow.endswith(": X lacks ['v_proj']")
-    assert ("it asks the host" if fails == "capture" else "gave other tokens") in made.slow
+    assert ("it waits for the host" if fails == "capture" else "gave other tokens") in made.slow

@@ -267,7 +267,7 @@ def test_what_the_inner_head_says_of_its_training_holds_in_joint_training():
     head = joint_head(config_of(head_rate=4.0, schedule="linear", weight=0.5))
 
     class Particular(type(head.inner)):
-        capture_obstacle, weights_vary = "it asks the host", True
+        capture_obstacle, weights_vary = "it waits for the host", True
 
         def term_weights(self, part=1.0):
             return torch.tensor([1.0, part])
@@ -276,7 +276,7 @@ def test_what_the_inner_head_says_of_its_training_holds_in_joint_training():
             return 0.5 if name == "lm_heads.0.weight" else 1.0
 
     head.inner.__class__ = Particular
-    assert head.capture_obstacle == "it asks the host"
+    assert head.capture_obstacle == "it waits for the host"
     head.enter_stage(0)
     assert head.weights_vary and head.term_weights(0.25).tolist() == [0.0, 1.0, 0.25]
     head.enter_stage(1)

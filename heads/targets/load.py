@@ -127,13 +127,18 @@ def adapter_of(config: TargetConfig) -> Adapter | None:
     return None if config.adapter is None else find_adapter(config.adapter)
 
 
-def has_merged_adapter(config: TargetConfig) -> bool:
-    """Whether the target's own config.json says that an adapter is merged into it. Raises: TargetError."""
+def config_of(config: TargetConfig) -> Any:
+    """The target's own config.json, as transformers reads it. Raises: TargetError naming the target and the remedy."""
     from transformers import AutoConfig
 
     place, shared, hub_refusal = locate(config)
     with explained_loading(config.name, hub_refusal):
-        return merged_adapter_in(AutoConfig.from_pretrained(place, **shared)) is not None
+        return AutoConfig.from_pretrained(place, **shared)
+
+
+def has_merged_adapter(config: TargetConfig) -> bool:
+    """Whether the target's own config.json says that an adapter is merged into it. Raises: TargetError."""
+    return merged_adapter_in(config_of(config)) is not None
 
 
 def merged_note(adapter: Adapter, target: str) -> str:

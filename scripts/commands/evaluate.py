@@ -103,7 +103,7 @@ def _of_head(
     place_of_head, label = locate_head(head, settings)
     place = place_of(out) or Path("runs") / "eval" / label
     with locked(place, "--out"):
-        loaded = loaded_target(target_of_head(place_of_head, settings.target), console)
+        loaded = loaded_target(target_of_head(place_of_head, settings.target), console, settings.eval)
         drafted = bound_head(place_of_head, loaded) if place_of_head is not None else None
         chosen = recipe is not None or any(word.startswith(("eval.tree", "eval.drafter")) for word in overrides)
         if place_of_head is not None and not chosen:

@@ -123,6 +123,9 @@ def test_files_of_the_package_are_taken_at_their_word(
     # the file that names another target does not say that its code may run
     with pytest.raises(ConfigError, match=f"{theirs}:2 changes target.name where {ours}:3 sets"):
         load_recipe(theirs)
+    theirs.write_text("inherit: ours\ntarget: {revision: newer}\n")
+    with pytest.raises(ConfigError, match=f"{theirs}:2 changes target.revision where {ours}:3 sets"):
+        load_recipe(theirs)
 
 
 def test_an_attention_implementation_from_the_hub_is_code_too(tmp_path: Path, terminal) -> None:

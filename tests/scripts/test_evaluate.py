@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from headstart.bench.target_checks import write_target
+
 
 def test_synthetic_acceptance_before_any_training(
     headstart: Callable, tiny_target: Path, prompts: Path, tmp_path: Path
@@ -36,3 +40,13 @@ def test_synthetic_acceptance_of_nothing(headstart: Callable, tiny_target: Path,
     asked = ("eval.synthetic_acceptance=0.8", "eval.drafter=none")
     result = headstart("eval", "--target", tiny_target, "--data", prompts, *asked)
     assert result.code == 2 and "found 0.8, but nothing drafts (eval.drafter=none, no head)" in result.err
+
+
+def test_trees_for_a_target_with_states_are_refused_before_it_is_loaded(
+    prompts: Path, headstart: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = write_target("LFM2", tmp_path / "target")
+    monkeypatch.setattr("headstart.targets.load_target", lambda config: pytest.fail("loaded"))
+    asked = ("eval.synthetic_acceptance=1.0", "eval.tree.kind=dynamic", "--out", tmp_path / "out")
+    result = headstart("eval", "--target", target, "--data", prompts, *asked)
+    assert result.code == 2 and "set eval.tree.kind=chain" in result.err

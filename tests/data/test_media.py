@@ -51,6 +51,8 @@ RECORDS: dict[str, tuple[dict[str, Any], str | None]] = {
     "LLaVA, placeholder behind": (shown("What is it?\n<image>", image="coco/1.jpg"), "images"),
     "a column of images": (shown("<image>What is it?", images=["1.jpg", "2.jpg"]), "images"),
     "a placeholder whose image is lost": (shown("<image>\nWhat is it?"), "images"),
+    "a placeholder behind whose image is lost": (shown("What is it?\n<image>"), "images"),
+    "a tag and nothing else": (shown("<image>"), None),
     "images of a message": ({"messages": [{"role": "user", "content": "Hi", "images": ["1.png"]}, ANSWER]}, "images"),
     "a question with an image": ({"question": "What is it?", "image": {"bytes": "AA"}}, "images"),
     "a path": ({"prompt": "What?", "response": "A cat.", "video_path": "x.mp4"}, "video"),

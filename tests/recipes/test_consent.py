@@ -95,6 +95,13 @@ def test_a_terminal_is_asked_and_the_default_is_no(tmp_path: Path, terminal) -> 
     assert shown.getvalue() == ""
 
 
+def test_a_question_that_nobody_sees_is_not_asked(tmp_path: Path, terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal("y\n")
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with pytest.raises(ConfigError, match="on the command line"):
+        load_recipe(written(tmp_path / "theirs.yaml"))
+
+
 def test_the_question_shows_no_control_characters(tmp_path: Path, terminal) -> None:
     recipe = tmp_path / "theirs.yaml"
     text = 'target: {name: some/model, revision: "a\\e[2Jb", trust_remote_code: true}\n' + REST

@@ -101,6 +101,7 @@ def test_chains_equal_plain_forwards(name: str) -> None:
             close(logits_BV[b], logits_TV[-1])
             close(rows.hidden_BJD[b, : len(context)], hidden_TD)
     for levels, accepted, active in (
+        (1, (1, 0, 1, 0), (True, True, True, True)),
         (3, (3, 0, 1, 2), (True, True, True, True)),
         (0, (0, 0, 0, 0), (True, True, False, True)),
         (5, (2, 5, 4, 1), (True, False, True, True)),

@@ -98,6 +98,35 @@ def test_layers_without_rope() -> None:
     assert turns == ["halves" if window is not None else "none" for window in windows_of(model)]
 
 
+def test_small_weights_do_not_hide_that_nothing_turns() -> None:
+    """With scores near 0 every token is seen alike, turned or not: louder inputs tell."""
+    model = random_model("SmolLM3")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(1e-4)
+    facts = find_layers(model, windows_of(model))[2]
+    assert [each.attention_facts.turn for each in facts] == ["halves", "halves", "halves", "none"] * 2
+
+
+class UpFirst(nn.Module):
+    """An MLP that makes the factor before the gate."""
+
+    def __init__(self, mlp: Any):
+        super().__init__()
+        self.up_proj, self.gate_proj = mlp.up_proj, mlp.gate_proj
+        self.down_proj, self.act_fn = mlp.down_proj, mlp.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.up_proj(x)
+        return self.down_proj(factor * self.act_fn(self.gate_proj(x)))
+
+
+def test_the_gate_is_what_the_activation_reads() -> None:
+    model = random_model("Llama")
+    model.model.layers[1].mlp = UpFirst(model.model.layers[1].mlp)
+    products = find_layers(model, windows_of(model))[2][1].mlp_facts
+    assert products is not None and products.first == ("gate_proj", "up_proj")
+
+
 def test_numbers_of_the_modules_are_followed() -> None:
     model = random_model("Llama")
     model.model.layers[2].self_attn.scaling *= 1.5

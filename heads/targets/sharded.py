@@ -62,8 +62,8 @@ class Weights(Protocol):
     directory: Path
     file_of: dict[str, str]
 
-    def rows(self, name: str, first: int, last: int | None) -> Tensor:
-        """Rows first … last - 1 of a tensor, or from `first` on."""
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows first … last - 1 of a tensor."""
         ...
 
 
@@ -91,7 +91,7 @@ class WeightFiles:
                 f"{directory}: found neither model.safetensors nor its index, expected safetensors weights: {REMEDY}"
             )
 
-    def rows(self, name: str, first: int, last: int | None) -> Tensor:
+    def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows first … last - 1 of a tensor, read from the file alone."""
         with safe_open(self.directory / self.file_of[name], framework="pt") as file:
             return file.get_slice(name)[first:last]

@@ -31,8 +31,8 @@ class StackedExperts:
         self.files = files
         self.directory: Path = files.directory
         self.file_of: dict[str, str] = dict(files.file_of)
-        #: parameter → for each expert, the tensors whose rows follow one another
-        self.parts: dict[str, list[list[str]]] = {}
+        #: parameter → for each expert, the tensors whose rows follow one another; and the rows of each of these
+        self.parts: dict[str, tuple[list[list[str]], int]] = {}
         lines = _stacking(model)
         for name, parameter in model.named_parameters() if lines else ():
             if name in files.file_of:
@@ -41,18 +41,20 @@ class StackedExperts:
                 stem = name.removesuffix(ending)
                 parts = [[stem + source.replace("*", str(n)) for source in sources] for n in range(parameter.shape[0])]
                 if stem != name and all(part in files.file_of for expert in parts for part in expert):
-                    self.parts[name] = parts
+                    self.parts[name] = parts, parameter.shape[1] // len(sources)
                     self.file_of[name] = files.file_of[parts[0][0]]
                     for part in sum(parts, []):
                         self.file_of.pop(part, None)
                     break
 
-    def rows(self, name: str, first: int, last: int | None) -> Tensor:
+    def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows first … last - 1 of a parameter: of a stack, these experts."""
         if name not in self.parts:
             return self.files.rows(name, first, last)
-        experts = self.parts[name][first:last]
-        return torch.stack([torch.cat([self.files.rows(part, 0, None) for part in expert]) for expert in experts])
+        experts, count = self.parts[name]
+        return torch.stack(
+            [torch.cat([self.files.rows(part, 0, count) for part in expert]) for expert in experts[first:last]]
+        )
 
 
 def _stacking(model: Any) -> list[tuple[str, list[str]]]:

@@ -127,7 +127,7 @@ class Decoder:
             return self._run(contexts, drafter, max_new_tokens, seed, row_seeds, stop)
         except (HeadstartError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # noqa: BLE001 - an error that is not the fused form's comes again
+        except Exception as error:  # noqa: BLE001 - an error with another cause is raised again by the second run
             if self.fused is None:
                 raise
             self._give_up_fused(error)

@@ -43,14 +43,14 @@ def autoregressive_everywhere(
     batch_B1 = torch.arange(batch, device=device)[:, None]
     # of every layer: keys and values of the context, then those of each step; a step calls one layer after the other
     stored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in head.draft_layers]
-    turn = itertools.cycle(stored)
+    next_layer = itertools.cycle(stored)
 
     def attend_context(q_BhTd: Tensor, k_BgTd: Tensor, v_BgTd: Tensor) -> Tensor:
-        next(turn).append((_widen(k_BgTd, q_BhTd), _widen(v_BgTd, q_BhTd)))
+        next(next_layer).append((_widen(k_BgTd, q_BhTd), _widen(v_BgTd, q_BhTd)))
         return attend_earlier(q_BhTd, k_BgTd, v_BgTd)
 
     def attend_rollout(q_BhAd: Tensor, k_BgAd: Tensor, v_BgAd: Tensor) -> Tensor:
-        seen = next(turn)
+        seen = next(next_layer)
         seen.append((_widen(k_BgAd, q_BhAd), _widen(v_BgAd, q_BhAd)))
         hidden_BAT = torch.arange(rows, device=device) > row_BA[:, :, None]
         return _weigh(q_BhAd, *seen[0], hidden_BAT[:, None], seen[1:])

@@ -1,4 +1,4 @@
-"""What a target must do: be loaded, give its features, train a head, decode exactly, and have its head exported.
+"""Checks of one target: loading, features, training a head, exact decoding, and exports of the head.
 
 `examine` asks all of that of one small random model of `architectures.py`. What decides is always the same model as
 transformers runs it: one forward over whole texts, without a cache, with eager attention.
@@ -128,7 +128,7 @@ class Findings:
 
 
 def said(error: BaseException, most: int = 300) -> str:
-    """An error in one line."""
+    """An error in one line, with its kind if it is not one of ours."""
     text = " ".join(str(error).split()) or "no message"
     kind = "" if isinstance(error, HeadstartError) else f"{type(error).__name__}: "
     return kind + (text if len(text) <= most else text[:most] + " …")

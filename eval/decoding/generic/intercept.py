@@ -1,4 +1,4 @@
-"""Tools for transformers' modules: tell which of them run, and replace the forwards of some for a while."""
+"""Tools for transformers' modules: know which of them run, and replace the forwards of some for a while."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_target_off_the_fast_path_says_so_with_its_cost(tmp_path: Path) -> Non
     assert "plain cycle" not in render_markdown(read)
 
 
-def test_a_report_made_before_engines_were_told_still_loads(tmp_path: Path) -> None:
+def test_a_report_without_the_engines_path_still_loads() -> None:
     before = report().to_json()
     for name in ("engine_path", "engine_note", "engine_cost"):
         del before[name]

@@ -127,6 +127,21 @@ def test_the_gate_is_what_the_activation_reads() -> None:
     assert products is not None and products.first == ("gate_proj", "up_proj")
 
 
+class Scaled(UpFirst):
+    """Two products and one activation, but more between them than the fused form does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(1.5 * self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_an_mlp_that_does_more_runs_as_it_is() -> None:
+    model = random_model("Llama")
+    model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp)
+    facts = find_layers(model, windows_of(model))[2]
+    assert [each.mlp_facts is None for each in facts] == [False, True] + [False] * 6
+    assert FusedModel(model, attention_windows(model.config)).mixes
+
+
 def test_numbers_of_the_modules_are_followed() -> None:
     model = random_model("Llama")
     model.model.layers[2].self_attn.scaling *= 1.5

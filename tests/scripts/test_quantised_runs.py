@@ -74,7 +74,8 @@ def test_a_run_of_a_quantised_target(
     assert planned.code == 0, planned.err
     assert any(method in note for note in planned.json["notes"] if note.startswith("target:"))
     # the original has other weights: nothing that was made from the quantised target passes for one of its own
-    again = headstart("eval", recipe, "export.engines=[portable]")
+    same = (f"target.name={source}", f"target.dtype={report['target']['dtype']}", "export.engines=[portable]")
+    again = headstart("eval", recipe, *same)
     assert again.code == 0 and "trained on a target with another set of weights" in " ".join(again.err.split())
     assert read_json(tmp_path / "run" / "report.json")["target"] != report["target"]
 

@@ -21,6 +21,7 @@ from headstart.heads.targets.sizes import (
     cache_bytes,
     expert_stacks,
     experts_per_token,
+    widest_layer,
 )
 
 CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "configs"
@@ -144,3 +145,12 @@ def test_the_cache_of_a_model_without_values_is_that_of_one_with_values(kind: st
     kept = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
     found = cache_bytes(model.to("meta"))
     assert found is not None and found.at(8) == kept > 0
+
+
+def test_a_chosen_expert_holds_its_token_what_it_makes_of_it_and_its_answer() -> None:
+    model = small("mixtral")
+    text = model.config.get_text_config()
+    width, inner = text.hidden_size, 3 * text.intermediate_size
+    layer = model.model.layers[0]
+    products = sum(part.out_features for part in layer.modules() if isinstance(part, nn.Linear))
+    assert widest_layer(model) == 2 * width + products + text.num_experts_per_tok * (inner + 2 * width)

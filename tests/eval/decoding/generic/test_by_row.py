@@ -21,11 +21,12 @@ class Positions(nn.Module):
         super().__init__()
         self.slots, self.widths = slots, []
 
-    def forward(self, x_BMD: Tensor, table_1M: Tensor, fails: bool = False) -> Any:
+    def forward(self, x_BMD: Tensor, table_1M: Tensor, per_batch: Any = None, fails: bool = False) -> Any:
         if fails:
             raise RuntimeError("no kernel")
         self.widths.append(len(x_BMD))
         assert self.slots.rows == slice(self.slots.row, self.slots.row + 1)
+        assert per_batch is None or len(per_batch) == 3  # one number each, not one row each
         return self.slots.past_M + torch.arange(x_BMD.shape[1]), [x_BMD, table_1M], "name"
 
 
@@ -34,7 +35,7 @@ def test_rows_get_their_own_positions() -> None:
     module, position_BM = Positions(slots), torch.tensor([[4, 5], [0, 0], [7, 8]])
     x_BMD, table_1M = torch.arange(6.0).view(3, 2, 1), torch.zeros(1, 2)
     with ByRow([module], slots).running(position_BM):
-        positions, (fed, table), name = module(x_BMD, table_1M=table_1M)
+        positions, (fed, table), name = module(x_BMD, table_1M=table_1M, per_batch=torch.arange(3))
     assert positions.tolist() == [4, 5, 0, 0, 7, 8] and torch.equal(fed, x_BMD) and name == "name"
     assert table.shape == (3, 2) and module.widths == [1, 1, 1]  # what has no rows goes to each of them
 

@@ -102,24 +102,24 @@ class Projections(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, dims.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, dims.rms_norm_eps) if qk_norm else None
 
-    def turned_queries(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated_queries(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Projected queries [..., h, d] → normed (where the layer has norms) and rotated."""
         return rotate(q if self.q_norm is None else self.q_norm(q), cos, sin)
 
-    def turned_keys(self, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As `turned_queries`, for keys [..., g, d]."""
+    def rotated_keys(self, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As `rotated_queries`, for keys [..., g, d]."""
         return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[..., in] → rotated queries [..., h, d]; cos, sin [..., rotary]."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        return self.turned_queries(q, cos, sin)
+        return self.rotated_queries(q, cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[..., in] → rotated keys and values [..., g, d]."""
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        return self.turned_keys(k, cos, sin), v
+        return self.rotated_keys(k, cos, sin), v
 
 
 class MLP(nn.Module):

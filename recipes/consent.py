@@ -43,8 +43,8 @@ def require_consent(target: TargetConfig, layers: Sequence[Layer], shipped: Iter
             continue
         where, does = found
         said = f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-        revision = target.revision or "whichever is newest"
-        what = f"{where} {does} {said}: code that comes with the target {target.name} (revision: {revision})"
+        revision = f" (revision: {target.revision or 'whichever is newest'})" if not Path(target.name).is_dir() else ""
+        what = f"{where} {does} {said}: code that comes with the target {target.name}{revision}"
         if not _asked(f"{what} would run on this machine, with your rights. Let it run? [y/N] "):
             raise ConfigError(
                 f"{what} would run here. It is not run because a recipe's file asks for it: read that code, then give "

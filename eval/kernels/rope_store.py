@@ -30,10 +30,10 @@ class RopeStore:
         norms: RMSNorms of q and of k; None where the layer has none. Each is over a head's channels, or over those of
             all heads (OLMo-2), as its factor is long.
         norm_last: the norms come after rotation (HunYuan).
-        turn: which channels turn together: "halves": c and c + W/2; "pairs": 2c and 2c + 1 (Cohere, GLM); "none": the
-            layer has no rotary embedding.
+        rotation: which channels rotate together: "halves": c and c + W/2; "pairs": 2c and 2c + 1 (Cohere, GLM); "none":
+            the layer has no rotary embedding.
         by_angle: angle n of a head is entry n of a table (gpt-oss, GLM). False: entry c belongs to channel c.
-        rotary: W, the channels of a head that turn, from the first on; None: as many as a table has entries.
+        rotary: W, the channels of a head that rotate, from the first on; None: as many as a table has entries.
         grouped: a row holds, per kv head, its queries, key and value (GPT-NeoX). False: all q, then all k, then all v.
     """
 
@@ -42,7 +42,7 @@ class RopeStore:
     head_dim: int
     norms: tuple[NormWeights, NormWeights] | None = None
     norm_last: bool = False
-    turn: str = "halves"
+    rotation: str = "halves"
     by_angle: bool = False
     rotary: int | None = None
     grouped: bool = False
@@ -52,9 +52,9 @@ class RopeStore:
         """Whether a norm is over the channels of all heads together."""
         return self.norms is not None and self.norms[0].factor_D.numel() != self.head_dim
 
-    def turned(self, table_width: int) -> int:
+    def rotary_width(self, table_width: int) -> int:
         """W of tables of so many entries."""
-        if self.turn == "none":
+        if self.rotation == "none":
             return 0
         return table_width if self.rotary is None else self.rotary
 
@@ -69,16 +69,16 @@ def split_heads(qkv_RC: Tensor, shape: RopeStore) -> tuple[Tensor, Tensor, Tenso
     return groups_RgAd[:, :, :-2].flatten(1, 2), groups_RgAd[:, :, -2], groups_RgAd[:, :, -1]
 
 
-def turn_eager(x_Rnd: Tensor, cos_RT: Tensor, sin_RT: Tensor, shape: RopeStore) -> Tensor:
+def rotate_channels_eager(x_Rnd: Tensor, cos_RT: Tensor, sin_RT: Tensor, shape: RopeStore) -> Tensor:
     """Rotate the first channels of every head by the rows' table entries."""
-    width = shape.turned(cos_RT.shape[-1])
+    width = shape.rotary_width(cos_RT.shape[-1])
     if not width:
         return x_Rnd
     if shape.by_angle:
         channel = torch.arange(width, device=x_Rnd.device)
-        entry = channel // 2 if shape.turn == "pairs" else channel % (width // 2)
+        entry = channel // 2 if shape.rotation == "pairs" else channel % (width // 2)
         cos_RT, sin_RT = cos_RT[:, entry], sin_RT[:, entry]
-    if shape.turn == "halves":
+    if shape.rotation == "halves":
         return rotate_eager(x_Rnd, cos_RT, sin_RT)
     cos, sin = (table[:, None].to(x_Rnd.dtype) for table in (cos_RT, sin_RT))
     turned, kept = x_Rnd[..., :width], x_Rnd[..., width:]
@@ -121,7 +121,7 @@ def rope_store_eager(
     q, k, v = split_heads(qkv_RC, shape)
     if not shape.norm_last:
         q, k = _normed(q, k, shape)
-    q, k = turn_eager(q, cos_RW, sin_RW, shape), turn_eager(k, cos_RW, sin_RW, shape)
+    q, k = rotate_channels_eager(q, cos_RW, sin_RW, shape), rotate_channels_eager(k, cos_RW, sin_RW, shape)
     if shape.norm_last:
         q, k = _normed(q, k, shape)
     batch = torch.arange(write_BM.shape[0], device=write_BM.device)[:, None]
@@ -166,10 +166,10 @@ def rope_store_kernel(
     launch(_rope_store_kernel, (rows, triton.cdiv(h + 2 * g, HEADS_PER_PROGRAM)),
         qkv_RC, cos_RW.contiguous(), sin_RW.contiguous(), q_norm.factor_D, k_norm.factor_D, q_Rhd, keys, values,
         write_BM.contiguous(), at.contiguous(), write_BM.shape[1], qkv_RC.stride(0), keys.stride(0), keys.stride(1),
-        keys.stride(2), shape.turned(cos_RW.shape[-1]) // 2, cos_RW.shape[-1], q_norm.eps, k_norm.eps,
+        keys.stride(2), shape.rotary_width(cos_RW.shape[-1]) // 2, cos_RW.shape[-1], q_norm.eps, k_norm.eps,
         H=h, G=g, D=d, HB=HEADS_PER_PROGRAM, BLOCK=triton.next_power_of_2(d), NORM=shape.norms is not None,
         TABLE=position_BM is not None, NORM_LAST=shape.norm_last, ALL=triton.next_power_of_2(h * d) if all_heads else 0,
-        PAIRS=shape.turn == "pairs", BY_ANGLE=shape.by_angle, GROUPED=shape.grouped,
+        PAIRS=shape.rotation == "pairs", BY_ANGLE=shape.by_angle, GROUPED=shape.grouped,
         num_warps=HEADS_PER_PROGRAM, **launch_options(qkv_RC.device),
     )  # fmt: skip
     return q_Rhd
@@ -253,7 +253,7 @@ if triton is not None:
                 scale = tl.where(head < H, q_scale, k_scale)
             else:
                 scale = tl.rsqrt(tl.sum(value * value, 1)[:, None] / D + tl.where(head < H, q_eps, k_eps))
-            # as the eager twin: the norm's result is rounded before it turns
+            # as the eager twin: the norm's result is rounded before it rotates
             value = (value * scale * own_factor).to(qkv.dtype.element_ty).to(tl.float32)
             other = (other * scale * other_factor).to(qkv.dtype.element_ty).to(tl.float32)
         rotated = tl.where(turned, value * c + tl.where(low, -other, other) * s, value).to(q_out.dtype.element_ty)

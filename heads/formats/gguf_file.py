@@ -3,7 +3,7 @@
 | GGUF | from |
 |---|---|
 | `eagle3.target_layers` | the feature layers: k is the input of layer k, as in vLLM |
-| `blk.0.attn_q.weight`, `blk.0.attn_k.weight` | q_proj, k_proj: rows reordered, as its rope turns neighbours |
+| `blk.0.attn_q.weight`, `blk.0.attn_k.weight` | q_proj, k_proj: rows reordered, as its rope rotates neighbours |
 | `d2t` | ids of the target's tokens (config.json's files hold offsets) |
 | `rope_freqs.weight` | Llama 3's rope: what each frequency is divided by |
 """
@@ -83,20 +83,20 @@ def gguf_tensors(raw: RawCheckpoint) -> Iterator[tuple[str, Tensor]]:
         elif name in NAMES:
             count = next((count for part, count in heads.items() if part in name), None)
             tensor = raw.read(name)
-            turned = tensor if count is None else neighbours(tensor, count, rotated_rows(config))
-            yield NAMES[name], turned.contiguous()
+            reordered = tensor if count is None else neighbours(tensor, count, rotated_rows(config))
+            yield NAMES[name], reordered.contiguous()
     rope = rope_parameters(config, "config.json")
     if rope["rope_type"] == "llama3":
         yield "rope_freqs.weight", llama3_divisors(rope, rotated_rows(config))
 
 
 def rotated_rows(config: dict[str, Any]) -> int:
-    """How many dimensions of each head rope turns."""
+    """How many dimensions of each head rope rotates."""
     return int(config["head_dim"] * rope_parameters(config, "config.json").get("partial_rotary_factor", 1.0))
 
 
 def neighbours(weight: Tensor, heads: int, rotated: int) -> Tensor:
-    """Reorder the rows of each head: row i and row i + rotated / 2, which rope turns together, become neighbours."""
+    """Reorder the rows of each head: row i and row i + rotated / 2, which rope rotates together, become neighbours."""
     rows, width = weight.shape
     whole = weight.reshape(heads, rows // heads, width)
     first = whole[:, :rotated].reshape(heads, 2, rotated // 2, width).transpose(1, 2).reshape(heads, rotated, width)

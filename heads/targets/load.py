@@ -72,20 +72,7 @@ def load_target(config: TargetConfig) -> Target:
         if quantised is not None and not spread:  # packed weights cannot be moved with `to`
             spread = {"device_map": {"": device}}
 
-        unread: set[str] = set()
-
-        def make(attention: str) -> Any:
-            with without_load_report():
-                model, info = loads.from_pretrained(
-                    place, dtype=dtype, attn_implementation=attention, output_loading_info=True,
-                    ignore_mismatched_sizes=True, **spread, **shared,
-                )  # fmt: skip
-            require_whole(config.name, model, info)
-            unread.update(info["unexpected_keys"])
-            return model
-
-        model, notes = with_attention(make, config.attn_implementation)
-        notes += parts_note(model, unread)
+        model, notes = _load_model(config, loads, place, {"dtype": dtype, **spread, **shared})
         revision = getattr(model.config, "_commit_hash", None) or config.revision
         model, merged = model if spread else model.to(device), None
         if adapter is not None:
@@ -102,6 +89,27 @@ def load_target(config: TargetConfig) -> Target:
             run_once(model, config.name, config.dtype)
         target = Target(model, tokenizer, config, revision, merged, quantised, known_hash)
     return _ready(target, notes)
+
+
+def _load_model(config: TargetConfig, loads: Any, place: str, options: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The model with its weights, and notes for the user.
+
+    Args: loads: the auto class. options: for `from_pretrained`.
+    Raises: TargetError where a weight is missing or has another shape.
+    """
+    unread: set[str] = set()
+
+    def make(attention: str) -> Any:
+        with without_load_report():
+            model, info = loads.from_pretrained(
+                place, attn_implementation=attention, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+        require_whole(config.name, model, info)
+        unread.update(info["unexpected_keys"])
+        return model
+
+    model, notes = with_attention(make, config.attn_implementation)
+    return model, notes + parts_note(model, unread)
 
 
 @contextmanager

@@ -151,7 +151,8 @@ def _look(data: DataConfig, target: Target | None) -> str:
     samples, report = tokenize(load_conversations(files), target.tokenizer, data, target.stop_token_ids)
     if not samples and not data.distill.prompts:
         raise DataError("none of the first records can be trained on\n" + "\n".join(report.lines()))
-    left = f", {report.dropped_count} of them dropped (headstart inspect says why)" if report.dropped else ""
+    reasons = "; ".join(sorted(report.dropped, key=lambda reason: -len(report.dropped[reason]))[:3])
+    left = f", {report.dropped_count} of them dropped ({reasons}; headstart inspect says where)" if reasons else ""
     return "; ".join([f"{report.conversations} records read{left}", *held])
 
 

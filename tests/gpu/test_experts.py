@@ -64,7 +64,7 @@ def test_captured_cycles(name: str, dtype: torch.dtype, monkeypatch: pytest.Monk
             assert sum(cycle.accepted for cycle in cycles) > 2 * len(cycles)
 
 
-def test_experts_that_ask_the_host_are_not_captured_and_the_answers_are_the_same(
+def test_experts_that_wait_for_the_host_are_not_captured_and_the_answers_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the model's own loop over experts neither prompts nor cycles can be captured; sampling goes on as well."""
@@ -118,7 +118,7 @@ def test_captured_cycles_of_the_generic_path(name: str, temperature: float, monk
     assert answers[0] == answers[1]
     if temperature == 0:
         assert answers[0] == [greedy(model, context, NEW)[0] for context in CONTEXTS[::-1]]
-    # float32 experts of transformers ask the host
+    # float32 experts of transformers wait for the host
     assert captured == (0 if name in ("DeepSeek-V3", "gpt-oss") else 1)
 
 

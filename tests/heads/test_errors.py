@@ -1,3 +1,5 @@
+"""Errors of libraries, as messages quote them."""
+
 from __future__ import annotations
 
 from headstart.heads.errors import first_line, in_one_line

@@ -90,6 +90,10 @@ def test_a_terminal_is_asked_and_the_default_is_no(tmp_path: Path, terminal) -> 
     for answer in ("y\n", "Yes\n"):
         terminal(answer)
         assert load_recipe(recipe).target.trust_remote_code
+    shown = terminal("n\n")
+    with pytest.raises(ConfigError, match="on the command line"):
+        load_recipe(recipe, [f"target.name={tmp_path}"])
+    assert f"the target {tmp_path} would run" in shown.getvalue(), "a directory has no revision"
     shown = terminal("y\n")
     load_recipe(recipe, [f"{KEY}=true"])
     assert shown.getvalue() == ""

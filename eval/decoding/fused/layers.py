@@ -34,7 +34,7 @@ class AttentionFacts:
         out: the output projection.
         heads, kv_heads, head_dim: sizes.
         norms: of q and of k, or None.
-        norm_last, turn, by_angle, rotary, grouped: as in RopeStore.
+        norm_last, rotation, by_angle, rotary, grouped: as in RopeStore.
         scale, softcap: of the scores. sinks: the module has a parameter `sinks`.
     """
 
@@ -48,14 +48,14 @@ class AttentionFacts:
     softcap: float | None
     sinks: bool
     norm_last: bool = False
-    turn: str = "halves"
+    rotation: str = "halves"
     by_angle: bool = False
     rotary: int | None = None
     grouped: bool = False
 
     def rope(self, attention: nn.Module, device: torch.device) -> RopeStore:
         return RopeStore(
-            self.heads, self.kv_heads, self.head_dim, self._norms(attention, device), self.norm_last, self.turn,
+            self.heads, self.kv_heads, self.head_dim, self._norms(attention, device), self.norm_last, self.rotation,
             self.by_angle, self.rotary, self.grouped,
         )  # fmt: skip
 

@@ -142,18 +142,18 @@ def find_attention(call: Call, given: LayerArguments, window: int | None) -> Att
 
 def forms(base: AttentionFacts, entries: int, one_projection: bool, normed: bool) -> Iterator[AttentionFacts]:
     """The known forms, the most common ones first. Args: entries: of a row of the rotary tables."""
-    turns: list[tuple[str, bool, int | None]] = [
+    rotations: list[tuple[str, bool, int | None]] = [
         ("halves", False, None), ("pairs", True, None), ("pairs", False, None), ("none", False, None),
     ]  # fmt: skip
     # tables that hold each angle once
-    turns += [("halves", True, 2 * entries), ("pairs", True, 2 * entries)]
-    for turn, by_angle, rotary in turns:
-        if (rotary or entries) > base.head_dim and turn != "none":
+    rotations += [("halves", True, 2 * entries), ("pairs", True, 2 * entries)]
+    for rotation, by_angle, rotary in rotations:
+        if (rotary or entries) > base.head_dim and rotation != "none":
             continue
         for grouped in (False, True)[: 1 + (one_projection and base.heads % max(base.kv_heads, 1) == 0)]:
             for norm_last in (False, True)[: 1 + normed]:
                 yield replace(
-                    base, turn=turn, by_angle=by_angle, rotary=rotary, grouped=grouped, norm_last=norm_last
+                    base, rotation=rotation, by_angle=by_angle, rotary=rotary, grouped=grouped, norm_last=norm_last
                 )
 
 

@@ -52,12 +52,12 @@ class LayerRun:
         """Projected keys and values → rotated keys and values, [R, g, d] each."""
         attention = self.layer.self_attn
         k, v = (x.unflatten(1, (attention.kv_heads, attention.head_dim)) for x in kv_RW.chunk(2, dim=1))
-        return attention.turned_keys(k, cos, sin), v
+        return attention.rotated_keys(k, cos, sin), v
 
-    def turned(self, q_AW: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated_queries(self, q_AW: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Projected queries → rotated queries [A, h, d]."""
         attention = self.layer.self_attn
-        return attention.turned_queries(q_AW.unflatten(1, (attention.heads, attention.head_dim)), cos, sin)
+        return attention.rotated_queries(q_AW.unflatten(1, (attention.heads, attention.head_dim)), cos, sin)
 
 
 def rollout(
@@ -99,7 +99,7 @@ def rollout(
             k_AgD, v_AgD = run.keys_values(packed_AW[:, run.queries :], cos, sin)
             run.own_k.append(k_AgD)
             run.own_v.append(v_AgD)
-            q_AhD = run.turned(packed_AW[:, : run.queries], cos, sin)
+            q_AhD = run.rotated_queries(packed_AW[:, : run.queries], cos, sin)
             assert run.k_RgD is not None and run.v_RgD is not None
             out_AH = run.layer.finish(attend(q_AhD, run.k_RgD, run.v_RgD, run.own_k, run.own_v), out_AH)
         outputs.append(out_AH)
@@ -129,7 +129,7 @@ def _first_step(
             packed_RW = F.linear(x_RH, run.weight_WH)
             packed_RW = packed_RW + e_RW if n == 0 else packed_RW
             run.k_RgD, run.v_RgD = run.keys_values(packed_RW[:, queries:], cos, sin)
-            q_RhD = run.turned(packed_RW[:, :queries], cos, sin)
+            q_RhD = run.rotated_queries(packed_RW[:, :queries], cos, sin)
             g_RH = run.layer.finish(every_row.attend(q_RhD, run.k_RgD, run.v_RgD), g_RH)
             continue
         kv_RW = F.linear(x_RH, run.weight_WH[queries:])
@@ -137,7 +137,7 @@ def _first_step(
         if n == 0:
             kv_RW, q_AW = kv_RW + e_RW[:, queries:], q_AW + e_RW[:, :queries].index_select(0, row_A)
         run.k_RgD, run.v_RgD = run.keys_values(kv_RW, cos, sin)
-        q_AhD = run.turned(q_AW, cos[row_A], sin[row_A])
+        q_AhD = run.rotated_queries(q_AW, cos[row_A], sin[row_A])
         g_RH = run.layer.finish(attend(q_AhD, run.k_RgD, run.v_RgD), g_RH.index_select(0, row_A))
     return g_RH
 

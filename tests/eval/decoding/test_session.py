@@ -121,7 +121,7 @@ def test_an_error_that_the_fused_form_does_not_cause_comes_again(monkeypatch: py
         raise torch.OutOfMemoryError("no more")
 
     monkeypatch.setattr(FusedModel, "forward", no_memory)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
         answers(memory)
     assert memory.path == "fused"
 

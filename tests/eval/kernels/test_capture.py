@@ -104,7 +104,7 @@ def test_work_runs_once_before_its_capture(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("what", ["ask", "fail"])
-def test_a_failure_is_mended(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_a_failed_capture_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     card, generator = Card(monkeypatch), Generator()
     run: Callable[[], None] = getattr(card, what)
     with pytest.raises(Uncapturable, match="RuntimeError: (called a synchronizing|capture was invalidated)"):
@@ -126,7 +126,7 @@ def test_out_of_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch, when: s
 
 
 @pytest.mark.gpu
-def test_on_a_card_work_that_asks_the_host_is_refused_and_everything_goes_on() -> None:
+def test_on_a_card_work_that_waits_for_the_host_is_refused_and_everything_goes_on() -> None:
     x, generator = torch.ones(8, device="cuda"), torch.Generator("cuda").manual_seed(3)
     stream = torch.cuda.current_stream()
 

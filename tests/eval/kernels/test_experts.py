@@ -78,7 +78,9 @@ def test_tiles_hold_every_pair_once_and_one_expert_each() -> None:
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(("rows", "per_row"), [(1, 3), (4, 2), (23, 4)])
 @pytest.mark.parametrize("way", ["single", "tiles", "sorted"])
-def test_kernels(rows: int, per_row: int, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_equal_their_twin(
+    rows: int, per_row: int, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(experts_module, "SORTED_PAIRS", 0 if way == "sorted" else 256)
     chosen, weight = routed(rows, per_row, 5)

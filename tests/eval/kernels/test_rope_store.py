@@ -54,11 +54,11 @@ def test_rope_store_by_position(dtype: torch.dtype) -> None:
 
 #: what the layers of architectures do otherwise than Llama's
 FORMS = {
-    "pairs": {"turn": "pairs"},
-    "pairs by angle": {"turn": "pairs", "by_angle": True},
-    "pairs by angle, partial": {"turn": "pairs", "by_angle": True, "rotary": 8},
+    "pairs": {"rotation": "pairs"},
+    "pairs by angle": {"rotation": "pairs", "by_angle": True},
+    "pairs by angle, partial": {"rotation": "pairs", "by_angle": True, "rotary": 8},
     "halves by angle": {"by_angle": True, "rotary": 16},
-    "none": {"turn": "none"},
+    "none": {"rotation": "none"},
     "grouped": {"grouped": True},
     "norm last": {"norm_last": True},
     "norms over all heads": {},
@@ -68,7 +68,7 @@ FORMS = {
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize("form", FORMS)
-def test_other_forms(form: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_every_form_of_rotary_embedding(form: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     d, write = 16, torch.tensor([[0, 3, 8], [1, 2, 5]], device=DEVICE)
     wide = form == "norms over all heads"
     normed = wide or form == "norm last"
@@ -129,11 +129,11 @@ def naive_norm(x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
 
 
 def naive_turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shape: RopeStore) -> torch.Tensor:
-    """Angle n turns the plane of channels 2n and 2n + 1, or of n and n + W/2."""
+    """Angle n rotates the plane of channels 2n and 2n + 1, or of n and n + W/2."""
     y = x.clone()
-    width = 0 if shape.turn == "none" else shape.rotary or len(cos)
+    width = 0 if shape.rotation == "none" else shape.rotary or len(cos)
     for n in range(width // 2):
-        a, b = (2 * n, 2 * n + 1) if shape.turn == "pairs" else (n, n + width // 2)
+        a, b = (2 * n, 2 * n + 1) if shape.rotation == "pairs" else (n, n + width // 2)
         at_a, at_b = (n, n) if shape.by_angle else (a, b)
         y[a] = x[a] * cos[at_a] - x[b] * sin[at_a]
         y[b] = x[b] * cos[at_b] + x[a] * sin[at_b]

@@ -52,7 +52,7 @@ def field(path: Path, name: str) -> Any:
     return GGUFReader(path).fields[name].contents()
 
 
-def test_the_file_says_what_the_head_reads_and_how_it_turns(tmp_path: Path) -> None:
+def test_the_file_says_what_the_head_reads_and_how_it_rotates(tmp_path: Path) -> None:
     head, reports = exported(tmp_path)
     assert reports["llama_cpp"].loads("llama_cpp") and load_head(tmp_path).config == head.config
     path = tmp_path / "eagle3.gguf"

@@ -219,7 +219,7 @@ class Int8Linear(nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_quantised_output_matrix_is_told_by_its_products(dynamic: bool) -> None:
+def test_a_quantised_output_matrix_is_found_by_its_products(dynamic: bool) -> None:
     torch.manual_seed(0)
     layer = Int8Linear(torch.randn(40, 24), dynamic)
     torch.testing.assert_close(matrix_of(layer, 24, chunk=7), layer.qweight * layer.scale_V1, rtol=1e-2, atol=1e-3)

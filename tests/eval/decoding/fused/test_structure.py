@@ -35,7 +35,7 @@ BLOCKS = {
     "GPT-NeoX": (PRE, True, (1.0, 1.0)),
     "Phi-2": (("input_layernorm", None, None, None), True, (1.0, 1.0)),
 }  # fmt: skip
-#: architecture → (turn, by angle, grouped, norms last) of the first layer
+#: architecture → (rotation, by angle, grouped, norms last) of the first layer
 ATTENTIONS = {
     "Llama": ("halves", False, False, False),
     "Cohere2": ("pairs", False, False, False),
@@ -80,9 +80,9 @@ def test_where_the_norms_stand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_how_queries_and_keys_turn(name: str) -> None:
+def test_how_queries_and_keys_rotate(name: str) -> None:
     heads = facts_of(name)[0].attention_facts
-    assert (heads.turn, heads.by_angle, heads.grouped, heads.norm_last) == ATTENTIONS[name]
+    assert (heads.rotation, heads.by_angle, heads.grouped, heads.norm_last) == ATTENTIONS[name]
 
 
 @pytest.mark.parametrize("name", MLPS)
@@ -92,10 +92,10 @@ def test_what_the_mlp_multiplies(name: str) -> None:
 
 
 def test_layers_without_rope() -> None:
-    assert [each.attention_facts.turn for each in facts_of("SmolLM3")] == ["halves", "halves", "halves", "none"] * 2
+    assert [each.attention_facts.rotation for each in facts_of("SmolLM3")] == ["halves", "halves", "halves", "none"] * 2
     model = random_model("EXAONE-4")
-    turns = [each.attention_facts.turn for each in find_layers(model, windows_of(model))[2]]
-    assert turns == ["halves" if window is not None else "none" for window in windows_of(model)]
+    rotations = [each.attention_facts.rotation for each in find_layers(model, windows_of(model))[2]]
+    assert rotations == ["halves" if window is not None else "none" for window in windows_of(model)]
 
 
 def test_small_weights_do_not_hide_that_nothing_turns() -> None:
@@ -237,7 +237,7 @@ class Own(nn.Module):
         return self.norm(x)
 
 
-def test_norms_as_weights() -> None:
+def test_norms_are_found_by_running_them() -> None:
     noise = torch.Generator().manual_seed(0)
     x_RD = torch.randn((4, 16), generator=noise)
     device = torch.device("cpu")

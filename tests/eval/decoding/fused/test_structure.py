@@ -104,7 +104,7 @@ def test_small_weights_do_not_hide_that_nothing_turns() -> None:
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data.mul_(1e-4)
     facts = find_layers(model, windows_of(model))[2]
-    assert [each.attention_facts.turn for each in facts] == ["halves", "halves", "halves", "none"] * 2
+    assert [each.attention_facts.rotation for each in facts] == ["halves", "halves", "halves", "none"] * 2
 
 
 class UpFirst(nn.Module):

@@ -162,6 +162,7 @@ def test_what_its_graph_lacks_is_refused(tmp_path: Path) -> None:
     for change, words in (
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, "three are needed"),
         ({"fc_norm": True}, "not one for each"),
+        ({"norm_output": True}, "the un-normed state goes into the next step"),
         (
             {"rope_parameters": dynamic, "rope_scaling": {k: v for k, v in dynamic.items() if k != "rope_theta"}},
             "rope_type is 'dynamic'",
@@ -169,4 +170,4 @@ def test_what_its_graph_lacks_is_refused(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps({**held, **change}))
         verdict = check_directory(tmp_path, DIMS).engines["llama_cpp"]
-        assert any(words in reason for reason in verdict.refused), verdict
+        assert any(words in reason for reason in (*verdict.refused, *verdict.wrong)), verdict

@@ -25,7 +25,9 @@ from headstart.heads.targets.quantised import (
     held_bytes_of,
     matrix_of,
     parts_of,
+    quantisation_of,
     refused_here,
+    run_once,
     weight_bits,
 )
 from headstart.heads.targets.sharded import check_plain
@@ -276,3 +278,55 @@ def test_a_plain_target_is_not_asked() -> None:
     config = AutoConfig.for_model(**json.loads((FIXTURES / "Qwen3-8B.json").read_text()))
     assert check_quantisation(config, "x") is None
     assert refused_here(Quantisation("fp8", CONFIGS["fp8"]), "x") is None, "dequantised where there is no GPU for it"
+
+
+class Packed(nn.Module):
+    """A linear layer that holds two 4-bit numbers in a byte, and a bias."""
+
+    def __init__(self, rows: int, columns: int):
+        super().__init__()
+        self.in_features, self.out_features = columns, rows
+        self.register_buffer("weight", torch.randint(0, 255, (rows, columns // 2), dtype=torch.uint8))
+        self.bias = nn.Parameter(torch.randn(rows))
+
+    def matrix(self) -> torch.Tensor:
+        return torch.stack([self.weight & 15, self.weight >> 4], -1).flatten(1).float() - 8
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.matrix().T + self.bias
+
+
+def test_a_packed_matrix_is_known_from_its_products_and_its_sizes() -> None:
+    packed = Packed(6, 8)
+    torch.testing.assert_close(matrix_of(packed, 8), packed.matrix(), rtol=1e-5, atol=1e-5)
+    assert active_parameters(nn.Sequential(packed), None) == 6 * 8
+
+
+def test_bitsandbytes_without_a_method_is_known_by_its_switches() -> None:
+    config = AutoConfig.for_model("llama")
+    for switch in ("load_in_4bit", "load_in_8bit"):
+        config.quantization_config = {switch: True}
+        found = quantisation_of(config)
+        assert found is not None and found.method == "bitsandbytes"
+
+
+def test_quantised_embeddings_are_refused() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    table = model.get_input_embeddings()
+    table.weight = nn.Parameter(table.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(TargetError, match="target 'it': its embeddings are quantised, and heads read rows of them"):
+        run_once(model, "it", "auto")
+
+
+def test_what_a_method_leaves_out_is_counted_as_plain_numbers() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    plain = 2 * sum(p.numel() for p in model.parameters())
+
+    def held(**settings: Any) -> float:
+        return held_bytes_of(model, 2, Quantisation("fp8", settings))(model.parameters())
+
+    downs = sum(layer.mlp.down_proj.weight.numel() for layer in model.model.layers)
+    assert held() < held(modules_to_not_convert=["down_proj"]) < plain
+    assert held(modules_to_not_convert=["down_proj"]) - held() == downs
+    # unpacked by its first forward
+    assert held_bytes_of(model, 2, Quantisation("compressed-tensors", {"bits": 4}))(model.parameters()) == plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,3 +155,12 @@ def test_a_chosen_expert_holds_its_token_what_it_makes_of_it_and_its_answer() ->
     layer = model.model.layers[0]
     products = sum(part.out_features for part in layer.modules() if isinstance(part, nn.Linear))
     assert widest_layer(model) == 2 * width + products + text.num_experts_per_tok * (inner + 2 * width)
+
+
+def test_equal_numbers_of_experts_of_all_layers_are_one_number() -> None:
+    """As HunYuan's config has them."""
+    config = AutoConfig.for_model("hunyuan_v1_moe", moe_topk=[2, 2])
+    model = SimpleNamespace(config=config)
+    assert experts_per_token(model) == 2
+    config.moe_topk = [2, 4]
+    assert experts_per_token(model) is None

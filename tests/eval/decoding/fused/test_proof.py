@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from headstart.bench.architectures import random_model
 from headstart.eval.decoding.engine import attention_windows
 from headstart.eval.decoding.fused import model as fused_module
+from headstart.eval.decoding.fused import proof
 from headstart.eval.decoding.fused.errors import Unfusable
 from headstart.eval.decoding.fused.experts import FusedExperts
+from headstart.eval.decoding.fused.layers import FusedLayer
 from headstart.eval.decoding.fused.model import FusedModel
 from headstart.eval.decoding.fused.proof import check_model
 
@@ -122,4 +124,20 @@ def test_what_stands_between_layers_is_compared_by_the_whole(monkeypatch: pytest
 
     monkeypatch.setattr(fused_module, "check_model", check)
     with pytest.raises(Unfusable, match="the last (hidden states|logits) of the fused"):
+        FusedModel(model, attention_windows(model.config))
+
+
+@pytest.mark.parametrize("rows", ["prompt", "later"])
+def test_a_layer_whose_fused_form_differs_is_refused(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was found of its parts: in the prompt, or only in the rows that see a prompt in the buffers."""
+
+    class Wrong(FusedLayer):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            y_BMD = super().forward(hidden_states, *args, **kwargs)
+            later = hidden_states.shape[1] == proof.LATER
+            return y_BMD + 1e-2 * (later == (rows == "later"))
+
+    monkeypatch.setattr(proof, "FusedLayer", Wrong)
+    model = random_model("Llama")
+    with pytest.raises(Unfusable, match=r"layer 0 \(LlamaDecoderLayer\): its fused form differs by .*e-0\d in float32"):
         FusedModel(model, attention_windows(model.config))

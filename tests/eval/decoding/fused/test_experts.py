@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from headstart.bench.architectures import random_model
 from headstart.eval.decoding.fused import experts as experts_module
 from headstart.eval.decoding.fused.experts import FusedExperts, experts_of, fuse_experts
 from headstart.eval.decoding.fused.model import shallow_copy
+from headstart.eval.kernels.experts import GELU_TANH, SILU, GatedActivation
 
 #: name, experts modules
 MIXTURES = [
@@ -76,3 +79,13 @@ def test_no_memory_is_no_other_structure(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(experts_module, "_first_experts", no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
         experts_of(own)
+
+
+@pytest.mark.parametrize("gate", [SILU, GELU_TANH])
+@pytest.mark.parametrize("limit", [0.5, 7.0, 50.0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_limits_of_a_gate_are_seen(gate: GatedActivation, limit: float, interleaved: bool) -> None:
+    """They count for large numbers only: a module that has a limit is asked for such numbers."""
+    for own in (replace(gate, limit=limit, interleaved=interleaved), replace(gate, interleaved=interleaved)):
+        module = SimpleNamespace(limit=limit, _apply_gate=own)
+        assert experts_module._gated_activation(module, torch.device("cpu")) == own

@@ -171,3 +171,16 @@ def test_what_its_graph_lacks_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**held, **change}))
         verdict = check_directory(tmp_path, DIMS).engines["llama_cpp"]
         assert any(words in reason for reason in (*verdict.refused, *verdict.wrong)), verdict
+
+
+def test_a_rope_of_some_dimensions_and_its_scaling_are_written(tmp_path: Path) -> None:
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+        "beta_fast": 16.0, "beta_slow": 2.0, "partial_rotary_factor": 0.5,
+    }  # fmt: skip
+    exported(tmp_path, replace(DIMS, rope_parameters=yarn))
+    written = {
+        "dimension_count": DIMS.head_dim // 2, "scaling.type": "yarn", "scaling.factor": 8.0,
+        "scaling.original_context_length": 64, "scaling.yarn_beta_fast": 16.0, "scaling.yarn_beta_slow": 2.0,
+    }  # fmt: skip
+    assert {name: field(tmp_path / "eagle3.gguf", f"eagle3.rope.{name}") for name in written} == written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,12 @@ def test_the_eager_twin_is_the_naive_mixture(gate: GatedActivation, naive: objec
     biases = [None if b is None else b.tolist() for b in (experts.first_bias_EC, experts.second_bias_ED)]
     expected = mixture(*(t.tolist() for t in tensors), *biases, naive, gate.interleaved)  # type: ignore[arg-type]
     close(found, torch.tensor(expected, device=found.device))
+
+
+def test_a_limit_holds_gates_from_above_and_factors_from_both_sides() -> None:
+    gate, factor = torch.tensor([[-3.0, 3.0, -0.5]]), torch.tensor([[5.0, -5.0, 0.5]])
+    held = torch.tensor([[-3.0, 1.0, -0.5]]) * torch.sigmoid(torch.tensor([[-3.0, 1.0, -0.5]]))
+    close(replace(SILU, limit=1.0)(torch.cat([gate, factor], -1)), held * torch.tensor([[1.0, -1.0, 0.5]]))
 
 
 def test_tiles_hold_every_pair_once_and_one_expert_each() -> None:

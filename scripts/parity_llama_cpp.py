@@ -38,6 +38,7 @@ from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
 from headstart.parity_vllm import (
     TOLERANCE,
+    exit_code,
     head_directory,
     max_model_len,
     prompt_files,
@@ -226,11 +227,7 @@ def version_of(server: Path) -> str:
 
 
 def main() -> int:
-    try:
-        return compare(parser().parse_args())
-    except HeadstartError as error:
-        say(f"error: {error}")
-        return error.exit_code
+    return exit_code(compare, parser())
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -413,12 +414,18 @@ def measure_served(
     }
 
 
-def main() -> int:
+def exit_code(compare: Callable[[argparse.Namespace], int], options: argparse.ArgumentParser) -> int:
+    """What a parity gate ends with: the code of `compare` on the command line's arguments, or of an error, which is
+    said."""
     try:
-        return compare(parser().parse_args())
+        return compare(options.parse_args())
     except HeadstartError as error:
         say(f"error: {error}")
         return error.exit_code
+
+
+def main() -> int:
+    return exit_code(compare, parser())
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class Engine:
             return False
         if self.fused is not None:
             return self.fused.uncaptured is None
-        # recurrent states are kept and restored on the host
+        # recurrent states reach their modules as Python objects, which change from cycle to cycle
         return self.capturable and self.uncaptured is None and not self.chains_only
 
     def give_up_captures(self, reason: str) -> None:

@@ -149,7 +149,8 @@ class Decoder:
         engine = self.engine
         if engine is None or engine.batch != len(contexts) or engine.capacity < needed:
             # larger buffers live longer, and captured cycles with them; fused kernels read only the slots in use
-            lasting = self.fused is not None or self._capturable
+            capturable = self._capturable
+            lasting = self.fused is not None or capturable
             capacity = round_up_slots(needed) if lasting else -(-needed // KV_BUCKET) * KV_BUCKET
             # free the old buffers before the new ones are made
             self.engine = engine = None
@@ -157,7 +158,7 @@ class Decoder:
             self.engine = engine = Engine(
                 self.target.model, len(contexts), capacity, bucket=KV_BUCKET, fused=self.fused
             )
-            engine.capturable = self._capturable
+            engine.capturable = capturable
         self.generator.manual_seed(seed)
         stops = set(self.target.stop_token_ids) if stop else set()
         before = self.graphs.seconds

@@ -126,6 +126,17 @@ def test_an_error_that_the_fused_form_does_not_cause_comes_again(monkeypatch: py
     assert memory.path == "fused"
 
 
+def prompts_capture(monkeypatch: pytest.MonkeyPatch, captures: bool) -> None:
+    """Make new engines capture the chunks of their prompts, or not."""
+    init = Engine.__init__
+
+    def made(self: Engine, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        self.prompts.captures = captures
+
+    monkeypatch.setattr(Engine, "__init__", made)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cycles_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     """The capture fails after it has run cycles: the state, and what was drawn, are as before."""
@@ -145,13 +156,7 @@ def test_cycles_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.Monke
         raise Uncapturable("it waits for the host")
 
     monkeypatch.setattr(graphs, "capture", capture)
-    made_prompts = Engine.__init__
-
-    def without_captured_prompts(self: Engine, *given: Any, **named: Any) -> None:
-        made_prompts(self, *given, **named)
-        self.prompts.captures = False
-
-    monkeypatch.setattr(Engine, "__init__", without_captured_prompts)
+    prompts_capture(monkeypatch, False)
     for _ in range(2):
         assert answers(made, drafts=False) == reference
     assert len(tries) == 1 and made.path == "fused"
@@ -169,13 +174,7 @@ def test_prompts_that_cannot_be_captured_run_one_by_one(monkeypatch: pytest.Monk
         raise Uncapturable("it waits for the host")
 
     monkeypatch.setattr(prefill, "capture", capture)
-    init = Engine.__init__
-
-    def captured_prompts(self: Engine, *given: Any, **named: Any) -> None:
-        init(self, *given, **named)
-        self.prompts.captures = True
-
-    monkeypatch.setattr(Engine, "__init__", captured_prompts)
+    prompts_capture(monkeypatch, True)
     assert answers(made) == expected()
     prompts = made.engine.prompts  # type: ignore[union-attr]
     assert made.slow == "prompts ran operation by operation, not as CUDA graphs: it waits for the host"

@@ -7,7 +7,6 @@ continues writes what it would have written without the interruption. Finished b
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import random
@@ -33,6 +32,7 @@ from headstart.data.sources import read_jsonl
 from headstart.heads.errors import DataError
 from headstart.heads.files import explain_disk, read_json, write_json
 from headstart.heads.sampling import distribution
+from headstart.heads.targets.locate import cache_argument
 from headstart.heads.targets.target import Target
 
 #: generator(target, prompts, config, seeds) → answers: see `generate`
@@ -247,9 +247,7 @@ def generate(
         mask_BT[row, longest - len(ids) :] = 1
     tokens_BT, mask_BT = tokens_BT.to(device), mask_BT.to(device)
     position_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-    # transformers renamed the argument in 5.24 and warns about the old name
-    cache_name = "cache" if "cache" in inspect.signature(target.model.forward).parameters else "past_key_values"
-    cache = {cache_name: DynamicCache(config=target.model.config)}
+    cache = {cache_argument(target.model): DynamicCache(config=target.model.config)}
     stops = set(target.stop_token_ids)
     answers: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(rows))

@@ -64,7 +64,7 @@ def _foreign(key: str, layers: Sequence[Layer], ours: set[Path]) -> tuple[str, s
     def foreign(layer: Layer | None) -> bool:
         return layer is not None and layer.file is not None and layer.file.resolve() not in ours
 
-    # whether the value refers to another key does not matter: the layer that wrote the setting wrote the reference
+    # a value may refer to another key (${…}): whoever wrote that reference gave the setting
     given = source(key)
     if given is None:
         return "the recipe", "sets"

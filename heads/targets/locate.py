@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -107,6 +108,11 @@ def counted_calls(layers: nn.ModuleList) -> Iterator[list[int]]:
         for number, layer in enumerate(layers):
             hooks.enter_context(layer.register_forward_pre_hook(hook(number)))
         yield calls
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What the forward calls its cache: transformers 5.24 renamed `past_key_values`, and warns about the old name."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def keep_first_frequencies(model: Any) -> None:

@@ -5,7 +5,6 @@ All of it is found from the modules and the config, with or without weights.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headstart.heads.targets.locate import decoder_layers, text_decoder
+from headstart.heads.targets.locate import cache_argument, decoder_layers, text_decoder
 
 #: what configs call the number of experts that compute a token
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
@@ -166,13 +165,12 @@ def cache_bytes(model: Any) -> CacheBytes | None:
     decoder = text_decoder(model)
     stacks = [stack for stack, _ in expert_stacks(decoder)]
     cache = DynamicCache(config=model.config.get_text_config())
-    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
     for stack in stacks:  # which experts a token goes to is a matter of values
         stack.forward = lambda *args, **kwargs: args[0] if args else kwargs["hidden_states"]
     try:
         with torch.device("meta"):
             tokens_BT = torch.zeros(1, LENGTH, dtype=torch.int64)
-            decoder(input_ids=tokens_BT, use_cache=True, **{name: cache})
+            decoder(input_ids=tokens_BT, use_cache=True, **{cache_argument(decoder): cache})
     except Exception:  # whatever a model's own code raises without values
         return None
     finally:

@@ -29,16 +29,14 @@ from headstart.eval.decoding.memory import Memory, memory_of
 from headstart.eval.decoding.rows import Step
 from headstart.eval.kernels.attention import Visibility
 from headstart.heads.errors import TargetError
-
-#: names of the forward's cache: transformers 5.24 renamed it
-CACHES = ("cache", "past_key_values")
+from headstart.heads.targets.locate import cache_argument
 
 
 def check_decodable(model: Any) -> Memory:
     """The memory of a model's layers. Raises: TargetError for a model that this engine cannot run."""
     taken = inspect.signature(model.forward).parameters
-    needed = {"attention_mask": ["attention_mask"], "position_ids": ["position_ids"], "cache": list(CACHES)}
-    lacking = [what for what, names in needed.items() if not set(names) & set(taken)]
+    needed = {"attention_mask": "attention_mask", "position_ids": "position_ids", "cache": cache_argument(model)}
+    lacking = [what for what, name in needed.items() if name not in taken]
     if lacking:
         # such a model would ignore them without a word, and see no context
         raise TargetError(
@@ -69,8 +67,7 @@ class GenericModel:
         self.model, self.memory = model, check_decodable(model)
         self.additive = model.dtype if model.config.get_text_config()._attn_implementation == "eager" else None
         self.device = model.device
-        taken = inspect.signature(model.forward).parameters
-        self.cache_argument = next(name for name in CACHES if name in taken)
+        self.cache_argument = cache_argument(model)
         slots = Slots(batch, capacity, self.device)
         self.kv = StaticKV(slots, cache_layers(self.memory, slots))
         self.recurrent: RecurrentStates | None = None

@@ -50,6 +50,8 @@ class FeatureBatch:
         hidden_RD: last hidden state **after the final norm**, or None before the target ran.
         streams_RkD: **pre-norm** residual streams at FeatureSpec.layer_ids, or None.
         teacher_argmax_A: int64 [A], argmax over the V tokens of the target's distribution at row_A + 1.
+        teacher_argmax_R: int64 [R], the same at every row that teaches an anchor, 0 elsewhere, where anchors are drawn;
+            None = teacher_argmax_A holds all (`argmax_by_row`).
     """
 
     tokens_R: Tensor
@@ -65,6 +67,7 @@ class FeatureBatch:
     streams_RkD: Tensor | None = None
     teacher_argmax_A: Tensor | None = None
     answer_R: Tensor | None = None
+    teacher_argmax_R: Tensor | None = None
 
     @classmethod
     def pack(
@@ -137,6 +140,7 @@ class FeatureBatch:
             streams_RkD=grow(self.streams_RkD, rows, 0),
             teacher_argmax_A=grow(self.teacher_argmax_A, anchors, 0),
             answer_R=grow(self.answer_R, rows, -1),
+            teacher_argmax_R=grow(self.teacher_argmax_R, rows, 0),
         )
 
     def subsampled(self, keep_K: Sequence[float], seed: int) -> FeatureBatch:
@@ -152,6 +156,30 @@ class FeatureBatch:
             anchors=self.anchors.subsampled(draw),
             teacher_argmax_A=None if argmax_A is None else argmax_A[draw.order_A],
         )
+
+    def drawn(self, index_A: Tensor) -> FeatureBatch:
+        """The same batch with some of its anchors, each at all its depths, for a head whose teacher rows need not be
+        anchors.
+
+        Args: index_A: int64, ascending, of the anchors that stay; on the batch's device.
+        """
+        argmax_A = self.teacher_argmax_A
+        return replace(
+            self,
+            anchors=self.anchors.drawn(index_A),
+            teacher_argmax_A=None if argmax_A is None else argmax_A[index_A],
+            teacher_argmax_R=None if argmax_A is None else self.argmax_by_row(),
+        )
+
+    def argmax_by_row(self) -> Tensor:
+        """int64 [R]: the target's choice after each row that teaches an anchor, 0 elsewhere."""
+        if self.teacher_argmax_R is not None:
+            return self.teacher_argmax_R
+        assert self.teacher_argmax_A is not None
+        row_A = (self.anchors.row_A + 1).clamp(max=self.tokens_R.shape[0] - 1)
+        # padding anchors stand at the last row: their zeros must not overwrite anything
+        choice_A = torch.where(self.anchors.depths_A > 0, self.teacher_argmax_A, 0)
+        return torch.zeros_like(self.tokens_R).index_add_(0, row_A, choice_A)
 
     def teacher_hidden(self) -> Tensor:
         """[A, D]: the post-norm hidden state whose distribution is the depth-1 teacher of each anchor (row_A + 1).

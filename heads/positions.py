@@ -151,6 +151,22 @@ class Anchors:
             self.row_A[draw.order_A], draw.depths_A, teacher_AK, draw.count_K, supervised_A, draw.weight_AK, draw.keep_K
         )
 
+    def drawn(self, index_A: Tensor) -> Anchors:
+        """Some of the anchors, each at all its depths. Their teacher rows need not be anchors: teacher_AK says nothing.
+
+        Args: index_A: int64, ascending. Raises: ValueError for anchors that are subsampled or padded already.
+        """
+        if self.weight_AK is not None:
+            raise ValueError("anchors are drawn once, before they are padded")
+        count, depths = len(index_A), len(self.count_K)
+        depths_A = self.depths_A[index_A]
+        weight_AK = torch.ones((count, depths), device=depths_A.device)
+        # which of them run deep is known on the device alone
+        counts = tuple(min(count, most) for most in self.count_K)
+        return Anchors(
+            self.row_A[index_A], depths_A, torch.zeros_like(self.teacher_AK[index_A]), counts, None, weight_AK
+        )
+
 
 def find_anchors(turn_R: Tensor, doc_R: Tensor, max_depth: int) -> Anchors:
     """Anchors of a pack (CPU tensors in, CPU tensors out: no device synchronisation later)."""

@@ -8,6 +8,12 @@ from headstart.heads.base import Head, HeadConfig
 from headstart.heads.checkpoints.head_files import HeadFiles
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError
+from headstart.heads.families.dflash.files import PAPER as DFLASH
+from headstart.heads.families.dflash.files import DFlashFiles
+from headstart.heads.families.dflash.head import DFlashConfig, DFlashHead
+from headstart.heads.families.dspark.files import PAPER as DSPARK
+from headstart.heads.families.dspark.files import DSparkFiles
+from headstart.heads.families.dspark.head import DSparkConfig, DSparkHead
 from headstart.heads.families.eagle.files import PAPER as EAGLE
 from headstart.heads.families.eagle.files import EagleFiles
 from headstart.heads.families.eagle.head import EagleConfig, EagleHead
@@ -46,6 +52,8 @@ FAMILIES: dict[str, Family] = {
     "hydra": Family("hydra", HYDRA, HydraConfig, HydraHead, HydraFiles()),
     "eagle": Family("eagle", EAGLE, EagleConfig, EagleHead, EagleFiles()),
     "eagle3": Family("eagle3", EAGLE3, Eagle3Config, Eagle3Head, Eagle3Files()),
+    "dflash": Family("dflash", DFLASH, DFlashConfig, DFlashHead, DFlashFiles()),
+    "dspark": Family("dspark", DSPARK, DSparkConfig, DSparkHead, DSparkFiles()),
 }
 
 

@@ -1,0 +1,316 @@
+"""Heads that draft a block of tokens in one forward: the backbone of DFlash (arXiv 2602.06036) and its successors.
+
+A block begins at a committed token, its root x_{t+1}, and continues with mask tokens. Draft layers turn all slots of
+the block into drafts at once. Every slot sees the whole block, and keys and values made
+from the target's features of rows ≤ t.
+
+    slot             0        1       2       …
+    input            root     mask    mask
+    rope position    t + 1    t + 2   t + 3
+    anchor first     x_{t+2}  x_{t+3} x_{t+4}      every slot drafts (`sample_from_anchor`): K = B
+    fill in          -        x_{t+2} x_{t+3}      the root's slot drafts nothing: K = B - 1
+
+The draft of depth k is x_{t+1+k} in both layouts, so anchors, depths and teacher rows are those of positions.py.
+
+A family may correct the base logits of each slot by what was drafted before it: logits_k = W h_k + up · low_k, where
+low_k depends on h_k, on the token before the drafted one, and on a state (`corrections`, `walk_step`).
+
+Shape legend: R rows of a pack, A anchors, K drafts of a block, B slots of a block, M = A · B, D target hidden,
+m feature streams, r rank of a correction, V target vocabulary, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headstart.heads.base import MAX_LAYERS, MAX_SIZE, Head, HeadConfig, Loss, LossTerm
+from headstart.heads.batch import FeatureBatch, FeatureSpec
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import TargetEnds, Teacher
+from headstart.heads.errors import ConfigError
+from headstart.heads.families.block.anchors import draw_anchors
+from headstart.heads.kernels.block_attention import BlockRows, block_attention
+from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm, Rope
+from headstart.heads.losses.block import KINDS, BlockLabels, BlockLosses, block_loss
+from headstart.heads.numerics import compute_dtype
+from headstart.heads.vocab import membership
+
+WEIGHTINGS = ("decay", "dpace")
+
+
+@dataclass
+class BlockConfig(HeadConfig):
+    """Fields that all block heads share."""
+
+    structure: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "intermediate_size", "layers")
+    behaviour: ClassVar[tuple[str, ...]] = ("depth", "mask_token_id", "sample_from_anchor")
+    reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
+    limits: ClassVar[dict[str, int]] = {
+        **HeadConfig.limits, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS,
+    }  # fmt: skip
+
+    #: Drafts of a block (K). The block has one slot more where sample_from_anchor is false.
+    depth: int = 7
+    #: Weight of the loss of draft k, as a power: depth_decay ** (k - 1). exp(-1/4) is the DSpark paper's.
+    depth_decay: float = 0.7788
+    #: Decoder layers.
+    layers: int = 5
+    #: Width of the MLP; null takes the target's.
+    intermediate_size: int | None = None
+    #: Layers of the target whose inputs the head reads, as indices of hidden_states; null spreads as many as the head
+    #: has layers (three at least) evenly from 2 to L - 2 of L layers.
+    feature_layers: list[int] | None = None
+    #: Tokens that the head can draft (U). 0 or the target's vocabulary size lets it draft all.
+    draft_vocab_size: int = 0
+    #: Token that stands in the slots of a block but the first. null takes a reserved token of the target's tokenizer.
+    mask_token_id: int | None = None
+    #: Whether the first slot, which holds the last committed token, drafts too (anchor-first layout).
+    sample_from_anchor: bool = False
+    #: Anchors that a step trains, as a share of the pack's rows. They are drawn anew at every step.
+    anchor_share: float = 0.25
+    #: Weight of the cross-entropy against the data's tokens.
+    ce_weight: float = 1.0
+    #: Weight of the L1 distance between the draft's and the target's distribution (twice the total variation).
+    l1_weight: float = 0.0
+    #: Weight of the Kullback-Leibler divergence from the target's distribution.
+    kl_weight: float = 0.0
+    #: Weight of minus the log of the acceptance rate (LK loss).
+    lk_weight: float = 0.0
+    #: How the drafts of a block weigh: decay (depth_decay), or dpace (by the draft's own probability of getting there).
+    weighting: str = "decay"
+
+
+def default_feature_layers(num_layers: int, count: int) -> list[int]:
+    """Published choice for `count` streams: 1 + round(1 + i (L - 4) / (count - 1)), as indices of hidden_states.
+
+    >>> default_feature_layers(36, 5), default_feature_layers(30, 3), default_feature_layers(4, 1)
+    ([2, 10, 18, 26, 34], [2, 15, 28], [3])
+    """
+    if count == 1:
+        return [num_layers // 2 + 1]
+    # a target of few layers has fewer streams than asked for
+    return sorted({1 + round(1 + i * max(num_layers - 4, 0) / (count - 1)) for i in range(count)})
+
+
+class BlockHead(Head):
+    """The backbone: the target's features become keys and values of every layer; slots are the queries.
+
+    Attributes:
+        fc, hidden_norm: features of m streams → context c [D], the same for all layers.
+        layers: layers of Qwen3's type. norm: behind the last one.
+        lm_head: the target's rows of the draft vocabulary, frozen; None where the head can draft all tokens.
+    """
+
+    config: BlockConfig
+
+    def __init__(self, config: BlockConfig, dims: HeadDims):
+        super().__init__(config, dims)
+        self.feature_layers = self._feature_layers()
+        if not 0 < config.anchor_share <= 1:
+            raise ConfigError(f"head.anchor_share: found {config.anchor_share}, expected a share above 0, at most 1")
+        if config.weighting not in WEIGHTINGS:
+            raise ConfigError(f"head.weighting: found {config.weighting!r}, expected one of {', '.join(WEIGHTINGS)}")
+        size = config.draft_vocab_size or dims.vocab_size
+        if not 0 < size <= dims.vocab_size:
+            raise ConfigError(
+                f"head.draft_vocab_size: found {size}, expected at most the target's vocabulary of {dims.vocab_size}"
+            )
+        hidden, eps, width = dims.hidden_size, dims.rms_norm_eps, config.intermediate_size or dims.intermediate_size
+        self.fc = nn.Linear(len(self.feature_layers) * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(
+            LaterLayer(hidden, width, dims, dims.hidden_act, qk_norm=True) for _ in range(config.layers)
+        )
+        self.norm = RMSNorm(hidden, eps)
+        reduced = size < dims.vocab_size
+        self.lm_head = nn.Linear(hidden, size, bias=False).requires_grad_(False) if reduced else None
+        self.register_buffer("draft_ids_U", torch.arange(size, device="cpu") if reduced else None)
+        self.rope = Rope(dims)
+        if not self.kinds:
+            raise ConfigError("head: found no loss, expected one of " + ", ".join(f"{k}_weight" for k in KINDS))
+        self.terms = tuple(LossTerm(kind, getattr(config, f"{kind}_weight")) for kind in self.kinds)
+
+    def _feature_layers(self) -> list[int]:
+        layers, found = self.dims.num_layers, self.config.feature_layers
+        ids = list(found) if found is not None else default_feature_layers(layers, max(self.config.layers, 3))
+        if not ids or ids != sorted(set(ids)) or not all(0 < k < layers for k in ids):
+            origin = "the recipe gives" if found is not None else f"the default for {layers} layers is"
+            raise ConfigError(
+                f"head.feature_layers: {self.family} needs distinct ascending ids in 1 … {layers - 1}, {origin} {ids}; "
+                "set head.feature_layers"
+            )
+        return ids
+
+    @property
+    def spec(self) -> FeatureSpec:
+        return FeatureSpec(tuple(self.feature_layers))
+
+    @property
+    def draft_layers(self) -> Sequence[DraftLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def hidden_act(self) -> str:
+        return self.dims.hidden_act
+
+    @property
+    def block_size(self) -> int:
+        """B, slots of a block."""
+        return self.depth + (0 if self.config.sample_from_anchor else 1)
+
+    @property
+    def mask_token(self) -> int:
+        """The token in the slots of a block but the first. Raises: ConfigError where none is set."""
+        token = self.config.mask_token_id
+        if token is None or not 0 <= token < self.dims.vocab_size:
+            raise ConfigError(
+                f"head.mask_token_id: found {token}, expected a token id below {self.dims.vocab_size} that no text "
+                "holds, such as a reserved token of the tokenizer; set head.mask_token_id"
+            )
+        return token
+
+    def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
+        """As the base class's; norm starts from the target's final norm, lm_head is the target's, frozen."""
+        super().initialise(ends, draft_ids_U)
+        teacher = ends.teacher
+        with torch.no_grad():
+            if self.lm_head is not None and self.draft_ids_U is not None:
+                self.lm_head.weight.copy_(teacher.weight_VD[self.draft_ids_U.to(teacher.weight_VD.device)])
+            if teacher.norm_D is not None:
+                self.norm.weight.copy_(teacher.norm_D)
+
+    def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
+        return draw_anchors(batch, self.config.anchor_share, seed)
+
+    # what training and drafting share
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [...] → the target's embeddings [..., D] in the compute dtype."""
+        return F.embedding(tokens, self.bound_ends().embed_VD).to(compute_dtype(self.fc.weight))
+
+    def context(self, streams: Tensor) -> Tensor:
+        """The target's streams [..., m, D] → what every layer's keys and values of the context read, c [..., D]."""
+        return self.hidden_norm(self.fc(streams.to(compute_dtype(self.fc.weight)).flatten(-2)))
+
+    def block_tokens(self, root_A: Tensor) -> Tensor:
+        """int64 [A] → the inputs of the slots, int64 [A, B]."""
+        tokens_AB = root_A.new_full((root_A.shape[0], self.block_size), self.mask_token)
+        tokens_AB[:, 0] = root_A
+        return tokens_AB
+
+    @property
+    def output_UD(self) -> Tensor:
+        """The frozen output matrix W, [U, D]."""
+        return self.bound_ends().teacher.weight_VD if self.lm_head is None else self.lm_head.weight
+
+    def target_ids(self, draft: Tensor) -> Tensor:
+        """Draft-vocabulary ids → target ids."""
+        return draft if self.draft_ids_U is None else self.draft_ids_U[draft]
+
+    # corrections of the logits, which a family may define
+
+    @property
+    def correction_Ur(self) -> Tensor | None:
+        """`up`, [U, r]; None where the base logits are not corrected."""
+        return None
+
+    def corrections(self, hidden_AKD: Tensor, previous_AK: Tensor) -> Tensor | None:
+        """`low` of all drafts, given the tokens before them (teacher forcing): [A, K, r].
+
+        Args:
+            hidden_AKD: outputs of the slots (`slots`). previous_AK: int64, x_{t+k}, target ids.
+        """
+        return None
+
+    def walk_step(self, hidden_BD: Tensor, previous_B: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """`low` of one draft of each sequence, [B, r], and the next state.
+
+        Args:
+            hidden_BD: output of the slot. previous_B: int64, target ids. state: of the draft before; None at the first.
+        """
+        raise NotImplementedError
+
+    # training
+
+    def blocks(self, batch: FeatureBatch) -> BlockRows:
+        """What the block of every anchor at row t sees: the rows of its document up to t."""
+        row_A = batch.anchors.row_A
+        return BlockRows(row_A - batch.position_R[row_A], row_A + 1, self.block_size)
+
+    def slots(self, batch: FeatureBatch) -> Tensor:
+        """Normed outputs of the slots that draft, [A, K, D], for the blocks of all anchors."""
+        row_A, size = batch.anchors.row_A, self.block_size
+        assert batch.streams_RkD is not None
+        c_RD = self.context(batch.streams_RkD)
+        last = batch.tokens_R.shape[0] - 1
+        z_MD = self.embed(self.block_tokens(batch.tokens_R[(row_A + 1).clamp(max=last)])).flatten(0, 1)
+        slot_B = torch.arange(size, device=row_A.device)
+        cos, sin = self.rope((batch.position_R[row_A][:, None] + 1 + slot_B).flatten())
+        cos_R, sin_R = self.rope(batch.position_R)
+        blocks = self.blocks(batch)
+        for layer in self.draft_layers:
+            attention = layer.self_attn
+            u_MD = layer.input_layernorm(z_MD)
+            q_MhD, (own_k, own_v) = attention.queries(u_MD, cos, sin), attention.keys_values(u_MD, cos, sin)
+            k_RgD, v_RgD = attention.keys_values(c_RD, cos_R, sin_R)
+            z_MD = layer.finish(block_attention(q_MhD, k_RgD, v_RgD, own_k, own_v, blocks), z_MD)
+        return self.norm(z_MD).unflatten(0, (-1, size))[:, size - self.depth :]
+
+    def labels(self, batch: FeatureBatch) -> BlockLabels:
+        """What the slots learn from. A slot is active where it and all before it have a label that can be drafted."""
+        anchors, last = batch.anchors, batch.tokens_R.shape[0] - 1
+        depth_K = torch.arange(1, self.depth + 1, device=anchors.row_A.device)
+        row_AK = anchors.row_A[:, None] + depth_K
+        label_AK = batch.tokens_R[(row_AK + 1).clamp(max=last)]
+        active_AK = anchors.depths_A[:, None] >= depth_K
+        if self.draft_ids_U is not None:
+            active_AK &= membership(self.draft_ids_U, self.dims.vocab_size)[label_AK]
+            active_AK = active_AK.long().cumprod(1).bool()
+            label_AK = torch.searchsorted(self.draft_ids_U, label_AK).clamp(max=len(self.draft_ids_U) - 1)
+        return BlockLabels(torch.where(active_AK, label_AK, 0), active_AK, row_AK.clamp(max=last))
+
+    def slot_weights(self, active_AK: Tensor) -> Tensor:
+        """float32 [A, K]: depth_decay^(k - 1) of every active slot, else 0; D-PACE's divisor counts slots, weight 1."""
+        if self.config.weighting == "dpace":
+            return active_AK.float()
+        depth_K = torch.arange(self.depth, dtype=torch.float32, device=active_AK.device)
+        return active_AK * self.config.depth_decay**depth_K
+
+    def loss_counts(self, batch: FeatureBatch) -> Tensor:
+        return self.slot_weights(self.labels(batch).active_AK).sum().expand(len(self.terms)).clone()
+
+    def more_terms(self, hidden_AKD: Tensor, previous_AK: Tensor, losses: BlockLosses) -> list[Tensor]:
+        """Sums of the terms that the family adds behind those of the weights: float32 scalars, by `self.terms`."""
+        return []
+
+    def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
+        anchors, config = batch.anchors, self.config
+        labels, hidden_AKD = self.labels(batch), self.slots(batch)
+        depth_K = torch.arange(1, self.depth + 1, device=anchors.row_A.device)
+        previous_AK = batch.tokens_R[(anchors.row_A[:, None] + depth_K).clamp(max=batch.tokens_R.shape[0] - 1)]
+        low_AKr = self.corrections(hidden_AKD, previous_AK)
+        assert batch.hidden_RD is not None
+        losses = block_loss(
+            hidden_AKD, self.output_UD, low_AKr, self.correction_Ur, labels, self.slot_weights(labels.active_AK),
+            batch.hidden_RD.detach(), teacher, self.draft_ids_U, self.kinds, config.weighting == "dpace",
+        )  # fmt: skip
+        choice_AK = batch.argmax_by_row()[labels.teacher_row_AK]
+        hit_AK = (self.target_ids(losses.argmax_AK) == choice_AK) & labels.active_AK
+        rows = anchors.weights()
+        counts = [len(row) for row in rows]
+        weight = [labels.active_AK[:count, d] * row for d, (count, row) in enumerate(zip(counts, rows, strict=True))]
+        hit = [hit_AK[:count, d] for d, count in enumerate(counts)]
+        measured = Loss.per_depth(losses.sum_T.new_zeros(self.depth), weight, hit, rows, self.depth)
+        sum_T = torch.cat((losses.sum_T, *(x[None] for x in self.more_terms(hidden_AKD, previous_AK, losses))))
+        return replace(measured, sum_T=sum_T, count_T=losses.weight_AK.sum().expand(len(self.terms)).clone())
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The loss terms with a weight above 0, in the order of heads/losses/block.py."""
+        return tuple(kind for kind in KINDS if getattr(self.config, f"{kind}_weight") > 0)

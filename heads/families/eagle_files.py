@@ -10,6 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from headstart.heads import vocab
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.checkpoints.geometry import (
     LLAMA_DEFAULTS,
@@ -20,7 +24,7 @@ from headstart.heads.checkpoints.geometry import (
 )
 from headstart.heads.checkpoints.head_files import Contents, HeadFiles, Spelling
 from headstart.heads.checkpoints.raw import RawCheckpoint
-from headstart.heads.checkpoints.tensor_map import TensorMap, require_equal
+from headstart.heads.checkpoints.tensor_map import TensorMap, draft_map_problem, require_equal
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.rope import same_rope
@@ -236,3 +240,41 @@ def target_embedding(raw: RawCheckpoint, names: dict[str, str], dims: HeadDims) 
             f"[{dims.vocab_size}, {dims.hidden_size}]"
         )
     return {"embed_tokens.weight": "the target's embeddings (compare with formats.check_embeddings)"}
+
+
+def read_draft_ids(raw: RawCheckpoint, names: dict[str, str], size: int, vocab_size: int, where: str) -> Tensor | None:
+    """Ids of the draft vocabulary [U]; None where it is the target's.
+
+    Raises: FormatError where d2t is missing or is no list of ascending offsets, or t2d contradicts it.
+    """
+    if size > vocab_size:
+        raise FormatError(f"{where}: draft_vocab_size {size} exceeds vocab_size {vocab_size}")
+    if "d2t" not in names:
+        if size < vocab_size:
+            raise FormatError(
+                f"{raw.directory}: draft_vocab_size is {size} of {vocab_size} and d2t is missing: drafted ids would be "
+                "taken for target ids. Copy d2t (int64 offsets) from where the head was trained."
+            )
+        return None
+    for name, length in (("d2t", size), ("t2d", vocab_size)):
+        if name in names and (shape := raw.tensors[names[name]].shape) != (length,):
+            raise FormatError(f"{raw.directory}: {name} has shape {list(shape)}, expected [{length}]")
+    if "t2d" in names and (kind := raw.tensors[names["t2d"]].dtype) != torch.bool:
+        raise FormatError(f"{raw.directory}: t2d is {kind}, expected one boolean for each target token")
+    if problem := draft_map_problem(raw, names, vocab_size):
+        raise FormatError(f"{raw.directory}: {problem}")
+    return None if size == vocab_size else vocab.from_offsets(raw.read(names["d2t"]))
+
+
+def write_draft_ids(tensors: dict[str, Tensor], vocab_size: int) -> None:
+    """Put d2t (int64 offsets) and t2d (bool) in the place of `draft_ids_U`, where a head has a draft vocabulary.
+
+    Raises: FormatError for ids that are no draft vocabulary.
+    """
+    ids_U = tensors.pop("draft_ids_U", None)
+    if ids_U is None:
+        return
+    if not vocab.is_draft_vocab(ids_U, vocab_size):
+        raise FormatError(f"draft_ids_U: expected ascending distinct ids below {vocab_size}; was initialise called?")
+    tensors["d2t"] = vocab.offsets(ids_U)
+    tensors["t2d"] = vocab.membership(ids_U, vocab_size)

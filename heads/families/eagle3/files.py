@@ -14,12 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from headstart.heads import vocab
 from headstart.heads.base import MAX_LAYERS, Head, HeadConfig
 from headstart.heads.checkpoints.geometry import are_integers, flag, integer, llama_dims, require_plain
 from headstart.heads.checkpoints.head_files import Spelling
 from headstart.heads.checkpoints.raw import RawCheckpoint
-from headstart.heads.checkpoints.tensor_map import TensorMap, draft_map_problem, map_tensors
+from headstart.heads.checkpoints.tensor_map import TensorMap, map_tensors
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families.eagle3.head import Eagle3Config, default_feature_layers
@@ -29,10 +28,12 @@ from headstart.heads.families.eagle_files import (
     LlamaDraftFiles,
     has_draft_layer,
     is_eagle3,
+    read_draft_ids,
     require_kind,
     shifted,
     target_embedding,
     with_target,
+    write_draft_ids,
 )
 from headstart.heads.families.paper import Paper
 
@@ -111,7 +112,7 @@ class Eagle3Files(LlamaDraftFiles):
                 f"{raw.directory}: lm_head.weight is missing, so engines put the target's in its place"
                 f"{'' if size == dims.vocab_size else rows}. Add the head's own [draft_vocab_size, hidden_size] matrix."
             )
-        ids_U = _draft_ids(raw, names, size, dims.vocab_size, where)
+        ids_U = read_draft_ids(raw, names, size, dims.vocab_size, where)
         unused |= {name: "turned into the draft ids" for name in ("d2t", "t2d") if name in names}
         mapped = map_tensors(raw, layout, "eagle3", fields, dims, names, expected, unused)
         return replace(mapped, draft_ids_U=ids_U)
@@ -138,14 +139,7 @@ class Eagle3Files(LlamaDraftFiles):
         With several layers, the first one is `layers.0`: TensorRT-LLM knows `midlayer` for a single layer alone.
         """
         tensors = super().tensors(head)
-        ids_U = tensors.pop("draft_ids_U", None)
-        if ids_U is not None:
-            if not vocab.is_draft_vocab(ids_U, head.dims.vocab_size):
-                raise FormatError(
-                    f"draft_ids_U: expected ascending distinct ids below {head.dims.vocab_size}; was initialise called?"
-                )
-            tensors["d2t"] = vocab.offsets(ids_U)
-            tensors["t2d"] = vocab.membership(ids_U, head.dims.vocab_size)
+        write_draft_ids(tensors, head.dims.vocab_size)
         config = cast(Eagle3Config, head.config)
         if config.layers > 1:
             tensors = {name.replace(self.layer, "layers.0."): tensor for name, tensor in tensors.items()}
@@ -315,27 +309,3 @@ def _layers(top: Any, inner: Any, where: str) -> list[int] | None:
             f"different layers. Write {shifted(top, -1)} inside eagle_config."
         )
     return top if top is not None or inner is None else shifted(inner, 1)
-
-
-def _draft_ids(raw: RawCheckpoint, names: dict[str, str], size: int, vocab_size: int, where: str) -> Tensor | None:
-    """Ids of the draft vocabulary [U]; None where it is the target's.
-
-    Raises: FormatError where d2t is missing or is no list of ascending offsets, or t2d contradicts it.
-    """
-    if size > vocab_size:
-        raise FormatError(f"{where}: draft_vocab_size {size} exceeds vocab_size {vocab_size}")
-    if "d2t" not in names:
-        if size < vocab_size:
-            raise FormatError(
-                f"{raw.directory}: draft_vocab_size is {size} of {vocab_size} and d2t is missing: drafted ids would be "
-                "taken for target ids. Copy d2t (int64 offsets) from where the head was trained."
-            )
-        return None
-    for name, length in (("d2t", size), ("t2d", vocab_size)):
-        if name in names and (shape := raw.tensors[names[name]].shape) != (length,):
-            raise FormatError(f"{raw.directory}: {name} has shape {list(shape)}, expected [{length}]")
-    if "t2d" in names and (kind := raw.tensors[names["t2d"]].dtype) != torch.bool:
-        raise FormatError(f"{raw.directory}: t2d is {kind}, expected one boolean for each target token")
-    if problem := draft_map_problem(raw, names, vocab_size):
-        raise FormatError(f"{raw.directory}: {problem}")
-    return None if size == vocab_size else vocab.from_offsets(raw.read(names["d2t"]))

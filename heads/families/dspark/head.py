@@ -46,7 +46,7 @@ class MarkovHead(nn.Module):
     """`low` and `up` of the correction: vanilla e, gated σ(G [h ; e]) ⊙ e, rnn tanh(o), with e = W1[previous token].
 
     The recurrent form has a state s, 0 at the first draft: [g ; c ; o] = J [s ; e ; h], and the next s is
-    σ(g) s + (1 - σ(g)) tanh(c).
+    σ(g) s + (1 - σ(g)) tanh(c). G and J have biases, as in published heads.
     """
 
     def __init__(self, config: DSparkConfig, dims: HeadDims):
@@ -58,8 +58,8 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight, std=0.02)
         nn.init.zeros_(self.markov_w2.weight)  # training starts from the base logits
         width = dims.hidden_size + rank
-        self.gate_proj = nn.Linear(width, rank, bias=False) if self.kind == "gated" else None
-        self.joint_proj = nn.Linear(width + rank, 3 * rank, bias=False) if self.kind == "rnn" else None
+        self.gate_proj = nn.Linear(width, rank) if self.kind == "gated" else None
+        self.joint_proj = nn.Linear(width + rank, 3 * rank) if self.kind == "rnn" else None
 
     def embed(self, previous: Tensor, dtype: torch.dtype) -> Tensor:
         """int64 [...] → e [..., r]."""

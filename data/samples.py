@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,6 +83,15 @@ def token_counts(samples: Sequence[Sample], vocab_size: int) -> Tensor:
     for sample in samples:
         counts_V += np.bincount(sample.token_ids[sample.turn_ids >= 0], minlength=vocab_size)
     return torch.from_numpy(counts_V)
+
+
+def used_tokens(samples: Iterable[Sample], vocab_size: int) -> Tensor:
+    """Which tokens the samples hold, prompts included: bool [V]. Ids outside the vocabulary are left out."""
+    used_V = np.zeros(vocab_size, dtype=bool)
+    for sample in samples:
+        tokens = sample.token_ids
+        used_V[tokens[(tokens >= 0) & (tokens < vocab_size)]] = True
+    return torch.from_numpy(used_V)
 
 
 def check_vocabulary(samples: Sequence[Sample], vocab_size: int) -> None:

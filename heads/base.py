@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ class HeadConfig:
     reading: ClassVar[tuple[str, ...]] = ()
     #: fields that earlier versions did not have; their defaults compute what those versions did
     added: ClassVar[tuple[str, ...]] = ()
+    #: field that holds a token which stands where no token is known yet; null takes one of the target's tokenizer that
+    #: no text holds (data/placeholder.py)
+    placeholder: ClassVar[str | None] = None
     #: field → its largest value; the smallest is 1, and null means the default
     limits: ClassVar[dict[str, int]] = {"depth": MAX_LAYERS}
 
@@ -58,6 +61,26 @@ class HeadConfig:
         defaults = {f.name: f.default for f in fields(self)}
         values = asdict(self)
         return {n: value for n, value in values.items() if n not in self.added or value != defaults[n]}
+
+    @property
+    def placeholder_token(self) -> int | None:
+        """What the field `placeholder` holds; None also where there is no such field."""
+        return None if self.placeholder is None else getattr(self, self.placeholder)
+
+    def with_placeholder(self, token: int) -> Self:
+        """The same config with this token in the field `placeholder`."""
+        assert self.placeholder is not None
+        return replace(self, **{self.placeholder: token})
+
+    def adopting(self, given: HeadConfig) -> Self:
+        """The config of a head that goes on from one with the config `given`, of the same family.
+
+        What null leaves open is as it was there.
+        """
+        token = given.placeholder_token
+        if self.placeholder is None or self.placeholder_token is not None or token is None:
+            return self
+        return self.with_placeholder(token)
 
     def check(self) -> None:
         """Raises: ConfigError for values out of their limits, which a saved head could not be read back with."""
@@ -339,6 +362,10 @@ class Head(nn.Module, ABC):
         """
         return batch
 
+    def chosen_anchors(self, rows: float, anchors: float) -> float:
+        """How many anchors `choose_rows` leaves of a pack that has `anchors`, for plans. By default all."""
+        return anchors
+
     def metrics(self, depths: int) -> tuple[str, ...]:
         """Names of the metrics in `Loss`, which are logged as `train/<name>` and `valid/<name>`.
 
@@ -357,6 +384,10 @@ class Head(nn.Module, ABC):
         that are supervised at depth d.
         """
         return batch.anchors.active_counts()[: len(self.terms)]
+
+    def covered_rows(self, batch: FeatureBatch) -> Tensor:
+        """How many of the rows supervised at depth 1 carry a loss, without running the head (`coverage` of metrics)."""
+        return self.loss_counts(batch)[0]
 
     @abstractmethod
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:

@@ -163,9 +163,8 @@ class Anchors:
         weight_AK = torch.ones((count, depths), device=depths_A.device)
         # which of them run deep is known on the device alone
         counts = tuple(min(count, most) for most in self.count_K)
-        return Anchors(
-            self.row_A[index_A], depths_A, torch.zeros_like(self.teacher_AK[index_A]), counts, None, weight_AK
-        )
+        teacher_AK = self.teacher_AK.new_zeros(count, depths)
+        return Anchors(self.row_A[index_A], depths_A, teacher_AK, counts, None, weight_AK)
 
 
 def find_anchors(turn_R: Tensor, doc_R: Tensor, max_depth: int) -> Anchors:

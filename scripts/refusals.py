@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from headstart.heads.base import Head
+from headstart.data.placeholder import settle
+from headstart.heads.base import Head, HeadConfig
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.checkpoints.raw import open_checkpoint
 from headstart.heads.dims import HeadDims
@@ -47,9 +48,10 @@ def planned_head(recipe: Recipe, target: Target) -> Head:
     Raises: ConfigError where it cannot be built, reads layers that the target does not have, or differs from
     `start_from`; FormatError where `start_from` cannot be read.
     """
-    dims = target.dims if recipe.start_from is None else _started(recipe, target.dims)
+    dims, config = (target.dims, recipe.head) if recipe.start_from is None else _started(recipe, target.dims)
+    config, _ = settle(config, target.tokenizer, target.dims.vocab_size, target.stop_token_ids)
     with torch.device("meta"):
-        head = build_head(recipe.head, dims)
+        head = build_head(config, dims)
     target.check_layer_ids(head.spec.layer_ids)
     head.bind(target.ends)
     return head
@@ -91,8 +93,8 @@ def started_adapter(recipe: Recipe) -> Path | None:
     return place
 
 
-def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:
-    """The dimensions of a head that continues from `start_from`, read from its file without its weights."""
+def _started(recipe: Recipe, dims: HeadDims) -> tuple[HeadDims, HeadConfig]:
+    """Dimensions and config of a head that continues from `start_from`, read from its file without its weights."""
     start_from = str(recipe.start_from)
     directory = find_head(start_from, "start_from")
     if not recipe.joint.enabled and recipe.target.adapter is None:
@@ -101,7 +103,7 @@ def _started(recipe: Recipe, dims: HeadDims) -> HeadDims:
     mapped, config = map_head(raw, dims)
     check_shapes(raw, mapped, config)
     given = skeleton(config, mapped.dims, str(raw.directory))
-    return require_same_head(given, start_from, recipe.head, dims)
+    return require_same_head(given, start_from, recipe.head, dims), recipe.head.adopting(given.config)
 
 
 def require_untuned(directory: Path) -> None:

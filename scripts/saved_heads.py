@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from headstart.data.placeholder import settle
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import ConfigError, FormatError
@@ -149,6 +150,7 @@ def untrained_head(config: HeadConfig | None, target: Target) -> Head:
     if config is None:
         half = min(32000, target.dims.vocab_size // 2)
         config = FAMILIES[SYNTHETIC].config(draft_vocab_size=half)  # type: ignore[call-arg]
+    config, _ = settle(config, target.tokenizer, target.dims.vocab_size, target.stop_token_ids)
     with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(0)
         head = build_head(config, target.dims).to(target.device, target.dtype)
@@ -166,7 +168,7 @@ def continued_head(start_from: str, config: HeadConfig, target: Target) -> Head:
     directory = find_head(start_from, "start_from")
     given = _read_head(directory, target)
     dims = require_same_head(given, start_from, config, target.dims)
-    head = build_head(config, dims)
+    head = build_head(config.adopting(given.config), dims)
     head.load_state_dict(given.state_dict(), strict=True)
     head = head.to(target.device)
     head.bind(target.ends)
@@ -183,6 +185,7 @@ def require_same_head(given: Head, start_from: str, config: HeadConfig, target: 
             f"start_from: {start_from} is a head of type {given.family!r} and the recipe's is {config.type!r}: set "
             f"head.type={given.family}, or take a recipe of that family"
         )
+    config = config.adopting(given.config)
     # rope and attention heads of the draft layer are the file's; the default width of its MLP is the target's
     dims = replace(given.dims, intermediate_size=target.intermediate_size)
     described = skeleton(config, dims, "the recipe's head")

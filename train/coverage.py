@@ -20,7 +20,7 @@ ENOUGH_ROWS = 256
 
 
 def measure_coverage(head: Head, source: FeatureSource, seed: int) -> tuple[int, int]:
-    """(rows that carry the first term's loss, rows supervised at depth 1), of a few random training samples.
+    """(rows that carry a loss, rows supervised at depth 1), of a few random training samples.
 
     Args: source: of features. If it makes them live, the target runs.
     Raises: TrainingError if none of ENOUGH_ROWS rows, or none at all, carries a loss.
@@ -31,7 +31,7 @@ def measure_coverage(head: Head, source: FeatureSource, seed: int) -> tuple[int,
         batch = source.get([order.pop()])
         tokens += sum(batch.doc_lengths)
         rows += batch.anchors.count_K[0]
-        inside += int(head.loss_counts(batch)[0])
+        inside += int(head.covered_rows(batch))
     if rows and not inside and (rows >= ENOUGH_ROWS or not order):
         raise untrained(head, rows)
     return inside, rows

@@ -190,7 +190,8 @@ def head_memory(head: Head, layout: Layout) -> dict[str, int]:
 
 def head_activations(head: Head, layout: Layout) -> int:
     """Bytes that one pack's forward pass keeps for its backward pass."""
-    rows, anchors = layout.pack_tokens, layout.pack_tokens * layout.supervised
+    rows = layout.pack_tokens
+    anchors = head.chosen_anchors(rows, rows * layout.supervised)
     return int((2 if layout.half else 4) * head.kept_numbers(rows, anchors, layout.activation_checkpointing))
 
 
@@ -224,7 +225,8 @@ def expected_rate(target: Target, head: Head, layout: Layout, card_flops: float)
     Args:
         card_flops: FLOP/s of one card in large matrix products.
     """
-    rows, anchors = layout.pack_tokens, round(layout.pack_tokens * layout.supervised)
+    rows = layout.pack_tokens
+    anchors = round(head.chosen_anchors(rows, rows * layout.supervised))
     # those of a pack that is one document: each depth has a row fewer
     counts = [max(min(anchors, rows - 1) - depth, 0) for depth in range(1, head.depth + 1)]
     live = layout.features == "online" and not head.spec.tokens_alone

@@ -35,6 +35,7 @@ def command(
         from headstart.data.inspection import render_sample, render_tokens, summarise
         from headstart.heads.targets.load import weightless_target
         from headstart.pipeline.data import prepare, trained_samples
+        from headstart.pipeline.placeholder import settled_config
         from headstart.pipeline.run import Run, dated_target
         from headstart.recipes.load import load_recipe
 
@@ -51,6 +52,7 @@ def command(
             )
             run = run.without_prompts()
         data = prepare(run)
+        settled_config(run, settings.head)  # says which token stands for those to come
         trained = trained_samples(run)
         # under data.supervise=all every token trains; turns and answers are counted as they are
         counts = {**summarise(data.train), "supervised_tokens": sum(sample.supervised for sample in trained)}

@@ -23,6 +23,7 @@ from headstart.pipeline.features import feature_source, store_features
 from headstart.pipeline.inputs import lasting
 from headstart.pipeline.joint import save_adapter_of, trained_head
 from headstart.pipeline.markers import Begin, no_begin
+from headstart.pipeline.placeholder import keep_placeholder, settled_config
 from headstart.pipeline.run import Run
 from headstart.refusals import require_decoding
 from headstart.saved_heads import continued_head
@@ -93,6 +94,7 @@ def _train(
     begin()
     if main:
         save_data_report(run)
+        keep_placeholder(run, head.config)
     supervised = [sample.supervised for sample in samples]
     result = loop.train(
         training,
@@ -124,9 +126,10 @@ def fresh_head(run: Run) -> Head:
     if run.recipe.start_from is not None:
         say(f"training goes on from {run.recipe.start_from}")
         head = continued_head(run.recipe.start_from, config, target)
+        settled_config(run, head.config)  # the data must not hold its placeholder
         target.keep_rows(head.draft_ids_U)
         return head
-    head = build_head(config, target.dims)
+    head = build_head(settled_config(run, config), target.dims)
     size, draft_ids_U = head.draft_vocab_size, None
     if size is not None:
         count_V = token_counts(prepare(run).train, target.dims.vocab_size)

@@ -185,6 +185,9 @@ class JointHead(Head):
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
         return self.inner.choose_rows(batch, seed)
 
+    def chosen_anchors(self, rows: float, anchors: float) -> float:
+        return self.inner.chosen_anchors(rows, anchors)
+
     def describe(self) -> str:
         adapter = sum(p.numel() for p in self.adapter.parameters())
         return f"{self.inner.describe()}; with an adapter of the target: {adapter / 1e6:.1f} M parameters"

@@ -25,11 +25,13 @@ def drawn_count(supervised: int, rows: int, share: float) -> int:
 def draw_anchors(batch: FeatureBatch, share: float, seed: int) -> FeatureBatch:
     """The pack with `drawn_count` of its anchors, drawn uniformly without replacement.
 
-    The draw depends on the seed and the pack's numbers of rows alone. The host does not wait for the device.
+    The draw depends on the seed and the pack's numbers of rows and anchors alone. The host does not wait for the
+    device. A pack with few supervised rows keeps all of them and counts as drawn nevertheless: captured steps need the
+    same tensors of every pack. With a share of 1, nothing is drawn.
     """
+    if share == 1:
+        return batch
     supervised = len(batch.anchors)
     count = drawn_count(supervised, sum(batch.doc_lengths), share)
-    if count == supervised:
-        return batch
     drawn = torch.randperm(supervised, generator=torch.Generator().manual_seed(seed))[:count].sort().values
     return batch.drawn(to_device(drawn, batch.tokens_R.device, non_blocking=True))

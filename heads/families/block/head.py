@@ -51,6 +51,7 @@ class BlockConfig(HeadConfig):
     structure: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "intermediate_size", "layers")
     behaviour: ClassVar[tuple[str, ...]] = ("depth", "mask_token_id", "sample_from_anchor")
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
+    placeholder: ClassVar[str | None] = "mask_token_id"
     limits: ClassVar[dict[str, int]] = {
         **HeadConfig.limits, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS,
     }  # fmt: skip
@@ -188,6 +189,9 @@ class BlockHead(Head):
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
         return draw_anchors(batch, self.config.anchor_share, seed)
 
+    def chosen_anchors(self, rows: float, anchors: float) -> float:
+        return min(anchors, self.config.anchor_share * rows)
+
     # what training and drafting share
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -284,6 +288,9 @@ class BlockHead(Head):
 
     def loss_counts(self, batch: FeatureBatch) -> Tensor:
         return self.slot_weights(self.labels(batch).active_AK).sum().expand(len(self.terms)).clone()
+
+    def covered_rows(self, batch: FeatureBatch) -> Tensor:
+        return self.labels(batch).active_AK[:, 0].sum()
 
     def more_terms(self, hidden_AKD: Tensor, previous_AK: Tensor, losses: BlockLosses) -> list[Tensor]:
         """Sums of the terms that the family adds behind those of the weights: float32 scalars, by `self.terms`."""

@@ -150,7 +150,7 @@ def _feature_layers(config: dict[str, Any], where: str, limit: int) -> list[int]
     if not ids or sorted(set(ids)) != ids or ids[0] < 1 or ids[-1] >= limit:
         raise FormatError(
             f"{where}: {name} are layers {ids} as indices of hidden_states, expected distinct ascending ones from 1, "
-            f"below {limit}, the target's depth (the last hidden state is post-norm): engines sort them, without doubles"
+            f"below {limit}, the target's depth (the last state is post-norm): engines sort them, without doubles"
         )
     return ids
 

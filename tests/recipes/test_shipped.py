@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from headstart.recipes.load import load_recipe, shipped_recipes, to_yaml
 
 CONFIGS = Path(__file__).resolve().parents[1] / "fixtures" / "configs"
 RECIPES = sorted(name for name in shipped_recipes() if not name.startswith("_"))
+#: a draft layer of the block heads
+SMOLLM2_LAYER = 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576 + 2 * 64
+QWEN3_LAYER = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+LLAMA_LAYER = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096 + 2 * 128
 #: trained parameters in millions, worked out by hand from the published sizes
 SIZES = {
     # H 4096, U 32000: fc 3·D·H, q 2H·H, k v 2·2H·1024, o H·H, MLP 3·H·14336, lm_head U·H, five norms
@@ -60,6 +65,14 @@ SIZES = {
         2 * (14 * 4096**2 + 4 * 4096) + 4 * 128256 * 4096 + 12 * (4096**2 + 4096)
         + 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 3 * 4096
     ),
+    # block heads: fc m·D·D, hidden_norm, norm; per layer q o, k v, MLP, two norms of D and two of the head's width. The
+    # output matrix is the target's
+    "smollm2-dflash": 3 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER,
+    # and W1 V·r, W2 U·r, the confidence head's D + r and its bias
+    "smollm2-dspark": 3 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 256 * (49152 + 16000) + 576 + 256 + 1,
+    "qwen3-8b-dflash": 5 * 4096**2 + 2 * 4096 + 5 * QWEN3_LAYER,
+    "qwen3-8b-dspark": 5 * 4096**2 + 2 * 4096 + 5 * QWEN3_LAYER + 256 * 2 * 151936 + 4096 + 256 + 1,
+    "llama-3.1-8b-dspark": 5 * 4096**2 + 2 * 4096 + 5 * LLAMA_LAYER + 256 * 2 * 128256 + 4096 + 256 + 1,
     "smollm2-hydrapp": (
         2 * (14 * 576**2 + 4 * 576) + 4 * 64 * (576 + 49152) + 12 * (576**2 + 576)
         + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 3 * 576
@@ -77,6 +90,7 @@ def test_the_list_is_complete() -> None:
     expected |= {"llama-3.3-70b-eagle3", "qwen3-next-80b-a3b-eagle3"}
     expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle3")}
     expected |= {f"smollm2-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle", "eagle3")}
+    expected |= {"smollm2-dflash", "smollm2-dspark", "qwen3-8b-dflash", "qwen3-8b-dspark", "llama-3.1-8b-dspark"}
     assert set(RECIPES) == expected == set(SIZES)
 
 
@@ -157,7 +171,8 @@ def test_rope_of_the_targets() -> None:
 
 @pytest.mark.parametrize(
     ("name", "node"),
-    [(n, "head") for n in ("_eagle", "_eagle3", "_medusa", "_hydra", "_hydrapp")] + [("_medusa2", "joint")],
+    [(f"_{n}", "head") for n in ("eagle", "eagle3", "medusa", "hydra", "hydrapp", "dflash", "dspark")]
+    + [("_medusa2", "joint")],
 )
 def test_hyper_parameters_cite_their_source(name: str, node: str) -> None:
     text = shipped_recipes()[name].read_text()
@@ -180,6 +195,31 @@ def test_joint_training_and_hydra_are_as_published() -> None:
     for head, expected in ((plain, (4, 1, False, 0.0)), (plus, (4, 4, True, 0.2))):
         assert (head.depth, head.num_layers, head.prefix_layer, head.dropout) == expected
         assert head.lm_head == "own" and head.loss == "kl" and head.depth_decay == 1.0
+
+
+def test_block_heads_are_as_published() -> None:
+    """Layers, layout, block, weights of the losses; and the same block at training and at decoding."""
+    for name, layout, drafts in (
+        ("qwen3-8b-dflash", False, 15), ("smollm2-dflash", False, 7),
+        ("qwen3-8b-dspark", True, 7), ("llama-3.1-8b-dspark", True, 7), ("smollm2-dspark", True, 8),
+    ):  # fmt: skip
+        recipe = load_recipe(name)
+        with torch.device("meta"):
+            head = build_head(recipe.head, dims_of(recipe.target.name))
+        assert (recipe.head.sample_from_anchor, head.depth) == (layout, drafts)
+        assert head.block_size == (drafts if layout else drafts + 1)
+        assert recipe.eval.tree.kind == "chain" and recipe.eval.tree.depth <= drafts
+        weights = {term.name: term.weight for term in head.terms}
+        assert weights == ({"ce": 0.1, "l1": 0.9, "confidence": 1.0} if layout else {"ce": 1.0})
+    for gamma, recipe in ((7, load_recipe("qwen3-8b-dflash")), (4, load_recipe("qwen3-8b-dspark"))):
+        assert recipe.head.depth_decay == pytest.approx(math.exp(-1 / gamma), abs=5e-5)
+    assert build_ids("qwen3-8b-dflash") == (2, 10, 18, 26, 34) and build_ids("smollm2-dspark") == (2, 15, 28)
+
+
+def build_ids(name: str) -> tuple[int, ...]:
+    recipe = load_recipe(name)
+    with torch.device("meta"):
+        return build_head(recipe.head, dims_of(recipe.target.name)).spec.layer_ids
 
 
 @pytest.mark.parametrize(

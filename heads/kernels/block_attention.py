@@ -1,5 +1,7 @@
 """Attention of drafted blocks: every slot sees a stretch of the pack's rows and all slots of its own block.
 
+On CUDA it runs as Triton kernels (block_attention_kernels.py), elsewhere with explicit scores.
+
 Shape legend: R rows of the pack, A blocks, B slots of a block, M = A · B slots, h query heads, g key heads, D head
 width.
 """
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headstart.heads.kernels.block_attention_kernels import MAX_WIDTH, KeyReaders, attend, attend_backward
+from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.numerics import wide
 
 
@@ -19,7 +23,8 @@ class BlockRows:
     """What the slots of each block see.
 
     Attributes:
-        start_A, stop_A: int64 [A], the context rows [start, stop) of the pack that each block sees.
+        start_A, stop_A: int64 [A], the context rows [start, stop) of the pack that each block sees; none where both are
+            equal. Neither ever falls from one block to the next: `ascending` puts blocks in that order.
         size: B.
     """
 
@@ -27,21 +32,94 @@ class BlockRows:
     stop_A: Tensor
     size: int
 
+    def ascending(self) -> tuple[BlockRows, Tensor]:
+        """(the blocks in the order of their last row, that order: int64 [A])."""
+        order_A = torch.argsort(self.stop_A, stable=True)
+        return BlockRows(self.start_A[order_A], self.stop_A[order_A], self.size), order_A
+
+
+class BlockAttention:
+    """The attention over one pack. Every layer of a head uses the same one.
+
+    Args: rows: R.
+    """
+
+    def __init__(self, blocks: BlockRows, rows: int):
+        self.blocks, self._rows = blocks, rows
+        self._readers: KeyReaders | None = None
+
+    def _indexed(self) -> KeyReaders:
+        if self._readers is None:
+            self._readers = KeyReaders.of(self.blocks.start_A, self.blocks.stop_A, self.blocks.size, self._rows)
+        return self._readers
+
+    @staticmethod
+    def _fused(q_MhD: Tensor) -> bool:
+        return wants_kernel(q_MhD) and q_MhD.shape[-1] <= MAX_WIDTH
+
+    def forward(
+        self, q_MhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k_MgD: Tensor, own_v_MgD: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """(context [M, h, D], what `backward` needs besides). The heads of a row are contiguous, rows may be strided"""
+        if self._fused(q_MhD):
+            return attend(q_MhD, k_RgD, v_RgD, own_k_MgD, own_v_MgD, self._indexed())
+        return block_attention_eager(q_MhD, k_RgD, v_RgD, own_k_MgD, own_v_MgD, self.blocks), None
+
+    def backward(
+        self,
+        grad_MhD: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        context_MhD: Tensor,
+        saved: Tensor | None,
+        into: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    ) -> None:
+        """Write the gradients of q, k, v, own_k, own_v to `into`.
+
+        Args: inputs: q, k, v, own_k, own_v. context, saved: what `forward` returned.
+        """
+        if saved is not None:
+            return attend_backward(grad_MhD, inputs, context_MhD, saved, into, self._indexed())
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            context = block_attention_eager(*leaves, self.blocks)
+            gradients = torch.autograd.grad(context, leaves, grad_MhD)
+        for place, gradient in zip(into, gradients, strict=True):
+            place.copy_(gradient)
+
 
 def block_attention(
     q_MhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k_MgD: Tensor, own_v_MgD: Tensor, blocks: BlockRows
 ) -> Tensor:
     """Context [M, h, D] of every slot, differentiable in q, k, v and the slots' own keys and values.
 
-    Args: k, v: of the pack's rows. own_k, own_v: of the slots.
+    Args: k, v: of the pack's rows. own_k, own_v: of the slots. blocks: ascending.
     """
-    return block_attention_eager(q_MhD, k_RgD, v_RgD, own_k_MgD, own_v_MgD, blocks)
+    return _Attend.apply(BlockAttention(blocks, k_RgD.shape[0]), q_MhD, k_RgD, v_RgD, own_k_MgD, own_v_MgD)
+
+
+class _Attend(torch.autograd.Function):
+    """BlockAttention.forward and backward as one differentiable operation."""
+
+    @staticmethod
+    def forward(ctx, attention: BlockAttention, *inputs: Tensor):
+        inputs = tuple(x.contiguous() for x in inputs)
+        context_MhD, saved = attention.forward(*inputs)
+        ctx.attention = attention
+        ctx.save_for_backward(*inputs, context_MhD, saved)
+        return context_MhD
+
+    @staticmethod
+    def backward(ctx, grad_MhD):
+        *inputs, context_MhD, saved = ctx.saved_tensors
+        into = tuple(torch.empty_like(x) for x in inputs)
+        ctx.attention.backward(grad_MhD.contiguous(), tuple(inputs), context_MhD, saved, into)
+        return None, *into
 
 
 def block_attention_eager(
     q_MhD: Tensor, k_RgD: Tensor, v_RgD: Tensor, own_k_MgD: Tensor, own_v_MgD: Tensor, blocks: BlockRows
 ) -> Tensor:
-    """As `block_attention`, with explicit scores; any device and dtype."""
+    """As `block_attention`, with explicit scores; any device and dtype, and blocks in any order."""
     size, repeat, scale = blocks.size, q_MhD.shape[1] // k_RgD.shape[1], q_MhD.shape[2] ** -0.5
     q, k, v, own_k, own_v = (wide(x) for x in (q_MhD, k_RgD, v_RgD, own_k_MgD, own_v_MgD))
     k, v, own_k, own_v = (x.repeat_interleave(repeat, dim=1) for x in (k, v, own_k, own_v))

@@ -131,8 +131,8 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total: Tensor, _grad_argmax):
-        gradients = _taken(ctx)
-        return None, None, *(gradients if ctx.scaled else _scaled(gradients, grad_total))
+        gradients = taken(ctx)
+        return None, None, *(gradients if ctx.scaled else scaled(gradients, grad_total))
 
 
 class _LinearLossDepths(torch.autograd.Function):
@@ -151,12 +151,12 @@ class _LinearLossDepths(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_K: Tensor, _grad_argmax):
-        *gradients, scale_K = _taken(ctx)
+        *gradients, scale_K = taken(ctx)
         multiple = (grad_K * scale_K).sum() / scale_K.square().sum().clamp(min=torch.finfo(scale_K.dtype).tiny)
-        return (*_scaled(gradients, multiple), None, None, None, None)
+        return (*scaled(gradients, multiple), None, None, None, None)
 
 
-def _taken(ctx) -> tuple[Tensor, ...]:
+def taken(ctx) -> tuple[Tensor, ...]:
     """The saved tensors, which the backward pass scales in place. Raises: RuntimeError at a second backward pass."""
     if getattr(ctx, "taken", False):
         raise RuntimeError("fused loss: found a second backward pass, expected one; compute the loss again")
@@ -164,7 +164,7 @@ def _taken(ctx) -> tuple[Tensor, ...]:
     return ctx.saved_tensors
 
 
-def _scaled(gradients: Sequence[Tensor | None], by: Tensor) -> tuple[Tensor | None, ...]:
+def scaled(gradients: Sequence[Tensor | None], by: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients times `by`, in place. `by` is nearly always 1."""
     for gradient in gradients:
         if gradient is not None:

@@ -22,7 +22,7 @@ m feature streams, r rank of a correction, V target vocabulary, U draft vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -39,9 +39,11 @@ from headstart.heads.kernels.block_attention import BlockRows, block_attention
 from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm, Rope
 from headstart.heads.losses.block import KINDS, BlockLabels, BlockLosses, block_loss
 from headstart.heads.numerics import compute_dtype
-from headstart.heads.vocab import membership
 
 WEIGHTINGS = ("decay", "dpace")
+
+#: metrics that a family adds: (numerator, denominator) of each
+Metrics = list[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -85,6 +87,15 @@ class BlockConfig(HeadConfig):
     lk_weight: float = 0.0
     #: How the drafts of a block weigh: decay (depth_decay), or dpace (by the draft's own probability of getting there).
     weighting: str = "decay"
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Arguments and result of `BlockHead.corrections` for all drafts of a step."""
+
+    hidden_AKD: Tensor
+    previous_AK: Tensor
+    low_AKr: Tensor | None
 
 
 def default_feature_layers(num_layers: int, count: int) -> list[int]:
@@ -267,17 +278,28 @@ class BlockHead(Head):
         return self.norm(z_MD).unflatten(0, (-1, size))[:, size - self.depth :]
 
     def labels(self, batch: FeatureBatch) -> BlockLabels:
-        """What the slots learn from. A slot is active where it and all before it have a label that can be drafted."""
+        """What the slots learn from. A slot is active where it and all before it have a label that can be drafted.
+
+        All K = 4 slots of a row that is supervised at depths 1 … 3, whose second label cannot be drafted:
+
+            depth k         1        2        3        4
+            label           x_{t+2}  x_{t+3}  x_{t+4}  x_{t+5}
+            supervised      yes      yes      yes      no
+            active          yes      no       no       no
+            teacher row     t + 1    t + 2    t + 3    t + 4
+        """
         anchors, last = batch.anchors, batch.tokens_R.shape[0] - 1
         depth_K = torch.arange(1, self.depth + 1, device=anchors.row_A.device)
         row_AK = anchors.row_A[:, None] + depth_K
         label_AK = batch.tokens_R[(row_AK + 1).clamp(max=last)]
-        active_AK = anchors.depths_A[:, None] >= depth_K
+        supervised_AK = active_AK = anchors.depths_A[:, None] >= depth_K
         if self.draft_ids_U is not None:
-            active_AK &= membership(self.draft_ids_U, self.dims.vocab_size)[label_AK]
-            active_AK = active_AK.long().cumprod(1).bool()
-            label_AK = torch.searchsorted(self.draft_ids_U, label_AK).clamp(max=len(self.draft_ids_U) - 1)
-        return BlockLabels(torch.where(active_AK, label_AK, 0), active_AK, row_AK.clamp(max=last))
+            wanted_AK, ids_U = label_AK, self.draft_ids_U
+            label_AK = torch.searchsorted(ids_U, wanted_AK).clamp(max=len(ids_U) - 1)
+            active_AK = (supervised_AK & (ids_U[label_AK] == wanted_AK)).long().cumprod(1).bool()
+        weight_AK = self.slot_weights(active_AK)
+        label_AK = torch.where(active_AK, label_AK, 0)
+        return BlockLabels(label_AK, active_AK, weight_AK, row_AK.clamp(max=last), supervised_AK)
 
     def slot_weights(self, active_AK: Tensor) -> Tensor:
         """float32 [A, K]: depth_decay^(k - 1) of every active slot, else 0; D-PACE's divisor counts slots, weight 1."""
@@ -287,35 +309,53 @@ class BlockHead(Head):
         return active_AK * self.config.depth_decay**depth_K
 
     def loss_counts(self, batch: FeatureBatch) -> Tensor:
-        return self.slot_weights(self.labels(batch).active_AK).sum().expand(len(self.terms)).clone()
+        return self.labels(batch).weight_AK.sum().expand(len(self.terms)).clone()
 
     def covered_rows(self, batch: FeatureBatch) -> Tensor:
         return self.labels(batch).active_AK[:, 0].sum()
 
-    def more_terms(self, hidden_AKD: Tensor, previous_AK: Tensor, losses: BlockLosses) -> list[Tensor]:
-        """Sums of the terms that the family adds behind those of the weights: float32 scalars, by `self.terms`."""
-        return []
+    @property
+    def reads_overlap(self) -> bool:
+        """Whether `more_terms` reads the drafts' overlap with the target's distribution."""
+        return False
+
+    def more_terms(self, drafts: Drafts, labels: BlockLabels, losses: BlockLosses) -> tuple[list[Tensor], Metrics]:
+        """What the family adds: (sums of the terms behind those of the weights, float32 scalars, by `self.terms`;
+        both sides of the metrics behind the base class's, by `self.metrics`).
+        """
+        return [], []
 
     def loss(self, batch: FeatureBatch, teacher: Teacher, scale_T: Tensor | None = None) -> Loss:
-        anchors, config = batch.anchors, self.config
+        kinds, last = self.kinds, batch.tokens_R.shape[0] - 1
         labels, hidden_AKD = self.labels(batch), self.slots(batch)
-        depth_K = torch.arange(1, self.depth + 1, device=anchors.row_A.device)
-        previous_AK = batch.tokens_R[(anchors.row_A[:, None] + depth_K).clamp(max=batch.tokens_R.shape[0] - 1)]
+        depth_K = torch.arange(1, self.depth + 1, device=batch.tokens_R.device)
+        previous_AK = batch.tokens_R[(batch.anchors.row_A[:, None] + depth_K).clamp(max=last)]
         low_AKr = self.corrections(hidden_AKD, previous_AK)
         assert batch.hidden_RD is not None
         losses = block_loss(
-            hidden_AKD, self.output_UD, low_AKr, self.correction_Ur, labels, self.slot_weights(labels.active_AK),
-            batch.hidden_RD.detach(), teacher, self.draft_ids_U, self.kinds, config.weighting == "dpace",
+            hidden_AKD, self.output_UD, low_AKr, self.correction_Ur, labels, batch.hidden_RD.detach(), teacher,
+            self.draft_ids_U, kinds, self.config.weighting == "dpace",
+            None if scale_T is None else scale_T[: len(kinds)], self.reads_overlap,
         )  # fmt: skip
+        more, metrics = self.more_terms(Drafts(hidden_AKD, previous_AK, low_AKr), labels, losses)
+        sum_T = torch.cat((losses.sum_T, *(x[None] for x in more))) if more else losses.sum_T
+        count_T = labels.weight_AK.sum().expand(len(self.terms)).clone()
+        loss = self._measured(batch, labels, losses, sum_T, count_T)
+        return loss.with_metrics(*zip(*metrics, strict=True)) if metrics else loss
+
+    def _measured(
+        self, batch: FeatureBatch, labels: BlockLabels, losses: BlockLosses, sum_T: Tensor, count_T: Tensor
+    ) -> Loss:
+        """The loss with the metrics of `Head.metrics`, whichever of the supervised drafts carry a loss."""
         choice_AK = batch.argmax_by_row()[labels.teacher_row_AK]
-        hit_AK = (self.target_ids(losses.argmax_AK) == choice_AK) & labels.active_AK
-        rows = anchors.weights()
-        counts = [len(row) for row in rows]
-        weight = [labels.active_AK[:count, d] * row for d, (count, row) in enumerate(zip(counts, rows, strict=True))]
-        hit = [hit_AK[:count, d] for d, count in enumerate(counts)]
-        measured = Loss.per_depth(losses.sum_T.new_zeros(self.depth), weight, hit, rows, self.depth)
-        sum_T = torch.cat((losses.sum_T, *(x[None] for x in self.more_terms(hidden_AKD, previous_AK, losses))))
-        return replace(measured, sum_T=sum_T, count_T=losses.weight_AK.sum().expand(len(self.terms)).clone())
+        hit_AK = (self.target_ids(losses.argmax_AK) == choice_AK) & labels.supervised_AK
+        weight_AK = batch.anchors.weight_AK
+        on_AK = labels.supervised_AK.float() if weight_AK is None else labels.supervised_AK * weight_AK
+        total_K = on_AK.sum(0)
+        covered = (labels.active_AK[:, 0] * on_AK[:, 0]).sum()
+        numerator_M = torch.cat(((hit_AK * on_AK).sum(0), covered[None]))
+        run_A = hit_AK.long().cumprod(1).sum(1)
+        return Loss(sum_T, count_T, numerator_M, torch.cat((total_K, total_K[:1])), run_A)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -16,8 +16,9 @@ from headstart.heads.base import MAX_SIZE, LossTerm
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds
 from headstart.heads.errors import ConfigError
-from headstart.heads.families.block.head import BlockConfig, BlockHead
-from headstart.heads.losses.block import BlockLosses
+from headstart.heads.families.block.head import BlockConfig, BlockHead, Drafts, Metrics
+from headstart.heads.losses.block import BlockLabels, BlockLosses
+from headstart.heads.numerics import wide
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -65,6 +66,27 @@ class MarkovHead(nn.Module):
         """int64 [...] → e [..., r]."""
         return self.markov_w1(previous).to(dtype)
 
+    @property
+    def low_is_e(self) -> bool:
+        """Whether `low` is the embedding itself."""
+        return self.kind == "vanilla"
+
+    def all_steps(self, hidden_AKD: Tensor, previous_AK: Tensor) -> Tensor:
+        """`low` of all drafts, whose earlier tokens are known: [A, K, r]."""
+        if self.joint_proj is None:
+            return self.step(hidden_AKD, previous_AK, None)[0]
+        e_AKr = self.embed(previous_AK, hidden_AKD.dtype)
+        rank, weight = e_AKr.shape[-1], self.joint_proj.weight
+        # one product for what is known of all drafts; the state's part follows draft by draft
+        known_AK3r = F.linear(torch.cat((e_AKr, hidden_AKD), -1), weight[:, rank:], self.joint_proj.bias)
+        s_Ar, outs = torch.zeros_like(e_AKr[:, 0]), []
+        for known_A3r in known_AK3r.unbind(1):
+            gate, cand, out = (known_A3r + F.linear(s_Ar, weight[:, :rank])).chunk(3, -1)
+            keep = torch.sigmoid(gate)
+            s_Ar = keep * s_Ar + (1 - keep) * torch.tanh(cand)
+            outs.append(out)
+        return torch.tanh(torch.stack(outs, 1))
+
     def step(self, hidden_BD: Tensor, previous_B: Tensor, state_Br: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(low [B, r], the next state)."""
         e_Br = self.embed(previous_B, hidden_BD.dtype)
@@ -110,27 +132,48 @@ class DSparkHead(BlockHead):
         return self.markov_head.markov_w2.weight
 
     def corrections(self, hidden_AKD: Tensor, previous_AK: Tensor) -> Tensor:
-        lows, state = [], None
-        for hidden_AD, previous_A in zip(hidden_AKD.unbind(1), previous_AK.unbind(1), strict=True):
-            low_Ar, state = self.walk_step(hidden_AD, previous_A, state)
-            lows.append(low_Ar)
-        return torch.stack(lows, 1)
+        return self.markov_head.all_steps(hidden_AKD, previous_AK)
 
     def walk_step(self, hidden_BD: Tensor, previous_B: Tensor, state: Any) -> tuple[Tensor, Any]:
         return self.markov_head.step(hidden_BD, previous_B, state)
 
-    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+    def confidence_logits(self, hidden: Tensor, previous: Tensor, e: Tensor | None = None) -> Tensor:
         """Of every draft, [...].
 
-        Args: hidden: outputs of the slots [..., D]. previous: int64 [...], the token before each draft.
+        Args:
+            hidden: outputs of the slots [..., D]. previous: int64 [...], the token before each draft.
+            e: its embedding, where the caller has it already.
         """
         assert self.confidence_head is not None
-        e = self.markov_head.embed(previous, hidden.dtype)
+        e = self.markov_head.embed(previous, hidden.dtype) if e is None else e
         return self.confidence_head["proj"](torch.cat((hidden, e), -1))[..., 0]
 
-    def more_terms(self, hidden_AKD: Tensor, previous_AK: Tensor, losses: BlockLosses) -> list[Tensor]:
+    @property
+    def reads_overlap(self) -> bool:
+        return self.confidence_head is not None
+
+    def metrics(self, depths: int) -> tuple[str, ...]:
+        """As the base class's; with a confidence head, also the means, over the drafts that carry a loss, of
+
+        confidence: the rate of acceptance that the head expects.
+        overlap: the rate itself, Σ min(p, q).
+        """
+        more = () if self.confidence_head is None else ("confidence", "overlap")
+        return (*super().metrics(depths), *more)
+
+    def more_terms(self, drafts: Drafts, labels: BlockLabels, losses: BlockLosses) -> tuple[list[Tensor], Metrics]:
+        """The confidence head's cross-entropy against the overlap. Its gradient reaches the backbone and W1.
+
+        With a draft vocabulary, the overlap is with the target's distribution over that vocabulary. It overstates the
+        true rate by the target's probability of all other tokens, which the data makes small. The true one would cost
+        the target's logits of all V tokens at every row.
+        """
         if self.confidence_head is None:
-            return []
-        logits_AK = self.confidence_logits(hidden_AKD, previous_AK).float()
+            return [], []
+        assert losses.overlap_AK is not None
+        e_AKr = drafts.low_AKr if self.markov_head.low_is_e else None
+        logits_AK = wide(self.confidence_logits(drafts.hidden_AKD, drafts.previous_AK, e_AKr))
         bce_AK = F.binary_cross_entropy_with_logits(logits_AK, losses.overlap_AK, reduction="none")
-        return [(bce_AK * losses.weight_AK).sum()]
+        count = labels.active_AK.sum().float()
+        means = (logits_AK.detach().sigmoid(), losses.overlap_AK)
+        return [(bce_AK * labels.weight_AK).sum()], [((x * labels.active_AK).sum(), count) for x in means]

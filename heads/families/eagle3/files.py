@@ -73,7 +73,7 @@ class Eagle3Files(LlamaDraftFiles):
         return {**self.facts, "recycled": "normed output"} if normed else self.facts
 
     def recognise(self, raw: RawCheckpoint) -> bool:
-        return has_draft_layer(raw) and is_eagle3(raw.tensors)
+        return has_draft_layer(raw.tensors) and is_eagle3(raw.tensors)
 
     def spell(self, raw: RawCheckpoint) -> Spelling:
         spelling = super().spell(raw)

@@ -35,6 +35,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.block.anchors import draw_anchors
+from headstart.heads.families.block.labels import find_labels, measured
 from headstart.heads.kernels.block_attention import BlockRows, block_attention
 from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm, Rope
 from headstart.heads.losses.block import KINDS, BlockLabels, BlockLosses, block_loss
@@ -278,35 +279,9 @@ class BlockHead(Head):
         return self.norm(z_MD).unflatten(0, (-1, size))[:, size - self.depth :]
 
     def labels(self, batch: FeatureBatch) -> BlockLabels:
-        """What the slots learn from. A slot is active where it and all before it have a label that can be drafted.
-
-        All K = 4 slots of a row that is supervised at depths 1 … 3, whose second label cannot be drafted:
-
-            depth k         1        2        3        4
-            label           x_{t+2}  x_{t+3}  x_{t+4}  x_{t+5}
-            supervised      yes      yes      yes      no
-            active          yes      no       no       no
-            teacher row     t + 1    t + 2    t + 3    t + 4
-        """
-        anchors, last = batch.anchors, batch.tokens_R.shape[0] - 1
-        depth_K = torch.arange(1, self.depth + 1, device=anchors.row_A.device)
-        row_AK = anchors.row_A[:, None] + depth_K
-        label_AK = batch.tokens_R[(row_AK + 1).clamp(max=last)]
-        supervised_AK = active_AK = anchors.depths_A[:, None] >= depth_K
-        if self.draft_ids_U is not None:
-            wanted_AK, ids_U = label_AK, self.draft_ids_U
-            label_AK = torch.searchsorted(ids_U, wanted_AK).clamp(max=len(ids_U) - 1)
-            active_AK = (supervised_AK & (ids_U[label_AK] == wanted_AK)).long().cumprod(1).bool()
-        weight_AK = self.slot_weights(active_AK)
-        label_AK = torch.where(active_AK, label_AK, 0)
-        return BlockLabels(label_AK, active_AK, weight_AK, row_AK.clamp(max=last), supervised_AK)
-
-    def slot_weights(self, active_AK: Tensor) -> Tensor:
-        """float32 [A, K]: depth_decay^(k - 1) of every active slot, else 0; D-PACE's divisor counts slots, weight 1."""
-        if self.config.weighting == "dpace":
-            return active_AK.float()
-        depth_K = torch.arange(self.depth, dtype=torch.float32, device=active_AK.device)
-        return active_AK * self.config.depth_decay**depth_K
+        """What the slots learn from (`find_labels`). With D-PACE, the divisor counts slots: each has the weight 1."""
+        decay = 1.0 if self.config.weighting == "dpace" else self.config.depth_decay
+        return find_labels(batch, self.depth, decay, self.draft_ids_U)
 
     def loss_counts(self, batch: FeatureBatch) -> Tensor:
         return self.labels(batch).weight_AK.sum().expand(len(self.terms)).clone()
@@ -340,22 +315,8 @@ class BlockHead(Head):
         more, metrics = self.more_terms(Drafts(hidden_AKD, previous_AK, low_AKr), labels, losses)
         sum_T = torch.cat((losses.sum_T, *(x[None] for x in more))) if more else losses.sum_T
         count_T = labels.weight_AK.sum().expand(len(self.terms)).clone()
-        loss = self._measured(batch, labels, losses, sum_T, count_T)
+        loss = measured(batch, labels, self.target_ids(losses.argmax_AK), sum_T, count_T)
         return loss.with_metrics(*zip(*metrics, strict=True)) if metrics else loss
-
-    def _measured(
-        self, batch: FeatureBatch, labels: BlockLabels, losses: BlockLosses, sum_T: Tensor, count_T: Tensor
-    ) -> Loss:
-        """The loss with the metrics of `Head.metrics`, whichever of the supervised drafts carry a loss."""
-        choice_AK = batch.argmax_by_row()[labels.teacher_row_AK]
-        hit_AK = (self.target_ids(losses.argmax_AK) == choice_AK) & labels.supervised_AK
-        weight_AK = batch.anchors.weight_AK
-        on_AK = labels.supervised_AK.float() if weight_AK is None else labels.supervised_AK * weight_AK
-        total_K = on_AK.sum(0)
-        covered = (labels.active_AK[:, 0] * on_AK[:, 0]).sum()
-        numerator_M = torch.cat(((hit_AK * on_AK).sum(0), covered[None]))
-        run_A = hit_AK.long().cumprod(1).sum(1)
-        return Loss(sum_T, count_T, numerator_M, torch.cat((total_K, total_K[:1])), run_A)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -132,7 +132,7 @@ def test_every_mix_of_terms(kinds: tuple[str, ...], dpace: bool, monkeypatch: py
 def test_every_layout(
     elements: int, corrected: bool, reduced: bool, rows: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks, with and without a correction, fewer and more rows than slots, and a teacher with all that it may have."""
+    """Chunks, with and without a correction, fewer and more rows than slots, a teacher with all it may have."""
     monkeypatch.setattr(fused, "CHUNK_ELEMENTS", elements)
     monkeypatch.setattr(block, "TEACHER_ELEMENTS", 1 << 30 if kept else 0)
     kinds = ("ce", "l1", "kl")

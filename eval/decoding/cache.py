@@ -147,6 +147,12 @@ class Buffers:
         pairs = [next(rest[shape]) for shape in shapes]
         self.keys, self.values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
+    @property
+    def whole(self) -> Tensor:
+        """All keys and values, [layers, 2, B, g, S + 1, d]. Raises: ValueError where layers differ in shape."""
+        (whole,) = self._wholes.values()
+        return whole
+
     def move(self, source_BJ: Tensor, target_BJ: Tensor) -> None:
         """Copy slots `source` onto `target` in every layer. What is not wanted is copied to the bin."""
         for whole in self._wholes.values():

@@ -12,6 +12,7 @@ from headstart.eval.config import EvalConfig
 from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
+from headstart.eval.drafters.block import BlockDrafter, block_everywhere
 from headstart.eval.drafters.everywhere import autoregressive_everywhere, medusa_everywhere
 from headstart.eval.drafters.hydra import HydraDrafter, hydra_everywhere
 from headstart.eval.drafters.medusa import MedusaDrafter
@@ -47,6 +48,12 @@ AUTOREGRESSIVE = Drafting(
     autoregressive_everywhere,
 )
 
+BLOCK = Drafting(
+    ("chain",),
+    lambda head, config: BlockDrafter(head, config.tree, Sampling.from_config(config)),
+    block_everywhere,
+)
+
 #: head family, or method without a head → how it drafts
 DRAFTERS: dict[str, Drafting] = {
     "medusa": Drafting(
@@ -62,6 +69,8 @@ DRAFTERS: dict[str, Drafting] = {
     ),
     "eagle": AUTOREGRESSIVE,
     "eagle3": AUTOREGRESSIVE,
+    "dflash": BLOCK,
+    "dspark": BLOCK,
     "ngram": Drafting(
         ("chain",), lambda head, config: NgramDrafter(config.tree.depth, config.ngram_min, config.ngram_max)
     ),

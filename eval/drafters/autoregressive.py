@@ -21,6 +21,7 @@ from headstart.eval.decoding.cache import Buffers
 from headstart.eval.decoding.rows import Rows
 from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, draw, penalise, probabilities
 from headstart.eval.drafters.draft import DraftStep
+from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
 from headstart.eval.drafters.layer import all_start_widths, appended, start_widths
 from headstart.eval.kernels.argmax import argmax
 from headstart.eval.kernels.attention import Visibility
@@ -147,11 +148,11 @@ class AutoregressiveDrafter:
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
         for depth in range(1, self.tree.depth + 1):
-            seen_BU = self._in_draft_vocabulary(seen_BV)
+            seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
             if sampled:
                 q_BU = probabilities(logits_B1U[:, 0], self.sampling, seen_BU)
                 tokens.append(self.head.target_ids(draw(q_BU, generator)[:, None]))
-                qs.append(self._to_target_vocabulary(q_BU))
+                qs.append(in_target_vocabulary(q_BU, self.head.draft_ids_U, self.head.dims.vocab_size))
             else:
                 logits_BU = penalise(logits_B1U[:, 0], self.sampling, seen_BU)
                 tokens.append(argmax(logits_BU, self.head.draft_ids_U)[:, None])
@@ -165,7 +166,7 @@ class AutoregressiveDrafter:
 
     def _propose_tree(self, g_B1H: Tensor, logits_B1U: Tensor) -> Tree:
         """EAGLE-2: expand the k best nodes of each level, then keep the best of all candidates."""
-        seen_BU = self._in_draft_vocabulary(self.seen_BV)
+        seen_BU = in_draft_vocabulary(self.seen_BV, self.head.draft_ids_U)
         seen_BfU = None if seen_BU is None else seen_BU[:, None]
         logits_BfU, g_BfH = penalise(logits_B1U, self.sampling, seen_BfU), g_B1H
         growth = Growth.start(self.length_B, self.tree.k, self.tree.depth, logits_BfU, self.head.draft_ids_U)
@@ -199,14 +200,3 @@ class AutoregressiveDrafter:
         under_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         return self.step(tokens_BN, g_BfH, visibility, self.kv.keys, self.kv.values, only_B1, under_BN)
-
-    def _in_draft_vocabulary(self, seen_BV: Tensor | None) -> Tensor | None:
-        ids_U = self.head.draft_ids_U
-        return seen_BV if seen_BV is None or ids_U is None else seen_BV[:, ids_U]
-
-    def _to_target_vocabulary(self, q_BU: Tensor) -> Tensor:
-        ids_U = self.head.draft_ids_U
-        if ids_U is None:
-            return q_BU
-        q_BV = q_BU.new_zeros((q_BU.shape[0], self.head.dims.vocab_size))
-        return q_BV.index_copy_(1, ids_U, q_BU)

@@ -110,6 +110,7 @@ class LayerPass:
         keys: Tensor,
         values: Tensor,
         only_B1: Tensor | None = None,
+        seen: Visibility | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Store the rows' keys and values and run the layer.
 
@@ -118,6 +119,7 @@ class LayerPass:
             visibility: rope positions, slots written, slots seen.
             keys, values: [B, g, S, d].
             only_B1: int64, the one row of each sequence that is wanted; None = all. Not with a tree mask.
+            seen: slots seen, where they are others than those of `visibility`; not with `only_B1`.
         Returns: (output [R or B, H], its norm; without a norm the output again).
         """
         position_BN, write_BN = visibility.position_BM, visibility.write_BM
@@ -127,7 +129,7 @@ class LayerPass:
             picked = pick(q_Rhd.flatten(1), residual_RH, position_BN, write_BN, only_B1)
             q_Rhd, residual_RH = picked.q_BC.view(len(position_BN), *q_Rhd.shape[1:]), picked.residual_BD
             visibility = Visibility(picked.position_B1, picked.write_B1, visibility.base_B)
-        context_RC = attend(q_Rhd, keys, values, visibility, self.attend_shape).flatten(1)
+        context_RC = attend(q_Rhd, keys, values, seen or visibility, self.attend_shape).flatten(1)
         x_RH, normed_RH = self.out.with_norm(context_RC, residual_RH, self.mlp_norm)
         y_RI = self.gate_up(normed_RH)
         if self.activation is not None:

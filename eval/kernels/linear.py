@@ -125,7 +125,7 @@ class Linear:
             return None
         return self.tiles.get(row_bucket(rows), DEFAULT if on_matrix_units(x_RK.dtype) else None)
 
-    def with_norm(self, x_RK: Tensor, residual_RN: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def with_norm(self, x_RK: Tensor, residual_RN: Tensor | None, norm: NormWeights) -> tuple[Tensor, Tensor]:
         """(the call's result, its norm). Where the product is split, the kernel that adds up makes the norm too."""
         return with_norm(x_RK, self, residual_RN, norm, self._tiles(x_RK))
 
@@ -176,7 +176,7 @@ def linear_by(tiles: Tiles | None, x_RK: Tensor, linear: Linear, residual_RN: Te
 
 
 def with_norm(
-    x_RK: Tensor, linear: Linear, residual_RN: Tensor, norm: NormWeights, tiles: Tiles | None
+    x_RK: Tensor, linear: Linear, residual_RN: Tensor | None, norm: NormWeights, tiles: Tiles | None
 ) -> tuple[Tensor, Tensor]:
     """(as linear_by, its norm)."""
     if tiles is not None and tiles.splits > 1:

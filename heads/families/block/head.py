@@ -236,6 +236,11 @@ class BlockHead(Head):
         """`up`, [U, r]; None where the base logits are not corrected."""
         return None
 
+    @property
+    def correction_table_Vr(self) -> Tensor | None:
+        """`low` of a draft by the token before it, [V, r]; None where it depends on more. Drafting is faster with it."""
+        return None
+
     def corrections(self, hidden_AKD: Tensor, previous_AK: Tensor) -> Tensor | None:
         """`low` of all drafts, given the tokens before them (teacher forcing): [A, K, r].
 

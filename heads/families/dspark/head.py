@@ -131,6 +131,10 @@ class DSparkHead(BlockHead):
     def correction_Ur(self) -> Tensor:
         return self.markov_head.markov_w2.weight
 
+    @property
+    def correction_table_Vr(self) -> Tensor | None:
+        return self.markov_head.markov_w1.weight if self.config.markov_head == "vanilla" else None
+
     def corrections(self, hidden_AKD: Tensor, previous_AK: Tensor) -> Tensor:
         return self.markov_head.all_steps(hidden_AKD, previous_AK)
 

@@ -1,0 +1,304 @@
+"""Block heads as drafters: one forward drafts all tokens of a chain (arXiv 2602.06036, 2607.05147).
+
+The KV cache of the draft layers holds keys and values made from the target's features of committed rows, one row per
+token before the root. The slots of a block stand behind them: the root's at its own position, then the mask tokens'.
+Their keys and values are scratch that the next cycle overwrites.
+Shape legend: B batch, J new rows, N slots of a block, K drafts, R rows of a pass, C width of a product, D hidden,
+m streams, r rank, U draft vocabulary, V target vocabulary, A rows of a document that drafts begin after, T its tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headstart.eval.config import TreeConfig
+from headstart.eval.decoding.cache import Buffers
+from headstart.eval.decoding.rows import Rows
+from headstart.eval.decoding.sampling import Sampling, add_seen, context_seen, draw, penalise, probabilities
+from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
+from headstart.eval.drafters.layer import LayerPass, all_start_widths, norm_of, rope_tables, start_widths
+from headstart.eval.kernels.argmax import argmax
+from headstart.eval.kernels.attention import Visibility
+from headstart.eval.kernels.block_input import BlockInput, block_input
+from headstart.eval.kernels.context_store import ContextStore, context_store
+from headstart.eval.kernels.launch import compile_ahead, synchronize
+from headstart.eval.kernels.linear import Linear
+from headstart.eval.kernels.walk import Walk, walk
+from headstart.eval.tree import Tree, chain
+from headstart.heads.batch import FeatureSpec
+from headstart.heads.families.block.head import BlockHead
+from headstart.heads.kernels.block_attention import BlockRows, block_attention
+from headstart.heads.layers import RMSNorm
+from headstart.heads.numerics import compute_dtype, wide
+
+#: attention scores that `block_everywhere` holds at a time, and its logits
+MOST_NUMBERS = 1 << 26
+
+
+class BlockPass:
+    """A copy of a head that is bound to its target. Frozen matrices of the target's dtype are not copied.
+
+    Args: positions: length of the rotary tables. drafts: K, at most the head's.
+    """
+
+    def __init__(self, head: BlockHead, positions: int, drafts: int):
+        self.dtype, self.drafts = compute_dtype(head.fc.weight), drafts
+        self.first = head.block_size - head.depth  # slots before the first one that drafts
+        layers = head.draft_layers
+
+        def copied(*weights: Tensor) -> Tensor:
+            return torch.cat([weight.detach().to(self.dtype) for weight in weights])
+
+        self.fc, self.hidden_norm = Linear(copied(head.fc.weight)), norm_of(head.hidden_norm)
+        attentions = [layer.self_attn for layer in layers]
+        # keys and values of the context, of all layers in one product
+        self.context_kv = Linear(copied(*(p.weight for a in attentions for p in (a.k_proj, a.v_proj))))
+        self.tables = rope_tables(head.rope, positions, head.fc.weight.device)
+        k_norms: list[RMSNorm] = [a.k_norm for a in attentions if a.k_norm is not None]
+        factor_nd = torch.stack([norm.weight.detach().float() for norm in k_norms])
+        self.store = ContextStore(factor_nd, k_norms[0].eps, *self.tables)
+        first_norm, *later_norms = [layer.input_layernorm for layer in head.layers]
+        self.input = BlockInput(
+            head.bound_ends().embed_VD, head.mask_token, head.block_size, norm_of(first_norm), self.dtype
+        )
+        # each layer ends in the norm that the next one begins with, the last one in the head's
+        self.layers = [
+            LayerPass(layer, head.dims, self.dtype, self.tables, behind)
+            for layer, behind in zip(layers, [*later_norms, head.norm], strict=True)
+        ]
+        self.output = Linear(head.output_UD.detach().to(self.dtype))
+        up_Ur, table_Vr = head.correction_Ur, head.correction_table_Vr
+        self.up = None if up_Ur is None else Linear(copied(up_Ur))
+        self.walk: Walk | None = None
+        if self.up is not None and table_Vr is not None:
+            self.walk = Walk(copied(table_Vr), self.up.weight_NK, head.draft_ids_U, drafts)
+
+    def products(self, batch: int) -> dict[int, list[Linear]]:
+        """The products of a cycle by their rows."""
+        found: dict[int, list[Linear]] = {}
+        layers = [linear for layer in self.layers for linear in layer.linears()]
+        for rows, linears in (
+            (self.drafts + 1, [self.fc, self.context_kv]), (self.input.slots, layers), (self.drafts, [self.output]),
+            (1, [] if self.up is None or self.walk is not None else [self.up]),
+        ):  # fmt: skip
+            found.setdefault(batch * rows, []).extend(linears)
+        return found
+
+    def append(self, streams_BJmD: Tensor, count_B: Tensor, length_B: Tensor, kv: Buffers) -> Tensor:
+        """Store what the first `count_B` rows of each sequence give all layers. Returns: int64 [B], rows held now."""
+        x_RC = streams_BJmD.to(self.dtype).flatten(2).flatten(0, 1)
+        _, c_RD = self.fc.with_norm(x_RC, None, self.hidden_norm)
+        return context_store(self.context_kv(c_RD), count_B, length_B, self.store, kv.whole)
+
+    def hidden(self, roots_B: Tensor, length_B: Tensor, kv: Buffers) -> Tensor:
+        """Normed outputs of the first K slots that draft, [K, B, D]."""
+        block = block_input(roots_B, length_B, self.input)
+        residual_RD, x_RD = block.e_RD, block.normed_RD
+        slots = Visibility(block.position_BN, block.position_BN, length_B)
+        # every slot sees what the last one sees: the context and the whole block
+        seen = Visibility(block.end_BN, block.position_BN, length_B)
+        for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
+            residual_RD, x_RD = layer(x_RD, residual_RD, slots, keys, values, seen=seen)
+        hidden_BND = x_RD.unflatten(0, (len(roots_B), -1))
+        return hidden_BND[:, self.first : self.first + self.drafts].transpose(0, 1).contiguous()
+
+    def logits(self, hidden_KBD: Tensor) -> Tensor:
+        """Without the correction, [K, B, U]."""
+        return self.output(hidden_KBD.flatten(0, 1)).unflatten(0, hidden_KBD.shape[:2])
+
+
+class BlockDrafter:
+    """Drafts a chain with a BlockHead bound to its target. The first `start` copies its weights.
+
+    A correction of the logits that is no table (`walk_step`) runs on the head's own weights.
+    """
+
+    captures = True
+
+    def __init__(self, head: BlockHead, tree: TreeConfig, sampling: Sampling):
+        self.head, self.tree, self.sampling = head, tree, sampling
+        self.name = head.family
+        self.spec: FeatureSpec | None = head.spec
+        self.max_nodes = min(tree.depth, head.depth)
+        self.prepare_s = 0.0
+        self.step: BlockPass
+        self.kv: Buffers
+        self._made = False
+
+    @property
+    def state(self) -> list[tuple[object, str]]:
+        return [(self, name) for name in (["length_B"] if self.seen_BV is None else ["length_B", "seen_BV"])]
+
+    def products(self, batch: int) -> list[tuple[list[Linear], int]]:
+        return [(linears, rows) for rows, linears in sorted(self.step.products(batch).items()) if linears]
+
+    @torch.inference_mode()
+    def start(self, context: Rows, capacity: int) -> None:
+        # a block stands behind the context
+        self._prepare(context, capacity + self.head.block_size)
+        self.seen_BV = context_seen(self.sampling, context.tokens_BJ, context.count_B, self.head.dims.vocab_size)
+        self.length_B = torch.zeros_like(context.count_B)
+        self._read_context(context)
+
+    def _read_context(self, rows: Rows) -> None:
+        """Append all rows, in passes of few different widths."""
+        widths = start_widths(rows.tokens_BJ.shape[1])
+        streams_BJmD, begin = _streams(rows.padded(sum(widths))), 0
+        for width in widths:
+            columns = slice(begin, begin + width)
+            self._append(streams_BJmD[:, columns], (rows.count_B - begin).clamp(0, width))
+            begin += width
+
+    def _append(self, streams_BJmD: Tensor, count_B: Tensor) -> None:
+        self.length_B = self.step.append(streams_BJmD, count_B, self.length_B, self.kv)
+
+    def _compile_start(self, like: Rows) -> None:
+        """Run a pass of every width that `start` may need, to compile its kernels."""
+        for columns in all_start_widths():
+            self._read_context(like.zeros(columns))
+
+    def _prepare(self, context: Rows, slots: int) -> None:
+        """Make weights and buffers, unless those of an earlier batch fit."""
+        batch, device = context.tokens_BJ.shape[0], context.tokens_BJ.device
+        ready = self._made and self.step.tables[0].shape[0] >= slots
+        placed = self._made and self.kv.keys[0].shape[0] == batch and self.kv.capacity == slots
+        if ready and placed:
+            return
+        synchronize(device)  # do not count the target's prefill, which may still run
+        began = time.perf_counter()
+        if not ready:
+            self.step = BlockPass(self.head, slots, self.max_nodes)
+        if not placed:
+            dims = self.head.dims
+            shapes = [(dims.num_kv_heads, dims.head_dim)] * len(self.step.layers)
+            self.kv = Buffers(shapes, batch, slots, self.step.dtype, device)
+            # captured cycles read its parents and depths, so they must stay where they are
+            self._chain = chain(torch.zeros((batch, self.max_nodes), dtype=torch.int64, device=device))
+            self.length_B = torch.zeros_like(context.count_B)
+            compile_ahead(lambda: self._compile_start(context))
+        self._made = True
+        self.prepare_s += time.perf_counter() - began
+
+    @torch.inference_mode()
+    def commit(self, accepted: Rows) -> None:
+        self.seen_BV = add_seen(self.seen_BV, accepted.tokens_BJ, accepted.count_B)
+        self._append(_streams(accepted), accepted.count_B)
+
+    @torch.inference_mode()
+    def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
+        self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
+        hidden_KBD = self.step.hidden(roots_B, self.length_B, self.kv)
+        logits_KBU = self.step.logits(hidden_KBD)
+        if not self.tree.sample or self.sampling.greedy:
+            if self.seen_BV is None and (self.step.up is None or self.step.walk is not None):
+                return replace(self._chain, tokens_BN=self._most_likely(logits_KBU, roots_B))
+            return replace(self._chain, tokens_BN=self._one_by_one(hidden_KBD, logits_KBU, roots_B, None, generator))
+        qs: list[Tensor] = []
+        tokens_BK = self._one_by_one(hidden_KBD, logits_KBU, roots_B, qs, generator)
+        q_BKU = torch.stack(qs, 1)
+        q_BKV = in_target_vocabulary(q_BKU, self.head.draft_ids_U, self.head.dims.vocab_size)
+        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKV)
+
+    def _most_likely(self, logits_KBU: Tensor, roots_B: Tensor) -> Tensor:
+        """Greedy drafts, int64 [B, K]."""
+        if self.step.walk is not None:
+            return walk(logits_KBU, roots_B, self.step.walk)
+        return argmax(logits_KBU, self.head.draft_ids_U).t().contiguous()
+
+    def _one_by_one(
+        self,
+        hidden_KBD: Tensor,
+        logits_KBU: Tensor,
+        roots_B: Tensor,
+        qs: list[Tensor] | None,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        """Drafts int64 [B, K], each chosen with those before it known.
+
+        Args: qs: gets the distribution [B, U] that each was drawn from; None = the most likely ones are taken.
+        """
+        previous_B, state, seen_BV = roots_B, None, self.seen_BV
+        tokens: list[Tensor] = []
+        for hidden_BD, logits_BU in zip(hidden_KBD, logits_KBU, strict=True):
+            if self.step.up is not None:
+                low_Br, state = self.head.walk_step(hidden_BD, previous_B, state)
+                logits_BU = self.step.up(low_Br, logits_BU)
+            seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
+            if qs is None:
+                previous_B = argmax(penalise(logits_BU, self.sampling, seen_BU), self.head.draft_ids_U)
+            else:
+                qs.append(probabilities(logits_BU, self.sampling, seen_BU))
+                previous_B = self.head.target_ids(draw(qs[-1], generator))
+            tokens.append(previous_B)
+            seen_BV = add_seen(seen_BV, previous_B[:, None])
+        return torch.stack(tokens, 1)
+
+
+def _streams(rows: Rows) -> Tensor:
+    if rows.streams_BJkD is None:
+        raise ValueError("the rows carry no features: give the engine the drafter's spec")
+    return rows.streams_BJkD
+
+
+def block_everywhere(
+    head: BlockHead, tokens_BT: Tensor, hidden_BTD: Tensor, streams_BTkD: Tensor | None, row_BA: Tensor, depth: int
+) -> Tensor:
+    """int64 [B, A, K]: a block behind every row, which sees the document's rows up to it.
+
+    Args: see Drafting.draft_everywhere.
+    """
+    assert streams_BTkD is not None
+    batch, length = tokens_BT.shape
+    document_B1 = torch.arange(batch, device=row_BA.device)[:, None]
+    c_RD = head.context(streams_BTkD).flatten(0, 1)
+    tables = head.rope(torch.arange(length, device=row_BA.device).repeat(batch))
+    context = [layer.self_attn.keys_values(c_RD, *tables) for layer in head.draft_layers]
+    row_A = (document_B1 * length + row_BA).flatten()
+    root_A, position_A = tokens_BT[document_B1, row_BA + 1].flatten(), row_BA.flatten()
+    start_A = (document_B1 * length).expand_as(row_BA).flatten()
+    scores = head.block_size * head.dims.num_heads * len(c_RD)
+    logits = head.depth * len(head.output_UD)
+    parts = [
+        _drafts_after(head, BlockRows(start_A[part], row_A[part] + 1, head.block_size), position_A[part] + 1,
+                      root_A[part], context, min(depth, head.depth))
+        for part in torch.arange(len(row_A)).split(max(1, MOST_NUMBERS // max(scores, logits)))
+    ]  # fmt: skip
+    return torch.cat(parts).unflatten(0, row_BA.shape)
+
+
+def _drafts_after(
+    head: BlockHead,
+    blocks: BlockRows,
+    position_A: Tensor,
+    root_A: Tensor,
+    context: list[tuple[Tensor, Tensor]],
+    depth: int,
+) -> Tensor:
+    """Greedy drafts of some blocks, int64 [A, K].
+
+    Args: position_A, root_A: of the roots. context: keys and values of all rows, of every layer.
+    """
+    z_RD = head.embed(head.block_tokens(root_A)).flatten(0, 1)
+    slot_N = torch.arange(head.block_size, device=root_A.device)
+    cos, sin = head.rope((position_A[:, None] + slot_N).flatten())
+    for layer, (k_TgD, v_TgD) in zip(head.layers, context, strict=True):
+        u_RD = layer.input_layernorm(z_RD)
+        own_k, own_v = layer.self_attn.keys_values(u_RD, cos, sin)
+        q_RhD = layer.self_attn.queries(u_RD, cos, sin)
+        z_RD = layer.finish(block_attention(q_RhD, k_TgD, v_TgD, own_k, own_v, blocks), z_RD)
+    hidden_AND = head.norm(z_RD).unflatten(0, (-1, head.block_size))
+    up_Ur, previous_A, state = head.correction_Ur, root_A, None
+    drafts = []
+    for hidden_AD in hidden_AND[:, head.block_size - head.depth :][:, :depth].unbind(1):
+        logits_AU = wide(F.linear(hidden_AD, head.output_UD.to(hidden_AD.dtype)))
+        if up_Ur is not None:
+            low_Ar, state = head.walk_step(hidden_AD, previous_A, state)
+            logits_AU = logits_AU + wide(F.linear(low_Ar, up_Ur.to(low_Ar.dtype)))
+        previous_A = head.target_ids(logits_AU.argmax(-1))
+        drafts.append(previous_A)
+    return torch.stack(drafts, 1)

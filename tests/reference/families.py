@@ -14,7 +14,17 @@ from torch import Tensor
 
 from headstart.heads.base import Head, HeadConfig
 from headstart.heads.dims import HeadDims
-from headstart.heads.families import FAMILIES, Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, build_head
+from headstart.heads.families import (
+    FAMILIES,
+    DFlashConfig,
+    DSparkConfig,
+    Eagle3Config,
+    EagleConfig,
+    HydraConfig,
+    MedusaConfig,
+    build_head,
+)
+from reference.block import Block, block_loss
 from reference.documents import Document, Ends, Sums
 from reference.eagle import eagle_loss
 from reference.eagle3 import eagle3_loss
@@ -117,6 +127,20 @@ def _eagle3(head: Any, weights: Weights, ends: Ends, documents: list[Document]) 
     return eagle3_loss(weights, ends, documents, shape_of(head), c.depth, ids, c.loss, c.norm_output)
 
 
+def block_of(head: Any) -> Block:
+    ids = None if head.draft_ids_U is None else head.draft_ids_U.tolist()
+    c = head.config
+    return Block(shape_of(head), c.depth, c.sample_from_anchor, c.mask_token_id, ids, getattr(c, "markov_head", None))
+
+
+def _block(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Any:
+    c = head.config
+    confident = getattr(c, "confidence_weight", 0) > 0
+    kinds = tuple(kind for kind in ("ce", "l1", "kl", "lk") if getattr(c, f"{kind}_weight") > 0)
+    dpace = c.weighting == "dpace"
+    return block_loss(weights, ends, documents, block_of(head), kinds, c.depth_decay, dpace, confident)
+
+
 def medusa(**fields: Any) -> MedusaConfig:
     return MedusaConfig(**{"depth": 4, "rank": 5, **fields})
 
@@ -136,6 +160,18 @@ def eagle(**fields: Any) -> EagleConfig:
 
 def eagle3(**fields: Any) -> Eagle3Config:
     return Eagle3Config(**{"depth": 4, "draft_vocab_size": 40, "feature_layers": [1, 3, 5], **fields})
+
+
+BLOCK: dict[str, Any] = {"depth": 4, "layers": 2, "feature_layers": [1, 3, 5], "mask_token_id": 90}
+REDUCED = {"draft_vocab_size": 40}
+
+
+def dflash(**fields: Any) -> DFlashConfig:
+    return DFlashConfig(**{**BLOCK, **fields})
+
+
+def dspark(**fields: Any) -> DSparkConfig:
+    return DSparkConfig(**{**BLOCK, "markov_rank": 6, **REDUCED, **fields})
 
 
 PARTIAL_ROPE: dict[str, Any] = {**ROPE, "partial_rotary_factor": 0.5}
@@ -259,6 +295,51 @@ REFERENCES: dict[str, Reference] = {
                 "row_fraction": 0.5,
             },
             "norm before fc, normed output": {"fc_norm": "concat", "norm_output": True},
+        },
+    ),
+    "dflash": Reference(
+        twin=_block,
+        examples={
+            "fill in": Example(dflash()),
+            "anchor first, draft vocabulary": Example(dflash(sample_from_anchor=True, **REDUCED)),
+            "three layers, wide heads, llama3 rope": Example(
+                dflash(layers=3), replace(WIDE, rope_parameters=LLAMA3_ROPE)
+            ),
+            "kl": Example(dflash(ce_weight=0.0, kl_weight=1.0), loss_only=True),
+            "lk and l1": Example(dflash(ce_weight=0.0, lk_weight=1.0, l1_weight=0.5), loss_only=True),
+            "d-pace": Example(dflash(weighting="dpace", **REDUCED), loss_only=True),
+            "partial rope, gelu": Example(dflash(), PARTIAL, loss_only=True),
+        },
+        random=dflash(anchor_share=0.2),
+        small=lambda vocab: DFlashConfig(depth=4, layers=2, feature_layers=[1, 2, 3], mask_token_id=vocab - 1),
+        steps=25,
+        variants={
+            "anchor first, deeper, draft vocabulary": {
+                "sample_from_anchor": True,
+                "draft_vocab_size": 50,
+                "layers": 3,
+            },
+        },
+    ),
+    "dspark": Reference(
+        twin=_block,
+        examples={
+            "vanilla": Example(dspark()),
+            "gated": Example(dspark(markov_head="gated")),
+            "rnn, whole vocabulary": Example(dspark(markov_head="rnn", draft_vocab_size=0)),
+            "without confidence head, fill in": Example(dspark(confidence_weight=0.0, sample_from_anchor=False)),
+            "d-pace": Example(dspark(weighting="dpace"), loss_only=True),
+        },
+        random=dspark(anchor_share=0.2),
+        small=lambda vocab: DSparkConfig(
+            depth=4, layers=2, feature_layers=[1, 2, 3], mask_token_id=vocab - 1, markov_rank=8, ce_weight=1.0,
+            draft_vocab_size=5 * vocab // 6,
+        ),
+        steps=25,
+        variants={
+            "gated, whole vocabulary": {"markov_head": "gated", "draft_vocab_size": 0},
+            "rnn": {"markov_head": "rnn"},
+            "whole vocabulary, fill in": {"draft_vocab_size": 0, "sample_from_anchor": False},
         },
     ),
 }

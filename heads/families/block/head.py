@@ -238,7 +238,7 @@ class BlockHead(Head):
 
     @property
     def correction_table_Vr(self) -> Tensor | None:
-        """`low` of a draft by the token before it, [V, r]; None where it depends on more. Drafting is faster with it."""
+        """`low` of a draft by the token before it, [V, r], for a faster walk; None where it depends on more."""
         return None
 
     def corrections(self, hidden_AKD: Tensor, previous_AK: Tensor) -> Tensor | None:

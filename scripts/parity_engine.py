@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accept
 
 
 def decode(job_path: str, out_path: str) -> None:
-    """Decode the job's prompts in vLLM and write `{version, answers: [{tokens, committed, counters}]}`.
+    """Decode the job's prompts in vLLM and write `{version, repaired, answers: [{tokens, committed, counters}]}`.
 
     `committed`: number of tokens from every target forward after the prefill, cut at stop tokens and the length limit.
+    `repaired`: what had to be replaced in vLLM, in words; null where nothing was.
     """
     from vllm import LLM, SamplingParams, __version__
     from vllm.sampling_params import RequestOutputKind
 
     job = json.loads(Path(job_path).read_text())
+    repair = REPAIRS.get(job["speculative"]["method"])
+    repaired = repair() if repair else None
     lora, adapted = None, {}
     if job.get("adapter"):
         from vllm.lora.request import LoRARequest
@@ -65,7 +69,41 @@ def decode(job_path: str, out_path: str) -> None:
                 "counters": {name: subtract(after[name], before[name]) for name in after},
             }
         )
-    Path(out_path).write_text(json.dumps({"version": __version__, "answers": answers}))
+    Path(out_path).write_text(json.dumps({"version": __version__, "repaired": repaired, "answers": answers}))
+
+
+def norm_context_keys_by_layer() -> str | None:
+    """Normalise the context keys of a block drafter layer by layer, where this build cannot do it in one call.
+
+    vLLM hands the keys of all draft layers, [layers, rows, heads, D], to one kernel, with a row of weights per layer.
+    The kernel for GPUs takes each layer's row. That of the CPU build takes the first row for all layers, in silence.
+
+    Returns: what was replaced; None where the kernel is right.
+    """
+    import torch
+    from vllm import _custom_ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    keys, weights = torch.ones(2, 1, 1, 32), torch.tensor([[1.0], [2.0]]).expand(2, 32).contiguous()
+    found = torch.empty_like(keys)
+    _custom_ops.rms_norm(found, keys, weights, 1e-6)
+    if torch.allclose(found[1], 2 * found[0]):
+        return None
+
+    def normalised(model: Any, all_k: Any) -> Any:
+        out = torch.empty_like(all_k)
+        for layer, weight in enumerate(model._k_norm_weights):
+            _custom_ops.rms_norm(out[layer], all_k[layer], weight, model._rms_norm_eps)
+        return out
+
+    DFlashQwen3Model._normalize_context_k = normalised
+    return "rms_norm for CPUs takes the first layer's k_norm for the context of all layers: it is called layer by layer"
+
+
+#: method of the speculative config → what must be replaced in vLLM before it starts
+REPAIRS: dict[str, Callable[[], str | None]] = {"dflash": norm_context_keys_by_layer}
 
 
 def counters(llm: Any) -> dict[str, Any]:

@@ -36,10 +36,10 @@ from headstart.heads.formats.gguf_file import GGUF
 from headstart.heads.provenance import git_revision
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import TargetConfig
+from headstart.parity_heads import head_directory
 from headstart.parity_vllm import (
     TOLERANCE,
     exit_code,
-    head_directory,
     max_model_len,
     prompt_files,
     read_prompts,

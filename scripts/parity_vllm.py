@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from headstart.console import Console
 from headstart.data.prompts import Chats
 from headstart.eval.config import EvalConfig, TreeConfig
 from headstart.eval.decoding.decode import Cycle
@@ -50,21 +49,12 @@ from headstart.heads.provenance import git_revision
 from headstart.heads.targets.load import load_target
 from headstart.heads.targets.target import Target, TargetConfig
 from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET, rank_of, read_adapter
+from headstart.parity_heads import TRAINED, head_directory, require_chain
 from headstart.parity_targets import PREFIX, small_target
-from headstart.pipeline.distill import distill
-from headstart.pipeline.run import Run
-from headstart.pipeline.train import train
-from headstart.recipes.load import load_recipe
 from headstart.saved_heads import bound_head, target_of_head
 from headstart.serve_vllm import end_of, engine_environment, vllm_server
 from headstart.tuned_export import TunedExport
 
-FAMILIES = ("medusa", "eagle", "eagle3")
-#: what the recipe changes for a small target: it learns from the target's own answers, in seconds
-SMALL_RECIPE = (
-    "data.sources=[]", "data.held_out=[]", "data.distill.max_new_tokens=64", "data.distill.batch_size=32",
-    "head.draft_vocab_size=64", "train.lr=2.0e-3", "train.epochs=8", "train.tau_prompts=0",
-)  # fmt: skip
 #: largest relative difference of acceptance that passes
 TOLERANCE = 0.01
 #: what vLLM's CPU build needs, and what keeps it offline and quiet
@@ -118,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
         "--data", type=Path, nargs="+", default=None, help="JSONL of prompts (default: tau_check.jsonl, else bundled)"
     )
     options.add_argument("--heads", type=Path, default=None, help="DIR/FAMILY holds a head; default: train here")
-    options.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    options.add_argument("--families", nargs="+", default=list(TRAINED), choices=TRAINED)
     options.add_argument("--recipe", default="quickstart", help="recipe whose data and sizes train the heads")
     options.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of that recipe")
     options.add_argument(
@@ -190,7 +180,7 @@ def update_rows(path: Path, row: dict[str, Any]) -> None:
     """Write a row into the results file. It replaces an earlier row of the same head, target and prompts."""
 
     def key(row: dict[str, Any]) -> tuple[str, int, str]:
-        return row["data"], FAMILIES.index(row["head"]), row.get("target") or ""
+        return row["data"], list(TRAINED).index(row["head"]), row.get("target") or ""
 
     kept = read_json(path) if path.is_file() else []
     write_json(path, sorted([*(other for other in kept if key(other) != key(row)), row], key=key))
@@ -231,39 +221,15 @@ def save_target(target: Any, directory: Path) -> Path:
     return directory
 
 
-def head_directory(family: str, target: Any, arguments: argparse.Namespace) -> Path:
-    """Directory of the head: one of --heads, or one that is trained here by the recipe."""
-    if arguments.heads is not None:
-        given = arguments.heads / family
-        return given / "head" if (given / "head").is_dir() else given
-
-    # parity needs drafts that are accepted now and then, not good ones: Medusa may share the target's lm_head
-    own = {
-        "medusa": ["head.type=medusa", f"head.depth={arguments.depth}", "head.lm_head=shared", "train.lr=1.0e-3"],
-        "eagle": ["head.type=eagle", "head.depth=1", "train.lr=4.0e-4"],
-        "eagle3": [],
-    }[family]
-    where = [f"name=parity-{family}", f"run_dir={arguments.work / family}", f"target.name={arguments.target}"]
-    # large steps: the tuned target must say other things than the base, or nothing would be tested
-    joint = ["joint.enabled=true", "joint.loss=ce", "joint.rank=8", "joint.heads_only=0.5"] if arguments.joint else []
-    words = [*own, *joint, *where, "target.dtype=float32"]
-    if arguments.small is not None:
-        words += [*SMALL_RECIPE, f"data.distill.prompts=[{{path: {arguments.small.prompts}}}]"]
-    words += arguments.set
-    run = Run(load_recipe(arguments.recipe, words), Console(), target)
-    with run.lock():
-        run.save_recipe()
-        distill(run)
-        train(run)
-    return run.head_dir
-
-
 def compare_family(
     family: str, directory: Path, target: Any, place: Path, prompts: list[list[int]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     base, target = target, target_for(directory, target, arguments)
     exported = arguments.work / "exports" / family
     tuned = export(directory, exported, target, arguments)
+    # the export is read back, so that both sides draft with what the engine loads, not with the training checkpoint
+    head = bound_head(exported, target, torch.float32)
+    require_chain(head, arguments.depth)
     facts: dict[str, Any] = {}
     lora = None
     if arguments.shown_target is not None:
@@ -278,16 +244,21 @@ def compare_family(
         lora, facts = exported / ADAPTER, {"target": "tuned, adapter applied by the engine (--enable-lora)"}
     read = with_shifted_layers(exported, arguments.shift_layers) if arguments.shift_layers else exported
     theirs = run_engine(family, read, target, place, prompts, arguments, lora)
-    # the export is read back, so that both sides draft with what the engine loads, not with the training checkpoint
-    answers = run_ours(bound_head(exported, target, torch.float32), target, prompts, arguments)
+    answers = run_ours(head, target, prompts, arguments)
     if tuned.adapter is not None:  # an adapter that changes no answer would prove nothing
         plain = greedy_answers(base, prompts, arguments.max_new_tokens)
         facts["identical_to_base"] = sum(a.tokens == b for a, b in zip(answers, plain, strict=True))
+    if theirs["repaired"] is not None:
+        facts["engine_repaired"] = theirs["repaired"]
     equal = [a.tokens == b["tokens"] for a, b in zip(answers, theirs["answers"], strict=True)]
     here = acceptance(cycle for answer in answers for cycle in answer.cycles)
     there = acceptance(c for answer in theirs["answers"] for c in engine_cycles(answer, arguments.depth))
     raw = counter_rates(theirs["answers"])
-    served = measure_served(family, exported, target, place, prompts, arguments) if arguments.serve else {}
+    served = {}
+    if arguments.serve and theirs["repaired"] is not None:
+        say("not served: the server could not be repaired")
+    elif arguments.serve:
+        served = measure_served(family, exported, target, place, prompts, arguments)
     compared = [(here.tau, there.tau), *zip(here.per_position, there.per_position, strict=True)]
     if served:
         ours = [here.tau, *here.per_position]

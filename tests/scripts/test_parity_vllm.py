@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from headstart import parity_engine, parity_vllm
 from headstart.eval.decoding.decode import Cycle
 from headstart.eval.measuring.metrics import acceptance
+from headstart.heads.errors import ConfigError
 from headstart.heads.formats.vllm import max_lora_rank
+from headstart.parity_heads import require_chain
 
 
 def answer(committed: list[int], accepted: int, per_position: list[int] | None = None) -> dict[str, Any]:
@@ -62,6 +66,53 @@ def test_the_engine_side_needs_nothing_but_the_standard_library_to_be_imported()
     names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+
+
+def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """vLLM's kernel for GPUs: weights [D], or a row of them for each first index of x."""
+    weight = weight if weight.dim() == 1 else weight.view(weight.shape[0], *[1] * (x.dim() - 2), -1)
+    out.copy_(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight)
+
+
+def first_row(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Its kernel for CPUs."""
+    rms_norm(out, x, weight.view(-1, weight.shape[-1])[0], eps)
+
+
+@pytest.mark.parametrize("kernel", [rms_norm, first_row])
+def test_context_keys_are_normed_with_the_weights_of_their_layer(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Draft:
+        _k_norm_weights = torch.rand(3, 32) + 0.5
+        _rms_norm_eps = 1e-6
+
+        def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(all_k)
+            kernel(out, all_k, self._k_norm_weights, self._rms_norm_eps)
+            return out
+
+    places = {
+        "vllm": {"_custom_ops": SimpleNamespace(rms_norm=kernel)},
+        "vllm.model_executor": {}, "vllm.model_executor.models": {},
+        "vllm.model_executor.models.qwen3_dflash": {"DFlashQwen3Model": Draft},
+        "vllm.platforms": {"current_platform": SimpleNamespace(import_kernels=lambda: None)},
+    }  # fmt: skip
+    for name, held in places.items():
+        module = ModuleType(name)
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, name, module)
+    said = parity_engine.REPAIRS["dflash"]()
+    assert (said is None) is (kernel is rms_norm)
+    keys = torch.randn(3, 5, 2, 32)
+    expected = torch.empty_like(keys)
+    rms_norm(expected, keys, Draft._k_norm_weights, 1e-6)
+    torch.testing.assert_close(Draft()._normalize_context_k(keys), expected)
+
+
+def test_a_chain_that_engines_do_not_draft_is_refused() -> None:
+    head: Any = SimpleNamespace(family="medusa", depth=2)
+    require_chain(head, 2)
+    with pytest.raises(ConfigError, match="--depth: found 3, and engines draft 2 tokens"):
+        require_chain(head, 3)
 
 
 def test_a_row_replaces_the_one_of_the_same_head_and_prompts(tmp_path: Path) -> None:

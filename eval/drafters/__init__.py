@@ -13,10 +13,11 @@ from headstart.eval.decoding.drafter import Drafter
 from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
 from headstart.eval.drafters.block import BlockDrafter, block_everywhere
-from headstart.eval.drafters.everywhere import autoregressive_everywhere, medusa_everywhere
+from headstart.eval.drafters.everywhere import autoregressive_everywhere, medusa_everywhere, parallel_everywhere
 from headstart.eval.drafters.hydra import HydraDrafter, hydra_everywhere
 from headstart.eval.drafters.medusa import MedusaDrafter
 from headstart.eval.drafters.ngram import NgramDrafter
+from headstart.eval.drafters.parallel import ParallelDrafter
 from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError
 
@@ -71,6 +72,11 @@ DRAFTERS: dict[str, Drafting] = {
     "eagle3": AUTOREGRESSIVE,
     "dflash": BLOCK,
     "dspark": BLOCK,
+    "peagle": Drafting(
+        ("chain",),
+        lambda head, config: ParallelDrafter(head, config.tree, Sampling.from_config(config)),
+        parallel_everywhere,
+    ),
     "ngram": Drafting(
         ("chain",), lambda head, config: NgramDrafter(config.tree.depth, config.ngram_min, config.ngram_max)
     ),

@@ -102,12 +102,15 @@ class AutoregressiveDrafter:
             dims = self.head.dims
             shapes = [(dims.num_kv_heads, dims.head_dim)] * len(self.step.layers)
             self.kv = Buffers(shapes, batch, slots, self.step.dtype, device)
-            # captured cycles read its parents and depths, so they must stay where they are
-            self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=device))
+            self._place(batch, device)
             self.length_B = torch.zeros_like(context.count_B)
             compile_ahead(lambda: self._compile_start(context))
         self._made = True
         self.prepare_s += time.perf_counter() - began
+
+    def _place(self, batch: int, device: torch.device) -> None:
+        """Make what captured cycles read besides buffers, which must stay where it is."""
+        self._chain = chain(torch.zeros((batch, self.tree.depth), dtype=torch.int64, device=device))
 
     @torch.inference_mode()
     def commit(self, accepted: Rows) -> None:
@@ -196,7 +199,7 @@ class AutoregressiveDrafter:
         tokens_BN: Tensor,
         g_BfH: Tensor,
         visibility: Visibility,
-        only_B1: Tensor | None = None,
+        only_Bn: Tensor | None = None,
         under_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self.step(tokens_BN, g_BfH, visibility, self.kv.keys, self.kv.values, only_B1, under_BN)
+        return self.step(tokens_BN, g_BfH, visibility, self.kv.keys, self.kv.values, only_Bn, under_BN)

@@ -45,6 +45,7 @@ class DraftStep:
         self.fc = Linear(head.fc.weight.detach().to(self.dtype, copy=True)) if fuses else None
         self.fc_norms = self._fc_norms() if fuses else []
         self.input = self._input()
+        self.replaced = self._replaced()
         norm, self.output = self._output()
         # each layer but the last ends in the norm that the next one begins with: one kernel computes both
         norms = [*(layer.input_layernorm for layer in head.later_layers), norm]
@@ -70,6 +71,18 @@ class DraftStep:
             return DraftInput(embed_VD, (norm_of(head.midlayer.input_layernorm), norm_of(head.midlayer.hidden_norm)))
         return DraftInput(embed_VD, None) if computes_as(head, EagleHead, "mix") else None
 
+    def _replaced(self) -> tuple[int, Tensor, Tensor] | None:
+        """Where the head has an embedding of its own: (its token, what a row that reads it has in the embedding's
+        channels of the attention input [I], which channels these are, bool [I])."""
+        if self.input is None or self.head.replaced is None:
+            return None
+        token, own_H = self.head.replaced
+        own_H = own_H.detach().to(self.dtype)
+        if self.input.norms is not None:
+            own_H = apply_norm(own_H[None], self.input.norms[0])[0]
+        channel_I = torch.arange(2 * len(own_H), device=own_H.device)
+        return token, torch.cat((own_H, torch.zeros_like(own_H))), channel_I < len(own_H)
+
     def _inputs(self, tokens_BN: Tensor, g_BfH: Tensor, under_BN: Tensor | None) -> tuple[Tensor, Tensor]:
         """(attention input of the layer [R, I], start of its residual stream [R, H])."""
         head = self.head
@@ -78,6 +91,9 @@ class DraftStep:
             x_RI = head.mix(head.embed(tokens_BN).flatten(0, 1).to(self.dtype), g_RH)
             return x_RI, head.residual(x_RI, g_RH)
         x_RI, g_RH = draft_input(tokens_BN, g_BfH, self.input, under_BN)
+        if self.replaced is not None:
+            token, own_I, embedding_I = self.replaced
+            x_RI = torch.where((tokens_BN.view(-1, 1) == token) & embedding_I, own_I, x_RI)
         if self.input.norms is None:
             x_RI = head.fc(x_RI)
         return x_RI, head.residual(x_RI, g_RH)
@@ -117,7 +133,7 @@ class DraftStep:
         visibility: Visibility,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        only_B1: Tensor | None = None,
+        only_Bn: Tensor | None = None,
         under_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Store the rows' keys and values and draft.
@@ -126,18 +142,23 @@ class DraftStep:
             tokens_BN, g_BfH: as `tokens_BN`, `g_BNH` of AutoregressiveHead.step.
             visibility: rope positions, slots written, slots seen.
             keys, values: [B, g, S, d] of every layer.
-            only_B1: int64, the one row of each sequence that is wanted; None = all. Not with a tree mask.
+            only_Bn: int64, the rows of each sequence that are wanted; None = all. One row alone: not with a tree mask.
             under_BN: int64, the row of `g_BfH` that each token reads; None = row n for token n (f = N).
-        Returns: (g for the next step [B, N or 1, H], logits [B, N or 1, U]).
+        Returns: (g for the next step [B, N or n, H], logits [B, N or n, U]).
         """
         batch, count = tokens_BN.shape
         x_RI, residual_RH = self._inputs(tokens_BN, g_BfH.to(self.dtype), under_BN)
-        last = len(self.layers) - 1
+        last, one = len(self.layers) - 1, only_Bn is not None and only_Bn.shape[1] == 1
         for n, layer in enumerate(self.layers):
             # all rows need keys and values in every layer, so only the last one may leave rows out
-            only = only_B1 if n == last else None
-            residual_RH, x_RI = layer(x_RI, residual_RH, visibility, keys[n], values[n], only)
+            only_B1 = only_Bn if one and n == last else None
+            residual_RH, x_RI = layer(x_RI, residual_RH, visibility, keys[n], values[n], only_B1)
+        if only_Bn is not None:
+            if not one:
+                residual_RH, x_RI = (
+                    take_rows(x.view(batch, count, -1), only_Bn).flatten(0, 1) for x in (residual_RH, x_RI)
+                )
+            count = only_Bn.shape[1]
         logits_RU = self.head.logits(residual_RH) if self.output is None else self.output(x_RI)
         g_RH = x_RI if self.gives_norm else self.head.recycled(residual_RH)
-        count = count if only_B1 is None else 1
         return g_RH.view(batch, count, -1), logits_RU.view(batch, count, -1)

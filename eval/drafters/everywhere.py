@@ -7,12 +7,17 @@ H head hidden, h heads, g kv heads, d head dim, U draft vocabulary.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from headstart.heads.families.autoregressive import AutoregressiveHead
 from headstart.heads.families.medusa.head import MedusaHead
+from headstart.heads.families.peagle.head import PEagleHead
+
+#: (drafts of a pass [B, A], g that it gave [B, A, H]) → tokens and g that the next pass reads
+Following = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def medusa_everywhere(
@@ -38,6 +43,32 @@ def autoregressive_everywhere(
 
     Args: see Drafting.draft_everywhere.
     """
+    return _pass_after_pass(head, tokens_BT, hidden_BTD, streams_BTkD, row_BA, depth, lambda drafts, g: (drafts, g))
+
+
+def parallel_everywhere(
+    head: PEagleHead, tokens_BT: Tensor, hidden_BTD: Tensor, streams_BTkD: Tensor | None, row_BA: Tensor, depth: int
+) -> Tensor:
+    """int64 [B, A, K]. Behind a row, masked places see the context up to the row, and each other.
+
+    A place sees none behind it, so one pass for each place gives what one pass over all of them gives.
+    Args: see Drafting.draft_everywhere.
+    """
+    mask_BA, g_H = torch.full_like(row_BA, head.mask_token), head.mask_feature()
+    g_BAH = g_H.expand(*row_BA.shape, -1)
+    return _pass_after_pass(head, tokens_BT, hidden_BTD, streams_BTkD, row_BA, depth, lambda *_: (mask_BA, g_BAH))
+
+
+def _pass_after_pass(
+    head: AutoregressiveHead,
+    tokens_BT: Tensor,
+    hidden_BTD: Tensor,
+    streams_BTkD: Tensor | None,
+    row_BA: Tensor,
+    depth: int,
+    following: Following,
+) -> Tensor:
+    """int64 [B, A, K]: a pass over the contexts, then one for each further row behind every row of `row_BA`."""
     batch, rows = tokens_BT.shape
     device = tokens_BT.device
     batch_B1 = torch.arange(batch, device=device)[:, None]
@@ -61,7 +92,7 @@ def autoregressive_everywhere(
     del logits_BTU
     drafts = [head.target_ids(choice_BA)]
     for step in range(1, depth):
-        g_BAH, logits_BAU = head.step(drafts[-1], g_BAH, row_BA + step, attend_rollout)
+        g_BAH, logits_BAU = head.step(*following(drafts[-1], g_BAH), row_BA + step, attend_rollout)
         drafts.append(head.target_ids(logits_BAU.argmax(-1)))
     return torch.stack(drafts, -1)
 

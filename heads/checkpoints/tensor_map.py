@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,28 @@ from headstart.heads import vocab
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of our head that is a part of one of a file's, or has another shape there.
+
+    Attributes:
+        name: of the file's tensor.
+        row: which of its rows it is; None for all of it, in our shape.
+    """
+
+    name: str
+    row: int | None = None
+
+    def fits(self, found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Whether a tensor of shape `found` holds one of shape `expected`."""
+        if self.row is None:
+            return math.prod(found) == math.prod(expected)
+        return found[1:] == expected and self.row < found[0]
+
+    def of(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return tensor.reshape(shape) if self.row is None else tensor[self.row]
 
 
 @dataclass
@@ -28,6 +51,7 @@ class TensorMap:
         zeros: tensors of our head that the file leaves out because they are zero.
         draft_ids_U: int64 [U], ascending target ids of the draft vocabulary, or None when U == V.
         unused: file tensor → why leaving it out changes nothing.
+        pieces: tensor name in our head → the part of a tensor in the file that it is.
     """
 
     layout: str
@@ -38,6 +62,7 @@ class TensorMap:
     zeros: tuple[str, ...] = ()
     draft_ids_U: Tensor | None = None
     unused: dict[str, str] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
 
 
 def some(names: Iterable[str]) -> str:
@@ -96,6 +121,7 @@ def map_tensors(
     names: dict[str, str],
     expected: dict[str, str],
     unused: dict[str, str],
+    pieces: dict[str, Piece] | None = None,
 ) -> TensorMap:
     """The map of a checkpoint whose tensors are exactly the expected and the unused ones.
 
@@ -103,8 +129,12 @@ def map_tensors(
         names: short name → name in the file, for every tensor of the file.
         expected: our name → short name.
         unused: short name → why leaving it out changes nothing.
+        pieces: our name → the part of a tensor, by its short name, that it is.
     Raises: FormatError naming the tensors that are missing, and those that nothing explains.
     """
-    require_names(raw, set(names) - set(unused), set(expected.values()))
+    pieces = pieces or {}
+    read = {*expected.values(), *(piece.name for piece in pieces.values())}
+    require_names(raw, set(names) - set(unused), read)
     in_file = {ours: names[short] for ours, short in expected.items()}
-    return TensorMap(layout, family, fields, dims, in_file, unused=unused)
+    found = {ours: replace(piece, name=names[piece.name]) for ours, piece in pieces.items()}
+    return TensorMap(layout, family, fields, dims, in_file, unused=unused, pieces=found)

@@ -27,6 +27,9 @@ from headstart.heads.families.medusa.files import PAPER as MEDUSA
 from headstart.heads.families.medusa.files import MedusaFiles
 from headstart.heads.families.medusa.head import MedusaConfig, MedusaHead
 from headstart.heads.families.paper import Paper
+from headstart.heads.families.peagle.files import PAPER as PEAGLE
+from headstart.heads.families.peagle.files import PEagleFiles
+from headstart.heads.families.peagle.head import PEagleConfig, PEagleHead
 
 
 class Family(NamedTuple):
@@ -52,6 +55,7 @@ FAMILIES: dict[str, Family] = {
     "hydra": Family("hydra", HYDRA, HydraConfig, HydraHead, HydraFiles()),
     "eagle": Family("eagle", EAGLE, EagleConfig, EagleHead, EagleFiles()),
     "eagle3": Family("eagle3", EAGLE3, Eagle3Config, Eagle3Head, Eagle3Files()),
+    "peagle": Family("peagle", PEAGLE, PEagleConfig, PEagleHead, PEagleFiles()),
     "dflash": Family("dflash", DFLASH, DFlashConfig, DFlashHead, DFlashFiles()),
     "dspark": Family("dspark", DSPARK, DSparkConfig, DSparkHead, DSparkFiles()),
 }

@@ -1,4 +1,4 @@
-"""Heads that draft token after token with decoder layers of their own: EAGLE-1 and EAGLE-3.
+"""Heads that draft with decoder layers of their own, one row per drafted token: EAGLE-1, EAGLE-3 and P-EAGLE.
 
 Shape legend: R rows of a pack, B batch, N rows of a decoding pass, D target hidden, k streams, H head hidden, U draft
 vocabulary.
@@ -24,7 +24,7 @@ from headstart.heads.subsample import keep_fractions
 
 @dataclass
 class AutoregressiveConfig(HeadConfig):
-    """Fields that EAGLE-1 and EAGLE-3 share."""
+    """Fields that EAGLE-1, EAGLE-3 and P-EAGLE share."""
 
     #: Part of the supervised rows that depth 2 trains on, its square at depth 3, and so on. Losses are weighted so that
     #: gradients stay unbiased. 1 trains on all rows.
@@ -83,12 +83,22 @@ class AutoregressiveHead(Head):
     def hidden_act(self) -> str:
         return self.config.hidden_act or self.dims.hidden_act
 
+    @property
+    def replaced(self) -> tuple[int, Tensor] | None:
+        """(token, its embedding [H]): the one embedding that is the head's own and not the target's; None without."""
+        return None
+
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
         return batch if self.keep_K is None else batch.subsampled(self.keep_K, seed)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 [...] → embeddings [..., H] in the compute dtype."""
-        return F.embedding(tokens, self.bound_ends().embed_VD).to(compute_dtype(self.fc.weight))
+        dtype = compute_dtype(self.fc.weight)
+        found = F.embedding(tokens, self.bound_ends().embed_VD).to(dtype)
+        if self.replaced is None:
+            return found
+        token, own_H = self.replaced
+        return torch.where((tokens == token)[..., None], own_H.to(dtype), found)
 
     @abstractmethod
     def fuse(self, hidden: Tensor, streams: Tensor | None) -> Tensor:

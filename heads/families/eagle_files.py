@@ -42,6 +42,8 @@ LAYER = {
 }
 #: which target layers an EAGLE-3 head reads: at top level of config.json (vLLM's) and inside eagle_config (SGLang's)
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+#: P-EAGLE: where config.json names the mask token, in the order in which vLLM looks for it, and the masked feature
+MASK_TOKENS, MASK_HIDDEN = ("mask_token_id", "pard_token", "ptd_token_id"), "mask_hidden"
 #: fields of the draft layer's geometry, by the names that HeadDims has for them
 GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings")
 
@@ -195,6 +197,13 @@ def is_eagle3(names: Iterable[str]) -> bool:
     """Whether tensor names are an EAGLE-3 head's rather than an EAGLE-1's."""
     short = [name.removeprefix("model.") for name in names]
     return any(name.startswith("midlayer.") or name == "layers.0.hidden_norm.weight" for name in short)
+
+
+def is_parallel(raw: RawCheckpoint) -> bool:
+    """Whether an EAGLE-3 checkpoint drafts from masked places (P-EAGLE), even if something of that is missing."""
+    named = any(raw.config.get(name) is not None for name in MASK_TOKENS)
+    held = any(name.removeprefix("model.") == MASK_HIDDEN for name in raw.tensors)
+    return named or held or raw.config.get("speculators_model_type") == "peagle"
 
 
 def require_llama(config: dict[str, Any], where: str) -> None:

@@ -115,7 +115,7 @@ def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdi
     try:
         mapped, config = map_head(raw, target)
         check_shapes(raw, mapped, config)
-        for name in mapped.names.values():
+        for name in (*mapped.names.values(), *(piece.name for piece in mapped.pieces.values())):
             raw.read(name)
     except FormatError as error:
         verdict.add(Verdict.REFUSES, str(error))

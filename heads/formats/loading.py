@@ -100,7 +100,7 @@ def check_shapes(raw: RawCheckpoint, mapped: TensorMap, config: HeadConfig) -> d
     where = str(raw.directory)
     shapes = {name: tuple(tensor.shape) for name, tensor in skeleton(config, mapped.dims, where).state_dict().items()}
     ids_shape = shapes.pop(DRAFT_IDS, None)
-    sourced = set(mapped.names) | set(mapped.zeros)
+    sourced = {*mapped.names, *mapped.zeros, *mapped.pieces}
     if sourced != set(shapes):
         odd = sorted(sourced ^ set(shapes))
         raise FormatError(f"{where}: tensors {', '.join(odd[:8])} are missing or unknown for {mapped.family}")
@@ -110,6 +110,14 @@ def check_shapes(raw: RawCheckpoint, mapped: TensorMap, config: HeadConfig) -> d
             raise FormatError(
                 f"{where}: {theirs} is {info.dtype} {list(info.shape)}, expected floating point {list(shapes[ours])} "
                 "from config.json: the config belongs to another head"
+            )
+    for ours, piece in mapped.pieces.items():
+        info = raw.tensors[piece.name]
+        if not piece.fits(info.shape, shapes[ours]) or not info.dtype.is_floating_point:
+            part = "" if piece.row is None else f", of which row {piece.row} is"
+            raise FormatError(
+                f"{where}: {piece.name} is {info.dtype} {list(info.shape)}{part}, expected floating point "
+                f"{list(shapes[ours])} from config.json: the config belongs to another head"
             )
     if (ids_shape is None) != (mapped.draft_ids_U is None):
         raise FormatError(f"{where}: a draft vocabulary smaller than the target's needs d2t, and only such a one")
@@ -130,6 +138,7 @@ def instantiate(raw: RawCheckpoint, mapped: TensorMap, config: HeadConfig) -> He
     shapes = check_shapes(raw, mapped, config)
     head = build_head(config, mapped.dims)
     state = {ours: raw.read(theirs).float() for ours, theirs in mapped.names.items()}
+    state |= {ours: piece.of(raw.read(piece.name), shapes[ours]).float() for ours, piece in mapped.pieces.items()}
     state |= {name: torch.zeros(shapes[name]) for name in mapped.zeros}
     if mapped.draft_ids_U is not None:
         state[DRAFT_IDS] = mapped.draft_ids_U

@@ -17,7 +17,7 @@ from headstart.heads.checkpoints.geometry import are_integers, integer
 from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.errors import FormatError
 from headstart.heads.families.eagle3.files import LEGACY_NORMS
-from headstart.heads.families.eagle_files import LAYER_IDS, shifted
+from headstart.heads.families.eagle_files import LAYER_IDS, MASK_HIDDEN, MASK_TOKENS, shifted
 from headstart.heads.formats.eagle_rules import (
     Eagle3Layout,
     check_draft_map,
@@ -130,7 +130,8 @@ def _eagle(case: Case) -> None:
     check_window(case)
 
 
-def _eagle3(case: Case) -> None:
+def _eagle3(case: Case) -> dict[str, int]:
+    """Returns: as llama_sizes."""
     config, architectures = case.config, case.config.get("architectures")
     if "speculators_model_type" in config:
         config = _speculators(case)
@@ -151,7 +152,6 @@ def _eagle3(case: Case) -> None:
     if nested.get("use_aux_hidden_state", True) is not True:
         case.misread("eagle_config.use_aux_hidden_state is false: fc is left out and the last hidden state goes in")
     _feature_layers(case, config.get(LAYER_IDS), nested.get(LAYER_IDS))
-    _parallel(case, config, sizes)
     if layout.fc_norm == "concat" and config.get("fc_norm"):
         case.misread("norm_before_fc and fc_norm are both set: it applies one after the other")
     legacy = [name for name in case.raw.tensors if name.removeprefix("model.") in LEGACY_NORMS]
@@ -167,22 +167,30 @@ def _eagle3(case: Case) -> None:
     _embedding(case, sizes)
     check_target_class(case)
     check_window(case)
+    return sizes
 
 
-def _parallel(case: Case, config: dict[str, Any], sizes: dict[str, int]) -> None:
+def _peagle(case: Case) -> None:
     """P-EAGLE: an EAGLE-3 head that drafts all its tokens at once, from masked places."""
-    tokens = [config.get(name) for name in ("ptd_token_id", "mask_token_id") if config.get(name) is not None]
-    shape = case.shape("mask_hidden")
-    if not tokens and shape is None:
-        return
+    sizes = _eagle3(case)
+    # a bare config and the speculators library's are looked at alike
+    tokens = {name: case.config[name] for name in MASK_TOKENS if case.config.get(name) is not None}
+    shape, wanted = case.shape(MASK_HIDDEN), f"mask_hidden [1, 1, {sizes['3D']}]"
     if not tokens:
-        case.refuse("mask_hidden without ptd_token_id (or mask_token_id): parallel drafting needs both")
-    elif problem := mask_token_problem("ptd_token_id (or mask_token_id)", tokens[0], sizes["V"]):
-        case.refuse(problem)
-    elif shape is None:
-        case.refuse(f"mask_hidden [1, 1, {sizes['3D']}] is missing: parallel drafting needs it")
+        case.refuse("mask_hidden without mask_token_id (or pard_token, ptd_token_id): parallel drafting needs both")
+    elif "speculators_model_type" in case.config and "mask_token_id" not in tokens:
+        case.refuse("the speculators layout names the mask token mask_token_id, which is missing")
+    for name, token in tokens.items():
+        if problem := mask_token_problem(name, token, sizes["V"]):
+            case.refuse(problem)
+    if len(set(tokens.values())) > 1:
+        case.misread(f"several mask tokens are named, {tokens}: the first counts. Keep the one that was trained")
+    if shape is None:
+        case.refuse(f"{wanted} is missing: parallel drafting needs it")
     elif math.prod(shape) != sizes["3D"]:
         case.refuse(f"mask_hidden is {list(shape)}, config.json makes it [1, 1, {sizes['3D']}]")
+    if case.shape("embed_tokens.weight") is None and sizes["H"] == sizes["D"]:
+        case.misread("embed_tokens.weight is missing: the mask token gets the target's embedding, not the trained one")
     case.note('launch it with "parallel_drafting": true in the speculative config; without, mask_hidden is unused')
 
 
@@ -190,12 +198,14 @@ def _speculators(case: Case) -> dict[str, Any]:
     outer, layer = case.config, case.config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise FormatError("config.json: transformer_layer_config is missing")
+    parallel = outer["speculators_model_type"] == "peagle"
     # where the field is missing, speculators takes false for P-EAGLE and true for EAGLE-3
-    if outer.get("norm_before_residual", outer["speculators_model_type"] != "peagle"):
+    if outer.get("norm_before_residual", not parallel):
         case.note("norm_before_residual is true (the default there): vLLM runs it, SGLang and TensorRT-LLM do not")
     names = ("draft_vocab_size", "target_hidden_size", LAYER_IDS, "norm_before_fc", "fc_norm", "norm_output")
-    beside = (*names, "ptd_token_id", "mask_token_id")
-    return {**layer, **{name: outer[name] for name in beside if outer.get(name) is not None}}
+    # of P-EAGLE's settings, vLLM takes over the first four alone
+    taken = names[:4] if parallel else names
+    return {**layer, **{name: outer[name] for name in taken if outer.get(name) is not None}}
 
 
 def _draft_vocabulary(case: Case, sizes: dict[str, int]) -> None:
@@ -262,13 +272,18 @@ def max_lora_rank(rank: int) -> int:
 ADAPTED_NAME = "tuned"
 
 
+#: family → (method of the speculative config, what else that needs), where the method has not the family's name
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {"peagle": ("eagle3", {"parallel_drafting": True})}
+
+
 def _launch(launch: Launch) -> str | None:
-    if not served(launch.model_type, launch.family):
+    method, more = METHODS.get(launch.family, (launch.family, {}))
+    if not served(launch.model_type, method):
         return None
     comment = ""
-    spec = {"method": launch.family, "model": launch.head, "num_speculative_tokens": launch.tokens}
+    spec = {"method": method, "model": launch.head, "num_speculative_tokens": launch.tokens, **more}
     words = ["vllm", "serve", launch.target, *launch.limit("--max-model-len")]
-    if (implementation := model_impl(launch.model_type, launch.family)) is not None:
+    if (implementation := model_impl(launch.model_type, method)) is not None:
         words += ["--model-impl", implementation]
     if launch.adapter is not None:  # run on 0.32: the features that the head reads carry the adapter
         words += ["--enable-lora", "--max-lora-rank", str(max_lora_rank(launch.rank))]
@@ -288,6 +303,7 @@ FORMAT = Format(
         ),
         "eagle": Rules(_eagle, shards=True),
         "eagle3": Rules(_eagle3, shards=True),
+        "peagle": Rules(_peagle, shards=True),
         "dflash": Rules(check_dflash),
         "draft_model": Rules(check_draft_model),
     },

@@ -53,6 +53,15 @@ SIZES = {
     "smollm2-eagle": 2 * 576**2 + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 576,
     "smollm2-eagle3": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576,
     "quickstart": 3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 4096 * 576 + 4 * 576,
+    # EAGLE-3's layer, and further ones: q and o H·H, k v H·192, MLP, two norms; mask_hidden 3·D, the mask token's H
+    "smollm2-peagle": (
+        3 * 576**2 + 2 * 576**2 + 2 * 1152 * 192 + 576**2 + 3 * 576 * 1536 + 16000 * 576 + 4 * 576
+        + 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576 + 4 * 576
+    ),
+    "llama-3.1-8b-peagle": (
+        3 * 4096**2 + 2 * 4096**2 + 2 * 8192 * 1024 + 4096**2 + 3 * 4096 * 14336 + 32000 * 4096 + 4 * 4096
+        + 3 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4 * 4096
+    ),
     # the heads of Medusa-1; the adapter is the target's
     "llama-3.1-8b-medusa2": 4 * (4096**2 + 4096 + 128256 * 4096),
     "smollm2-medusa2": 4 * (576**2 + 576 + 64 * (576 + 49152)),
@@ -88,8 +97,8 @@ def dims_of(target: str) -> HeadDims:
 def test_the_list_is_complete() -> None:
     expected = {"quickstart", "qwen3-8b-eagle3", "qwen3-30b-a3b-eagle3", "gpt-oss-20b-eagle3", "gemma-3-12b-eagle3"}
     expected |= {"llama-3.3-70b-eagle3", "qwen3-next-80b-a3b-eagle3"}
-    expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle3")}
-    expected |= {f"smollm2-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle", "eagle3")}
+    expected |= {f"llama-3.1-8b-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle3", "peagle")}
+    expected |= {f"smollm2-{head}" for head in ("medusa", "medusa2", "hydra", "hydrapp", "eagle", "eagle3", "peagle")}
     expected |= {"smollm2-dflash", "smollm2-dspark", "qwen3-8b-dflash", "qwen3-8b-dspark", "llama-3.1-8b-dspark"}
     assert set(RECIPES) == expected == set(SIZES)
 

@@ -22,6 +22,7 @@ from headstart.heads.families import (
     EagleConfig,
     HydraConfig,
     MedusaConfig,
+    PEagleConfig,
     build_head,
 )
 from reference.block import Block, block_loss
@@ -31,6 +32,7 @@ from reference.eagle3 import eagle3_loss
 from reference.hydra import hydra_loss
 from reference.llama import Shape, Weights
 from reference.medusa import medusa_loss
+from reference.peagle import peagle_loss
 from reference.tiny import (
     FAVOURITES,
     double_document,
@@ -141,6 +143,12 @@ def _block(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -
     return block_loss(weights, ends, documents, block_of(head), kinds, c.depth_decay, dpace, confident)
 
 
+def _peagle(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Sums:
+    ids = None if head.draft_ids_U is None else head.draft_ids_U.tolist()
+    c = head.config
+    return peagle_loss(weights, ends, documents, shape_of(head), c.mask_token_id, c.depth, ids, c.loss)
+
+
 def medusa(**fields: Any) -> MedusaConfig:
     return MedusaConfig(**{"depth": 4, "rank": 5, **fields})
 
@@ -172,6 +180,12 @@ def dflash(**fields: Any) -> DFlashConfig:
 
 def dspark(**fields: Any) -> DSparkConfig:
     return DSparkConfig(**{**BLOCK, "markov_rank": 6, **REDUCED, **fields})
+
+
+def peagle(**fields: Any) -> PEagleConfig:
+    """Its usual draw of rows is off: it is random. The mask token occurs in the documents, too."""
+    given = {"depth": 4, "draft_vocab_size": 40, "feature_layers": [1, 3, 5], "row_fraction": 1.0, "mask_token_id": 11}
+    return PEagleConfig(**{**given, **fields})
 
 
 PARTIAL_ROPE: dict[str, Any] = {**ROPE, "partial_rotary_factor": 0.5}
@@ -340,6 +354,40 @@ REFERENCES: dict[str, Reference] = {
             "gated, whole vocabulary": {"markov_head": "gated", "draft_vocab_size": 0},
             "rnn": {"markov_head": "rnn"},
             "whole vocabulary, fill in": {"draft_vocab_size": 0, "sample_from_anchor": False},
+        },
+    ),
+    "peagle": Reference(
+        twin=_peagle,
+        examples={
+            "draft vocabulary": Example(peagle()),
+            "whole vocabulary": Example(peagle(draft_vocab_size=0, intermediate_size=40)),
+            "two layers": Example(peagle(layers=2)),
+            "own width": Example(peagle(hidden_size=24, intermediate_size=20)),
+            "three layers, q/k norms, partial rope": Example(
+                peagle(layers=3, qk_norm=True), replace(DIMS, rope_parameters=PARTIAL_ROPE)
+            ),
+            "norms of the streams": Example(peagle(fc_norm="stream")),
+            "norm before fc, two layers, own width": Example(
+                peagle(fc_norm="concat", layers=2, hidden_size=24, intermediate_size=20)
+            ),
+            "wide heads, llama3 rope": Example(peagle(), replace(WIDE, rope_parameters=LLAMA3_ROPE)),
+            "soft_ce, two layers": Example(peagle(loss="soft_ce", layers=2), loss_only=True),
+            "lk": Example(peagle(loss="lk"), loss_only=True),
+            "odd output head": Example(peagle(), ends=ODD_ENDS, loss_only=True),
+        },
+        random=peagle(loss="lk", row_fraction=0.6, layers=2),
+        small=lambda vocab: PEagleConfig(
+            depth=4,
+            draft_vocab_size=5 * vocab // 6,
+            feature_layers=[1, 2, 3],
+            row_fraction=1.0,
+            mask_token_id=vocab - 1,
+        ),
+        steps=12,
+        variants={
+            "two layers, q/k norms": {"layers": 2, "qk_norm": True},
+            "three layers, norms of the streams": {"layers": 3, "fc_norm": "stream"},
+            "one draft": {"depth": 1},
         },
     ),
 }

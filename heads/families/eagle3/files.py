@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from headstart.heads.base import MAX_LAYERS, Head, HeadConfig
 from headstart.heads.checkpoints.geometry import are_integers, flag, integer, llama_dims, require_plain
 from headstart.heads.checkpoints.head_files import Spelling
 from headstart.heads.checkpoints.raw import RawCheckpoint
-from headstart.heads.checkpoints.tensor_map import TensorMap, map_tensors
+from headstart.heads.checkpoints.tensor_map import Piece, TensorMap, map_tensors
 from headstart.heads.dims import HeadDims
 from headstart.heads.errors import FormatError
 from headstart.heads.families.eagle3.head import Eagle3Config, default_feature_layers
@@ -28,6 +28,7 @@ from headstart.heads.families.eagle_files import (
     LlamaDraftFiles,
     has_draft_layer,
     is_eagle3,
+    is_parallel,
     read_draft_ids,
     require_kind,
     shifted,
@@ -64,16 +65,20 @@ class Eagle3Files(LlamaDraftFiles):
     layouts = ("EAGLE-3", "SpecForge")
     speculators = "eagle3"
     title = "EAGLE-3"
+    #: name in FAMILIES
+    family: ClassVar[str] = "eagle3"
     architecture = "LlamaForCausalLMEagle3"
     layer = "midlayer."
     variants = VARIANTS
+    #: what a file of the speculators library means that does not give norm_before_residual
+    normed_residual: ClassVar[bool] = True
 
     def facts_of(self, config: HeadConfig) -> dict[str, str]:
         normed = cast(Eagle3Config, config).norm_output
         return {**self.facts, "recycled": "normed output"} if normed else self.facts
 
     def recognise(self, raw: RawCheckpoint) -> bool:
-        return has_draft_layer(raw.tensors) and is_eagle3(raw.tensors)
+        return has_draft_layer(raw.tensors) and is_eagle3(raw.tensors) and not is_parallel(raw)
 
     def spell(self, raw: RawCheckpoint) -> Spelling:
         spelling = super().spell(raw)
@@ -84,7 +89,7 @@ class Eagle3Files(LlamaDraftFiles):
         self, raw: RawCheckpoint, config: dict[str, Any], names: dict[str, str], target: HeadDims | None, layout: str
     ) -> TensorMap:
         where = str(raw.directory / "config.json")
-        layer_ids = _read_layers(config, target, where)
+        layer_ids = _read_layers(config, target, where, self.variants)
         draft = llama_dims(config, where, target.num_layers if target else max(layer_ids or (0,)) + 1)
         hidden = draft.hidden_size
         width = integer(config, "target_hidden_size", where, default=target.hidden_size if target else hidden)
@@ -96,13 +101,14 @@ class Eagle3Files(LlamaDraftFiles):
             "hidden_size": None if hidden == width else hidden,
             "intermediate_size": draft.intermediate_size,
             **_variant(config, where),
+            **self.more_fields(config, dims, where),
         }
         expected = {name: name for name in ("fc.weight", "norm.weight", "lm_head.weight")}
         expected |= _fc_norms(fields["fc_norm"], names)
         layers, unused = _layer_names(raw, names, fields["layers"], fields["qk_norm"])
         expected |= layers
         if hidden == width:
-            unused |= target_embedding(raw, names, dims)
+            unused |= self.shared_embeddings(raw, names, dims)
         else:
             expected["embed_tokens.weight"] = "embed_tokens.weight"
         unused |= {name: "the target's own, used in training only" for name in VERIFIER if name in names}
@@ -114,8 +120,23 @@ class Eagle3Files(LlamaDraftFiles):
             )
         ids_U = read_draft_ids(raw, names, size, dims.vocab_size, where)
         unused |= {name: "turned into the draft ids" for name in ("d2t", "t2d") if name in names}
-        mapped = map_tensors(raw, layout, "eagle3", fields, dims, names, expected, unused)
+        pieces = self.pieces(raw, names, fields, dims)
+        mapped = map_tensors(raw, layout, self.family, fields, dims, names, expected, unused, pieces)
         return replace(mapped, draft_ids_U=ids_U)
+
+    def more_fields(self, config: dict[str, Any], dims: HeadDims, where: str) -> dict[str, Any]:
+        """Fields of the head's config that config.json gives beside those of every EAGLE-3 head."""
+        return {}
+
+    def pieces(
+        self, raw: RawCheckpoint, names: dict[str, str], fields: dict[str, Any], dims: HeadDims
+    ) -> dict[str, Piece]:
+        """Our name → the part of a tensor of the file that it is."""
+        return {}
+
+    def shared_embeddings(self, raw: RawCheckpoint, names: dict[str, str], dims: HeadDims) -> dict[str, str]:
+        """{name: why it is not used} for embeddings in the file of a head that uses the target's."""
+        return target_embedding(raw, names, dims)
 
     def from_speculators(
         self, outer: dict[str, Any], flat: dict[str, Any], tensors: Iterable[str], where: str
@@ -123,7 +144,7 @@ class Eagle3Files(LlamaDraftFiles):
         keys = ("draft_vocab_size", "target_hidden_size", LAYER_IDS)
         flat |= {"draft_vocab_size": 32000} | {key: outer[key] for key in keys if outer.get(key) is not None}
         flat |= {key: outer[key] for key in ("norm_before_fc", "fc_norm", "norm_output") if outer.get(key) is not None}
-        flat["norm_before_residual"] = flag(outer, "norm_before_residual", where, True)
+        flat["norm_before_residual"] = flag(outer, "norm_before_residual", where, self.normed_residual)
         return {name: name for name in tensors}
 
     def settings(self, config: HeadConfig, dims: HeadDims) -> dict[str, Any]:
@@ -169,13 +190,16 @@ class Eagle3Files(LlamaDraftFiles):
         }
 
 
-def _read_layers(config: dict[str, Any], target: HeadDims | None, where: str) -> list[int] | None:
+def _read_layers(
+    config: dict[str, Any], target: HeadDims | None, where: str, variants: tuple[str, ...]
+) -> list[int] | None:
     """HF `hidden_states` indices that a head reads; None where the file leaves the usual three to the engine.
 
+    Args: variants: fields that change what a layer computes, and that the family reads.
     Raises: FormatError for a variant that Headstart does not run, for wrong layers, and where neither the file nor a
         target tells them.
     """
-    require_plain(config, where, VARIANTS)
+    require_plain(config, where, variants)
     require_kind(config, where, "Llama's or Qwen3's (Qwen2's has biases)", ("qwen3",))
     if flag(config, "norm_before_residual", where, False):
         raise FormatError(

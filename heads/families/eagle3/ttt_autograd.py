@@ -81,12 +81,12 @@ def rollout(
     """
     anchors, hidden = batch.anchors, g_RH.shape[1]
     counts, position_A = anchors.count_K, batch.position_R[anchors.row_A]
-    runs = [LayerRun(layer, _packed(layer, g_RH.dtype)) for layer in layers]
+    runs = [LayerRun(layer, packed(layer, g_RH.dtype)) for layer in layers]
     # W · embedding is one product over the pack: at step s, an anchor reads what row p + s - 1 read at step 1
     e_RW = F.linear(e_RH, runs[0].weight_WH[:, :hidden])
     runs[0].weight_WH = runs[0].weight_WH[:, hidden:]
     attend = TrainAttention(batch).attend
-    outputs = [_first_step(batch, attend, runs, hidden_norm, rope, e_RW, g_RH)]
+    outputs = [first_step(batch, attend, runs, hidden_norm, rope, e_RW, g_RH)]
     ahead = _Ahead.apply(e_RW, anchors.row_A, counts[1:]).split(counts[1:]) if len(counts) > 1 else ()
     for step, e_AW in enumerate(ahead, start=1):
         count = counts[step]
@@ -95,7 +95,7 @@ def rollout(
         packed_AW = e_AW + F.linear(hidden_norm(out_AH), runs[0].weight_WH)
         for n, run in enumerate(runs):
             if n > 0:
-                packed_AW = F.linear(_input_norm(run)(out_AH), run.weight_WH)
+                packed_AW = F.linear(input_norm(run)(out_AH), run.weight_WH)
             k_AgD, v_AgD = run.keys_values(packed_AW[:, run.queries :], cos, sin)
             run.own_k.append(k_AgD)
             run.own_v.append(v_AgD)
@@ -106,7 +106,7 @@ def rollout(
     return torch.cat(outputs)
 
 
-def _first_step(
+def first_step(
     batch: FeatureBatch,
     attend: Callable[..., Tensor],
     runs: list[LayerRun],
@@ -123,7 +123,7 @@ def _first_step(
     cos, sin = rope(batch.position_R)
     every_row = TrainAttention(batch, row_A=torch.arange(rows, device=row_A.device))
     for n, run in enumerate(runs):
-        x_RH = hidden_norm(g_RH) if n == 0 else _input_norm(run)(g_RH)
+        x_RH = hidden_norm(g_RH) if n == 0 else input_norm(run)(g_RH)
         last, queries = n == len(runs) - 1, run.queries
         if not last:
             packed_RW = F.linear(x_RH, run.weight_WH)
@@ -142,13 +142,13 @@ def _first_step(
     return g_RH
 
 
-def _packed(layer: DraftLayer, dtype: torch.dtype) -> Tensor:
+def packed(layer: DraftLayer, dtype: torch.dtype) -> Tensor:
     """The q, k and v projections of a layer as one matrix [W, in]."""
     attention = layer.self_attn
     return torch.cat([linear.weight for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]).to(dtype)
 
 
-def _input_norm(run: LayerRun) -> RMSNorm:
+def input_norm(run: LayerRun) -> RMSNorm:
     assert isinstance(run.layer, LaterLayer)
     return run.layer.input_layernorm
 

@@ -192,6 +192,12 @@ DFLASH_CONFIG = {
 }
 
 
+def peagle_tensors(layer: str = "midlayer.") -> Tensors:
+    """An EAGLE-3 head's tensors, the feature of masked places and all embeddings."""
+    more = {"mask_hidden": random(1, 1, 3 * D, seed=91), "embed_tokens.weight": random(V, D, seed=92)}
+    return {**eagle3_tensors(layer), **more}
+
+
 def speculators_eagle(tensors: Tensors) -> Tensors:
     """EAGLE-1 tensors under the names that speculators gives them."""
     renamed = ((name.replace("fc.", "fusion_fc."), tensor) for name, tensor in tensors.items())

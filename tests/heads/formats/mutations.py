@@ -37,6 +37,7 @@ from format_layouts import (
     later_layer,
     medusa_tensors,
     our_head,
+    peagle_tensors,
     random,
     speculators_eagle,
     stream_norms,
@@ -48,6 +49,7 @@ from safetensors.torch import load_file, save_file
 from headstart.heads.families.eagle.head import EagleConfig
 from headstart.heads.families.eagle3.head import Eagle3Config
 from headstart.heads.families.medusa.head import MedusaConfig
+from headstart.heads.families.peagle.head import PEagleConfig
 from headstart.heads.formats import ExportConfig, export_head, save_head
 from headstart.heads.formats.sidecar import SIDECAR, seal
 
@@ -81,6 +83,8 @@ def make_bases(root: Path) -> list[Base]:
         "eagle3": Eagle3Config(draft_vocab_size=U),
         "eagle3-narrow": Eagle3Config(draft_vocab_size=U, hidden_size=16),
         "eagle3-deep": Eagle3Config(draft_vocab_size=U, layers=2, qk_norm=True, fc_norm="stream", norm_output=True),
+        "peagle": PEagleConfig(draft_vocab_size=U, mask_token_id=5),
+        "peagle-narrow": PEagleConfig(draft_vocab_size=U, hidden_size=16, layers=2, mask_token_id=5),
     }
     for name, config in ours.items():
         save_head(our_head(config), root / name, {})
@@ -91,14 +95,16 @@ def make_bases(root: Path) -> list[Base]:
         ("tgi-1", ours["medusa"], "tgi"),
         ("tgi-2", ours["medusa-shared"], "tgi"),
         ("vllm-shared", ours["medusa-shared"], "vllm"),
+        ("peagle-exported", ours["peagle"], "vllm"),
     ):
         export_head(our_head(config), root / name, ExportConfig([engine], "float32"), provenance)
-    sealed = [Base(root / name) for name in (*ours, "eagle-shards", "sglang", "tgi-1", "tgi-2", "vllm-shared")]
+    sealed = [Base(root / name) for name in (*ours, "eagle-shards", "sglang", "tgi-1", "tgi-2", "vllm-shared",
+                                           "peagle-exported")]
     return [*sealed, *_without_sidecar(root, BARE), *_foreign(root)]
 
 
 #: directories that are also tried without their side file
-BARE = ("medusa", "eagle", "eagle3", "eagle3-deep", "sglang", "tgi-1")
+BARE = ("medusa", "eagle", "eagle3", "eagle3-deep", "sglang", "tgi-1", "peagle-narrow", "peagle-exported")
 
 
 def _without_sidecar(root: Path, names: tuple[str, ...]) -> list[Base]:
@@ -133,6 +139,11 @@ def _foreign(root: Path) -> list[Base]:
             },
             "model.safetensors",
         ),
+        "peagle-vllm": ({**EAGLE3_CONFIG, "ptd_token_id": 5}, peagle_tensors(), "model.safetensors"),
+        "peagle-speculators": (
+            {**SPECULATORS_CONFIG, "speculators_model_type": "peagle", "mask_token_id": 5}, peagle_tensors("layers.0."),
+            "model.safetensors",
+        ),
         "medusa-1": (MEDUSA_V1_CONFIG, medusa_tensors(), "medusa_lm_head.pt"),
         "medusa-tgi": (MEDUSA_V1_CONFIG, medusa_tensors(own=False), "medusa_lm_head.safetensors"),
         "medusa-vllm": (MEDUSA_CONFIG, vllm_medusa(medusa_tensors()), "model.safetensors"),
@@ -140,10 +151,8 @@ def _foreign(root: Path) -> list[Base]:
     for name, content in files.items():
         write(root / name, *content)
     _shards_of_pickles(root / "eagle-bin-shards")
-    masked = {**eagle3_tensors(), "mask_hidden": random(1, 1, 3 * D, seed=91)}
     checked = {
         "dflash": (DFLASH_CONFIG, dflash_tensors()),
-        "p-eagle": ({**EAGLE3_CONFIG, "ptd_token_id": 5}, masked),
         "draft-model": ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, language_model()),
     }
     for name, other in checked.items():

@@ -26,6 +26,7 @@ from format_layouts import (
     W,
     drop,
     eagle3_tensors,
+    peagle_tensors,
     same,
     trapped,
 )
@@ -123,9 +124,8 @@ def test_what_transformers_cannot_parse_no_engine_serves(tmp_path: Path, changes
 
 
 def test_a_mask_token_is_in_the_vocabulary(tmp_path: Path) -> None:
-    base = (E3[0], lambda: {**eagle3_tensors(), "mask_hidden": torch.ones(1, 1, 96)})
-    report = check_directory(trapped(tmp_path, (base, {"ptd_token_id": V}, same, {})), DIMS)
-    assert "ptd_token_id (or mask_token_id) is 97" in report.engines["vllm"].refused[0]
+    report = check_directory(trapped(tmp_path, ((E3[0], peagle_tensors), {"ptd_token_id": V}, same, {})), DIMS)
+    assert "ptd_token_id is 97" in report.engines["vllm"].refused[0]
 
 
 def test_a_tensor_with_and_without_its_prefix(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""P-EAGLE as a drafter: a whole chain from one pass (families §2).
+
+The pass runs the newly committed rows, whose features are the target's, and K - 1 masked places behind them. The last
+committed row drafts the first token and the places draft the others. Keys and values of masked places are scratch, as
+those of drafted tokens are (autoregressive.py). The drafts of a chain do not depend on each other, so what they are
+drawn from is exactly the distribution of each one.
+
+Shape legend: B batch, W committed rows of a pass, K drafts, H head hidden, U draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headstart.eval.decoding.sampling import add_seen, draw, penalise, probabilities
+from headstart.eval.drafters.autoregressive import AutoregressiveDrafter
+from headstart.eval.drafters.draft_vocabulary import in_draft_vocabulary, in_target_vocabulary
+from headstart.eval.kernels.argmax import argmax
+from headstart.eval.kernels.attention import Visibility
+from headstart.eval.kernels.line_up import line_up
+from headstart.eval.kernels.linear import Linear
+from headstart.eval.tree import Tree
+from headstart.heads.families.peagle.head import PEagleHead
+
+
+class ParallelDrafter(AutoregressiveDrafter):
+    """Drafts chains with a P-EAGLE head bound to its target.
+
+    The first `start` copies its weights. It raises ConfigError for a head whose mask token is not known.
+    """
+
+    head: PEagleHead
+
+    def products(self, batch: int) -> list[tuple[list[Linear], int]]:
+        depth = self.tree.depth
+        rows = {batch * (self.width + depth - 1), batch * self.width, batch * depth}
+        return [(self.step.linears(), count) for count in sorted(rows)]
+
+    def _place(self, batch: int, device: torch.device) -> None:
+        super()._place(batch, device)
+        places, mask_1kD = self.tree.depth - 1, self.head.mask_hidden.detach().view(1, 1, *self._streams())
+        self._mask_tokens = torch.full((batch, places), self.head.mask_token, dtype=torch.int64, device=device)
+        self._mask_g = self.step.fuse(mask_1kD, mask_1kD).expand(batch, places, -1).contiguous()
+        # behind the last committed row, whose column each cycle finds, the columns of the masked places
+        self._columns_P = self.width + torch.arange(places, device=device)
+
+    def _streams(self) -> tuple[int, int]:
+        count = len(self.head.spec.layer_ids)
+        return count, self.head.mask_hidden.numel() // count
+
+    @torch.inference_mode()
+    def propose(self, roots_B: Tensor, generator: torch.Generator | None = None) -> Tree:
+        lined = line_up(self.pending_BJ, self.pending_B, roots_B, self.length_B, self.kv.bin, self.tree.depth)
+        self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
+        ahead_BP = lined.ahead_DB[:-1].t()  # the last level's row would draft one token more
+        visibility = Visibility(
+            torch.cat((lined.position_BW, ahead_BP), 1), torch.cat((lined.write_BW, ahead_BP), 1), self.length_B
+        )
+        tokens_BN = torch.cat((lined.tokens_BW, self._mask_tokens), 1)
+        g_BNH = torch.cat((self.pending_g_BJH, self._mask_g), 1)
+        drafting_BK = torch.cat((lined.last_B1, self._columns_P.expand(len(roots_B), -1)), 1)
+        _, logits_BKU = self._pass(tokens_BN, g_BNH, visibility, drafting_BK)
+        self.length_B = lined.length_B
+        tokens_BK, q_BKV = self._drawn(logits_BKU, generator)
+        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKV)
+
+    def _drawn(self, logits_BKU: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
+        """(a token of every depth, what it was drawn from; None for the most likely ones).
+
+        A repetition penalty counts the drafts before each one too, as the target's does.
+        """
+        sampled = self.tree.sample and not self.sampling.greedy
+        parts = [logits_BKU] if self.seen_BV is None else logits_BKU.split(1, dim=1)
+        seen_BV, tokens, qs = self.seen_BV, [], []
+        for logits_BnU in parts:
+            seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
+            seen_B1U = None if seen_BU is None else seen_BU[:, None]
+            if sampled:
+                q_BnU = probabilities(logits_BnU, self.sampling, seen_B1U)
+                tokens.append(self.head.target_ids(draw(q_BnU, generator)))
+                qs.append(in_target_vocabulary(q_BnU, self.head.draft_ids_U, self.head.dims.vocab_size))
+            else:
+                tokens.append(argmax(penalise(logits_BnU, self.sampling, seen_B1U), self.head.draft_ids_U))
+            seen_BV = add_seen(seen_BV, tokens[-1])
+        return torch.cat(tokens, 1), torch.cat(qs, 1) if qs else None

@@ -1,0 +1,131 @@
+"""P-EAGLE on disk: EAGLE-3's tensors, `mask_hidden` [1, 1, 3D], and all embeddings, the mask token's trained one too.
+
+vLLM takes the mask token from config.json and the tensors from the file. A saved head that uses the target's embeddings
+holds the mask token's alone (the compact form); the portable form has the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from headstart.heads.base import Head, HeadConfig
+from headstart.heads.checkpoints.geometry import integer
+from headstart.heads.checkpoints.head_files import Contents, HeadFiles
+from headstart.heads.checkpoints.raw import RawCheckpoint
+from headstart.heads.checkpoints.tensor_map import Piece
+from headstart.heads.dims import HeadDims
+from headstart.heads.errors import FormatError
+from headstart.heads.families.eagle3.files import VARIANTS, Eagle3Files
+from headstart.heads.families.eagle_files import MASK_HIDDEN, MASK_TOKENS, has_draft_layer, is_eagle3, is_parallel
+from headstart.heads.families.paper import Paper
+from headstart.heads.families.peagle.head import PEagleConfig, PEagleHead
+
+PAPER = Paper(
+    method="P-EAGLE",
+    title="P-EAGLE: Parallel-Drafting EAGLE with Scalable Training",
+    authors="Hui, Mude and Huang, Xin and Salas, Jaime Campos and Sun, Yue and Pemberton, Nathan and Song, Xiang and "
+    "Khetan, Ashish and Karypis, George",
+    arxiv="2602.01469",
+)
+EMBEDDINGS = "embed_tokens.weight"
+
+
+class PEagleFiles(Eagle3Files):
+    """EAGLE-3's files with the masked places' feature and embedding."""
+
+    facts = {
+        **Eagle3Files.facts,
+        "recycled": "nothing: masked places read mask_hidden and the mask token's embedding",
+        "method": f"{PAPER.method}, arXiv {PAPER.arxiv}",
+    }
+    layouts = ("P-EAGLE",)
+    speculators = "peagle"
+    title = "P-EAGLE"
+    family = "peagle"
+    #: SGLang knows the other name, LlamaForCausalLMEagle3: under it, it would run this head as EAGLE-3
+    architecture = "Eagle3LlamaForCausalLM"
+    normed_residual = False
+    variants = (*VARIANTS, *MASK_TOKENS, "parallel_drafting")
+    compact_note = "Saved without the target's embeddings: run `headstart export` before serving."
+
+    def facts_of(self, config: HeadConfig) -> dict[str, str]:
+        return self.facts
+
+    def recognise(self, raw: RawCheckpoint) -> bool:
+        return has_draft_layer(raw.tensors) and is_eagle3(raw.tensors) and is_parallel(raw)
+
+    def more_fields(self, config: dict[str, Any], dims: HeadDims, where: str) -> dict[str, Any]:
+        # nothing is recycled, so norm_output changes nothing
+        return {"mask_token_id": mask_token(config, dims.vocab_size, where), "norm_output": False}
+
+    def pieces(
+        self, raw: RawCheckpoint, names: dict[str, str], fields: dict[str, Any], dims: HeadDims
+    ) -> dict[str, Piece]:
+        found = {MASK_HIDDEN: Piece(MASK_HIDDEN)}
+        if fields["hidden_size"] is None:
+            found["mask_embedding"] = Piece(EMBEDDINGS, fields["mask_token_id"])
+        return found
+
+    def shared_embeddings(self, raw: RawCheckpoint, names: dict[str, str], dims: HeadDims) -> dict[str, str]:
+        if EMBEDDINGS not in names:
+            raise FormatError(
+                f"{raw.directory}: {EMBEDDINGS} is missing, and the mask token's embedding with it, which P-EAGLE "
+                "trains. Copy it from where the head was trained."
+            )
+        super().shared_embeddings(raw, names, dims)  # the shape
+        return {}
+
+    def from_speculators(
+        self, outer: dict[str, Any], flat: dict[str, Any], tensors: Iterable[str], where: str
+    ) -> dict[str, str]:
+        flat |= {name: outer[name] for name in MASK_TOKENS if outer.get(name) is not None}
+        return super().from_speculators(outer, flat, tensors, where)
+
+    def tensors(self, head: Head) -> dict[str, Tensor]:
+        """Raises: FormatError for a head with the target's embeddings that is not bound to its target."""
+        tensors, peagle = super().tensors(head), cast(PEagleHead, head)
+        tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].view(1, 1, -1)
+        if peagle.replaced is not None:
+            if peagle.embed_VD is None:
+                raise FormatError("this P-EAGLE head uses the target's embeddings: bind it to the target to export it")
+            token, own_H = peagle.replaced
+            embed_VD = peagle.embed_VD.to(own_H.dtype, copy=True)
+            embed_VD[token] = own_H.detach()
+            del tensors["mask_embedding"]
+            tensors[EMBEDDINGS] = embed_VD
+        return tensors
+
+    def config_json(self, head: Head) -> dict[str, Any]:
+        return super().config_json(head) | {"mask_token_id": cast(PEagleHead, head).mask_token}
+
+    def contents(self, head: Head) -> Contents:
+        peagle = cast(PEagleHead, head)
+        held = HeadFiles.contents(self, head) if peagle.replaced is not None else self.portable(head)
+        return replace(held, settings=settings_of(peagle))
+
+    def portable(self, head: Head) -> Contents:
+        return replace(super().portable(head), settings=settings_of(cast(PEagleHead, head)))
+
+    def drafted_tokens(self, depth: int, chain: int | None) -> int:
+        """`chain` if given, else the trained depth, at most 7: one pass drafts them all."""
+        return min(depth, 7) if chain is None else chain
+
+
+def settings_of(head: PEagleHead) -> PEagleConfig:
+    """The head's config with the mask token that it has."""
+    return replace(head.config, mask_token_id=head.mask_token)
+
+
+def mask_token(config: dict[str, Any], vocab_size: int, where: str) -> int:
+    """The mask token that config.json names. Raises: FormatError where it names none, several, or no token."""
+    named = [name for name in MASK_TOKENS if config.get(name) is not None]
+    if not named:
+        raise FormatError(f"{where}: mask_token_id is missing: the token whose embedding masked places read")
+    tokens = {name: integer(config, name, where, bounds=(0, vocab_size - 1)) for name in named}
+    if len(set(tokens.values())) > 1:
+        raise FormatError(f"{where}: names several mask tokens: {tokens}. Keep the one that the head was trained with.")
+    return tokens[named[0]]

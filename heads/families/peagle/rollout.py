@@ -1,0 +1,72 @@
+"""P-EAGLE's training pass: all rows (p, d) of a pack at once, through autograd (arXiv 2602.01469, families §2).
+
+    d = 0   every row p reads the embedding of x_{p+1} and the target's feature at p. In every layer it makes keys and
+            values. In the layers below the last, all rows run; in the last one, the anchors alone.
+    d ≥ 1   the anchors that run at depth d + 1 read the mask token's embedding and the mask feature, at rope position
+            p + d. In each layer, row (p, d) attends to the rows (s, 0) with s ≤ p of its document, and to (p, 1 … d).
+
+No row reads what another one drafted. So all depths pass through a layer side by side, and only the attention, whose
+numbers of keys differ, is called once per depth.
+
+Shape legend: R rows, A anchors, M = Σ_d count_d, N = M - A rows of masked places, H hidden, W = (h + 2 g) · d packed
+projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.families.eagle3.ttt_autograd import LayerRun, first_step, input_norm, packed
+from headstart.heads.kernels.attention import TrainAttention
+from headstart.heads.layers import DraftLayer, RMSNorm, Rope
+
+
+def rollout(
+    batch: FeatureBatch,
+    layers: Sequence[DraftLayer],
+    hidden_norm: RMSNorm,
+    rope: Rope,
+    e_RH: Tensor,
+    g_RH: Tensor,
+    mask_e_H: Tensor,
+    mask_g_H: Tensor,
+) -> Tensor:
+    """The last layer's outputs for every depth's anchors, laid end to end: [M, H], `anchors.count_K` rows each.
+
+    Args:
+        layers: the first one's attention input is cat(e, hidden_norm(g)), and its residual stream starts from g. The
+            others are `LaterLayer`s.
+        e_RH: normed embeddings of each row's next token, in the compute dtype. mask_e_H: that of the mask token.
+        g_RH: each row's feature, in the compute dtype. mask_g_H: that of a masked place.
+    """
+    hidden, later = g_RH.shape[1], batch.anchors.count_K[1:]
+    runs = [LayerRun(layer, packed(layer, g_RH.dtype)) for layer in layers]
+    e_WH, g_WH = runs[0].weight_WH.split((hidden, runs[0].weight_WH.shape[1] - hidden), dim=1)
+    runs[0].weight_WH = g_WH
+    attend = TrainAttention(batch).attend
+    out_AH = first_step(batch, attend, runs, hidden_norm, rope, F.linear(e_RH, e_WH), g_RH)
+    if not later:
+        return out_AH
+    position_A = batch.position_R[batch.anchors.row_A]
+    cos, sin = rope(torch.cat([position_A[:count] + d for d, count in enumerate(later, start=1)]))
+    # all masked places read the same, so the first layer projects one row
+    packed_NW = (F.linear(mask_e_H, e_WH) + F.linear(hidden_norm(mask_g_H), g_WH)).expand(sum(later), -1)
+    out_NH = mask_g_H.expand(sum(later), -1)
+    for n, run in enumerate(runs):
+        if n > 0:
+            packed_NW = F.linear(input_norm(run)(out_NH), run.weight_WH)
+        assert run.k_RgD is not None and run.v_RgD is not None
+        k_NgD, v_NgD = run.keys_values(packed_NW[:, run.queries :], cos, sin)
+        own_k, own_v = k_NgD.split(later), v_NgD.split(later)
+        q_NhD = run.rotated_queries(packed_NW[:, : run.queries], cos, sin)
+        context = [
+            attend(q_AhD, run.k_RgD, run.v_RgD, own_k[:d], own_v[:d])
+            for d, q_AhD in enumerate(q_NhD.split(later), start=1)
+        ]
+        out_NH = run.layer.finish(torch.cat(context), out_NH)
+    return torch.cat((out_AH, out_NH))

@@ -7,7 +7,6 @@ holds the mask token's alone (the compact form); the portable form has the whole
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -22,7 +21,7 @@ from headstart.heads.errors import FormatError
 from headstart.heads.families.eagle3.files import VARIANTS, Eagle3Files
 from headstart.heads.families.eagle_files import MASK_HIDDEN, MASK_TOKENS, has_draft_layer, is_eagle3, is_parallel
 from headstart.heads.families.paper import Paper
-from headstart.heads.families.peagle.head import PEagleConfig, PEagleHead
+from headstart.heads.families.peagle.head import PEagleHead
 
 PAPER = Paper(
     method="P-EAGLE",
@@ -103,21 +102,12 @@ class PEagleFiles(Eagle3Files):
         return super().config_json(head) | {"mask_token_id": cast(PEagleHead, head).mask_token}
 
     def contents(self, head: Head) -> Contents:
-        peagle = cast(PEagleHead, head)
-        held = HeadFiles.contents(self, head) if peagle.replaced is not None else self.portable(head)
-        return replace(held, settings=settings_of(peagle))
-
-    def portable(self, head: Head) -> Contents:
-        return replace(super().portable(head), settings=settings_of(cast(PEagleHead, head)))
+        shares = cast(PEagleHead, head).replaced is not None
+        return HeadFiles.contents(self, head) if shares else self.portable(head)
 
     def drafted_tokens(self, depth: int, chain: int | None) -> int:
         """`chain` if given, else the trained depth, at most 7: one pass drafts them all."""
         return min(depth, 7) if chain is None else chain
-
-
-def settings_of(head: PEagleHead) -> PEagleConfig:
-    """The head's config with the mask token that it has."""
-    return replace(head.config, mask_token_id=head.mask_token)
 
 
 def mask_token(config: dict[str, Any], vocab_size: int, where: str) -> int:

@@ -40,6 +40,7 @@ class PEagleConfig(Eagle3Config):
     structure: ClassVar[tuple[str, ...]] = Eagle3Config.structure
     behaviour: ClassVar[tuple[str, ...]] = ("mask_token_id",)
     added: ClassVar[tuple[str, ...]] = ()
+    placeholder: ClassVar[str | None] = "mask_token_id"
 
     type: str = "peagle"
     #: Drafts of one pass that are trained (K).
@@ -63,7 +64,6 @@ class PEagleHead(Eagle3Head):
     Row (p, d) sees the rows (s, 0) with s ≤ p, and (p, 1 … d). It drafts x_{p+2+d}, which is depth d + 1 of anchor p.
 
     Attributes:
-        mask_token_id: the config's. None until it is known: such a head neither trains nor drafts.
         mask_hidden: [m · D], what masked places have in the place of the target's features, before any norm.
         mask_embedding: [H], the mask token's embedding. None in a head with embeddings of its own, where it is a row of
             them.
@@ -82,20 +82,20 @@ class PEagleHead(Eagle3Head):
             )
         if config.norm_output:
             raise ConfigError("head.norm_output: found true, but a P-EAGLE head feeds no output back: leave it false")
-        self.mask_token_id = token
         self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))
         own = self.embed_tokens is not None
         self.mask_embedding = None if own else nn.Parameter(torch.randn(self.fc.out_features))
 
     @property
     def mask_token(self) -> int:
-        """`mask_token_id`. Raises: ConfigError where it is not known."""
-        if self.mask_token_id is None:
+        """The token of masked places. Raises: ConfigError where it is not known: the head neither trains nor drafts."""
+        token = self.config.mask_token_id
+        if token is None:
             raise ConfigError(
                 "head.mask_token_id: found null, and this head is to train or to draft; expected the id of a token "
                 "that texts do not hold, such as a reserved one of the target's tokenizer"
             )
-        return self.mask_token_id
+        return token
 
     @property
     def replaced(self) -> tuple[int, Tensor] | None:

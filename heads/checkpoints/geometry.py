@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -56,6 +57,25 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
 }
 
+#: defaults of transformers' Qwen3Config
+QWEN3_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "num_hidden_layers": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with what transformers fills in for its `model_type`, of those that draft layers have."""
+    return {**(QWEN3_DEFAULTS if config.get("model_type") == "qwen3" else LLAMA_DEFAULTS), **config}
+
 
 def integer(
     config: dict[str, Any], name: str, where: str, default: int | None = None, bounds: tuple[int, int] | None = None
@@ -84,17 +104,23 @@ def flag(config: dict[str, Any], name: str, where: str, default: bool) -> bool:
     return value
 
 
-def require_plain(config: dict[str, Any], where: str, allowed: tuple[str, ...] = ()) -> None:
+def require_plain(
+    config: dict[str, Any],
+    where: str,
+    allowed: tuple[str, ...] = (),
+    plain: Mapping[str, tuple[Any, ...]] = PLAIN,
+) -> None:
     """Refuse every field that makes the layer compute something else than Headstart's heads do.
 
+    Args: plain: field → the values with which it changes nothing.
     Raises: FormatError naming the field and its value.
     """
-    for name, neutral in PLAIN.items():
+    for name, neutral in plain.items():
         value = config.get(name)
         if name in allowed or (name == "sliding_window" and config.get("use_sliding_window") is False):
             continue
         # 0 == False and 1 == True in Python
-        if not any(value == plain and isinstance(value, bool) is isinstance(plain, bool) for plain in neutral):
+        if not any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in neutral):
             raise FormatError(
                 f"{where}: {name} is {value!r}: this head computes something that Headstart's does not, and reading it "
                 "without would draft wrongly in silence. Convert it with the tool that trained it, or train a new head."

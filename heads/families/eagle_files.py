@@ -175,9 +175,20 @@ def short_names(raw: RawCheckpoint) -> dict[str, str]:
     return names
 
 
-def has_draft_layer(names: Iterable[str]) -> bool:
-    """Whether tensor names look like an EAGLE head's: an input projection, or most of a draft layer."""
-    short = [name.removeprefix("model.") for name in names]
+def is_block_draft(raw: RawCheckpoint) -> bool:
+    """Whether a checkpoint is a head that drafts blocks (families/block), whose tensors resemble an EAGLE head's."""
+    named, kind = raw.config.get("architectures"), raw.config.get("speculators_model_type")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    by_name = any(method in name for name in names for method in ("DFlash", "DSpark"))
+    by_tensors = bool({"hidden_norm.weight", "model.hidden_norm.weight"} & set(raw.tensors))
+    return by_name or by_tensors or "dflash_config" in raw.config or kind in ("dflash", "dspark")
+
+
+def has_draft_layer(raw: RawCheckpoint) -> bool:
+    """Whether a checkpoint looks like an EAGLE head: an input projection, or most of a draft layer."""
+    if is_block_draft(raw):
+        return False
+    short = [name.removeprefix("model.") for name in raw.tensors]
     projection = any(name == "fc.weight" or name.startswith("fusion_fc.") for name in short)
     return projection or sum(name.endswith(tuple(LAYER)) for name in short) > len(LAYER) // 2
 

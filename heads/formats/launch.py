@@ -76,12 +76,13 @@ def why_tokens(side: dict[str, Any], text: Callable[[str], str] = str) -> str:
 
     Args: text: escapes a name for the document that the sentence goes into.
     """
-    chosen = tuned_chain(side)
+    chosen, tokens = tuned_chain(side), drafted_tokens(side)
     if chosen is not None:
-        return (
-            f"{drafted_tokens(side)} drafted tokens: the best chain at batch {chosen.batch} on {text(chosen.device)} "
-            f"(`headstart tune`, {chosen.chain_speedup:.2f}× predicted)."
-        )
+        tuned = f"chain at batch {chosen.batch} on {text(chosen.device)} (`headstart tune`, "
+        tuned += f"{chosen.chain_speedup:.2f}× predicted)"
+        if tokens != chosen.chain:
+            return f"{tokens} drafted tokens, as engines draft with this head; the best {tuned} has {chosen.chain}."
+        return f"{tokens} drafted tokens: the best {tuned}."
     if tuned_batches(side):
         return "`headstart tune` found no batch size at which drafting pays: measure before you deploy it."
     return ""

@@ -12,11 +12,6 @@ from headstart.heads.errors import FormatError
 from headstart.heads.families import FAMILIES
 
 
-def is_dflash(raw: RawCheckpoint) -> bool:
-    """A DFlash head: a small bidirectional model over blocks of masked tokens."""
-    return "dflash_config" in raw.config or "DFlashDraftModel" in architectures(raw)
-
-
 def is_language_model(raw: RawCheckpoint) -> bool:
     """An ordinary causal language model."""
     names = {name.removeprefix("model.") for name in raw.tensors}
@@ -25,7 +20,6 @@ def is_language_model(raw: RawCheckpoint) -> bool:
 
 #: drafts that engines serve and Headstart does not read: name → (its name in messages, whether a checkpoint is one)
 NOT_READ: dict[str, tuple[str, Callable[[RawCheckpoint], bool]]] = {
-    "dflash": ("a DFlash head", is_dflash),
     "draft_model": ("an ordinary language model", is_language_model),
 }
 

@@ -1,4 +1,6 @@
-"""SGLang 0.5.23 (read from its source): EAGLE-1 and EAGLE-3, no Medusa. Unknown tensors are skipped in silence.
+"""SGLang 0.5.23 (read from its source): EAGLE-1 and EAGLE-3, block heads (sglang_block.py), no Medusa.
+
+Unknown tensors are skipped in silence.
 
 EAGLE-3 takes the portable directory. EAGLE-1 needs its own: another architecture name, and an `fc.bias` (zeros
 where the head has none).
@@ -32,6 +34,7 @@ from headstart.heads.formats.eagle_rules import (
     usual_layers,
 )
 from headstart.heads.formats.format import Format, Launch, Rules
+from headstart.heads.formats.sglang_block import BLOCK_OPTIONS, block_words, check_dflash, check_dspark
 from headstart.heads.formats.verdicts import WRONG, Case, TensorRule
 
 EAGLE_ARCHITECTURE = "LlamaForCausalLMEagle"
@@ -131,14 +134,16 @@ def _write_eagle(head: Head, provenance: dict[str, Any]) -> Contents:
 
 
 def _launch(launch: Launch) -> str:
-    return shlex.join(
-        [
-            "python", "-m", "sglang.launch_server", "--model-path", launch.target, "--speculative-algorithm",
-            "EAGLE3" if launch.family == "eagle3" else "EAGLE", "--speculative-draft-model-path", launch.head,
-            "--speculative-num-steps", str(launch.tokens), "--speculative-eagle-topk", "1",
-            "--speculative-num-draft-tokens", str(launch.tokens + 1), *launch.limit("--context-length"),
-        ]
-    )  # fmt: skip
+    serve = ["python", "-m", "sglang.launch_server", "--model-path", launch.target]
+    if launch.family in BLOCK_OPTIONS:
+        drafts = block_words(launch)
+    else:
+        drafts = [
+            "--speculative-algorithm", "EAGLE3" if launch.family == "eagle3" else "EAGLE",
+            "--speculative-draft-model-path", launch.head, "--speculative-num-steps", str(launch.tokens),
+            "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(launch.tokens + 1),
+        ]  # fmt: skip
+    return shlex.join([*serve, *drafts, *launch.limit("--context-length")])
 
 
 FORMAT = Format(
@@ -146,8 +151,13 @@ FORMAT = Format(
     name="SGLang",
     title="SGLang",
     version="SGLang 0.5.23",
-    serves={"eagle": Rules(_eagle, _write_eagle, shards=True), "eagle3": Rules(_eagle3, shards=True)},
+    serves={
+        "eagle": Rules(_eagle, _write_eagle, shards=True),
+        "eagle3": Rules(_eagle3, shards=True),
+        "dflash": Rules(check_dflash, shards=True),
+        "dspark": Rules(check_dspark, shards=True),
+    },
     launch=_launch,
     before=Case.require_parsed,
-    unchecked=("dflash", "draft_model"),
+    unchecked=("draft_model",),
 )

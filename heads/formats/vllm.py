@@ -35,7 +35,8 @@ from headstart.heads.formats.eagle_rules import (
 from headstart.heads.formats.format import Format, Launch, Rules, Versions
 from headstart.heads.formats.medusa_rules import block_tensors, matrix_tensors, medusa_counts
 from headstart.heads.formats.verdicts import LOADS, REFUSES, WRONG, Case
-from headstart.heads.formats.vllm_dflash import check_dflash, check_draft_model
+from headstart.heads.formats.vllm_block import check_dflash, check_dspark
+from headstart.heads.formats.vllm_draft_model import check_draft_model
 from headstart.heads.formats.vllm_targets import check_target_class, check_window, model_impl, served
 
 EAGLE_ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
@@ -304,7 +305,8 @@ FORMAT = Format(
         "eagle": Rules(_eagle, shards=True),
         "eagle3": Rules(_eagle3, shards=True),
         "peagle": Rules(_peagle, shards=True),
-        "dflash": Rules(check_dflash),
+        "dflash": Rules(check_dflash, shards=True),
+        "dspark": Rules(check_dspark, shards=True),
         "draft_model": Rules(check_draft_model),
     },
     launch=_launch,

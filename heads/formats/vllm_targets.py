@@ -25,7 +25,7 @@ RECURRENT_WITHOUT_INTERFACE = frozenset(
     ("falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "olmo_hybrid", "zamba2")
 )
 #: methods that read hidden states of the target's inner layers
-READ_INNER_LAYERS = ("eagle3", "dflash")
+READ_INNER_LAYERS = ("eagle3", "dflash", "dspark")
 
 
 def model_impl(model_type: str, method: str) -> str | None:
@@ -42,7 +42,7 @@ def served(model_type: str, method: str) -> bool:
 
 
 def check_target_class(case: Case) -> None:
-    """Say how a target is launched whose own class lacks the interface that EAGLE-3 and DFlash need."""
+    """Say how a target is launched whose own class lacks the interface for heads that read inner layers."""
     kind = "" if case.target is None else case.target.model_type
     if kind in WITHOUT_INTERFACE:
         case.note(

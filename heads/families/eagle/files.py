@@ -43,7 +43,7 @@ class EagleFiles(LlamaDraftFiles):
     layer = "layers.0."
 
     def recognise(self, raw: RawCheckpoint) -> bool:
-        return has_draft_layer(raw.tensors) and not is_eagle3(raw.tensors)
+        return has_draft_layer(raw) and not is_eagle3(raw.tensors)
 
     def read_flat(
         self, raw: RawCheckpoint, config: dict[str, Any], names: dict[str, str], target: HeadDims | None, layout: str

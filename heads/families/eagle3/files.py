@@ -78,7 +78,7 @@ class Eagle3Files(LlamaDraftFiles):
         return {**self.facts, "recycled": "normed output"} if normed else self.facts
 
     def recognise(self, raw: RawCheckpoint) -> bool:
-        return has_draft_layer(raw.tensors) and is_eagle3(raw.tensors) and not is_parallel(raw)
+        return has_draft_layer(raw) and is_eagle3(raw.tensors) and not is_parallel(raw)
 
     def spell(self, raw: RawCheckpoint) -> Spelling:
         spelling = super().spell(raw)

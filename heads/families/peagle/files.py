@@ -55,7 +55,7 @@ class PEagleFiles(Eagle3Files):
         return self.facts
 
     def recognise(self, raw: RawCheckpoint) -> bool:
-        return has_draft_layer(raw.tensors) and is_eagle3(raw.tensors) and is_parallel(raw)
+        return has_draft_layer(raw) and is_eagle3(raw.tensors) and is_parallel(raw)
 
     def more_fields(self, config: dict[str, Any], dims: HeadDims, where: str) -> dict[str, Any]:
         # nothing is recycled, so norm_output changes nothing

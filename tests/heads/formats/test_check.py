@@ -657,16 +657,18 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         same,
         {
             "vllm": (L, ""),
-            "sglang": (Verdict.UNKNOWN, "not been checked"),
-            "tgi": (R, "TGI does not draft with a DFlash head; it drafts with medusa"),
-            "headstart": (R, "DFlash"),
+            "sglang": (L, ""),
+            "tensorrt_llm": (Verdict.UNKNOWN, "not been checked"),
+            "llama_cpp": (Verdict.UNKNOWN, "not been checked"),
+            "tgi": (R, "TGI does not draft with dflash heads; it drafts with medusa"),
+            "headstart": (L, ""),
         },
     ),
     "DFlash ids counted twice": (
         F,
         {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
         same,
-        {"vllm": (W, r"read as they are.*write \[2, 4, 6\]")},
+        {"vllm": (W, r"it reads \[1, 3, 5\].*target_layer_ids says \[2, 4, 6\]")},
     ),
     "DFlash ids in both countings": (F, {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}, same, {"vllm": (L, "")}),
     "DFlash ids hidden by eagle_config": (
@@ -695,7 +697,7 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         {"vllm": (W, "not ascending")},
     ),
     "DFlash mask_hidden": (F, {}, put(mask_hidden=(1, 1, 96)), {"vllm": (R, "mask_hidden must be absent")}),
-    "DFlash q_norm missing": (F, {}, drop("layers.1.self_attn.q_norm.weight"), {"vllm": (R, "q_norm.weight")}),
+    "DFlash q_norm missing": (F, {}, drop("layers.1.self_attn.q_norm.weight"), {"vllm": (W, "norm stays at ones")}),
     # others
     "draft model": (
         DRAFT,

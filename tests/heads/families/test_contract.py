@@ -70,8 +70,8 @@ def test_the_loss_is_the_naive_twins(example: Example) -> None:
     assert batch.anchors.count_K == (15, 9, 5, 3)[: head.depth]
     assert all(count > 0 for count in expected.count)
     if head.draft_ids_U is not None and expected.prefix is not None:
-        # some positions carry no loss, at different depths of the same rows
-        assert all(count < rows for count, rows in zip(expected.count, batch.anchors.count_K, strict=True))
+        # some positions carry no loss
+        assert expected.numerators[head.depth] < batch.anchors.count_K[0]
     check_against(head, batch, teacher_of(ends), expected, weights, reference.tolerance)
 
 

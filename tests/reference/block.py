@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -120,18 +120,21 @@ class BlockSums:
     total: list[int]
     covered: int
     prefix: list[int]
+    #: with a confidence head: sums over the slots that carry a loss, and their number
+    means: dict[str, float] = field(default_factory=dict)
+    slots: int = 0
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return (*(f"acc_{d}" for d in range(1, len(self.correct) + 1)), "coverage")
+        return (*(f"acc_{d}" for d in range(1, len(self.correct) + 1)), "coverage", *self.means)
 
     @property
     def numerators(self) -> list[float]:
-        return [*self.correct, self.covered]
+        return [*self.correct, self.covered, *self.means.values()]
 
     @property
     def denominators(self) -> list[float]:
-        return [*self.total, self.total[0]]
+        return [*self.total, self.total[0], *(self.slots for _ in self.means)]
 
 
 def slot_terms(q: Tensor, p: Tensor, label: int) -> dict[str, Tensor]:
@@ -163,8 +166,9 @@ def block_loss(
     """
     terms = [*kinds, *(["confidence"] if confidence else [])]
     zero = torch.zeros((), dtype=ends.lm_head_VD.dtype)
-    sums = BlockSums([zero] * len(terms), [0.0] * len(terms), *([0] * block.depth for _ in range(2)), 0, [])
-    sums.prefix = [0] * block.depth
+    zeros = [[0] * block.depth for _ in range(3)]
+    sums = BlockSums([zero] * len(terms), [0.0] * len(terms), zeros[0], zeros[1], 0, zeros[2])
+    sums.means = {"confidence": 0.0, "overlap": 0.0} if confidence else {}
     listed = block.draft_ids if block.draft_ids is not None else list(range(len(ends.lm_head_VD)))
     for document in documents:
         context = context_rows(weights, block, document.streams_TkD)
@@ -183,7 +187,7 @@ def block_loss(
             found, all_hit = [], True
             for k in range(1, reached + 1):
                 q = torch.softmax(logits[k - 1], 0)
-                hit = k <= active and listed[int(q.argmax())] == greedy_choice(ends, document, t, k)
+                hit = listed[int(q.argmax())] == greedy_choice(ends, document, t, k)
                 all_hit = all_hit and hit
                 sums.correct[k - 1] += hit
                 sums.total[k - 1] += 1
@@ -197,6 +201,9 @@ def block_loss(
                         c = torch.sigmoid(c + weights["confidence_head.proj.bias"][0])
                         goal = slot["acceptance"].detach()
                         slot["confidence"] = -(goal * torch.log(c) + (1 - goal) * torch.log(1 - c))
+                        sums.means["confidence"] += c.item()
+                        sums.means["overlap"] += goal.item()
+                    sums.slots += 1
                     found.append((depth_decay ** (k - 1), slot))
             if dpace:
                 reach = [0.5 * math.exp(-slot["ce"].item()) + 0.5 for _, slot in found]

@@ -140,6 +140,8 @@ def _block(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -
     confident = getattr(c, "confidence_weight", 0) > 0
     kinds = tuple(kind for kind in ("ce", "l1", "kl", "lk") if getattr(c, f"{kind}_weight") > 0)
     dpace = c.weighting == "dpace"
+    if head.lm_head is not None:  # frozen
+        weights = {**weights, "lm_head.weight": head.lm_head.weight.detach().double()}
     return block_loss(weights, ends, documents, block_of(head), kinds, c.depth_decay, dpace, confident)
 
 

@@ -145,15 +145,18 @@ def test_the_layout_changes_nothing(example: Example) -> None:
     head, ends = example_head(example, torch.float64)
     docs, teacher = documents(LONG), teacher_of(ends)
     plain, (whole,) = window(head, teacher, [feature_batch(docs, ends, head.depth)])
+    # divisors are float32: sums of weights round otherwise in another order, counts do not
+    counted = all(count == int(count) for count in whole.count_T.tolist())
+    tolerance = TOLERANCE if counted else 1e-6
     expected = gradients(head, plain)
     assert all(gradient.abs().max() > 0 for gradient in expected.values()), "a weight without gradient proves nothing"
     for name, layout in LAYOUTS.items():
         packs = layout(head, ends, docs)
         other, losses = window(head, teacher, packs)
         found = gradients(head, other)
-        assert_near(other, plain, f"{name}: loss", TOLERANCE)
+        assert_near(other, plain, f"{name}: loss", tolerance)
         for key, gradient in expected.items():
-            assert_near(found[key], gradient, f"{name}: gradient of {key}", TOLERANCE)
+            assert_near(found[key], gradient, f"{name}: gradient of {key}", tolerance)
         for pack, loss in zip(packs, losses, strict=True):
             assert torch.equal(head.loss_counts(pack), loss.count_T), name
         for values in ("count_T", "numerator_M", "denominator_M"):

@@ -55,6 +55,8 @@ def check_dflash(case: Case) -> None:
     check_block_size(case, config, bool(inner or top), TOKENS_OPTION)
     if wanted := [name for name in ("num_target_layers", "layer_types") if config.get(name) is None]:
         case.note(f"the reference implementation also wants {', '.join(wanted)} in config.json")
+    if sizes["layers"] > 1:
+        case.note("serve it on GPUs: vLLM's CPU build norms the keys of all layers by the first layer's k_norm")
     _draft_vocabulary(case, sizes, WRONG)
 
 

@@ -38,6 +38,8 @@ from headstart.heads.families.eagle_files import (
 BLOCK_LAYER = (*LAYER, *QK_NORMS, "input_layernorm.weight")
 #: tensors outside the layers
 BACKBONE = ("fc.weight", "hidden_norm.weight", "norm.weight")
+#: most layers of a target
+MAX_DEPTH = 1024
 #: fields of the speculators library's config that concern the block and what corrects its drafts
 BESIDE_LAYER = (
     "aux_hidden_state_layer_ids", "block_size", "mask_token_id", "sample_from_anchor", "draft_vocab_size",
@@ -102,13 +104,15 @@ class BlockFiles(LlamaDraftFiles):
     ) -> TensorMap:
         where = str(raw.directory / "config.json")
         require_kind(config, where, "Llama's or Qwen3's", ("qwen3", "dspark"))
-        known = target.num_layers if target else None
-        depth = integer(config, "num_target_layers", where, default=known or 1024, bounds=(1, 1024))
-        if known is not None and depth != known:
-            raise FormatError(
-                f"{where}: num_target_layers is {depth} and the target has {known}: the head was trained for another "
-                "target"
-            )
+        depth = target.num_layers if target else MAX_DEPTH
+        if config.get("num_target_layers") is not None:
+            said = integer(config, "num_target_layers", where, bounds=(1, MAX_DEPTH))
+            if target is not None and said != depth:
+                raise FormatError(
+                    f"{where}: num_target_layers is {said} and the target has {depth}: the head was trained for "
+                    "another target"
+                )
+            depth = said
         draft = llama_dims(config, where, depth)
         if (width := config.get("target_hidden_size")) not in (None, draft.hidden_size):
             raise FormatError(
@@ -117,6 +121,8 @@ class BlockFiles(LlamaDraftFiles):
             )
         dims = with_target(draft, target, where)
         block = read_block(config, where, depth, dims.vocab_size, first_by_default(raw))
+        if depth == MAX_DEPTH:  # neither the file nor a target says more
+            dims = replace(dims, num_layers=block.feature_layers[-1] + 1)
         size = integer(config, "draft_vocab_size", where, default=dims.vocab_size)
         more, added = self.added(raw, config, names, where)
         expected = {name: name for name in _backbone(block.layers)} | added

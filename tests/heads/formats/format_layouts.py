@@ -190,6 +190,67 @@ DFLASH_CONFIG = {
     "layer_types": ["full_attention"] * 2,
     "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 3, 5]},
 }
+#: DSpark as DeepSpec writes it: all at top level
+DSPARK_CONFIG = {
+    **LLAMA,
+    "model_type": "qwen3",
+    "architectures": ["Qwen3DSparkModel"],
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "block_size": 3,
+    "num_target_layers": 8,
+    "layer_types": ["full_attention"] * 2,
+    "tie_word_embeddings": False,
+    "mask_token_id": 5,
+    "target_layer_ids": [1, 3, 5],
+    "num_anchors": 512,
+    "markov_rank": 6,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+#: DSpark as SpecForge writes it: all inside dflash_config
+SPECFORGE_DSPARK_CONFIG = {
+    **DFLASH_CONFIG,
+    "architectures": ["DSparkDraftModel"],
+    "block_size": 3,
+    "dflash_config": {
+        "mask_token_id": 5,
+        "target_layer_ids": [1, 3, 5],
+        "projector_type": "dspark",
+        "markov_rank": 6,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "attention_mode": "gqa",
+    },
+}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 8, "layer_types": ["full_attention"] * 2}
+SPECULATORS_DFLASH_CONFIG = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "speculators_version": "0.9.0",
+    "transformer_layer_config": QWEN3,
+    "draft_vocab_size": U,
+    "block_size": 4,
+    "aux_hidden_state_layer_ids": [2, 4, 6],
+    "mask_token_id": 5,
+    "target_hidden_size": None,
+    "sliding_window_non_causal": True,
+    "sample_from_anchor": False,
+    "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "someone/target"}},
+}
+SPECULATORS_DSPARK_CONFIG = {
+    **SPECULATORS_DFLASH_CONFIG,
+    "architectures": ["DSparkSpeculator"],
+    "speculators_model_type": "dspark",
+    "block_size": 3,
+    "sample_from_anchor": True,
+    "markov_rank": 6,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
 
 
 def peagle_tensors(layer: str = "midlayer.") -> Tensors:
@@ -212,6 +273,34 @@ def dflash_tensors() -> Tensors:
         tensors |= {**layer(prefix, D), f"{prefix}input_layernorm.weight": torch.ones(D)}
         tensors |= {f"{prefix}self_attn.{name}.weight": torch.ones(8) for name in ("q_norm", "k_norm")}
     return tensors
+
+
+def markov_tensors(kind: str = "vanilla", rows: int = V, confidence: bool = True) -> Tensors:
+    """A Markov head of rank 6, and a confidence head."""
+    tensors = {"markov_w1.weight": random(V, 6, seed=150), "markov_w2.weight": random(rows, 6, seed=151)}
+    if kind == "gated":
+        tensors |= {"gate_proj.weight": random(6, D + 6, seed=152), "gate_proj.bias": random(6, seed=153)}
+    if kind == "rnn":
+        tensors |= {"joint_proj.weight": random(18, D + 12, seed=152), "joint_proj.bias": random(18, seed=153)}
+    tensors = {f"markov_head.{name}": tensor for name, tensor in tensors.items()}
+    if confidence:
+        tensors |= {"confidence_head.proj.weight": random(1, D + 6, seed=154)}
+        tensors |= {"confidence_head.proj.bias": random(1, seed=155)}
+    return tensors
+
+
+def dspark_tensors() -> Tensors:
+    """DSpark as published: DFlash's backbone, a vanilla Markov head, a confidence head."""
+    return {**dflash_tensors(), **markov_tensors()}
+
+
+def reduced(tensors: Tensors) -> Tensors:
+    """The same head with a draft vocabulary of U tokens."""
+    ids = draft_ids()
+    t2d = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)
+    ends = {"lm_head.weight": random(U, D, seed=156), "d2t": ids - torch.arange(U), "t2d": t2d}
+    name = "markov_head.markov_w2.weight"
+    return {**tensors, **ends, **({name: tensors[name][:U]} if name in tensors else {})}
 
 
 def language_model() -> Tensors:
@@ -251,6 +340,7 @@ E3: tuple[dict[str, Any], Callable[[], Tensors]] = (EAGLE3_CONFIG, eagle3_tensor
 E1 = (EAGLE_CONFIG, eagle_tensors)
 M = (MEDUSA_CONFIG, lambda: vllm_medusa(medusa_tensors()))
 F = (DFLASH_CONFIG, dflash_tensors)
+S = (DSPARK_CONFIG, dspark_tensors)
 DRAFT = ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, language_model)
 W, R, L = Verdict.WRONG, Verdict.REFUSES, Verdict.LOADS
 

@@ -197,6 +197,8 @@ GELU = replace(WIDE, hidden_act="gelu_pytorch_tanh")
 VLLM_ALONE = frozenset({"portable", "sglang", "tensorrt_llm", "llama_cpp"})
 #: llama.cpp's graph has one layer, and one norm before fc
 NOT_LLAMA_CPP = frozenset({"llama_cpp"})
+#: SGLang's block drafters have no draft vocabulary
+NOT_SGLANG = frozenset({"portable", "sglang"})
 ODD_ENDS: dict[str, Any] = {"softcap": 3.0, "scale": 0.7, "bias": True}
 
 REFERENCES: dict[str, Reference] = {
@@ -317,7 +319,10 @@ REFERENCES: dict[str, Reference] = {
         twin=_block,
         examples={
             "fill in": Example(dflash()),
-            "anchor first, draft vocabulary": Example(dflash(sample_from_anchor=True, **REDUCED)),
+            "draft vocabulary": Example(dflash(**REDUCED), refused=NOT_SGLANG),
+            "anchor first, draft vocabulary": Example(
+                dflash(sample_from_anchor=True, **REDUCED), refused=NOT_SGLANG | {"vllm"}
+            ),
             "three layers, wide heads, llama3 rope": Example(
                 dflash(layers=3), replace(WIDE, rope_parameters=LLAMA3_ROPE)
             ),
@@ -340,10 +345,15 @@ REFERENCES: dict[str, Reference] = {
     "dspark": Reference(
         twin=_block,
         examples={
-            "vanilla": Example(dspark()),
-            "gated": Example(dspark(markov_head="gated")),
-            "rnn, whole vocabulary": Example(dspark(markov_head="rnn", draft_vocab_size=0)),
-            "without confidence head, fill in": Example(dspark(confidence_weight=0.0, sample_from_anchor=False)),
+            "vanilla": Example(dspark(), refused=NOT_SGLANG),
+            "vanilla, whole vocabulary": Example(dspark(draft_vocab_size=0)),
+            "gated": Example(dspark(markov_head="gated"), refused=NOT_SGLANG | {"vllm"}),
+            "rnn, whole vocabulary": Example(
+                dspark(markov_head="rnn", draft_vocab_size=0), refused=frozenset({"portable", "vllm"})
+            ),
+            "without confidence head, fill in": Example(
+                dspark(confidence_weight=0.0, sample_from_anchor=False), refused=NOT_SGLANG
+            ),
             "d-pace": Example(dspark(weighting="dpace"), loss_only=True),
         },
         random=dspark(anchor_share=0.2),

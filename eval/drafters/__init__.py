@@ -106,14 +106,22 @@ def build_drafter(head: Head | None, config: EvalConfig) -> Drafter | None:
     Args: head: bound to its target.
     Raises: ConfigError when the head cannot draft the tree asked for.
     """
+    drafting = require_drafting(head, config)
+    return None if drafting is None else drafting.build(head, config)
+
+
+def require_drafting(head: Head | None, config: EvalConfig) -> Drafting | None:
+    """As `find_drafting`, for the tree that the config asks for. The head may be on the meta device.
+
+    Raises: ConfigError when the head cannot draft it.
+    """
     drafting = find_drafting(head, config)
-    if drafting is None:
-        return None
-    # a method without a head drafts a chain, whatever eval.tree.kind says
-    if config.drafter == "auto" and head is not None and config.tree.kind not in drafting.kinds:
+    if drafting is None or head is None or config.drafter != "auto":
+        return drafting  # a method without a head drafts a chain, whatever eval.tree.kind says
+    if config.tree.kind not in drafting.kinds:
         chain, *trees = drafting.kinds
         raise ConfigError(
             f"eval.tree.kind: {head.family} drafts a {chain}{''.join(f' or a {kind} tree' for kind in trees)}, found "
-            f"{config.tree.kind!r}"
+            f"{config.tree.kind!r}: set eval.tree.kind={chain}"
         )
-    return drafting.build(head, config)
+    return drafting

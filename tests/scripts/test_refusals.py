@@ -102,6 +102,17 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], type[HeadstartError], str
         "Llama", {}, ["eval.context_lengths=[64,4096]"],
         ConfigError, "eval.context_lengths: found 4096 with eval.max_new_tokens=8, the target has 2048 positions",
     ),
+    "a tree that the head does not draft": (
+        "Llama", {}, ["head={type: medusa, depth: 2}", "eval.tree.kind=dynamic"],
+        ConfigError, "eval.tree.kind: medusa drafts a chain or a static tree, found 'dynamic': set eval.tree.kind",
+    ),
+    "a tree for blocks": (
+        "Llama", {"vocab_size": 260}, ["head={type: dflash, depth: 3}", "eval.tree.kind=dynamic"],
+        ConfigError, "eval.tree.kind: dflash drafts a chain, found 'dynamic': set eval.tree.kind=chain",
+    ),
+    "no token to mask with": (
+        "Llama", {}, ["head={type: dspark, depth: 3}"], ConfigError, "head.mask_token_id: found null, and no token of",
+    ),
     "soft-cap": (
         "Gemma2", SMALL, ["inherit=[]", "head={type: medusa}"], ConfigError, "medusa needs .*a soft-cap of 30",
     ),

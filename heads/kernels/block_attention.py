@@ -37,6 +37,10 @@ class BlockRows:
         order_A = torch.argsort(self.stop_A, stable=True)
         return BlockRows(self.start_A[order_A], self.stop_A[order_A], self.size), order_A
 
+    def part(self, first: int, last: int) -> BlockRows:
+        """Blocks first … last - 1."""
+        return BlockRows(self.start_A[first:last], self.stop_A[first:last], self.size)
+
 
 class BlockAttention:
     """The attention over one pack. Every layer of a head uses the same one.

@@ -36,12 +36,16 @@ from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.block.anchors import draw_anchors
 from headstart.heads.families.block.labels import find_labels, measured
-from headstart.heads.kernels.block_attention import BlockRows, block_attention
+from headstart.heads.families.block.stack import ContextRows, Slots, Stack
+from headstart.heads.gradients import AddsGradients
+from headstart.heads.kernels.block_attention import BlockAttention, BlockRows
 from headstart.heads.layers import DraftLayer, LaterLayer, RMSNorm, Rope
 from headstart.heads.losses.block import KINDS, BlockLabels, BlockLosses, block_loss
 from headstart.heads.numerics import compute_dtype
 
 WEIGHTINGS = ("decay", "dpace")
+#: most slots that run at once without gradients
+SLOTS_AT_ONCE = 8192
 
 #: metrics that a family adds: (numerator, denominator) of each
 Metrics = list[tuple[Tensor, Tensor]]
@@ -111,7 +115,7 @@ def default_feature_layers(num_layers: int, count: int) -> list[int]:
     return sorted({1 + round(1 + i * max(num_layers - 4, 0) / (count - 1)) for i in range(count)})
 
 
-class BlockHead(Head):
+class BlockHead(Head, AddsGradients):
     """The backbone: the target's features become keys and values of every layer; slots are the queries.
 
     Attributes:
@@ -260,28 +264,44 @@ class BlockHead(Head):
     # training
 
     def blocks(self, batch: FeatureBatch) -> BlockRows:
-        """What the block of every anchor at row t sees: the rows of its document up to t."""
-        row_A = batch.anchors.row_A
-        return BlockRows(row_A - batch.position_R[row_A], row_A + 1, self.block_size)
+        """What the block of every anchor at row t sees: the rows of its document up to t.
+
+        Padding anchors see no row.
+        """
+        row_A, real_A = batch.anchors.row_A, batch.anchors.depths_A > 0
+        return BlockRows(row_A + 1 - torch.where(real_A, batch.position_R[row_A] + 1, 0), row_A + 1, self.block_size)
 
     def slots(self, batch: FeatureBatch) -> Tensor:
-        """Normed outputs of the slots that draft, [A, K, D], for the blocks of all anchors."""
-        row_A, size = batch.anchors.row_A, self.block_size
+        """Normed outputs of the slots that draft, [A, K, D], for the blocks of all anchors.
+
+        Without gradients, blocks run in parts, which bounds memory where all rows are anchors.
+        """
         assert batch.streams_RkD is not None
-        c_RD = self.context(batch.streams_RkD)
-        last = batch.tokens_R.shape[0] - 1
-        z_MD = self.embed(self.block_tokens(batch.tokens_R[(row_A + 1).clamp(max=last)])).flatten(0, 1)
+        streams_RF = batch.streams_RkD.to(compute_dtype(self.fc.weight)).flatten(1)
+        rows = ContextRows(streams_RF, self.rope(batch.position_R))
+        # attention wants blocks in the order of their rows; results have the order of the anchors
+        blocks, order_A = self.blocks(batch).ascending()
+        row_A, index_A = batch.anchors.row_A[order_A], torch.arange(len(order_A), device=order_A.device)
+        place_A = torch.empty_like(order_A).scatter_(0, order_A, index_A)
+        stack = Stack(self.fc, self.hidden_norm, list(self.layers), self.norm, self.adds_gradients)  # type: ignore[arg-type]
+        if torch.is_grad_enabled():
+            return stack.run(rows, self._slots(batch, row_A, blocks, place_A)).unflatten(0, (-1, self.depth))
+        count = max(1, SLOTS_AT_ONCE // self.block_size)
+        parts = (
+            self._slots(batch, row_A[first : first + count], blocks.part(first, first + count), index_A[:count])
+            for first in range(0, max(len(row_A), 1), count)
+        )
+        return stack.evaluate(rows, parts).unflatten(0, (-1, self.depth))[place_A]
+
+    def _slots(self, batch: FeatureBatch, row_A: Tensor, blocks: BlockRows, place_A: Tensor) -> Slots:
+        """Args: row_A: of each block. place_A: index of the block that comes first, second … in the result."""
+        size, place_A = self.block_size, place_A[: len(row_A)]
         slot_B = torch.arange(size, device=row_A.device)
-        cos, sin = self.rope((batch.position_R[row_A][:, None] + 1 + slot_B).flatten())
-        cos_R, sin_R = self.rope(batch.position_R)
-        blocks = self.blocks(batch)
-        for layer in self.draft_layers:
-            attention = layer.self_attn
-            u_MD = layer.input_layernorm(z_MD)
-            q_MhD, (own_k, own_v) = attention.queries(u_MD, cos, sin), attention.keys_values(u_MD, cos, sin)
-            k_RgD, v_RgD = attention.keys_values(c_RD, cos_R, sin_R)
-            z_MD = layer.finish(block_attention(q_MhD, k_RgD, v_RgD, own_k, own_v, blocks), z_MD)
-        return self.norm(z_MD).unflatten(0, (-1, size))[:, size - self.depth :]
+        root_A = batch.tokens_R[(row_A + 1).clamp(max=batch.tokens_R.shape[0] - 1)]
+        turn_M = self.rope((batch.position_R[row_A][:, None] + 1 + slot_B).flatten())
+        drafting_N = (place_A[:, None] * size + slot_B[size - self.depth :]).flatten()
+        attention = BlockAttention(blocks, batch.tokens_R.shape[0])
+        return Slots(self.embed(self.block_tokens(root_A)).flatten(0, 1), turn_M, attention, drafting_N)
 
     def labels(self, batch: FeatureBatch) -> BlockLabels:
         """What the slots learn from (`find_labels`). With D-PACE, the divisor counts slots: each has the weight 1."""

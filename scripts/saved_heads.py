@@ -128,7 +128,7 @@ def recipe_of_head(values: dict[str, Any], directory: Path) -> dict[str, Any]:
 def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None) -> Head:
     """A saved head, ready to draft for the target: on its device, in its dtype (or `dtype`), bound to its ends.
 
-    Raises: FormatError as `load_head`, and where the file holds embeddings that are not the target's.
+    Raises: FormatError as `load_head`, and where the file holds ends that are not the target's.
     """
     head = _read_head(directory, target).to(target.device, dtype or target.dtype)
     head.bind(target.ends)
@@ -138,7 +138,7 @@ def bound_head(directory: Path, target: Target, dtype: torch.dtype | None = None
 def _read_head(directory: Path, target: Target) -> Head:
     head = load_head(directory, target.dims)
     if not (directory / SIDECAR).exists() and not head.own_embeddings:
-        check_embeddings(directory, target.embed_VD)
+        check_embeddings(directory, target.embed_VD, target.teacher.weight_VD, target.dims)
     return head
 
 

@@ -20,6 +20,8 @@ from headstart.heads.checkpoints.tensor_map import TensorMap
 from headstart.heads.dims import HeadDims
 
 WEIGHTS = "model.safetensors"
+#: files beside the weights that change what a published head computes; Headstart refuses such a head, by their presence
+BESIDE = ("mask_embedding.pt",)
 #: layout of a directory that only Headstart reads
 COMPACT = "compact"
 

@@ -141,8 +141,10 @@ def check_rope_style(case: Case, reads: tuple[str, ...]) -> None:
         )
 
 
-def check_ends(case: Case, sizes: dict[str, int]) -> None:
-    """Embeddings and output matrix are the target's, or have its width and the rows of config.json."""
+def check_ends(case: Case, config: dict[str, Any], sizes: dict[str, int]) -> None:
+    """Embeddings and output matrix are the target's, or have its width and the rows of config.json; layers have silu."""
+    if config.get("hidden_act", "silu") != "silu":
+        case.refuse(f"hidden_act is {config['hidden_act']!r}: the draft layers compute silu")
     if sizes["H"] != sizes["D"]:
         case.misread(f"hidden_size is {sizes['H']} and the target's {sizes['D']}: its embeddings do not fit the head")
     for name, rows in (("embed_tokens.weight", "V"), ("lm_head.weight", "U")):

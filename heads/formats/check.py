@@ -136,24 +136,36 @@ def _headstart(raw: RawCheckpoint, target: HeadDims | None) -> tuple[EngineVerdi
     return verdict, mapped
 
 
-def check_embeddings(path: Path, embed_VD: Tensor) -> None:
-    """Compare embeddings that a foreign file carries with the target's, which Headstart uses in their place.
+def check_embeddings(
+    path: Path, embed_VD: Tensor, output_VD: Tensor | None = None, dims: HeadDims | None = None
+) -> None:
+    """Compare ends that a foreign file carries with the target's, which Headstart uses in their place.
 
+    Args:
+        output_VD: the target's output matrix, which some heads use as it is; None: it is not compared.
+        dims: of the target, with which the file is read to see whether its own output matrix is kept.
     Raises: FormatError when they differ by more than the rounding of the file's dtype.
     """
     raw = open_checkpoint(Path(path))
     name = next((n for n in raw.tensors if n.endswith("embed_tokens.weight")), None)
-    if name is None:
-        return
-    own_VD, embed_VD = raw.read(name), embed_VD.cpu()
-    if own_VD.shape != embed_VD.shape:
-        raise FormatError(f"{path}: {name} is {list(own_VD.shape)}, the target's embedding {list(embed_VD.shape)}")
-    coarse = torch.bfloat16 if torch.bfloat16 in (own_VD.dtype, embed_VD.dtype) else torch.float16
+    if name is not None:
+        _compare_end(raw, name, embed_VD, "embedding", "its embeddings are read")
+    name = next((n for n in raw.tensors if n.removeprefix("model.") == "lm_head.weight"), None)
+    if output_VD is not None and name is not None and "lm_head.weight" in map_head(raw, dims)[0].unused:
+        _compare_end(raw, name, output_VD, "output matrix", "its output matrix is read")
+
+
+def _compare_end(raw: RawCheckpoint, name: str, target_VD: Tensor, what: str, place: str) -> None:
+    own_VD, target_VD = raw.read(name), target_VD.cpu()
+    if own_VD.shape != target_VD.shape:
+        raise FormatError(
+            f"{raw.directory}: {name} is {list(own_VD.shape)}, the target's {what} {list(target_VD.shape)}"
+        )
+    coarse = torch.bfloat16 if torch.bfloat16 in (own_VD.dtype, target_VD.dtype) else torch.float16
     allowed = 2 * torch.finfo(coarse).eps
-    worst = float(((own_VD.float() - embed_VD.float()).abs() / embed_VD.float().abs().clamp(min=1e-3)).max())
+    worst = float(((own_VD.float() - target_VD.float()).abs() / target_VD.float().abs().clamp(min=1e-3)).max())
     if worst > allowed:
         raise FormatError(
-            f"{path}: {name} differs from the target's embedding (relative {worst:.3g}): the head was "
-            "trained with its own or for another target. Serve it where its embeddings are read, or name the target "
-            "it was trained for."
+            f"{raw.directory}: {name} differs from the target's {what} (relative {worst:.3g}): the head was trained "
+            f"with its own or for another target. Serve it where {place}, or name the target it was trained for."
         )

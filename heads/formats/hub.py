@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headstart.heads.checkpoints.head_files import BESIDE
 from headstart.heads.checkpoints.raw import PICKLED
 from headstart.heads.errors import ConfigError, FormatError, StorageError, in_one_line
 from headstart.heads.files import read_json, write_json, write_text
@@ -33,7 +34,7 @@ from headstart.heads.targets.tuned import ADAPTER, TUNED_TARGET, is_tuned
 T = TypeVar("T")
 #: files of a head that are fetched; nothing else in a repository is touched
 HEAD_FILES = ["config.json", SIDECAR, "*.safetensors", "*.safetensors.index.json"]
-HEAD_FILES += ["pytorch_model.bin", PICKLED]
+HEAD_FILES += ["pytorch_model.bin", PICKLED, *BESIDE]
 #: files that an engine reads in the place of the weights: uploaded, never fetched
 ENGINE_FILES = "*.gguf"
 #: files of the adapter that lies beside a head of a tuned target

@@ -18,7 +18,7 @@ from headstart.heads.checkpoints.geometry import are_integers
 from headstart.heads.checkpoints.head_files import Contents
 from headstart.heads.checkpoints.tensor_map import some
 from headstart.heads.families import FAMILIES
-from headstart.heads.families.eagle3.files import QWEN3_ARCHITECTURE
+from headstart.heads.families.eagle3.files import names_qwen3
 from headstart.heads.families.eagle_files import LAYER_IDS, shifted
 from headstart.heads.formats.eagle_rules import (
     Eagle3Layout,
@@ -69,7 +69,7 @@ def _eagle(case: Case) -> None:
 
 def _eagle3(case: Case) -> None:
     config = case.config
-    if QWEN3_ARCHITECTURE in (config.get("architectures") or ()):
+    if names_qwen3(config):
         case.refuse(
             "its EAGLE-3 layers have no q/k norms (head.qk_norm): serve this head with vLLM (export.engines=[vllm])"
         )

@@ -119,7 +119,7 @@ def _shared(case: Case, layout: BlockLayout, markov_rank: int = 0) -> dict[str, 
     if skipped := [name for name in odd if name not in markov]:
         case.misread(f"{some(skipped)} would be skipped in silence")
     _attention(case, config, nested, sizes["layers"])
-    check_ends(case, sizes)
+    check_ends(case, config, sizes)
     check_scaled_logits(case, config)
     check_rope_style(case, ("rope_is_neox_style", "is_neox_style"))
     case.compare_geometry(config)

@@ -181,7 +181,7 @@ def _shared(case: Case, config: dict[str, Any], ids: list[int], layout: BlockLay
     if odd := case.unexplained(known):
         case.refuse(f"unexpected tensors {some(odd)}")
     _attention(case, config, sizes["layers"])
-    check_ends(case, sizes)
+    check_ends(case, config, sizes)
     check_scaled_logits(case, config, ("logit_scale",))
     check_rope_style(case, ("is_neox_style",))
     if config.get("use_aux_hidden_state", nested.get("use_aux_hidden_state", True)) is not True:

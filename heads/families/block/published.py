@@ -11,6 +11,7 @@ from typing import Any
 
 from headstart.heads.base import MAX_LAYERS
 from headstart.heads.checkpoints.geometry import are_integers, flag, integer, require_plain
+from headstart.heads.checkpoints.head_files import BESIDE
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.errors import FormatError
 from headstart.heads.families.eagle_files import LAYER_IDS, is_block_draft, shifted
@@ -40,7 +41,7 @@ KNOWN = ("layer_types", "mask_token_id", "final_logit_softcapping")
 #: tensors that a Markov head and a confidence head add to the backbone's
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head."
 #: pickled side file with an embedding of the mask token of its own
-MASK_EMBEDDING = "mask_embedding.pt"
+(MASK_EMBEDDING,) = BESIDE
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,12 @@ def _read_layers(
     return layers
 
 
+def names_qwen3(config: dict[str, Any]) -> bool:
+    """Whether `architectures` names the class whose layers have q/k norms."""
+    named = config.get("architectures")
+    return isinstance(named, list) and QWEN3_ARCHITECTURE in named
+
+
 def _nested(config: dict[str, Any], where: str) -> dict[str, Any]:
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, dict):
@@ -266,7 +272,7 @@ def _variant(config: dict[str, Any], where: str) -> dict[str, Any]:
         )
     return {
         "layers": layers,
-        "qk_norm": config.get("model_type") == "qwen3" or QWEN3_ARCHITECTURE in (config.get("architectures") or ()),
+        "qk_norm": config.get("model_type") == "qwen3" or names_qwen3(config),
         "fc_norm": "concat" if inner else "stream" if stream else "none",
         "norm_output": normed,
     }

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from format_layouts import (
     DFLASH_CONFIG,
+    DSPARK_CONFIG,
     EAGLE3_CONFIG,
     EAGLE_CONFIG,
     LLAMA,
@@ -24,13 +25,16 @@ from format_layouts import (
     MEDUSA_V1_CONFIG,
     NESTED_EAGLE,
     SPECFORGE_CONFIG,
+    SPECFORGE_DSPARK_CONFIG,
     SPECULATORS_CONFIG,
+    SPECULATORS_DFLASH_CONFIG,
     SPECULATORS_EAGLE_CONFIG,
     YUHUILI_CONFIG,
     D,
     Tensors,
     U,
     dflash_tensors,
+    dspark_tensors,
     eagle3_tensors,
     eagle_tensors,
     language_model,
@@ -39,6 +43,7 @@ from format_layouts import (
     our_head,
     peagle_tensors,
     random,
+    reduced,
     speculators_eagle,
     stream_norms,
     vllm_medusa,
@@ -46,6 +51,8 @@ from format_layouts import (
 )
 from safetensors.torch import load_file, save_file
 
+from headstart.heads.families.dflash.head import DFlashConfig
+from headstart.heads.families.dspark.head import DSparkConfig
 from headstart.heads.families.eagle.head import EagleConfig
 from headstart.heads.families.eagle3.head import Eagle3Config
 from headstart.heads.families.medusa.head import MedusaConfig
@@ -83,6 +90,10 @@ def make_bases(root: Path) -> list[Base]:
         "eagle3": Eagle3Config(draft_vocab_size=U),
         "eagle3-narrow": Eagle3Config(draft_vocab_size=U, hidden_size=16),
         "eagle3-deep": Eagle3Config(draft_vocab_size=U, layers=2, qk_norm=True, fc_norm="stream", norm_output=True),
+        "dflash": DFlashConfig(layers=1, depth=3, mask_token_id=90),
+        "dflash-reduced": DFlashConfig(depth=3, layers=2, mask_token_id=90, draft_vocab_size=U, sample_from_anchor=True),
+        "dspark": DSparkConfig(layers=1, depth=3, mask_token_id=90, markov_rank=6, draft_vocab_size=U),
+        "dspark-gated": DSparkConfig(layers=1, depth=3, mask_token_id=90, markov_rank=6, markov_head="gated"),
         "peagle": PEagleConfig(draft_vocab_size=U, mask_token_id=5),
         "peagle-narrow": PEagleConfig(draft_vocab_size=U, hidden_size=16, layers=2, mask_token_id=5),
     }
@@ -104,7 +115,8 @@ def make_bases(root: Path) -> list[Base]:
 
 
 #: directories that are also tried without their side file
-BARE = ("medusa", "eagle", "eagle3", "eagle3-deep", "sglang", "tgi-1", "peagle-narrow", "peagle-exported")
+BARE = ("medusa", "eagle", "eagle3", "eagle3-deep", "sglang", "tgi-1", "peagle-narrow", "peagle-exported", "dflash",
+        "dspark")  # fmt: skip
 
 
 def _without_sidecar(root: Path, names: tuple[str, ...]) -> list[Base]:
@@ -144,6 +156,10 @@ def _foreign(root: Path) -> list[Base]:
             {**SPECULATORS_CONFIG, "speculators_model_type": "peagle", "mask_token_id": 5}, peagle_tensors("layers.0."),
             "model.safetensors",
         ),
+        "dflash-z-lab": (DFLASH_CONFIG, dflash_tensors(), "model.safetensors"),
+        "dflash-speculators": (SPECULATORS_DFLASH_CONFIG, reduced(dflash_tensors()), "model.safetensors"),
+        "dspark-deepspec": (DSPARK_CONFIG, dspark_tensors(), "model.safetensors"),
+        "dspark-specforge": (SPECFORGE_DSPARK_CONFIG, dspark_tensors(), "model.safetensors"),
         "medusa-1": (MEDUSA_V1_CONFIG, medusa_tensors(), "medusa_lm_head.pt"),
         "medusa-tgi": (MEDUSA_V1_CONFIG, medusa_tensors(own=False), "medusa_lm_head.safetensors"),
         "medusa-vllm": (MEDUSA_CONFIG, vllm_medusa(medusa_tensors()), "model.safetensors"),
@@ -152,7 +168,6 @@ def _foreign(root: Path) -> list[Base]:
         write(root / name, *content)
     _shards_of_pickles(root / "eagle-bin-shards")
     checked = {
-        "dflash": (DFLASH_CONFIG, dflash_tensors()),
         "draft-model": ({**LLAMA, "architectures": ["LlamaForCausalLM"]}, language_model()),
     }
     for name, other in checked.items():

@@ -42,7 +42,7 @@ from headstart.heads.checkpoints.raw import open_checkpoint
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.families.dspark.head import DSparkConfig
-from headstart.heads.formats import load_head, save_head
+from headstart.heads.formats import check_embeddings, load_head, save_head
 from headstart.heads.formats.recognise import recognise
 
 COPIES = {"embed_tokens.weight": random(V, D, seed=90), "lm_head.weight": random(V, D, seed=91)}
@@ -204,6 +204,19 @@ def test_an_embedding_of_the_mask_token_beside_the_weights_is_refused_unopened(t
     (tmp_path / "mask_embedding.pt").write_bytes(b"not even a pickle")
     with pytest.raises(FormatError, match=r"mask_embedding\.pt: .*Serve it with vLLM or SGLang"):
         load_head(tmp_path, DIMS)
+
+
+def test_copies_of_the_targets_ends_are_compared_with_them(tmp_path: Path) -> None:
+    """DeepSpec's files hold both. Rows of a draft vocabulary are the head's own and are kept."""
+    embed_VD, output_VD = COPIES["embed_tokens.weight"], COPIES["lm_head.weight"]
+    write(tmp_path, DSPARK_CONFIG, {**dspark_tensors(), **COPIES})
+    check_embeddings(tmp_path, embed_VD, output_VD, DIMS)
+    with pytest.raises(FormatError, match="lm_head.weight differs from the target's output matrix"):
+        check_embeddings(tmp_path, embed_VD, output_VD + 0.1, DIMS)
+    with pytest.raises(FormatError, match="embed_tokens.weight differs from the target's embedding"):
+        check_embeddings(tmp_path, embed_VD + 0.1, output_VD, DIMS)
+    write(tmp_path, {**DSPARK_CONFIG, "draft_vocab_size": U}, reduced(dspark_tensors()))
+    check_embeddings(tmp_path, embed_VD, output_VD, DIMS)
 
 
 HEADS = {

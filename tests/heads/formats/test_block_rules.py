@@ -201,6 +201,8 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
     "a wrong width of fc": (F, nested(target_layer_ids=[1, 3]), same,
                             {"vllm": (R, "fc.weight is [32, 96]"), "sglang": (R, "fc.weight is [32, 96]")}),
     "integers for weights": (F, {}, put(norm__weight=torch.ones(D, dtype=torch.int32)), {"vllm": (W, "in silence")}),
+    "another activation": (F, {"hidden_act": "gelu"}, same,
+                           {"vllm": (R, "compute silu"), "sglang": (R, "compute silu"), "headstart": (L, "")}),
     # the draft vocabulary
     "reduced, in SGLang": (FU, {}, same, {"sglang": (W, "reads neither lm_head nor d2t"), "vllm": (L, "")}),
     "reduced DSpark, in SGLang": (SU, {}, same, {"sglang": (R, "export.engines=[vllm]"), "vllm": (L, "")}),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from fake_hub import local_hub
-from format_layouts import DIMS, U, our_head, same_state
+from format_layouts import DFLASH_CONFIG, DIMS, U, dflash_tensors, our_head, same_state, write
 from huggingface_hub import HfApi
 
 from headstart.heads.errors import ConfigError, FormatError, StorageError
@@ -487,6 +487,13 @@ def test_a_published_head_is_fetched_by_revision(hub: Any, tmp_path: Path) -> No
         assert {path.name for path in fetched.iterdir()} == {path.name for path in (tmp_path / revision).iterdir()}
     asked = [path for _, path in hub.requests]
     assert not any(name in path for path in asked for name in junk if "resolve" in path)
+
+
+def test_an_embedding_beside_the_weights_is_fetched_so_that_the_reader_sees_it(hub: Any, tmp_path: Path) -> None:
+    files = published(write(tmp_path / "head", DFLASH_CONFIG, dflash_tensors()), {"mask_embedding.pt": b"pickled"})
+    hub.published["v1"] = files
+    with pytest.raises(FormatError, match="mask_embedding.pt: an embedding of the mask token"):
+        load_head(fetch_head("me/published", "v1", tmp_path / "cache"), DIMS)
 
 
 def test_a_fetched_head_is_there_without_the_hub(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,8 @@ def meaning(head: Head) -> tuple[Any, ...]:
     dims = head.dims
     geometry = (dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.rms_norm_eps, dims.hidden_act)
     rope = sorted((key, str(value)) for key, value in dims.rope_parameters.items())
-    normed = getattr(head.config, "norm_output", None)
-    return head.family, head.spec.layer_ids, normed, (*geometry, rope) if head.family != "medusa" else None
+    behaviour = tuple(getattr(head.config, name) for name in head.config.behaviour)
+    return head.family, head.spec.layer_ids, behaviour, (*geometry, rope) if head.family != "medusa" else None
 
 
 def fixed_batch(depth: int) -> FeatureBatch:
@@ -126,7 +126,9 @@ UNSEEN = {
 #: a field that decides what a head computes without a tensor of its own, whether config.json names it or not
 NORMED = ("norm_output", "a head whose normed output goes back in has the same tensors as one with the plain output")
 #: the same for fields of config.json. `own`: only where no target is named to compare with
-LAYERS = r"(eagle_config\.)?eagle_aux_hidden_state_layer_ids|dflash_config.target_layer_ids"
+LAYERS = (
+    r"(eagle_config\.)?eagle_aux_hidden_state_layer_ids|aux_hidden_state_layer_ids|(dflash_config\.)?target_layer_ids"
+)
 TOKENS = r"ptd_token_id|(dflash_config\.)?mask_token_id"
 OWN = (
     r"(\w+\.)?(rope_\w+(\.\w+)?|rms_norm_eps|head_dim|num_attention_heads|num_key_value_heads|vocab_size"
@@ -134,9 +136,14 @@ OWN = (
 )
 FIELDS = {
     "layers": (rf"{LAYERS}|{TOKENS}", False, "one spelling, nothing beside it: any layers and any token will do"),
+    "block": (
+        r"(dflash_config\.)?(block_size|sample_from_anchor|shift_label)",
+        False,
+        "a block of masked places may have any length, and its first one may draft or not",
+    ),
     "geometry": (OWN, True, "a head may turn, split and norm otherwise than its target; only the target could tell"),
     "unread": (
-        r".*(num_target_layers|layer_types|block_size)\b.*|max_position_embeddings|speculators_\w+.*"
+        r".*(num_target_layers|layer_types)\b.*|max_position_embeddings|speculators_\w+.*"
         r"|transformer_layer_architecture",
         False,
         "no engine that Headstart knows reads it there; more positions than the target's change nothing",

@@ -142,7 +142,7 @@ def check_rope_style(case: Case, reads: tuple[str, ...]) -> None:
 
 
 def check_ends(case: Case, config: dict[str, Any], sizes: dict[str, int]) -> None:
-    """Embeddings and output matrix are the target's, or have its width and the rows of config.json; layers have silu."""
+    """Embeddings and output matrix are the target's, or have its width and rows; layers compute silu."""
     if config.get("hidden_act", "silu") != "silu":
         case.refuse(f"hidden_act is {config['hidden_act']!r}: the draft layers compute silu")
     if sizes["H"] != sizes["D"]:

@@ -91,7 +91,7 @@ def make_bases(root: Path) -> list[Base]:
         "eagle3-narrow": Eagle3Config(draft_vocab_size=U, hidden_size=16),
         "eagle3-deep": Eagle3Config(draft_vocab_size=U, layers=2, qk_norm=True, fc_norm="stream", norm_output=True),
         "dflash": DFlashConfig(layers=1, depth=3, mask_token_id=90),
-        "dflash-reduced": DFlashConfig(depth=3, layers=2, mask_token_id=90, draft_vocab_size=U, sample_from_anchor=True),
+        "dflash-reduced": DFlashConfig(depth=3, mask_token_id=9, layers=2, draft_vocab_size=U, sample_from_anchor=True),
         "dspark": DSparkConfig(layers=1, depth=3, mask_token_id=90, markov_rank=6, draft_vocab_size=U),
         "dspark-gated": DSparkConfig(layers=1, depth=3, mask_token_id=90, markov_rank=6, markov_head="gated"),
         "peagle": PEagleConfig(draft_vocab_size=U, mask_token_id=5),

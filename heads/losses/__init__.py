@@ -1,4 +1,7 @@
-"""Losses on draft logits: training uses `fused`; `eager` is its readable twin, of the same signatures and values."""
+"""Losses on draft logits: training uses `fused`; `eager` is its readable twin, of the same signatures and values.
+
+`block` and `block_eager` are the same for heads that draft blocks.
+"""
 
 from headstart.heads.errors import ConfigError
 from headstart.heads.losses.eager import SOFT_LOSSES

@@ -319,7 +319,7 @@ class _BlockLoss(torch.autograd.Function):
         scale_4 = None
         if scale_T is not None:
             place = [KINDS.index(kind) for kind in kinds]
-            columns = dict(zip(place, scale_T.to(slots.stats.dtype).unbind(), strict=True))
+            columns = dict(zip(place, scale_T.to(slots.stats).unbind(), strict=True))
             scale_4 = torch.stack([columns.get(i, slots.stats.new_zeros(())) for i in range(len(KINDS))])
         up_dtype = hidden_MD.dtype if up_Ur is None else up_Ur.dtype
         grad_MX, grad_Ur = _over_chunks(x_MX, low_Mr, matrix_UX, teacher, slots, scale_4, up_dtype)

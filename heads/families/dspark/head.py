@@ -108,6 +108,7 @@ class DSparkHead(BlockHead):
 
     family = "dspark"
     config: DSparkConfig
+    terms: tuple[LossTerm, ...]
 
     def __init__(self, config: DSparkConfig, dims: HeadDims):
         if config.markov_head not in MARKOV_HEADS:
@@ -123,7 +124,7 @@ class DSparkHead(BlockHead):
 
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
         super().initialise(ends, draft_ids_U)
-        if self.confidence_head is not None:
+        if self.confidence_head is not None:  # it begins by expecting that every second draft is accepted
             nn.init.zeros_(self.confidence_head["proj"].weight)
             nn.init.zeros_(self.confidence_head["proj"].bias)
 

@@ -161,6 +161,7 @@ if triton is not None:
             e = tl.load(
                 table + token[:, None] * RANK + channel, mask=real[:, None] & (channel < RANK), other=0.0
             )  # fmt: skip
+            ahead = (tl.zeros((BB,), tl.int64) + step) * stride_k + row * stride_b
             best = tl.full((BB,), float("-inf"), tl.float32)
             at = tl.full((BB,), 2147483647, tl.int32)
             for first in range(low, high, BU):
@@ -168,9 +169,7 @@ if triton is not None:
                 there = unit < high
                 weight = tl.load(up + unit.to(tl.int64) * RANK + channel, mask=there & (channel < RANK), other=0.0)
                 inside = there & real[None, :]
-                logit = tl.load(
-                    base + step.to(tl.int64) * stride_k + row[None, :] * stride_b + unit, mask=inside, other=0.0
-                ).to(tl.float32)  # fmt: skip
+                logit = tl.load(base + ahead[None, :] + unit, mask=inside, other=0.0).to(tl.float32)
                 if BB == 1:
                     logit += tl.sum(weight.to(tl.float32) * e.to(tl.float32), 1)[:, None]
                 else:

@@ -194,49 +194,42 @@ class BlockDrafter:
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         hidden_KBD = self.step.hidden(roots_B, self.length_B, self.kv)
         logits_KBU = self.step.logits(hidden_KBD)
-        if not self.tree.sample or self.sampling.greedy:
-            if self.seen_BV is None and (self.step.up is None or self.step.walk is not None):
-                return replace(self._chain, tokens_BN=self._most_likely(logits_KBU, roots_B))
-            return replace(self._chain, tokens_BN=self._one_by_one(hidden_KBD, logits_KBU, roots_B, None, generator))
-        qs: list[Tensor] = []
-        tokens_BK = self._one_by_one(hidden_KBD, logits_KBU, roots_B, qs, generator)
-        q_BKU = torch.stack(qs, 1)
-        q_BKV = in_target_vocabulary(q_BKU, self.head.draft_ids_U, self.head.dims.vocab_size)
-        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKV)
-
-    def _most_likely(self, logits_KBU: Tensor, roots_B: Tensor) -> Tensor:
-        """Greedy drafts, int64 [B, K]."""
-        if self.step.walk is not None:
-            return walk(logits_KBU, roots_B, self.step.walk)
-        return argmax(logits_KBU, self.head.draft_ids_U).t().contiguous()
+        sampled, ids_U = self.tree.sample and not self.sampling.greedy, self.head.draft_ids_U
+        if self.seen_BV is None and not sampled and self.step.walk is not None:
+            return replace(self._chain, tokens_BN=walk(logits_KBU, roots_B, self.step.walk))
+        if self.seen_BV is not None or self.step.up is not None:
+            tokens_BK, q_BKU = self._one_by_one(hidden_KBD, logits_KBU, roots_B, sampled, generator)
+        # without a correction no draft depends on another one
+        elif sampled:
+            q_BKU = probabilities(logits_KBU.transpose(0, 1), self.sampling)
+            tokens_BK = self.head.target_ids(draw(q_BKU, generator))
+        else:
+            tokens_BK, q_BKU = argmax(logits_KBU, ids_U).t().contiguous(), None
+        if q_BKU is not None:
+            q_BKU = in_target_vocabulary(q_BKU, ids_U, self.head.dims.vocab_size)
+        return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKU)
 
     def _one_by_one(
-        self,
-        hidden_KBD: Tensor,
-        logits_KBU: Tensor,
-        roots_B: Tensor,
-        qs: list[Tensor] | None,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """Drafts int64 [B, K], each chosen with those before it known.
-
-        Args: qs: gets the distribution [B, U] that each was drawn from; None = the most likely ones are taken.
-        """
+        self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, sampled: bool, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(drafts int64 [B, K], each chosen with those before it known; the distributions [B, K, U] that they were
+        drawn from, None where the most likely ones are taken)."""
         previous_B, state, seen_BV = roots_B, None, self.seen_BV
         tokens: list[Tensor] = []
+        qs: list[Tensor] = []
         for hidden_BD, logits_BU in zip(hidden_KBD, logits_KBU, strict=True):
             if self.step.up is not None:
                 low_Br, state = self.head.walk_step(hidden_BD, previous_B, state)
                 logits_BU = self.step.up(low_Br, logits_BU)
             seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
-            if qs is None:
-                previous_B = argmax(penalise(logits_BU, self.sampling, seen_BU), self.head.draft_ids_U)
-            else:
+            if sampled:
                 qs.append(probabilities(logits_BU, self.sampling, seen_BU))
                 previous_B = self.head.target_ids(draw(qs[-1], generator))
+            else:
+                previous_B = argmax(penalise(logits_BU, self.sampling, seen_BU), self.head.draft_ids_U)
             tokens.append(previous_B)
             seen_BV = add_seen(seen_BV, previous_B[:, None])
-        return torch.stack(tokens, 1)
+        return torch.stack(tokens, 1), torch.stack(qs, 1) if qs else None
 
 
 def _streams(rows: Rows) -> Tensor:

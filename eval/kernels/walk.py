@@ -100,7 +100,7 @@ def _launch_walk(
     options: dict[str, Any] = {
         "RANK": rank, "BR": max(16, triton.next_power_of_2(rank)), "BU": tile,
         "BB": 1 if batch == 1 else max(16, triton.next_power_of_2(batch)), "BG": triton.next_power_of_2(parts),
-        "IDS": walk.ids_U is not None, "num_warps": 8 if batch == 1 else 4, **launch_options(base_KBU.device),
+        "IDS": walk.ids_U is not None, "num_warps": 4 if 1 < batch <= 16 else 8, **launch_options(base_KBU.device),
     }  # fmt: skip
 
     def run(grid: int, begin: int, end: int, **flags: bool) -> None:

@@ -1,4 +1,4 @@
-"""The walk's kernel against a naive loop: on a GPU, or in Triton's interpreter, where programs run one after another."""
+"""The walk's kernel against a naive loop: on a GPU, or in Triton's interpreter, where programs take turns."""
 
 from __future__ import annotations
 

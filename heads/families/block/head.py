@@ -29,12 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headstart.heads.base import MAX_LAYERS, MAX_SIZE, Head, HeadConfig, Loss, LossTerm
+from headstart.heads.base import MAX_LAYERS, MAX_SIZE, HeadConfig, Loss, LossTerm
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError
 from headstart.heads.families.block.anchors import draw_anchors
+from headstart.heads.families.block.costs import BlockCosts
 from headstart.heads.families.block.labels import find_labels, measured
 from headstart.heads.families.block.stack import ContextRows, Slots, Stack
 from headstart.heads.gradients import AddsGradients
@@ -115,7 +116,7 @@ def default_feature_layers(num_layers: int, count: int) -> list[int]:
     return sorted({1 + round(1 + i * max(num_layers - 4, 0) / (count - 1)) for i in range(count)})
 
 
-class BlockHead(Head, AddsGradients):
+class BlockHead(BlockCosts, AddsGradients):
     """The backbone: the target's features become keys and values of every layer; slots are the queries.
 
     Attributes:
@@ -177,7 +178,7 @@ class BlockHead(Head, AddsGradients):
         return self.dims.hidden_act
 
     @property
-    def block_size(self) -> int:
+    def block_size(self) -> int:  # type: ignore[override]
         """B, slots of a block."""
         return self.depth + (0 if self.config.sample_from_anchor else 1)
 
@@ -225,7 +226,7 @@ class BlockHead(Head, AddsGradients):
         return tokens_AB
 
     @property
-    def output_UD(self) -> Tensor:
+    def output_UD(self) -> Tensor:  # type: ignore[override]
         """The frozen output matrix W, [U, D]."""
         return self.bound_ends().teacher.weight_VD if self.lm_head is None else self.lm_head.weight
 
@@ -318,6 +319,11 @@ class BlockHead(Head, AddsGradients):
     def reads_overlap(self) -> bool:
         """Whether `more_terms` reads the drafts' overlap with the target's distribution."""
         return False
+
+    @property
+    def needs_teacher(self) -> bool:  # type: ignore[override]
+        """Whether the loss needs the target's distribution."""
+        return self.reads_overlap or self.kinds != ("ce",)
 
     def more_terms(self, drafts: Drafts, labels: BlockLabels, losses: BlockLosses) -> tuple[list[Tensor], Metrics]:
         """What the family adds: (sums of the terms behind those of the weights, float32 scalars, by `self.terms`;

@@ -21,6 +21,7 @@ TRAINED = {
     "medusa": ("head.type=medusa", "head.depth={depth}", "head.lm_head=shared", "train.lr=1.0e-3"),
     "eagle": ("head.type=eagle", "head.depth=1", "train.lr=4.0e-4"),
     "eagle3": (),
+    "peagle": ("head.type=peagle", "head.depth={depth}", "train.lr=1.0e-3"),
     "dflash": ("head.type=dflash", "head.depth={depth}", "head.layers=2", "head.anchor_share=0.5", "train.lr=1.0e-3"),
 }
 #: what the recipe changes for a small target: it learns from the target's own answers, in seconds

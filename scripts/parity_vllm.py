@@ -43,7 +43,7 @@ from headstart.heads.errors import ConfigError, HeadstartError
 from headstart.heads.files import read_json, write_json
 from headstart.heads.formats import ExportConfig, export_head
 from headstart.heads.formats.sidecar import notes
-from headstart.heads.formats.vllm import max_lora_rank
+from headstart.heads.formats.vllm import METHODS, max_lora_rank
 from headstart.heads.formats.vllm_targets import model_impl, with_layers_shifted
 from headstart.heads.provenance import git_revision
 from headstart.heads.targets.load import load_target
@@ -235,7 +235,7 @@ def compare_family(
     if arguments.shown_target is not None:
         facts = {
             "target": arguments.shown_target, "model_type": target.dims.model_type,
-            "model_impl": model_impl(target.dims.model_type, family),
+            "model_impl": model_impl(target.dims.model_type, method_of(family)),
             "feature_layers": notes(exported).get("feature_layers"),
         }  # fmt: skip
     if tuned.adapter is not None and tuned.merged:
@@ -335,7 +335,7 @@ def run_engine(
         "stop_token_ids": list(target.stop_token_ids),
         "max_new_tokens": arguments.max_new_tokens,
         "max_model_len": max_model_len(prompts, arguments),
-        "model_impl": model_impl(target.dims.model_type, family) or "auto",
+        "model_impl": model_impl(target.dims.model_type, method_of(family)) or "auto",
         "speculative": speculative_config(family, exported, arguments),
     }
     paths = {name: arguments.work / f"{family}.{name}" for name in ("job.json", "out.json", "log")}
@@ -358,8 +358,14 @@ def max_model_len(prompts: list[list[int]], arguments: argparse.Namespace) -> in
     return -(-longest // 64) * 64
 
 
+def method_of(family: str) -> str:
+    """vLLM's name of the method that drafts with a family's heads."""
+    return METHODS.get(family, (family, {}))[0]
+
+
 def speculative_config(family: str, exported: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"method": family, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth}
+    method, more = METHODS.get(family, (family, {}))
+    return {"method": method, "model": str(exported.resolve()), "num_speculative_tokens": arguments.depth, **more}
 
 
 def measure_served(

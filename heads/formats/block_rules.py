@@ -121,8 +121,7 @@ def check_mask_token(case: Case, name: str, token: Any, vocab_size: int) -> None
             case.config.get(f"{kind}_token_id"),
             None if target is None else getattr(target, f"{kind}_token_id", None),
         ]
-        known = {item for value in ids for item in (value if isinstance(value, list) else [value])}
-        if token in known:
+        if any(token in (value if isinstance(value, list) else [value]) for value in ids):
             case.note(
                 f"{name} {token} is the {kind} token: texts hold it, so a masked slot looks like one and fewer drafts "
                 "are accepted. Train with a reserved token (head.mask_token_id)"
@@ -168,14 +167,17 @@ def check_scaled_logits(case: Case, config: dict[str, Any], reads: tuple[str, ..
 
 
 def check_biases(case: Case, config: dict[str, Any], known: set[str]) -> set[str]:
-    """Find biases of the layers that are dropped, or that stay random. Returns: their names."""
+    """Find biases of the layers that are dropped, or that stay random. Returns: their names, and those of sinks."""
+    sinks = {name for name in case.names if name.endswith(".attention_sink_bias")}
+    if not nested_of(config).get("attention_sink_bias"):
+        sinks = set()
     biases = {name for name in case.names if name.startswith("layers.") and name.endswith(".bias")} - known
     if config.get("attention_bias"):
         if not all(any(name.endswith(f"{p}_proj.bias") for name in biases) for p in "qkvo"):
             case.misread("attention_bias is true and biases of q, k, v or o are missing: they stay random")
     elif lost := sorted(name for name in biases if case.nonzero(name)):
         case.misread(f"{', '.join(lost[:3])}: biases are dropped in silence without attention_bias")
-    return biases
+    return biases | sinks
 
 
 def check_block_size(case: Case, config: dict[str, Any], anchor_first: bool, option: str, slots: bool = False) -> None:

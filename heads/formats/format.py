@@ -124,7 +124,8 @@ class Format:
         if dropped:
             case.refuse(dropped[0])
         elif rules is None and seen.family in self.unchecked:
-            case.verdict.add(Verdict.UNKNOWN, f"what it does with a {seen.family} has not been checked")
+            what = f"a {seen.family}" if seen.family in NOT_READ else f"{seen.family} heads"
+            case.verdict.add(Verdict.UNKNOWN, f"what it does with {what} has not been checked")
         elif rules is None:
             case.refuse(self.not_served(seen.family))
         else:

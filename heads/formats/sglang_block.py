@@ -60,7 +60,7 @@ def check_dspark(case: Case) -> None:
     config, nested = case.config, nested_of(case.config)
     case.require_architecture(DSPARK_ARCHITECTURES, config.get("architectures"))
     rank, kind = (nested.get(name, config.get(name)) for name in ("markov_rank", "markov_head_type"))
-    if type(rank) is not int or rank < 1 or kind not in MORE_OF_MARKOV:
+    if type(rank) is not int or rank < 1 or kind not in list(MORE_OF_MARKOV):
         wanted = f"a positive rank and one of {', '.join(MORE_OF_MARKOV)}"
         case.refuse(f"markov_rank is {rank!r} and markov_head_type {kind!r}, expected {wanted}")
         return
@@ -162,7 +162,7 @@ def _attention(case: Case, config: dict[str, Any], nested: dict[str, Any], layer
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) < layers):
         case.refuse(f"layer_types is {kinds!r}, expected one kind for each of {layers} layers")
         return
-    windowed = "sliding_attention" in (kinds or ())
+    windowed = "sliding_attention" in (kinds or [])
     causal, inner = config.get("is_causal"), nested.get("causal")
     if causal is None and windowed:
         case.misread("layer_types has sliding_attention and is_causal is missing: SGLang takes those layers as causal")

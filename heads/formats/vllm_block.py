@@ -132,7 +132,8 @@ def _as_read(case: Case) -> dict[str, Any]:
         config[NESTED] = {
             "mask_token_id": token, "target_layer_ids": shifted(ids, -1), "sample_from_anchor": first, "causal": causal,
         }  # fmt: skip
-        if causal and "sliding_attention" not in (layer.get("layer_types") or ()):
+        kinds = layer.get("layer_types")
+        if causal and not (isinstance(kinds, list) and "sliding_attention" in kinds):
             case.misread(
                 "sliding_window_non_causal is false, which vLLM takes for all layers: it runs them causal, and full "
                 "attention was trained without. Set it to true"
@@ -198,7 +199,7 @@ def _attention(case: Case, config: dict[str, Any], layers: int) -> None:
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) < layers):
         case.refuse(f"layer_types is {kinds!r}, expected one kind for each of {layers} layers")
         return
-    windowed = sum(kind == "sliding_attention" for kind in kinds or ())
+    windowed = sum(kind == "sliding_attention" for kind in kinds or [])
     said = {"is_causal": config.get("is_causal"), f"{NESTED}.causal": nested.get("causal")}
     name, causal = next(((name, value) for name, value in said.items() if value is not None), ("", None))
     if causal is None and windowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,8 @@ from headstart.heads.errors import FormatError
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.families.dspark.head import DSparkConfig
 from headstart.heads.formats import ExportConfig, Verdict, check_directory, export_head
-from headstart.heads.formats.launch import launch_commands
+from headstart.heads.formats.card import render_card
+from headstart.heads.formats.launch import drafted_tokens, launch_commands, why_tokens
 
 FU = ({**DFLASH_CONFIG, "draft_vocab_size": U}, lambda: reduced(dflash_tensors()))
 SU = ({**DSPARK_CONFIG, "draft_vocab_size": U}, lambda: reduced(dspark_tensors()))
@@ -203,6 +205,10 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
     "integers for weights": (F, {}, put(norm__weight=torch.ones(D, dtype=torch.int32)), {"vllm": (W, "in silence")}),
     "another activation": (F, {"hidden_act": "gelu"}, same,
                            {"vllm": (R, "compute silu"), "sglang": (R, "compute silu"), "headstart": (L, "")}),
+    "sinks of the attention": (
+        F, nested(attention_sink_bias=True), put(layers__0__self_attn__attention_sink_bias=torch.ones(4)),
+        {"vllm": (L, ""), "sglang": (L, ""), "headstart": (R, "attention_sink_bias is True")},
+    ),
     # the draft vocabulary
     "reduced, in SGLang": (FU, {}, same, {"sglang": (W, "reads neither lm_head nor d2t"), "vllm": (L, "")}),
     "reduced DSpark, in SGLang": (SU, {}, same, {"sglang": (R, "export.engines=[vllm]"), "vllm": (L, "")}),
@@ -353,6 +359,44 @@ def test_launch_commands() -> None:
             f"python -m sglang.launch_server --model-path a/b --speculative-algorithm {name.upper()} "
             f"--speculative-draft-model-path user/head --speculative-{block}"
         )
+
+
+ON_CARDS = {
+    "DFlash": (
+        "8 slots (the last committed token, then mask token 90), all but the first draft", "arXiv [2602.06036]",
+        "Chen, Jian", "--speculative-dflash-block-size 8",
+    ),
+    "DSpark": (
+        "7 slots (the last committed token, then mask token 90), each drafts", "arXiv [2607.05147]", "Cheng, Xin",
+        "vanilla, rank 6: logits + W2 W1[token before]", "trained to the acceptance rate",
+        "--speculative-dspark-block-size 7",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_the_card_says_what_the_head_is_and_how_it_is_served(tmp_path: Path, name: str) -> None:
+    config = HEADS[name][0]
+    export_head(our_head(config), tmp_path, ExportConfig(), {"target": {"name": "someone/tiny"}})
+    side, report = json.loads((tmp_path / "headstart.json").read_text()), check_directory(tmp_path)
+    card = render_card("user/head", side, None, [name for name in report.engines if report.loads(name)])
+    always = ("It reads `hidden_states` [2, 4, 6]", "without its bias, soft-cap or scale", "not causal")
+    for said in (f"{name} draft head for **someone/tiny**", *ON_CARDS[name], *always):
+        assert said in card, card
+    assert f'"method": "{config.type}", "model": "user/head", "num_speculative_tokens": 7' in card
+    assert "TGI" not in card and "llama.cpp" not in card
+
+
+def test_a_tuning_of_a_shorter_chain_is_told_and_not_followed() -> None:
+    """Engines draft a whole block; a tuning that found a shorter one to pay does not shorten it."""
+    choice = {"tree": {"kind": "chain", "depth": 3}, "label": "chain3", "tau": 2.0, "predicted_speedup": 1.5,
+              "measured_speedup": 1.4, "speculate": True}  # fmt: skip
+    side = {"type": "dflash", "config": {"depth": 7}, "tuned": {"card": {"batches": {"1": choice}}}}
+    assert drafted_tokens(side) == 7
+    assert why_tokens(side) == (
+        "7 drafted tokens, as engines draft with this head; the best chain at batch 1 on card (`headstart tune`, 1.50× "
+        "predicted) has 3."
+    )
 
 
 def test_layers_of_an_unlike_target_are_run_by_the_transformers_backend() -> None:

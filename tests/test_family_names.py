@@ -27,7 +27,7 @@ THEIR_PLACES = ("heads/families/", "eval/drafters/", "heads/formats/")
 #: file → words that it may hold, and why
 ALLOWED: dict[str, tuple[set[str], str]] = {
     "heads/layers.py": ({"medusa"}, "the remedy of an error names a family without a draft layer"),
-    "scripts/bench/presets.py": ({"eagle3", "medusa"}, "the heads that are benchmarked"),
+    "scripts/bench/presets.py": ({"eagle3", "medusa", "dflash", "dspark"}, "the heads that are benchmarked"),
     "scripts/bench/train.py": ({"eagle3"}, "the name of a shipped recipe, in help"),
     "scripts/parity_llama_cpp.py": ({"eagle3"}, "the one family that llama.cpp drafts with"),
     "scripts/parity_engine.py": ({"dflash", "DFlashQwen3Model"}, "vLLM's names of what is repaired there"),

@@ -339,9 +339,7 @@ def random_model(
     torch.manual_seed(0)
     try:
         with torch.device("cpu" if tiny else device):
-            model, _ = with_attention(
-                lambda a: kind.from_config(config, attn_implementation=a, dtype=dtype), attention
-            )
+            model, _ = with_attention(lambda a: kind.from_config(config, attn_implementation=a, dtype=dtype), attention)
     finally:
         torch.random.set_rng_state(held)
     if tiny and dtype != torch.float32:  # the same weights, rounded

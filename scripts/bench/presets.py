@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -70,6 +72,63 @@ def matrices_config(lm_head: str, depth: int = MATRICES_DEPTH, **fields: Any) ->
     family: Any = FAMILIES[MATRICES_FAMILY]
     config: HeadConfig = family.config(depth=depth, lm_head=lm_head, **fields)
     return config
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    """A head that drafts blocks, in a training benchmark.
+
+    Attributes:
+        layers: of the head. share: head.anchor_share.
+        blocks, vocabularies: sizes of a block (slots) and of the draft vocabulary (0 = all tokens); None = what the
+            command line says.
+        mixed: documents of mixed lengths (MIXED_LENGTHS) instead of equal ones.
+    """
+
+    family: str
+    layers: int = 5
+    share: float = 0.25
+    blocks: tuple[int, ...] | None = None
+    vocabularies: tuple[int, ...] | None = None
+    mixed: bool = False
+
+
+#: the blocks of the issue's cases: 512 anchors per 2,048 rows at 8B sizes, 2,048 per 16,384 rows at SmolLM2's
+BLOCK_CASES = {
+    "dspark_all": BlockCase("dspark"),
+    "dflash_all": BlockCase("dflash"),
+    "smollm2_dspark": BlockCase("dspark", 2, 0.125, (8,), (0,), True),
+}
+#: tokens of conversations, repeated until a pack is full
+MIXED_LENGTHS = (212, 345, 478, 611, 744, 1010, 289, 566, 131, 830)
+
+
+def block_config(case: BlockCase, block: int, draft_vocab: int, vocab: int) -> HeadConfig:
+    """The head of a case. Args: block: slots, from which the depth follows. draft_vocab: 0 = all. vocab: the target's.
+
+    Raises: ConfigError for a draft vocabulary that is larger than the target's.
+    """
+    if not 0 <= draft_vocab <= vocab:
+        raise ConfigError(f"--draft-vocab: found {draft_vocab}, expected at most the target's vocabulary of {vocab}")
+    make: Any = FAMILIES[case.family].config
+    fields = {"layers": case.layers, "anchor_share": case.share, "draft_vocab_size": draft_vocab}
+    every = make().sample_from_anchor  # else the first slot drafts nothing
+    config: HeadConfig = make(depth=block if every else block - 1, mask_token_id=vocab - 1, **fields)
+    return config
+
+
+def mixed_lengths(tokens: int) -> tuple[int, ...]:
+    """Documents of MIXED_LENGTHS that fill a pack, the last one cut.
+
+    >>> mixed_lengths(1000)
+    (212, 345, 443)
+    """
+    lengths: list[int] = []
+    for length in cycle(MIXED_LENGTHS):
+        if sum(lengths) == tokens:
+            return tuple(lengths)
+        lengths.append(min(length, tokens - sum(lengths)))
+    raise AssertionError  # the lengths never end
 
 
 def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Target:

@@ -3,6 +3,8 @@
     python -m headstart.bench.train --preset llama-3.1-8b --cases fixed_all fixed_40 long_32k --out results.json
     python -m headstart.bench.train --preset llama-3.1-8b --cases medusa_all medusa_shared medusa_lowrank
     python -m headstart.bench.train --preset llama-3.1-8b --cases real_lengths --data answers.jsonl --target NAME
+    python -m headstart.bench.train --cases dspark_all dflash_all --block 7 16 --draft-vocab 32000 0
+    python -m headstart.bench.train --preset smollm2 --tokens 16384 --cases smollm2_dspark
     headstart train smollm2-eagle3 && python -m headstart.bench.train --cases smollm2_real --run runs/smollm2-eagle3
     python -m headstart.bench.train --supervised-fraction 0.3 --lengths real --online --data answers.jsonl --target NAME
 
@@ -10,7 +12,8 @@ Weights are random (shapes decide the speed), except in `smollm2_real`, which re
 One record per case: tokens/s, supervised tokens/s, MFU against a matrix product measured in the same run, peak memory,
 how many graphs were compiled or captured and in what time, and the parts of a step. The cases `medusa_*` train a head
 with one output matrix per depth: own, shared or low-rank ones, or own ones on labels instead of a teacher. Documents of
-the `real` cases are as long as the conversations in --data are under the tokenizer of --target.
+the `real` cases are as long as the conversations in --data are under the tokenizer of --target. Heads that draft blocks
+(`dspark_all`, `dflash_all`, `smollm2_dspark`) draw their anchors anew at every step, as training does.
 
 Several GPUs: `python -m headstart.bench.scaling`.
 """
@@ -32,11 +35,14 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from headstart.bench.presets import (
+    BLOCK_CASES,
     DEPTH,
     MATRICES_DEPTH,
     PRESETS,
+    block_config,
     head_config,
     matrices_config,
+    mixed_lengths,
     random_ends,
     random_target,
     refuse_ranks,
@@ -74,7 +80,17 @@ MATRICES: dict[str, dict[str, Any]] = {
     "medusa_lowrank": {"lm_head": "lowrank"},
     "medusa_labels": {"lm_head": "own", "loss": "ce"},
 }
-CASES = ("fixed_all", "fixed_40", "online_all", "real_lengths", "long_32k", "smollm2_real", "custom", *MATRICES)
+CASES = (
+    "fixed_all",
+    "fixed_40",
+    "online_all",
+    "real_lengths",
+    "long_32k",
+    "smollm2_real",
+    "custom",
+    *MATRICES,
+    *BLOCK_CASES,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,7 @@ class Case:
         lengths: tokens of each document of the pack. supervised: share of the tokens that are trained on.
         online: the target's forward is timed too.
         matrices: settings of a head with one output matrix per depth; None = a head with a draft vocabulary.
+        block, draft_vocab: sizes of a block and of the draft vocabulary (0 = all) of a head that drafts blocks.
     """
 
     name: str
@@ -92,6 +109,8 @@ class Case:
     supervised: float = 1.0
     online: bool = False
     matrices: dict[str, Any] | None = None
+    block: int | None = None
+    draft_vocab: int | None = None
 
 
 @dataclass
@@ -102,6 +121,8 @@ class Record:
         peak_gib: most memory of tensors. A captured step's temporaries count while it is captured, before the optimiser
             has its moments. reserved_gib: memory that the allocator took from the card, the graphs' pool and what is
             lost between tensors included: what the card must have.
+        block, draft_vocab: of a head that drafts blocks: slots of a block, tokens that it can draft.
+        anchors_per_s: blocks that are trained per second, for such a head.
     """
 
     case: str
@@ -125,10 +146,14 @@ class Record:
     versions: dict[str, str] = field(default_factory=dict)
     row_fraction: float = 1.0
     reserved_gib: float = 0.0
+    block: int | None = None
+    draft_vocab: int | None = None
+    anchors_per_s: float | None = None
 
-    @property
-    def key(self) -> tuple[str, str, float]:
-        return self.case, self.preset, self.row_fraction
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells rows apart: a new row replaces the one with its key. Earlier rows lack some of the fields."""
+    return row["case"], row["preset"], row.get("row_fraction", 1.0), row.get("block"), row.get("draft_vocab")
 
 
 def real_samples(data: Path, target: str) -> list[Sample]:
@@ -160,7 +185,24 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         ),
     }
     known |= {name: Case(name, fixed, matrices=fields) for name, fields in MATRICES.items()}
-    return [known[name] for name in names if name != "smollm2_real"]
+    found = []
+    for name in names:
+        if name in BLOCK_CASES:
+            found += block_cases(name, arguments, fixed)
+        elif name != "smollm2_real":
+            found.append(known[name])
+    return found
+
+
+def block_cases(name: str, arguments: argparse.Namespace, fixed: tuple[int, ...]) -> list[Case]:
+    """One case for every size of a block and of the draft vocabulary."""
+    kind = BLOCK_CASES[name]
+    lengths = mixed_lengths(arguments.tokens) if kind.mixed else fixed
+    return [
+        Case(name, lengths, block=block, draft_vocab=size)
+        for block in kind.blocks or arguments.block
+        for size in kind.vocabularies or arguments.draft_vocab
+    ]
 
 
 def turns(length: int, supervised: float) -> Tensor:
@@ -264,7 +306,8 @@ def bench_case(
         case.name, preset, tokens / step_ms * 1e3, supervised / step_ms * 1e3, flops / (step_ms / 1e3) / matmul, peak,
         compile_s, compiles, step_ms, split, tokens, supervised, len(case.lengths), steps, matmul / 1e12,
         origin["device"], command_line(), origin["git_revision"], origin["versions"], row_fraction_of(head),
-        reserved,
+        reserved, case.block, None if case.block is None else head.draft_vocab_size or head.dims.vocab_size,
+        None if case.block is None else len(batch.anchors) / step_ms * 1e3,
     )  # fmt: skip
 
 
@@ -322,6 +365,9 @@ def bench_run(arguments: argparse.Namespace, matmul: float) -> Record:
 
 def described_head(case: Case, arguments: argparse.Namespace) -> HeadConfig:
     """The head that a case trains."""
+    if case.block is not None and case.draft_vocab is not None:
+        vocab = PRESETS[arguments.preset][0].vocab_size
+        return block_config(BLOCK_CASES[case.name], case.block, case.draft_vocab, vocab)
     if case.matrices is not None:
         return matrices_config(depth=arguments.depth or MATRICES_DEPTH, **case.matrices)
     return head_config(arguments.preset, arguments.depth or DEPTH, row_fraction=arguments.row_fraction)
@@ -349,7 +395,8 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
             ends = random_ends(dims, device, dtype, embeddings=case.matrices is None)
         with torch.device(device):
             head = build_head(described_head(case, arguments), dims).train()
-        head.initialise(ends, torch.arange(vocab, device=device))
+        size = vocab if case.draft_vocab is None else case.draft_vocab
+        head.initialise(ends, torch.arange(size, device=device))
         try:
             records.append(
                 bench_case(case, preset, head, target, ends.teacher, arguments.steps, matmul, arguments.profile)
@@ -368,8 +415,10 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
 
 
 def print_record(record: Record) -> None:
+    block = "" if record.block is None else f"block {record.block} of {record.draft_vocab}  "
+    rate = "" if record.anchors_per_s is None else f"{record.anchors_per_s:.0f} anchors/s  "
     print(
-        f"{record.preset:13s} {record.case:13s} {record.tokens_per_s:9.0f} tokens/s  "
+        f"{record.preset:13s} {record.case:13s} {block}{rate}{record.tokens_per_s:9.0f} tokens/s  "
         f"{record.supervised_tokens_per_s:9.0f} supervised/s  MFU {record.mfu:.2f}  {record.peak_gib:5.1f} GiB "
         f"({record.reserved_gib:.1f} reserved)  "
         f"{record.step_ms:7.1f} ms  " + "  ".join(f"{name} {ms:.1f}" for name, ms in record.split_ms.items()),
@@ -395,12 +444,20 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m-instruct", help="tokenizer of --data and of --run")
     parser.add_argument("--depth", type=int, help=f"TTT steps ({DEPTH}), or output matrices ({MATRICES_DEPTH})")
     parser.add_argument("--row-fraction", type=float, default=1.0, help="head.row_fraction of the head")
+    parser.add_argument(
+        "--block", type=int, nargs="+", default=[7, 16], help="slots of a block, where blocks are drafted"
+    )
+    parser.add_argument(
+        "--draft-vocab", type=int, nargs="+", default=[32000, 0], help="tokens that such a head can draft; 0 = all"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps per case")
     parser.add_argument("--run", type=Path, help="run directory of smollm2_real")
     parser.add_argument("--matmul-tflops", type=float, help="what MFU is a share of; measured unless given")
     parser.add_argument("--profile", action="store_true", help="print device time by kernel")
     parser.add_argument(
-        "--out", type=Path, help="JSON list to write; rows of the same case, preset and row fraction are replaced"
+        "--out",
+        type=Path,
+        help="JSON list to write; rows of the same case, preset and settings are replaced",
     )
     arguments = parser.parse_args()
     try:
@@ -409,9 +466,9 @@ def main() -> None:
     except HeadstartError as error:
         parser.exit(2, f"error: {error}\n")
     if arguments.out is not None:
-        new = {record.key for record in records}
+        new = {key_of(asdict(record)) for record in records}
         earlier = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
-        kept = [r for r in earlier if (r["case"], r["preset"], r.get("row_fraction", 1.0)) not in new]
+        kept = [row for row in earlier if key_of(row) not in new]
         write_json(arguments.out, kept + [asdict(record) for record in records])
 
 

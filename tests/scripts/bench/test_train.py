@@ -85,6 +85,32 @@ def test_a_head_with_a_matrix_per_depth_is_timed_in_all_its_kinds(bench: Callabl
         assert flops(row) == pytest.approx(expected, rel=1e-6)
 
 
+def test_heads_that_draft_blocks_have_a_row_for_every_block_and_vocabulary(bench: Callable):
+    """Two layouts: with 4 slots, one head drafts 4 tokens of a block, the other 3."""
+    sizes = ("--block", "4", "5", "--draft-vocab", "128", "0")
+    bench(*SMALL, "--cases", "dspark_all", *sizes)
+    rows = bench(*SMALL, "--cases", "dflash_all", "dspark_all", *sizes)
+    keys = [(row["case"], row["block"], row["draft_vocab"]) for row in rows]
+    expected = [(case, b, u) for case in ("dflash_all", "dspark_all") for b in (4, 5) for u in (128, 512)]
+    assert keys == expected  # new rows take the place of earlier ones
+    for row in rows:
+        assert row["anchors_per_s"] == pytest.approx(32 / row["step_ms"] * 1e3)  # a quarter of 128 rows
+        assert row["mfu"] > 0 and row["compiles"] == 0 and set(row["split_ms"]) >= {"draft_forward", "optimiser"}
+    # per step (heads/families/block/costs.py): 128 rows, 32 anchors of 4 slots; fc reads 5 layers
+    hidden, inner, queries, keys, layers = 64, 128, 64, 32, 5
+    layer = hidden * (2 * queries + 2 * keys + 3 * inner)
+    context = 128 * (5 * hidden * hidden + layers * 2 * hidden * keys)
+    assert flops(rows[0]) == pytest.approx(
+        6 * (context + 32 * 4 * layers * layer + 32 * 3 * 128 * hidden * 2 / 3), rel=1e-6
+    )
+
+
+def test_smollm2s_blocks_stand_in_documents_of_mixed_lengths(bench: Callable):
+    (row,) = bench(*SMALL, "--cases", "smollm2_dspark", "--tokens", "700")
+    assert (row["tokens"], row["documents"], row["block"], row["draft_vocab"]) == (700, 3, 8, 512)
+    assert row["anchors_per_s"] == pytest.approx(88 / row["step_ms"] * 1e3)  # an eighth of the rows
+
+
 def test_the_published_depths_are_the_default():
     parsed = argparse.Namespace(preset="llama-3.1-8b", depth=None, row_fraction=1.0)
     heads = {name: train.described_head(train.Case(name, (8,), matrices=fields), parsed) for name, fields in

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from headstart.heads.dims import HeadDims
 from headstart.heads.ends import Teacher
+from headstart.heads.families.dspark.head import MARKOV_HEADS, DSparkConfig, DSparkHead
 from headstart.heads.kernels.device import eager_twins
 from headstart.heads.losses import block, block_eager, fused
 from headstart.heads.losses.block import KINDS, BlockLabels, BlockLosses
@@ -146,4 +148,37 @@ def test_it_can_be_captured(dpace: bool) -> None:
     torch.cuda.synchronize()
     assert torch.equal(found.sum_T, expected.sum_T) and torch.equal(found.argmax_AK, expected.argmax_AK)
     for x, y in zip(gradients, captured, strict=True):
+        torch.testing.assert_close(y, x)
+
+
+@pytest.mark.parametrize("kind", MARKOV_HEADS)
+def test_markov_heads_can_be_captured(kind: str) -> None:
+    """With more tokens than the embedding's gradient is made of without sorting them."""
+    torch.manual_seed(0)
+    config = DSparkConfig(depth=8, markov_rank=32, markov_head=kind, layers=1, feature_layers=[1])
+    dims = HeadDims(64, 5000, 4, 4, 2, 16, 96)
+    with torch.device("cuda"):
+        head = DSparkHead(config, dims)
+    hidden = torch.randn(1024, 8, 64, device="cuda").requires_grad_(True)
+    previous = torch.randint(0, 5000, (1024, 8), device="cuda")
+    factor = torch.randn(1024, 8, 32, device="cuda")
+    leaves = [p for name, p in head.markov_head.named_parameters() if "w2" not in name]
+    leaves += [] if kind == "vanilla" else [hidden]
+
+    def run() -> tuple[Tensor, ...]:
+        low = head.corrections(hidden, previous)
+        return low.detach().clone(), *torch.autograd.grad((low * factor).sum(), leaves)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            expected = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, y in zip(expected, found, strict=True):
         torch.testing.assert_close(y, x)

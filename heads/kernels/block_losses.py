@@ -14,6 +14,10 @@ from headstart.heads.kernels.device import tl, triton
 #: between the sweeps only while few programs run at a time: large ones.
 BLOCK, WARPS = 8192, 16
 
+#: Neighbouring columns that are summed up first. A thread loads as many at once, so that sums over a row need nothing
+#: of other threads until the row's end.
+GROUP = 8
+
 #: rows of the table of statistics: float32 [STATS, C]
 LSE, CE, OVERLAP, BELOW, KL = range(5)
 STATS = 5
@@ -21,11 +25,62 @@ STATS = 5
 if triton is not None:
 
     @triton.jit
+    def _grouped(x, GROUP: tl.constexpr):
+        """Sums of neighbouring columns."""
+        return tl.sum(tl.reshape(x, (x.shape[0] // GROUP, GROUP)), 1)
+
+    @triton.jit
+    def _softmax_sweep(logits, tokens, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+        """(log-sum-exp, index of the largest) of a row. Every group of columns keeps a maximum and a sum of its own."""
+        column = tl.arange(0, BLOCK)
+        first = tl.arange(0, BLOCK // GROUP) * GROUP
+        top = tl.full((BLOCK // GROUP,), -1.0e30, tl.float32)
+        total = tl.zeros((BLOCK // GROUP,), tl.float32)
+        place = tl.zeros((BLOCK // GROUP,), tl.int32)  # where the group's columns were when the largest was found
+        for start in range(0, tokens, BLOCK):
+            inside = start + column < tokens
+            z = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+            z = tl.reshape(z, (BLOCK // GROUP, GROUP))
+            largest = tl.max(z, 1)
+            place = tl.where(largest > top, start + first, place)
+            new_top = tl.maximum(top, largest)
+            total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top[:, None]), 1)
+            top = new_top
+        z_max = tl.max(top, 0)
+        z_lse = z_max + tl.log(tl.sum(total * tl.exp(top - z_max), 0))
+        # of equal ones, the first
+        base = tl.min(tl.where(top == z_max, place, 2147483647), 0)
+        near = base + tl.arange(0, GROUP)
+        z = tl.load(logits + near, mask=near < tokens, other=float("-inf")).to(tl.float32)
+        return z_lse, tl.min(tl.where(z == z_max, near, 2147483647), 0)
+
+    @triton.jit
+    def _teacher_sweep(
+        logits, teacher, z_lse, t_lse, tokens, KL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+    ):
+        """(Σ min(p, q), Σ of q where q < p, Σ p log(p / q) or 0)."""
+        column = tl.arange(0, BLOCK)
+        overlap = tl.zeros((BLOCK // GROUP,), tl.float32)
+        below = tl.zeros((BLOCK // GROUP,), tl.float32)
+        kl = tl.zeros((BLOCK // GROUP,), tl.float32)
+        for start in range(0, tokens, BLOCK):
+            inside = start + column < tokens
+            z = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+            t = tl.load(teacher + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+            logq, logp = z - z_lse, t - t_lse
+            q, p = tl.exp(logq), tl.exp(logp)
+            overlap += _grouped(tl.minimum(p, q), GROUP)
+            below += _grouped(tl.where(logq < logp, q, 0.0), GROUP)
+            if KL:
+                kl += _grouped(tl.where(p > 0.0, p * (logp - logq), 0.0), GROUP)
+        return tl.sum(overlap, 0), tl.sum(below, 0), tl.sum(kl, 0)
+
+    @triton.jit
     def _slot_kernel(
         logits, teacher, teacher_lse, teacher_row, label, on, weight, scale, stats, argmax,
         tokens, stride, teacher_stride, stats_stride, floor,
         MEASURES: tl.constexpr, DIFFERENTIATES: tl.constexpr, TEACHER: tl.constexpr, KL: tl.constexpr,
-        BLOCK: tl.constexpr,
+        BLOCK: tl.constexpr, GROUP: tl.constexpr,
     ):  # fmt: skip
         """Statistics of a slot (MEASURES), and its gradient over the logits (DIFFERENTIATES).
 
@@ -43,28 +98,10 @@ if triton is not None:
         if MEASURES:
             if runs:
                 at_label = tl.load(logits + tl.load(label + row)).to(tl.float32)
-                z_max, z_sum = float("-inf"), 0.0
-                for start in range(0, tokens, BLOCK):
-                    inside = start + column < tokens
-                    z = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-                    block_max, place = tl.max(z, 0, return_indices=True)
-                    best = tl.where(block_max > z_max, start + place, best)
-                    new_max = tl.maximum(z_max, block_max)
-                    z_sum = z_sum * tl.exp(z_max - new_max) + tl.sum(tl.exp(z - new_max), 0)
-                    z_max = new_max
-                z_lse = z_max + tl.log(z_sum)
+                z_lse, best = _softmax_sweep(logits, tokens, BLOCK, GROUP)
                 ce = z_lse - at_label
                 if TEACHER:
-                    for start in range(0, tokens, BLOCK):
-                        inside = start + column < tokens
-                        z = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-                        t = tl.load(teacher + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-                        logq, logp = z - z_lse, t - t_lse
-                        q, p = tl.exp(logq), tl.exp(logp)
-                        overlap += tl.sum(tl.minimum(p, q), 0)
-                        below += tl.sum(tl.where(logq < logp, q, 0.0), 0)
-                        if KL:
-                            kl += tl.sum(tl.where(p > 0.0, p * (logp - logq), 0.0), 0)
+                    overlap, below, kl = _teacher_sweep(logits, teacher, z_lse, t_lse, tokens, KL, BLOCK, GROUP)
             tl.store(stats, z_lse)
             tl.store(stats + stats_stride, ce)
             tl.store(argmax + row, best)
@@ -72,6 +109,8 @@ if triton is not None:
                 tl.store(stats + 2 * stats_stride, overlap)
                 tl.store(stats + 3 * stats_stride, below)
                 tl.store(stats + 4 * stats_stride, kl)
+            if DIFFERENTIATES:
+                tl.debug_barrier()  # every thread has read what the gradient overwrites
         if DIFFERENTIATES:
             by = tl.load(weight + row).to(tl.float32)
             if not MEASURES:
@@ -135,10 +174,10 @@ def slots(
     if not rows:
         return
     teacher_TU, lse_T, row_C = teacher if teacher is not None else (logits_CU, scale_4, label_C)
-    block = min(BLOCK, triton.next_power_of_2(tokens))
+    block = max(GROUP, min(BLOCK, triton.next_power_of_2(tokens)))
     _slot_kernel[(rows,)](
         logits_CU, teacher_TU, lse_T, row_C, label_C, on_C.to(torch.int8), scale_4 if weight_C is None else weight_C,
         scale_4, stats_5C, argmax_C, tokens, logits_CU.stride(0), teacher_TU.stride(0), stats_5C.stride(0), floor,
         MEASURES=measures, DIFFERENTIATES=weight_C is not None, TEACHER=teacher is not None,
-        KL=kl and teacher is not None, BLOCK=block, num_warps=WARPS,
+        KL=kl and teacher is not None, BLOCK=block, GROUP=GROUP, num_warps=WARPS,
     )  # fmt: skip

@@ -178,6 +178,23 @@ def test_the_kernel_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(expected, x.run(block, KINDS), 2e-5)
 
 
+@interpreter
+@pytest.mark.parametrize("tokens", [3, 16, 61])
+def test_of_equal_tokens_the_kernel_takes_the_first(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "BLOCK", 16)
+    first = torch.tensor([0, 1, 2, 7, 8, 15, 16, 33, 60]).clamp(max=tokens - 1)
+    logits = torch.full((9, tokens), -3.0)
+    logits[torch.arange(tokens) >= first[:, None]] = 2.5
+    stats, argmax = torch.zeros(kernels.STATS, 9), torch.zeros(9, dtype=torch.int64)
+    kernels.slots(
+        logits, None, argmax.clone(), torch.ones(9, dtype=torch.bool), stats, argmax,
+        weight_C=None, scale_4=torch.zeros(4), floor=1e-30, measures=True, kl=False,
+    )  # fmt: skip
+    assert torch.equal(argmax, first)
+    torch.testing.assert_close(stats[kernels.LSE], logits.logsumexp(-1))
+
+
 def test_without_gradients_nothing_but_sums_is_made() -> None:
     x = case()
     with torch.no_grad():

@@ -32,6 +32,8 @@ from headstart.heads.numerics import add_weight_grad, weight_grad
 #: parameters of a layer, in the order of `layer_parameters`
 WQ, WK, WV, WO, GATE, UP, DOWN, INPUT_NORM, POST_NORM, Q_NORM, K_NORM = range(11)
 PER_LAYER = K_NORM + 1
+#: largest gradient of several matrices together that is made as one product
+ONE_PRODUCT = 1 << 22
 #: parameters before those of the layers
 FC, HIDDEN_NORM, NORM = range(3)
 
@@ -211,6 +213,20 @@ class GradientSums:
         elif parameter.requires_grad:
             self._sums[index] = weight_grad(grad_nO, x_nI, parameter.dtype)
 
+    def products(self, indices: Sequence[int], grad_nO: Tensor, x_nI: Tensor) -> None:
+        """As `product`, for parameters whose outputs lie side by side in `grad`.
+
+        Small ones are one product: each alone would leave most of the device idle. Of large ones, no copy is made.
+        """
+        sizes = [self._parameters[index].shape[0] for index in indices]
+        if grad_nO.shape[1] * x_nI.shape[1] > ONE_PRODUCT:
+            for index, part_nO in zip(indices, grad_nO.split(sizes, dim=1), strict=True):
+                self.product(index, part_nO, x_nI)
+            return
+        whole = weight_grad(grad_nO, x_nI, self._parameters[indices[0]].dtype)
+        for index, part in zip(indices, whole.split(sizes), strict=True):
+            self.vector(index, part)
+
     def vector(self, index: int, gradient: Tensor) -> None:
         parameter, into = self._parameters[index], self._sums[index]
         if into is not None:
@@ -313,14 +329,13 @@ def layer_backward(
     sums.product(base + DOWN, dz_MH, act_MI)
     gated_backward(packed_MU, torch.mm(dz_MH, weights.down_HI, out=act_MI), weights.act)
     del act_MI
-    for index, d_half_MI in zip((GATE, UP), packed_MU.chunk(2, dim=1), strict=True):
-        sums.product(base + index, d_half_MI, normed_MH)
+    sums.products((base + GATE, base + UP), packed_MU, normed_MH)
     dx_MH = torch.empty_like(x_MH)
     d_norm_H = rms_norm_backward(
         torch.mm(packed_MU, weights.gated_UH, out=normed_MH), x_MH, weights.post_norm_H, weights.eps, dx_MH, dz_MH
     )
     sums.vector(base + POST_NORM, d_norm_H)
-    del packed_MU, d_half_MI
+    del packed_MU
     # the attention
     sums.product(base + WO, dx_MH, kept.context_MC)
     split, own_v = _projections(weights, kept.qkv_MW)
@@ -338,9 +353,7 @@ def layer_backward(
     sums.vector(base + K_NORM, d_norms_2D[1])
     del turned, d_turned
     rms_norm(z_MH, weights.input_norm_H, weights.eps, normed_MH)
-    parts = (queries * width, norms.keys * width, norms.keys * width)
-    for index, d_part in zip((WQ, WK, WV), d_qkv_MW.split(parts, dim=1), strict=True):
-        sums.product(base + index, d_part, normed_MH)
+    sums.products((base + WQ, base + WK, base + WV), d_qkv_MW, normed_MH)
     d_input_MH = torch.mm(d_qkv_MW, weights.qkv_WH, out=normed_MH)
     d_z_MH = torch.empty_like(z_MH)
     sums.vector(
@@ -356,14 +369,12 @@ def context_backward(
 
     Args: d_k: of the rotated keys. d_raw: [R, L, 2 g, d], of which the values' half is filled.
     """
-    groups = context.norms.keys
     d_norms_L2D = norm_rotate_backward(d_k_RLgd, context.raw_RL2gd, context.norms, *rows.turn_R, d_raw_RL2gd)
     normed_RH = rms_norm(context.c_RH, context.norm_H, context.eps, torch.empty_like(context.c_RH))
-    for number, d_layer_R2gd in enumerate(d_raw_RL2gd.unbind(1)):
-        base = first_of(number)
-        sums.product(base + WK, d_layer_R2gd[:, :groups].flatten(1), normed_RH)
-        sums.product(base + WV, d_layer_R2gd[:, groups:].flatten(1), normed_RH)
-        sums.vector(base + K_NORM, d_norms_L2D[number, 1])
+    indices = [first_of(number) + index for number in range(len(d_norms_L2D)) for index in (WK, WV)]
+    sums.products(indices, d_raw_RL2gd.flatten(1), normed_RH)
+    for number, d_norm_2D in enumerate(d_norms_L2D):
+        sums.vector(first_of(number) + K_NORM, d_norm_2D[1])
     d_normed_RH = torch.mm(d_raw_RL2gd.flatten(1), context.weight, out=normed_RH)
     d_c_RH = torch.empty_like(context.c_RH)
     sums.vector(HIDDEN_NORM, rms_norm_backward(d_normed_RH, context.c_RH, context.norm_H, context.eps, d_c_RH))

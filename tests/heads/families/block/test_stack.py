@@ -16,6 +16,7 @@ from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.families import build_head
 from headstart.heads.families.block import head as block_head
+from headstart.heads.families.block import stack
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.gradients import adding_gradients
 from headstart.heads.kernels import block_attention as attention
@@ -118,6 +119,22 @@ def test_gradients_are_added_where_the_step_allows_it():
     (found * torch.randn(found.shape, generator=noise).to(found.dtype)).sum().backward()
     check([p.grad - 1 for p in trained], expected, 1e-9)
     assert [p.grad.data_ptr() for p in trained] == places
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_large_matrices_get_their_gradients_one_by_one(adds, monkeypatch):
+    head, batch = make()
+    expected = run(fast, head, batch)
+    monkeypatch.setattr(stack, "ONE_PRODUCT", 0)
+    if not adds:
+        return check(run(fast, head, batch), expected, 1e-9)
+    for parameter in head.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with adding_gradients(head):
+        found = head.slots(batch)
+    noise = torch.Generator().manual_seed(3)
+    (found * torch.randn(found.shape, generator=noise).to(found.dtype)).sum().backward()
+    check([p.grad for p in head.parameters() if p.requires_grad], expected[1:], 1e-9)
 
 
 def test_a_frozen_parameter_gets_no_gradient():

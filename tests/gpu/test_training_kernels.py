@@ -330,6 +330,8 @@ def test_row_kernels_match_their_twins():
         ("eagle3", {"layers": 2, "qk_norm": True, "row_fraction": 0.7}),
         ("eagle3", {"layers": 3, "fc_norm": "stream", "norm_output": True}),
         ("eagle3", {"qk_norm": True, "fc_norm": "concat"}),
+        ("peagle", {"layers": 2}),
+        ("peagle", {"layers": 3, "qk_norm": True, "row_fraction": 1.0, "loss": "lk"}),
     ],
 )
 def test_captured_step_equals_eager_step(family, fields):
@@ -341,8 +343,10 @@ def test_captured_step_equals_eager_step(family, fields):
     )  # fmt: skip
     target = Target.from_model(LlamaForCausalLM(config).cuda().bfloat16())
     head_config = FAMILIES[family].config(**fields)
-    if family == "eagle3":
+    if getattr(head_config, "draft_vocab_size", 0):
         head_config.draft_vocab_size = 200
+    if head_config.placeholder is not None:
+        head_config = head_config.with_placeholder(511)
     if family == "eagle":
         head_config.feature_noise = 0.0
     head = build_head(head_config, target.dims).cuda()
@@ -439,15 +443,17 @@ class StoredFeatures(FeatureSource):
         )
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("family", "layers"), [("eagle3", 1), ("eagle3", 2), ("peagle", 1), ("peagle", 2)])
 @pytest.mark.parametrize("row_fraction", [1.0, 0.7])
-def test_a_step_does_not_wait_for_the_device(row_fraction, layers, tmp_path, monkeypatch):
+def test_a_step_does_not_wait_for_the_device(row_fraction, family, layers, tmp_path, monkeypatch):
     """Operations that make the host wait raise in every step but the first two, which capture."""
     target = LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32,
     )  # fmt: skip
-    config = FAMILIES["eagle3"].config(depth=3, draft_vocab_size=200, row_fraction=row_fraction, layers=layers)
+    config = FAMILIES[family].config(depth=3, draft_vocab_size=200, row_fraction=row_fraction, layers=layers)
+    if config.placeholder is not None:
+        config = config.with_placeholder(511)
     head = build_head(config, HeadDims.from_hf_config(target)).cuda()
     ends = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16) * 0.1
     teacher = Teacher(ends)

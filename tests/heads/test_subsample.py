@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.documents import Ends
-from reference.families import DIMS, Example, documents, eagle, eagle3, example_head
+from reference.families import DIMS, Example, documents, eagle, eagle3, example_head, peagle
 from reference.tiny import assert_near, feature_batch, gradients, teacher_of
 
 from headstart.heads.base import Head, HeadConfig, Loss
@@ -22,6 +22,7 @@ from headstart.heads.subsample import Draw, draw_ranked, draw_rows, group_sizes,
 CONFIGS: dict[str, HeadConfig] = {
     "eagle": eagle(depth=3, row_fraction=0.5),
     "eagle3": eagle3(row_fraction=0.5),
+    "peagle": peagle(row_fraction=0.5, layers=2),
 }
 SUMS = ("sum_T", "count_T", "numerator_M", "denominator_M")
 

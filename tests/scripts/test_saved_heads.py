@@ -20,6 +20,7 @@ from headstart.heads.families.eagle.head import EagleConfig
 from headstart.heads.families.eagle3.head import Eagle3Config
 from headstart.heads.families.hydra.head import HydraConfig
 from headstart.heads.families.medusa.head import MedusaConfig
+from headstart.heads.families.peagle.head import PEagleConfig
 from headstart.heads.formats import check_directory, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.sidecar import annotate
@@ -203,6 +204,29 @@ def test_a_layer_that_only_one_of_two_heads_has(target: Target, given: int, aske
     head = build_head(MedusaConfig(depth=2, num_layers=given), target.dims)
     with pytest.raises(ConfigError, match=words):
         require_same_head(head, "theirs", MedusaConfig(depth=2, num_layers=asked), target.dims)
+
+
+PEAGLE: dict[str, Any] = {"draft_vocab_size": 64, "feature_layers": [2, 4, 5], "mask_token_id": 7}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"layers": 2}, "it has no layers.1.*set head.layers=1$"),
+        ({"draft_vocab_size": 60}, "draft_ids_U is .64.*set head.draft_vocab_size=64$"),
+        ({"hidden_size": 16}, "it has no embed_tokens.weight, the recipe's head has.*head.hidden_size=null"),
+        ({"qk_norm": True}, "set head.qk_norm=false$"),
+        ({"mask_token_id": 8}, "set head.mask_token_id=7$"),
+        ({"feature_layers": [1, 2, 3]}, r"set 'head.feature_layers=\[2, 4, 5\]'$"),
+    ],
+)
+def test_a_parallel_head_goes_on_as_the_same_one(target: Target, asked: dict[str, Any], words: str) -> None:
+    head = build_head(PEagleConfig(**PEAGLE), target.dims)
+    with pytest.raises(ConfigError, match=words):
+        require_same_head(head, "theirs", PEagleConfig(**{**PEAGLE, **asked}), target.dims)
+    # what training does may differ, and null takes the head's own mask token
+    for allowed in ({"depth": 3, "row_fraction": 1.0, "loss": "lk"}, {"mask_token_id": None}):
+        require_same_head(head, "theirs", PEagleConfig(**{**PEAGLE, **allowed}), target.dims)
 
 
 @pytest.mark.parametrize(("given", "asked"), [(False, True), (True, False)])

@@ -92,7 +92,7 @@ class PEagleFiles(Eagle3Files):
             if peagle.embed_VD is None:
                 raise FormatError("this P-EAGLE head uses the target's embeddings: bind it to the target to export it")
             token, own_H = peagle.replaced
-            embed_VD = peagle.embed_VD.to(own_H.dtype, copy=True)
+            embed_VD = peagle.embed_VD.to(own_H.device, own_H.dtype, copy=True)  # a head may be planned, on `meta`
             embed_VD[token] = own_H.detach()
             del tensors["mask_embedding"]
             tensors[EMBEDDINGS] = embed_VD

@@ -1,0 +1,265 @@
+"""P-EAGLE: masked places in training and in serving, what is learnt of them, and what a pass costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from reference.cache import ListCache, fused, run_step
+from reference.documents import Document, Ends
+from reference.families import DIMS, REFERENCES, VOCAB, Example, documents, draft_ids, example_head, peagle, shape_of
+from reference.peagle import chain_logits, parallel_logits, with_mask_row
+from reference.tiny import (
+    assert_near,
+    check_against,
+    double_weights,
+    ends_of,
+    feature_batch,
+    gradients,
+    random_ends,
+    teacher_of,
+)
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.errors import ConfigError
+from headstart.heads.families import PEagleConfig, PEagleHead, build_head
+
+DEPTH, DRAFT, MASK = 4, 40, 11
+FAMILY = REFERENCES["peagle"]
+VARIANTS = [name for name, example in FAMILY.examples.items() if not example.loss_only]
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def double_head(variant: str = "draft vocabulary") -> tuple[PEagleHead, Ends]:
+    head, ends = example_head(FAMILY.examples[variant], torch.float64)
+    assert isinstance(head, PEagleHead)
+    return head, ends
+
+
+def served(head: PEagleHead, document: Document, consumed: int, root: int, depth: int, cut: bool) -> Tensor:
+    """Logits [K, U] after the target consumed x_0 … x_{consumed-1} and said `root`: masked places in one call, or `cut`
+    into one call each."""
+    cache = ListCache(len(head.draft_layers))
+    following = [*document.tokens[1:consumed], root]
+    _, logits = run_step(head, cache, following, fused(head, document, slice(0, consumed)), 0)
+    found, g_H = [logits[-1:]], head.mask_feature()
+    for size in [1] * (depth - 1) if cut else [depth - 1]:
+        position = consumed + len(torch.cat(found)) - 1
+        _, logits = run_step(head, cache, [head.mask_token] * size, g_H.expand(size, -1), position)
+        found.append(logits)
+    return torch.cat(found)
+
+
+# rows
+
+
+@pytest.mark.parametrize("fields", [{}, {"layers": 3}], ids=["one layer", "three layers"])
+def test_many_depths_on_long_turns(fields: dict[str, Any]) -> None:
+    head, ends = example_head(Example(peagle(depth=8, **fields)), torch.float64)
+    inputs, weights = documents([".AAAAAAAAAAA", ".AAA.BBBBBBBBBB"], 5), double_weights(head)
+    expected = FAMILY.twin(head, weights, ends, inputs)
+    assert expected.total[0] == 21 and expected.total[-1] == 5
+    check_against(head, feature_batch(inputs, ends, 8, pad_to=34), teacher_of(ends), expected, weights)
+
+
+@each_variant
+def test_serving_is_the_training_pass(variant: str) -> None:
+    """Logits of every depth, the naive twin's, of places that are fed at once or one after the other."""
+    head, ends = double_head(variant)
+    (document,), shape = documents(["." * 11], 4), shape_of(head)
+    weights = with_mask_row(double_weights(head), ends, MASK)
+    for p in (0, 3, 6):
+        root = document.tokens[p + 1]
+        trained = torch.stack(parallel_logits(weights, ends, shape, MASK, document, p, DEPTH))
+        expected = chain_logits(weights, ends, shape, MASK, document.tokens[: p + 1], document.streams_TkD, root, DEPTH)
+        assert_near(torch.stack(expected), trained, f"anchor {p}: the twins", 1e-12)
+        for cut in (False, True):
+            assert_near(served(head, document, p + 1, root, DEPTH, cut), trained, f"anchor {p}, cut {cut}")
+
+
+@each_variant
+def test_training_logits_are_decoding_logits_in_float32(variant: str) -> None:
+    """Every anchor at every depth: the rows of `rollout`, and `step` behind the same context."""
+    head, ends = example_head(FAMILY.examples[variant])
+    assert isinstance(head, PEagleHead)
+    inputs = documents(["..AAAAAA.B..CCC", "...AABBBBB"], dtype=torch.float32)
+    batch = feature_batch(inputs, ends, DEPTH, pad_to=30)
+    anchors, compared = batch.anchors, 0
+    with torch.no_grad():
+        output_MH = head.rollout(batch)
+        logits = [head.lm_head(part) for part in output_MH.split(anchors.count_K)]
+        for a, row in enumerate(anchors.row_A.tolist()):
+            document, first = (inputs[0], 0) if row < 15 else (inputs[1], 15)
+            consumed, depths = row - first + 1, int(anchors.depths_A[a])
+            expected = served(head, document, consumed, document.tokens[consumed], DEPTH, cut=False)
+            for d in range(depths):
+                torch.testing.assert_close(logits[d][a], expected[d], rtol=1e-4, atol=1e-4)
+                compared += 1
+    assert compared == sum(anchors.count_K) > 20
+
+
+def test_a_token_that_is_the_mask_token_reads_the_trained_embedding() -> None:
+    """Engines read the whole table from the file, whatever a row stands for."""
+    head, ends = double_head()
+    tokens = torch.tensor([[3, MASK, 5]])
+    found = head.embed(tokens)
+    assert torch.equal(found[0, 1], head.mask_embedding) and not torch.equal(found[0, 1], ends.embed_VD[MASK])
+    assert torch.equal(found[0, [0, 2]], ends.embed_VD[[3, 5]])
+
+
+# what is learnt
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_masked_places_start_from_noise_and_from_the_targets_embedding(layers: int) -> None:
+    torch.manual_seed(0)
+    wide = replace(DIMS, hidden_size=2048)
+    with torch.no_grad():
+        noise = build_head(peagle(layers=layers, draft_vocab_size=0), wide).mask_hidden.detach()
+    assert noise.shape == (3 * 2048,)
+    assert abs(float(noise.mean())) < 0.05 and float(noise.std()) == pytest.approx(1.0, abs=0.03)
+    ends = random_ends(VOCAB, 32, 50)
+    head = build_head(peagle(layers=layers), DIMS)
+    head.initialise(ends_of(ends), draft_ids(DRAFT))
+    assert torch.equal(head.mask_embedding, ends.embed_VD[MASK])  # type: ignore[union-attr, arg-type]
+    assert torch.equal(head.lm_head.weight, ends.lm_head_VD[draft_ids(DRAFT)])  # type: ignore[union-attr]
+
+
+def test_a_step_changes_the_mask_tokens_embedding_and_no_other() -> None:
+    head, ends = double_head("two layers")
+    before, own = ends.embed_VD.clone(), head.mask_embedding.detach().clone()  # type: ignore[union-attr]
+    batch, teacher = feature_batch(documents(), ends, DEPTH), teacher_of(ends)
+    found = gradients(head, head.loss(batch, teacher).sum_T.sum())
+    assert float(found["mask_embedding"].norm()) > 0 and float(found["mask_hidden"].norm()) > 0
+    optimizer = torch.optim.SGD([p for p in head.parameters() if p.requires_grad], lr=0.1)
+    optimizer.step()
+    assert not torch.equal(head.mask_embedding, own)  # type: ignore[arg-type]
+    assert torch.equal(ends.embed_VD, before)
+
+
+def test_the_first_depth_learns_nothing_of_masked_places() -> None:
+    """Depth 1 is EAGLE-3's, whose rows masked places do not reach."""
+    head, ends = double_head()
+    inputs = [replace(d, tokens=[t if t != MASK else 0 for t in d.tokens]) for d in documents()]
+    batch = feature_batch(inputs, ends, DEPTH)
+    found = gradients(head, head.loss(batch, teacher_of(ends)).sum_T[0])
+    assert not found["mask_hidden"].any() and not found["mask_embedding"].any() and found["fc.weight"].any()
+
+
+def test_depths_weigh_as_their_rows_are_drawn() -> None:
+    """By default, until the draw's smallest share: the paper's one mean over drawn rows, up to a factor."""
+    head = build_head(PEagleConfig(feature_layers=[1, 3, 5], draft_vocab_size=0, mask_token_id=MASK), DIMS)
+    assert head.keep_K is not None  # type: ignore[union-attr]
+    weights, kept = head.term_weights().tolist(), list(head.keep_K)  # type: ignore[union-attr, arg-type]
+    assert len(weights) == len(kept) == 8
+    assert weights[:5] == pytest.approx(kept[:5]) and kept[4] == pytest.approx(0.7**4)
+    assert kept[5:] == [0.2] * 3 and weights[5:] == pytest.approx([0.7**d for d in range(5, 8)])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_rows_of_a_depth_are_among_those_of_the_depth_before(seed: int) -> None:
+    """The anchors' own masked places below a row run too: their keys exist."""
+    head, ends = example_head(Example(peagle(depth=8, row_fraction=0.7)))
+    inputs = documents(["." + "A" * 40, "..AAAAAAAAA"], dtype=torch.float32)
+    batch = feature_batch(inputs, ends, 8)
+    anchors = head.choose_rows(batch, seed).anchors
+    rows_K = [set(anchors.row_A[anchors.depths_A > d].tolist()) for d in range(8)]
+    assert rows_K[0] == set(batch.anchors.row_A.tolist())
+    assert all(deeper < rows for rows, deeper in zip(rows_K[:5], rows_K[1:6], strict=True))
+    assert all(deeper <= rows for rows, deeper in zip(rows_K, rows_K[1:], strict=False))
+    assert [len(rows) for rows in rows_K] == list(anchors.count_K)
+    assert anchors.count_K[7] < 0.35 * batch.anchors.count_K[7]
+
+
+# refusals
+
+
+def test_a_head_without_a_mask_token_neither_trains_nor_drafts() -> None:
+    ends = random_ends(VOCAB, 32, 50)
+    head = build_head(peagle(mask_token_id=None), DIMS)
+    head.bind(ends_of(ends))
+    assert head.multiply_adds(10, [4, 3, 2, 1]) > 0  # it can be planned
+    batch = feature_batch(documents(dtype=torch.float32), ends, DEPTH)
+    words = "head.mask_token_id: found null"
+    with pytest.raises(ConfigError, match=words):
+        head.initialise(ends_of(ends), draft_ids(DRAFT))
+    with pytest.raises(ConfigError, match=words):
+        head.loss(batch, teacher_of(ends))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mask_token_id": VOCAB}, "head.mask_token_id: found 97, expected a token .* 0 to 96"),
+        ({"mask_token_id": -1}, "head.mask_token_id: found -1"),
+        ({"norm_output": True}, "head.norm_output: found true.*leave it false"),
+        ({"loss": "ce"}, "head.loss: found 'ce'"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_head(peagle(**fields), DIMS)
+
+
+# costs
+
+
+COSTLY: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "two layers": {"layers": 2},
+    "three layers, q/k norms": {"layers": 3, "qk_norm": True},
+    "two layers, norms of the streams": {"layers": 2, "fc_norm": "stream"},
+}
+each_cost = pytest.mark.parametrize("fields", COSTLY.values(), ids=COSTLY)
+
+
+def costly(fields: dict[str, Any]) -> tuple[Head, FeatureBatch]:
+    """A head and a pack whose rows outnumber its anchors, in float32."""
+    head, ends = example_head(Example(peagle(**fields), replace(DIMS, intermediate_size=96)))
+    return head, feature_batch(documents(["." * 24 + "A" * 40] * 4, dtype=torch.float32), ends, DEPTH)
+
+
+@each_cost
+def test_multiply_adds_are_those_that_run(fields: dict[str, Any]) -> None:
+    head, batch = costly(fields)
+    counts, rows = batch.anchors.count_K, len(batch.tokens_R)
+    with FlopCounterMode(display=False) as counter:
+        head.rollout(batch)  # type: ignore[operator]
+    # scores of attention are bmm; the product with lm_head stands in the loss
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)) / 2
+    # one masked place passes through fc, and through the first layer's projections
+    layer = head.draft_layers[0].self_attn
+    once = head.fc.weight.numel() + sum(  # type: ignore[union-attr, operator]
+        projection.weight.numel() for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    assert rows > 1.5 * counts[0]
+    assert head.multiply_adds(rows, counts) == counted - once + head.lm_head.weight.numel() * sum(counts)  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@each_cost
+def test_kept_numbers_are_those_that_autograd_keeps(fields: dict[str, Any], recompute: bool) -> None:
+    """All but logits, which only the forward pass holds. The estimate is within a fifth."""
+    head, batch = costly(fields)
+    if recompute:
+        head.recompute_activations()
+    given = {x.untyped_storage().data_ptr() for x in (*head.parameters(), batch.hidden_RD, batch.streams_RkD)}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in given:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        output = head.train().rollout(batch)  # type: ignore[operator]
+    assert output.requires_grad
+    found = sum(x.untyped_storage().nbytes() / 4 for x in kept.values())
+    anchors = batch.anchors.count_K[0]
+    expected = head.kept_numbers(len(batch.tokens_R), anchors, recompute) - anchors * DRAFT
+    assert found == pytest.approx(expected, rel=0.2)

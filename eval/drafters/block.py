@@ -78,13 +78,13 @@ class BlockPass:
         if self.up is not None and table_Vr is not None:
             self.walk = Walk(copied(table_Vr), self.up.weight_NK, head.draft_ids_U, drafts)
 
-    def products(self, batch: int) -> dict[int, list[Linear]]:
-        """The products of a cycle by their rows."""
+    def products(self, batch: int, walks: bool) -> dict[int, list[Linear]]:
+        """Products of a cycle by their rows. Args: walks: whether the walk's kernel takes the correction's place."""
         found: dict[int, list[Linear]] = {}
         layers = [linear for layer in self.layers for linear in layer.linears()]
         for rows, linears in (
             (self.drafts + 1, [self.fc, self.context_kv]), (self.input.slots, layers), (self.drafts, [self.output]),
-            (1, [] if self.up is None or self.walk is not None else [self.up]),
+            (1, [self.up] if self.up is not None and not walks else []),
         ):  # fmt: skip
             found.setdefault(batch * rows, []).extend(linears)
         return found
@@ -135,7 +135,18 @@ class BlockDrafter:
         return [(self, name) for name in (["length_B"] if self.seen_BV is None else ["length_B", "seen_BV"])]
 
     def products(self, batch: int) -> list[tuple[list[Linear], int]]:
-        return [(linears, rows) for rows, linears in sorted(self.step.products(batch).items()) if linears]
+        by_rows = self.step.products(batch, self._walks)
+        return [(linears, rows) for rows, linears in sorted(by_rows.items()) if linears]
+
+    @property
+    def _sampled(self) -> bool:
+        """Whether drafts are drawn from the head's distribution."""
+        return self.tree.sample and not self.sampling.greedy
+
+    @property
+    def _walks(self) -> bool:
+        """Whether one kernel makes all drafts from the logits."""
+        return self.step.walk is not None and not self._sampled and not self.sampling.penalises
 
     @torch.inference_mode()
     def start(self, context: Rows, capacity: int) -> None:
@@ -194,23 +205,27 @@ class BlockDrafter:
         self.seen_BV = add_seen(self.seen_BV, roots_B[:, None])
         hidden_KBD = self.step.hidden(roots_B, self.length_B, self.kv)
         logits_KBU = self.step.logits(hidden_KBD)
-        sampled, ids_U = self.tree.sample and not self.sampling.greedy, self.head.draft_ids_U
-        if self.seen_BV is None and not sampled and self.step.walk is not None:
-            return replace(self._chain, tokens_BN=walk(logits_KBU, roots_B, self.step.walk))
-        if self.seen_BV is not None or self.step.up is not None:
-            tokens_BK, q_BKU = self._one_by_one(hidden_KBD, logits_KBU, roots_B, sampled, generator)
-        # without a correction no draft depends on another one
-        elif sampled:
-            q_BKU = probabilities(logits_KBU.transpose(0, 1), self.sampling)
-            tokens_BK = self.head.target_ids(draw(q_BKU, generator))
-        else:
-            tokens_BK, q_BKU = argmax(logits_KBU, ids_U).t().contiguous(), None
+        tokens_BK, q_BKU = self._choose(hidden_KBD, logits_KBU, roots_B, generator)
         if q_BKU is not None:
-            q_BKU = in_target_vocabulary(q_BKU, ids_U, self.head.dims.vocab_size)
+            q_BKU = in_target_vocabulary(q_BKU, self.head.draft_ids_U, self.head.dims.vocab_size)
         return replace(self._chain, tokens_BN=tokens_BK, q_BNV=q_BKU)
 
+    def _choose(
+        self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `_one_by_one`, at once where that is possible."""
+        if self._walks and self.step.walk is not None:
+            return walk(logits_KBU, roots_B, self.step.walk), None
+        if self.seen_BV is not None or self.step.up is not None:
+            return self._one_by_one(hidden_KBD, logits_KBU, roots_B, generator)
+        # no draft depends on another one
+        if self._sampled:
+            q_BKU = probabilities(logits_KBU.transpose(0, 1), self.sampling)
+            return self.head.target_ids(draw(q_BKU, generator)), q_BKU
+        return argmax(logits_KBU, self.head.draft_ids_U).t().contiguous(), None
+
     def _one_by_one(
-        self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, sampled: bool, generator: torch.Generator | None
+        self, hidden_KBD: Tensor, logits_KBU: Tensor, roots_B: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor | None]:
         """(drafts int64 [B, K], each chosen with those before it known; the distributions [B, K, U] that they were
         drawn from, None where the most likely ones are taken)."""
@@ -222,7 +237,7 @@ class BlockDrafter:
                 low_Br, state = self.head.walk_step(hidden_BD, previous_B, state)
                 logits_BU = self.step.up(low_Br, logits_BU)
             seen_BU = in_draft_vocabulary(seen_BV, self.head.draft_ids_U)
-            if sampled:
+            if self._sampled:
                 qs.append(probabilities(logits_BU, self.sampling, seen_BU))
                 previous_B = self.head.target_ids(draw(qs[-1], generator))
             else:

@@ -59,11 +59,23 @@ FAMILY, MATRICES_FAMILY = "eagle3", "medusa"
 #: draft depths of the two, as their authors train them
 DEPTH, MATRICES_DEPTH = 7, 5
 
+#: families of block heads: the backbone alone, and with logits that depend on the draft before; layers and drafts, as
+#: their authors train them
+BLOCK_FAMILY, CORRECTED_FAMILY, BLOCK_LAYERS, BLOCK_DEPTH = "dflash", "dspark", 5, 7
+
 
 def head_config(preset: str, depth: int = DEPTH, **fields: Any) -> HeadConfig:
     """The head that is benchmarked on a preset. Args: fields: more of the family's settings."""
     family: Any = FAMILIES[FAMILY]
     config: HeadConfig = family.config(depth=depth, draft_vocab_size=PRESETS[preset][1], **fields)
+    return config
+
+
+def block_config(family: str, vocab: int, **fields: Any) -> HeadConfig:
+    """A block head of BLOCK_DEPTH drafts from as many slots. Args: vocab: V. fields: more of its settings."""
+    family_: Any = FAMILIES[family]
+    given = {"depth": BLOCK_DEPTH, "layers": BLOCK_LAYERS, "sample_from_anchor": True, "mask_token_id": vocab - 1}
+    config: HeadConfig = family_.config(**{**given, **fields})
     return config
 
 

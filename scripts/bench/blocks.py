@@ -32,7 +32,7 @@ from headstart.bench.presets import (
     BLOCK_LAYERS,
     CORRECTED_FAMILY,
     PRESETS,
-    block_config,
+    drafting_block,
     random_ends,
     random_target,
     refuse_ranks,
@@ -73,7 +73,7 @@ class BlockRecord(Record):
 def random_block_head(family: str, draft_vocab: int, layers: int, dims: HeadDims, ends: TargetEnds) -> Head:
     """A block head with random weights, bound to random ends."""
     size = 0 if draft_vocab >= dims.vocab_size else draft_vocab
-    config = block_config(family, dims.vocab_size, draft_vocab_size=size, layers=layers)
+    config = drafting_block(family, dims.vocab_size, draft_vocab_size=size, layers=layers)
     device, dtype = ends.embed_VD.device, ends.embed_VD.dtype
     torch.manual_seed(0)
     with torch.device(device):

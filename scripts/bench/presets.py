@@ -71,7 +71,7 @@ def head_config(preset: str, depth: int = DEPTH, **fields: Any) -> HeadConfig:
     return config
 
 
-def block_config(family: str, vocab: int, **fields: Any) -> HeadConfig:
+def drafting_block(family: str, vocab: int, **fields: Any) -> HeadConfig:
     """A block head of BLOCK_DEPTH drafts from as many slots. Args: vocab: V. fields: more of its settings."""
     family_: Any = FAMILIES[family]
     given = {"depth": BLOCK_DEPTH, "layers": BLOCK_LAYERS, "sample_from_anchor": True, "mask_token_id": vocab - 1}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from eval_help import FAMILY_TREES, run, tokens_of
+from eval_help import DRAFTING_HEADS, FAMILY_TREES, run, tokens_of
 from reference.families import REFERENCES
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,14 +45,18 @@ def small() -> Target:
 def heads(small: Target) -> dict[str, Head]:
     """Untrained: what they draft does not matter to the distribution, and by chance some of it is accepted."""
     made: dict[str, Head] = {}
-    for family, reference in REFERENCES.items():
+    for name, family in DRAFTING_HEADS.items():
         torch.manual_seed(5)
-        head = build_head(reference.small(WORDS), small.dims)
+        config: Any = REFERENCES[family].small(WORDS)
+        fields = REFERENCES[family].variants.get(name.removeprefix(f"{family}, "), {})
+        if "draft_vocab_size" in fields:
+            fields = {**fields, "draft_vocab_size": min(fields["draft_vocab_size"], WORDS - 2)}
+        head = build_head(replace(config, **fields), small.dims)
         size = head.draft_vocab_size
         # words 4 and 9 are never drafted
         draft_ids = None if size is None else torch.tensor([n for n in range(WORDS) if n % 5 != 4][:size])
         head.initialise(small.ends, draft_ids)
-        made[family] = head.eval()
+        made[name] = head.eval()
     return made
 
 
@@ -62,10 +67,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "min-p": {"temperature": 1.0, "min_p": 0.15},
     "all": {"temperature": 1.3, "top_k": 6, "top_p": 0.95, "min_p": 0.03, "repetition_penalty": 1.2},
 }
-#: head family (None = n-gram), tree, whether a chain draws its tokens; trees always do
+#: head (None = n-gram), tree, whether a chain draws its tokens; trees always do
 WAYS: list[tuple[str | None, str, bool]] = [(family, kind, True) for family, kind in FAMILY_TREES]
 WAYS += [(family, kind, False) for family, kind in FAMILY_TREES if kind == "chain"]
 WAYS += [(None, "chain", False)]
+#: drafters of the same families that compute q otherwise
+VARIANTS = [(name, "chain", True) for name, family in DRAFTING_HEADS.items() if name != family]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +131,7 @@ def sample(
 
 
 #: every drafter with none and with all of them; one drafter of each verification rule with each
-CASES = [(*drafter, name) for drafter in WAYS for name in ("temperature 1", "all")]
+CASES = [(*drafter, name) for drafter in WAYS + VARIANTS for name in ("temperature 1", "all")]
 CASES += [(*one, name) for one in {kind: (family, kind, True) for family, kind in FAMILY_TREES}.values()
           for name in ("top-k", "top-p", "min-p")]  # fmt: skip
 

@@ -215,12 +215,13 @@ def large_head(name: str, vocab: int) -> Any:
     config: Any = FAMILIES[family].config(layers=2, mask_token_id=5, draft_vocab_size=32000, **fields)
     torch.manual_seed(0)
     with torch.device("cuda"):
-        head = build_head(config, dims).to(torch.bfloat16).eval()
+        head = build_head(config, dims).to("cuda").eval()
         embed, weight = (torch.randn(vocab, 4096, dtype=torch.bfloat16) * 0.02 for _ in range(2))
         head.initialise(TargetEnds(embed, Teacher(weight)), torch.arange(0, 64000, 2))
         for parameter in head.parameters():
             if parameter.dim() == 2:
                 parameter.data.normal_(std=0.02)
+            parameter.data = parameter.data.bfloat16()  # rotary frequencies stay as they are
     return head
 
 

@@ -182,6 +182,10 @@ class BlockHead(BlockCosts, AddsGradients):
         """B, slots of a block."""
         return self.depth + (0 if self.config.sample_from_anchor else 1)
 
+    def describe(self) -> str:
+        block = f"a block of {self.block_size} slots drafts {self.depth} tokens"
+        return f"{super().describe()}; {block}, mask token {self.config.mask_token_id}"
+
     @property
     def mask_token(self) -> int:
         """The token in the slots of a block but the first. Raises: ConfigError where none is set."""

@@ -39,14 +39,21 @@ from format_layouts import (
     trapped,
     write,
 )
+from transformers import AutoConfig
 
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import FormatError
+from headstart.heads.families import build_head
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.families.dspark.head import DSparkConfig
 from headstart.heads.formats import ExportConfig, Verdict, check_directory, export_head
 from headstart.heads.formats.card import render_card
+from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.launch import drafted_tokens, launch_commands, why_tokens
+from headstart.recipes.load import load_recipe
 
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 FU = ({**DFLASH_CONFIG, "draft_vocab_size": U}, lambda: reduced(dflash_tensors()))
 SU = ({**DSPARK_CONFIG, "draft_vocab_size": U}, lambda: reduced(dspark_tensors()))
 SF = (SPECFORGE_DSPARK_CONFIG, dspark_tensors)
@@ -347,6 +354,27 @@ def test_exports(tmp_path: Path, config: Any, engines: set[str], engine: str) ->
     report = export_head(head, tmp_path, asked, {"target": {"name": "t"}})[engine]
     for name in ("vllm", "sglang") if engine == "portable" else (engine,):
         assert report.loads(name), report.render()
+
+
+@pytest.mark.parametrize(("recipe", "target", "words"), [
+    ("qwen3-8b-dflash", "Qwen3-8B", "a block of 16 slots drafts 15 tokens, mask token 151669"),
+    ("qwen3-8b-dspark", "Qwen3-8B", "a block of 7 slots drafts 7 tokens, mask token 151669"),
+    ("llama-3.1-8b-dspark", "Llama-3.1-8B-Instruct", "drafts 7 tokens, mask token 128002"),
+    ("smollm2-dflash", "smollm2-135m-instruct", "a block of 8 slots drafts 7 tokens"),
+    ("smollm2-dspark", "smollm2-135m-instruct", "a block of 8 slots drafts 8 tokens"),
+])  # fmt: skip
+def test_what_shipped_recipes_export_is_known_before_training(recipe: str, target: str, words: str) -> None:
+    """On the targets' published configs, by names and shapes alone."""
+    config = load_recipe(recipe)
+    published = json.loads((FIXTURES / f"configs/{target}.json").read_text())
+    dims = HeadDims.from_hf_config(AutoConfig.for_model(**published))
+    settings = config.head if config.head.placeholder_token is not None else config.head.with_placeholder(7)
+    with torch.device("meta"):
+        head = build_head(settings, dims)
+        ends = torch.empty(dims.vocab_size, dims.hidden_size)
+    head.bind(TargetEnds(ends, Teacher(ends)))
+    check_ahead(head, config.export, {"target": {"name": target}})
+    assert words in head.describe()
 
 
 def test_launch_commands() -> None:

@@ -58,12 +58,14 @@ if triton is not None:
     def _teacher_sweep(
         logits, teacher, z_lse, t_lse, tokens, KL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
     ):
-        """(Σ min(p, q), Σ of q where q < p, Σ p log(p / q) or 0)."""
+        """(Σ min(p, q), Σ of q where q < p, Σ p log(p / q) or 0). From the row's end: that is still in the cache."""
         column = tl.arange(0, BLOCK)
+        end = (tokens - 1) // BLOCK * BLOCK
         overlap = tl.zeros((BLOCK // GROUP,), tl.float32)
         below = tl.zeros((BLOCK // GROUP,), tl.float32)
         kl = tl.zeros((BLOCK // GROUP,), tl.float32)
-        for start in range(0, tokens, BLOCK):
+        for done in range(0, tokens, BLOCK):
+            start = end - done
             inside = start + column < tokens
             z = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
             t = tl.load(teacher + start + column, mask=inside, other=float("-inf")).to(tl.float32)

@@ -77,7 +77,7 @@ def random_block_head(family: str, draft_vocab: int, layers: int, dims: HeadDims
     device, dtype = ends.embed_VD.device, ends.embed_VD.dtype
     torch.manual_seed(0)
     with torch.device(device):
-        head = build_head(config, dims).to(dtype)
+        head = build_head(config, dims).to(device, dtype)
     head.initialise(ends, torch.arange(size, device=device) if size else None)
     for parameter in head.parameters():
         if parameter.dim() == 2 and not parameter.any():

@@ -394,7 +394,7 @@ def bench(arguments: argparse.Namespace) -> list[Record]:
         else:
             ends = random_ends(dims, device, dtype, embeddings=case.matrices is None)
         with torch.device(device):
-            head = build_head(described_head(case, arguments), dims).train()
+            head = build_head(described_head(case, arguments), dims).to(device).train()
         size = vocab if case.draft_vocab is None else case.draft_vocab
         head.initialise(ends, torch.arange(size, device=device))
         try:

@@ -33,10 +33,11 @@ from headstart.eval.tree import Tree, chain
 from headstart.heads.batch import FeatureSpec
 from headstart.heads.families.block.head import BlockHead
 from headstart.heads.kernels.block_attention import BlockRows, block_attention
+from headstart.heads.kernels.device import wants_kernel
 from headstart.heads.layers import RMSNorm
 from headstart.heads.numerics import compute_dtype, wide
 
-#: attention scores that `block_everywhere` holds at a time, and its logits
+#: logits that `block_everywhere` holds at a time, or attention scores
 MOST_NUMBERS = 1 << 26
 
 
@@ -269,14 +270,19 @@ def block_everywhere(
     row_A = (document_B1 * length + row_BA).flatten()
     root_A, position_A = tokens_BT[document_B1, row_BA + 1].flatten(), row_BA.flatten()
     start_A = (document_B1 * length).expand_as(row_BA).flatten()
-    scores = head.block_size * head.dims.num_heads * len(c_RD)
-    logits = head.depth * len(head.output_UD)
+    # attention wants blocks in the order of their rows
+    blocks, order_A = BlockRows(start_A, row_A + 1, head.block_size).ascending()
+    root_A, position_A = root_A[order_A], position_A[order_A]
+    # only the eager twin of attention holds scores
+    scores = 0 if wants_kernel(c_RD) else head.block_size * head.dims.num_heads * len(c_RD)
+    count = max(1, MOST_NUMBERS // max(scores, len(head.output_UD)))
     parts = [
-        _drafts_after(head, BlockRows(start_A[part], row_A[part] + 1, head.block_size), position_A[part] + 1,
-                      root_A[part], context, min(depth, head.depth))
-        for part in torch.arange(len(row_A)).split(max(1, MOST_NUMBERS // max(scores, logits)))
+        _drafts_after(head, blocks.part(n, n + count), position_A[n : n + count] + 1, root_A[n : n + count], context,
+                      min(depth, head.depth))
+        for n in range(0, len(row_A), count)
     ]  # fmt: skip
-    return torch.cat(parts).unflatten(0, row_BA.shape)
+    drafts_AK = torch.cat(parts)
+    return torch.empty_like(drafts_AK).index_copy_(0, order_A, drafts_AK).unflatten(0, row_BA.shape)
 
 
 def _drafts_after(

@@ -180,7 +180,7 @@ def test_many_rows_at_once_in_parts(
     """As the naive blocks, whatever part of the rows runs at a time."""
     naive = Naive(target, trained(name).head)
     tokens_BT = torch.tensor([CONTEXTS[0] + [30, 31, 32], CONTEXTS[2][:9] + [44]])
-    rows = torch.tensor([[2, 6, 8], [0, 7, 8]])
+    rows = torch.tensor([[6, 2, 8], [0, 8, 8]])
     ids = naive.head.spec.layer_ids
     hidden, streams = target.forward_documents(tokens_BT, ids)
     stacked = torch.stack([streams[k] for k in ids], 2)

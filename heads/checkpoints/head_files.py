@@ -34,7 +34,8 @@ class Contents:
         layout: its name in headstart.json.
         config: config.json, without the dtype.
         weights: name of the file of the tensors.
-        settings: the config of the head in the file, if it differs from the head's own (matrices were merged).
+        settings: the config of the head in the file, if it differs from the head's own (matrices were merged, or it is
+            written as a head of another family that computes the same).
     """
 
     layout: str

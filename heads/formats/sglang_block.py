@@ -48,8 +48,8 @@ def check_dflash(case: Case) -> None:
     said = {name: nested.get(name, config.get(name)) for name in ("sample_from_anchor", "shift_label")}
     if first := any(said.values()):
         case.misread(
-            "the first slot drafts (sample_from_anchor), which SGLang does not read for DFLASH: train with "
-            "head.sample_from_anchor=false, or head.type=dspark, of which it serves both layouts"
+            "the first slot drafts (sample_from_anchor), which SGLang does not read for DFLASH: export it again "
+            "(export.engines=[sglang]), which writes it as a DSpark head, of which it serves both layouts"
         )
     _shared(case, BlockLayout(block_sizes(config, 0)["layers"]))
     check_block_size(case, config, first, BLOCK_OPTIONS["dflash"], slots=True)

@@ -50,7 +50,7 @@ def sidecar(
     """headstart.json of a head, not sealed yet.
 
     Args:
-        settings: the head config that the files stand for.
+        settings: the head config that the files stand for, of the family whose form they have.
         provenance: as for `save_head`.
         digests: name of every other file → its sha256.
     """
@@ -58,12 +58,12 @@ def sidecar(
     added = {name: value for name in ADDED if (value := rest.pop(name, None))}
     return {
         "schema": SCHEMA,
-        "type": head.family,
+        "type": settings.type,
         "layout": layout,
         "config": asdict(settings),
         "dims": asdict(head.dims),
         "feature_layers": list(head.spec.layer_ids),
-        "facts": FAMILIES[head.family].files.facts_of(settings),
+        "facts": FAMILIES[settings.type].files.facts_of(settings),
         "target": rest.pop("target", None),
         "recipe": rest.pop("recipe", None),
         "provenance": rest,

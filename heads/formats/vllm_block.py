@@ -47,7 +47,7 @@ def check_dflash(case: Case) -> None:
     if not ids:
         case.misread(f"{NESTED}.target_layer_ids is missing: vLLM takes layers that fc was not trained on")
     inner, top = nested.get("sample_from_anchor"), config.get("sample_from_anchor", nested.get("shift_label"))
-    remedy = "train with head.sample_from_anchor=false, or head.type=dspark, of which vLLM serves both layouts"
+    remedy = "export it again (export.engines=[vllm]) as a DSpark head, of which vLLM serves both layouts"
     if inner:
         case.refuse(f"{NESTED}.sample_from_anchor is true: its first slot never drafts; {remedy}")
     elif top:

@@ -320,9 +320,8 @@ REFERENCES: dict[str, Reference] = {
         examples={
             "fill in": Example(dflash()),
             "draft vocabulary": Example(dflash(**REDUCED), refused=NOT_SGLANG),
-            "anchor first, draft vocabulary": Example(
-                dflash(sample_from_anchor=True, **REDUCED), refused=NOT_SGLANG | {"vllm"}
-            ),
+            "anchor first, draft vocabulary": Example(dflash(sample_from_anchor=True, **REDUCED), refused=NOT_SGLANG),
+            "anchor first": Example(dflash(sample_from_anchor=True)),
             "three layers, wide heads, llama3 rope": Example(
                 dflash(layers=3), replace(WIDE, rope_parameters=LLAMA3_ROPE)
             ),

@@ -47,7 +47,7 @@ from headstart.heads.errors import FormatError
 from headstart.heads.families import build_head
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.families.dspark.head import DSparkConfig
-from headstart.heads.formats import ExportConfig, Verdict, check_directory, export_head
+from headstart.heads.formats import ExportConfig, Verdict, check_directory, export_head, load_head, save_head
 from headstart.heads.formats.card import render_card
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.launch import drafted_tokens, launch_commands, why_tokens
@@ -131,7 +131,7 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
     ),
     "DFlash, anchor first at top level only": (
         F, {"sample_from_anchor": True}, same,
-        {"vllm": (W, "which vLLM does not read here"), "sglang": (W, "head.type=dspark")},
+        {"vllm": (W, "which vLLM does not read here"), "sglang": (W, "writes it as a DSpark head")},
     ),
     "DFlash, shifted labels": (F, nested(shift_label=True), same,
                                {"vllm": (W, "which vLLM does not read here"), "sglang": (W, "DFLASH")}),
@@ -305,6 +305,26 @@ def test_traps_are_told(tmp_path: Path, trap: Any) -> None:
         assert not words or any(words in text for text in said), f"{engine}: {report.render()}"
 
 
+def test_dflash_that_drafts_from_its_first_slot_is_exported_as_dspark(tmp_path: Path) -> None:
+    """Engines serve that layout for DSpark alone. A Markov head of zeros corrects nothing."""
+    config = DFlashConfig(layers=1, depth=3, mask_token_id=90, sample_from_anchor=True, draft_vocab_size=U)
+    head = our_head(config)
+    save_head(head, tmp_path / "saved", {})
+    assert load_head(tmp_path / "saved", DIMS).config == config  # as it was trained
+    export_head(head, tmp_path / "export", ExportConfig(["vllm"], "float32"), {"target": {"name": "t"}})
+    written = json.loads((tmp_path / "export/config.json").read_text())
+    assert (written["architectures"], written["sample_from_anchor"]) == (["Qwen3DSparkModel"], True)
+    assert "dflash_config" not in written and written["enable_confidence_head"] is False
+    side = json.loads((tmp_path / "export/headstart.json").read_text())
+    assert side["type"] == "dspark" and '"method": "dspark"' in launch_commands("d", side, ["vllm"])["vllm"]
+    back, state = load_head(tmp_path / "export", DIMS), head.state_dict()
+    assert back.config.markov_rank == 16 and not back.state_dict()["markov_head.markov_w2.weight"].any()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in back.state_dict().items() if name in state)
+    assert set(back.state_dict()) - set(state) == {f"markov_head.markov_w{n}.weight" for n in (1, 2)}
+    report = check_directory(tmp_path / "export", DIMS)
+    assert any("a draft does not depend on the one before it" in doubt for doubt in report.doubts)
+
+
 def test_the_targets_own_end_token_counts(tmp_path: Path) -> None:
     write(tmp_path, DFLASH_CONFIG, dflash_tensors())
     report = check_directory(tmp_path, replace(DIMS, eos_token_id=5))
@@ -326,7 +346,12 @@ def test_an_embedding_of_the_mask_token_beside_the_weights(tmp_path: Path) -> No
 HEADS: dict[str, tuple[Any, set[str]]] = {
     "DFlash": (DFlashConfig(layers=2, mask_token_id=90), {"portable", "vllm", "sglang"}),
     "DFlash, draft vocabulary": (DFlashConfig(layers=1, mask_token_id=90, draft_vocab_size=U), {"vllm"}),
-    "DFlash, anchor first": (DFlashConfig(layers=1, mask_token_id=90, sample_from_anchor=True), set()),
+    "DFlash, anchor first": (
+        DFlashConfig(layers=1, mask_token_id=90, sample_from_anchor=True), {"portable", "vllm", "sglang"},
+    ),
+    "DFlash, anchor first, draft vocabulary": (
+        DFlashConfig(layers=1, mask_token_id=90, sample_from_anchor=True, draft_vocab_size=U), {"vllm"},
+    ),
     "DSpark": (DSparkConfig(layers=2, mask_token_id=90, markov_rank=6), {"portable", "vllm", "sglang"}),
     "DSpark, draft vocabulary": (
         DSparkConfig(layers=1, mask_token_id=90, markov_rank=6, draft_vocab_size=U), {"vllm"},

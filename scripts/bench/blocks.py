@@ -148,7 +148,8 @@ def bench(arguments: argparse.Namespace) -> list[BlockRecord]:
         return records
     ends = random_ends(dims, device, dtype, embeddings=True)
     clock.mark("ends")
-    for draft_vocab in (reduced, dims.vocab_size):
+    sizes = (reduced, dims.vocab_size) if arguments.draft_vocab is None else (arguments.draft_vocab,)
+    for draft_vocab in sizes:
         alone = 0.0
         for family in (BLOCK_FAMILY, CORRECTED_FAMILY):
             head = random_block_head(family, draft_vocab, arguments.layers, dims, ends)
@@ -204,6 +205,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="rows of the context")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--layers", type=int, default=BLOCK_LAYERS, help="layers of the head")
+    parser.add_argument("--draft-vocab", type=int, help="tokens that are drafted; default: the preset's, and all")
     parser.add_argument("--repeats", type=int, default=50, help="replays per case")
     parser.add_argument("--cycle", action="store_true", help="the decode loop with the whole target instead")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens per row that the loop decodes")

@@ -20,6 +20,7 @@ from headstart.eval.decoding.sampling import Sampling
 from headstart.eval.drafters import BLOCK, DRAFTERS, layer
 from headstart.eval.drafters.block import BlockDrafter, block_everywhere
 from headstart.eval.drafters.layer import all_start_widths
+from headstart.eval.kernels.capture import capture
 from headstart.heads.batch import FeatureBatch
 from headstart.heads.dims import HeadDims
 from headstart.heads.ends import TargetEnds, Teacher
@@ -254,3 +255,42 @@ def test_kernels_at_an_8b_targets_sizes_compute_what_their_twins_do(name: str, b
     distance = (found[0].float() - found[1].float()).norm() / found[1].float().norm()
     # bfloat16 rounds at 4e-3, in another order in each of two layers
     assert torch.isfinite(found[0]).all() and float(distance) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark, gated", "dspark, rnn"])
+@torch.inference_mode()
+def test_a_captured_draft_is_the_same_as_one_that_is_not(name: str, temperature: float) -> None:
+    """With other roots, counts and lengths at every replay, and the lengths that the graph itself leaves."""
+    head, batch, card = large_head(name, 64000), 2, torch.device("cuda")
+    sampling = Sampling(temperature=temperature)
+    drafter, generator = BlockDrafter(head, TreeConfig(depth=head.depth), sampling), torch.Generator(card)
+    streams = torch.randn(batch, 300, len(head.spec.layer_ids), 4096, device=card, dtype=torch.bfloat16)
+    tokens, roots = torch.randint(64000, (batch, 300), device=card), torch.zeros(batch, dtype=torch.int64, device=card)
+    counts = torch.tensor([300, 77], device=card)
+    drafter.start(Rows(tokens, counts, streams[:, :, 0], streams), 400)
+    accepted = Rows(tokens[:, :8], torch.zeros_like(counts), streams[:, :8, 0], streams[:, :8])
+    length_B = drafter.length_B.clone()
+
+    def cycle() -> tuple[Tensor, Tensor]:
+        drafter.length_B = length_B
+        drafter.commit(accepted)
+        after_B = drafter.length_B
+        tree = drafter.propose(roots, generator)
+        return tree.tokens_BN, after_B
+
+    graph, (said, after_B) = capture(cycle, card, [generator])
+    for turn in range(6):
+        roots.copy_(torch.tensor([31 * turn + 5, 977 * turn], device=card))
+        accepted.count_B.copy_(torch.tensor([turn % 8, (3 * turn) % 8], device=card))
+        noise = generator.get_state()
+        graph.replay()
+        captured, held = said.clone(), after_B.clone()
+        generator.set_state(noise)
+        expected, length = cycle()
+        assert torch.equal(captured, expected), turn
+        assert torch.equal(held, length) and torch.equal(held, length_B + accepted.count_B)
+        length_B.copy_(held)
+    assert len(set(captured.flatten().tolist())) > 2

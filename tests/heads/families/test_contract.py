@@ -273,7 +273,7 @@ def test_costs_grow_with_the_rows(example: Example) -> None:
     kept, recomputed = (head.kept_numbers(300, 100, again) for again in (False, True))
     assert 0 < recomputed <= kept
     assert head.kept_numbers(600, 200, False) == pytest.approx(2 * kept)
-    assert family_line(head) == head.describe()
+    assert head.describe().startswith(family_line(head))  # a family may say more
     with torch.device("meta"):
         planned = build_head(example.config, example.dims)
     planned.bind(ends_of(ends))

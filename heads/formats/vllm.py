@@ -131,8 +131,12 @@ def _eagle(case: Case) -> None:
     check_window(case)
 
 
-def _eagle3(case: Case) -> dict[str, int]:
-    """Returns: as llama_sizes."""
+def _eagle3(case: Case) -> None:
+    _eagle3_sizes(case)
+
+
+def _eagle3_sizes(case: Case) -> dict[str, int]:
+    """The rules of EAGLE-3. Returns: as llama_sizes."""
     config, architectures = case.config, case.config.get("architectures")
     if "speculators_model_type" in config:
         config = _speculators(case)
@@ -173,7 +177,7 @@ def _eagle3(case: Case) -> dict[str, int]:
 
 def _peagle(case: Case) -> None:
     """P-EAGLE: an EAGLE-3 head that drafts all its tokens at once, from masked places."""
-    sizes = _eagle3(case)
+    sizes = _eagle3_sizes(case)
     # a bare config and the speculators library's are looked at alike
     tokens = {name: case.config[name] for name in MASK_TOKENS if case.config.get(name) is not None}
     shape, wanted = case.shape(MASK_HIDDEN), f"mask_hidden [1, 1, {sizes['3D']}]"

@@ -62,14 +62,14 @@ class Eagle3Files(LlamaDraftFiles):
         "recycled": "pre-norm output",
         "method": f"{PAPER.method}, arXiv {PAPER.arxiv}",
     }
-    layouts = ("EAGLE-3", "SpecForge")
+    layouts: ClassVar[tuple[str, ...]] = ("EAGLE-3", "SpecForge")
     speculators = "eagle3"
     title = "EAGLE-3"
     #: name in FAMILIES
     family: ClassVar[str] = "eagle3"
     architecture = "LlamaForCausalLMEagle3"
     layer = "midlayer."
-    variants = VARIANTS
+    variants: ClassVar[tuple[str, ...]] = VARIANTS
     #: what a file of the speculators library means that does not give norm_before_residual
     normed_residual: ClassVar[bool] = True
 

@@ -36,6 +36,7 @@ SETTINGS = {
     "hydra": {"depth": 3, "prefix_layer": True, "num_layers": 2, "lm_head": "lowrank", "rank": 8},
     "eagle": {"feature_noise": 0.01},
     "eagle3": {"depth": 3, "draft_vocab_size": 48},
+    "peagle": {"depth": 4, "layers": 2, "draft_vocab_size": 48, "mask_token_id": 96},
 }
 
 

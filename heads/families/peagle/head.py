@@ -150,3 +150,15 @@ class PEagleHead(Eagle3Head):
             elif n == len(self.layers):  # the embedding half of the queries runs on every row
                 total += queries / 2 * (rows - first)
         return total + self.lm_head.weight.numel() * sum(counts)
+
+    def kept_numbers(self, rows: float, anchors: float, recompute: bool) -> float:
+        """As the base class's, of the rows that are drawn. The layers below the last keep numbers for every row.
+
+        Autograd also keeps the places' keys and values side by side at every depth, and two more outputs.
+        """
+        layers, hidden, attention = self.draft_layers, self.midlayer.hidden_size, self.midlayer.self_attn
+        drawn_K = self.keep_K or (1.0,) * self.depth
+        per_layer = [layer.kept_numbers(recompute) for layer in layers]
+        beside = len(layers) * 2 * attention.kv_heads * attention.head_dim * sum(d * x for d, x in enumerate(drawn_K))
+        kept = anchors * (sum(drawn_K) * (sum(per_layer) + 2 * hidden) + beside + self.lm_head.out_features)
+        return kept + rows * 2 * hidden + (rows - anchors) * sum(per_layer[:-1])

@@ -214,14 +214,16 @@ COSTLY: dict[str, dict[str, Any]] = {
     "two layers": {"layers": 2},
     "three layers, q/k norms": {"layers": 3, "qk_norm": True},
     "two layers, norms of the streams": {"layers": 2, "fc_norm": "stream"},
+    "two layers, eight depths, drawn rows": {"layers": 2, "depth": 8, "row_fraction": 0.7},
 }
 each_cost = pytest.mark.parametrize("fields", COSTLY.values(), ids=COSTLY)
 
 
 def costly(fields: dict[str, Any]) -> tuple[Head, FeatureBatch]:
-    """A head and a pack whose rows outnumber its anchors, in float32."""
+    """A head and a pack whose rows outnumber its anchors, in float32; not all rows run at every depth."""
     head, ends = example_head(Example(peagle(**fields), replace(DIMS, intermediate_size=96)))
-    return head, feature_batch(documents(["." * 24 + "A" * 40] * 4, dtype=torch.float32), ends, DEPTH)
+    batch = feature_batch(documents(["." * 24 + "A" * 40] * 4, dtype=torch.float32), ends, head.depth)
+    return head, head.choose_rows(batch, 1)
 
 
 @each_cost

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from eval_help import CONTEXTS, DRAFTING_HEADS, Trained
+from eval_help import CONTEXTS, DRAFTING_HEADS, NEW_TOKENS, Trained, run
 from reference.block import block_drafts, block_logits, context_rows, slot_outputs
 from reference.families import block_of
+from reference.greedy import greedy
 from reference.llama import Weights
 from torch import Tensor
 
@@ -106,6 +107,16 @@ def test_cycles_draft_what_a_naive_block_does(
         drafter.commit(tail_rows(naive, before, new, 5))
         assert drafter.length_B.tolist() == [len(text) for text in texts]
     assert tree.linear and tree.levels == 4 and tree.q_BNV is None
+
+
+@each_head
+@pytest.mark.parametrize("depth", [2, 4])
+def test_answers_are_those_of_the_targets_own_forward(target: Target, trained: Heads, name: str, depth: int) -> None:
+    """In float32, against a forward over the whole text per token, without any cache."""
+    drafter = BlockDrafter(trained(name).head, TreeConfig(depth=depth), Sampling())
+    answers = run(target, drafter)
+    assert [answer.tokens for answer in answers] == [greedy(target.model, text, NEW_TOKENS)[0] for text in CONTEXTS]
+    assert sum(cycle.accepted for answer in answers for cycle in answer.cycles) > 5
 
 
 @each_head

@@ -84,8 +84,8 @@ class BlockAttention:
         if saved is not None:
             return attend_backward(grad_MhD, inputs, context_MhD, saved, into, self._indexed())
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in inputs]
-            context = block_attention_eager(*leaves, self.blocks)
+            q, k, v, own_k, own_v = leaves = [x.detach().requires_grad_() for x in inputs]
+            context = block_attention_eager(q, k, v, own_k, own_v, self.blocks)
             gradients = torch.autograd.grad(context, leaves, grad_MhD)
         for place, gradient in zip(into, gradients, strict=True):
             place.copy_(gradient)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from headstart.heads.base import Head
+from headstart.heads.batch import FeatureBatch
+from headstart.heads.dims import HeadDims
+from headstart.heads.ends import TargetEnds, Teacher
+from headstart.heads.families import FAMILIES, build_head
 from headstart.heads.kernels.block_attention import BlockAttention, BlockRows, block_attention, block_attention_eager
+from headstart.train.captured import CapturedPacks
+from headstart.train.config import TrainConfig
+from headstart.train.optim import build_optimizer
+from headstart.train.plan import Layout, head_activations, head_memory
+from headstart.train.step import LossModule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,3 +104,67 @@ def clock(step, runs: int = 10) -> float:
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop) / runs
+
+
+def head_and_pack(lengths: list[int], dims: HeadDims, dtype: torch.dtype, **fields) -> tuple[Head, FeatureBatch]:
+    """A head with random weights, and a pack with random features."""
+    torch.manual_seed(0)
+    config = FAMILIES["dspark"].config(mask_token_id=1, **fields)
+    weight = torch.randn(dims.vocab_size, dims.hidden_size, device="cuda", dtype=dtype) * 0.1
+    head = build_head(config, dims).cuda()
+    head.initialise(TargetEnds(weight, Teacher(weight)))
+    documents = [(torch.randint(0, dims.vocab_size, (n,)), torch.zeros(n, dtype=torch.int64)) for n in lengths]
+    batch = FeatureBatch.pack(documents, head.depth).to("cuda")
+    shape = len(batch.tokens_R), len(head.spec.layer_ids), dims.hidden_size
+    batch = replace(
+        batch, streams_RkD=torch.randn(shape, device="cuda", dtype=dtype),
+        hidden_RD=torch.randn(shape[0], shape[2], device="cuda", dtype=dtype),
+        teacher_argmax_A=torch.zeros(len(batch.anchors), dtype=torch.int64, device="cuda"),
+    )  # fmt: skip
+    return head, batch
+
+
+@pytest.mark.parametrize("fields", [{"sample_from_anchor": False, "depth": 6}, {"depth": 8}], ids=str)
+@pytest.mark.parametrize(("autocast", "most"), [(torch.bfloat16, 4e-2), (None, 1e-4)], ids=str)
+def test_all_layers_with_kernels_are_those_in_float64(fields, autocast, most):
+    """Slots and the gradient of every parameter of the backbone; tensor operations run in float64."""
+    dims = HeadDims(256, 512, 8, 8, 2, 64, 640)
+    head, batch = head_and_pack([300, 37, 500], dims, torch.float32, layers=2, **fields)
+    upstream = torch.randn(len(batch.anchors), head.depth, dims.hidden_size, device="cuda")
+    names = [name for name, p in head.named_parameters() if "markov" not in name and "confidence" not in name]
+
+    def run(head: Head, batch: FeatureBatch, dtype: torch.dtype | None) -> list[Tensor]:
+        with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
+            slots = head.slots(batch)
+        loss = (slots * upstream.to(slots.dtype)).sum()
+        return [slots.detach(), *torch.autograd.grad(loss, [head.get_parameter(name) for name in names])]
+
+    found = run(head, batch, autocast)
+    head.double()
+    ends = head.bound_ends()
+    head.bind(TargetEnds(ends.embed_VD.double(), ends.teacher))
+    expected = run(head, replace(batch, streams_RkD=batch.streams_RkD.double()), None)
+    for name, a, b in zip(["slots", *names], expected, found, strict=True):
+        error = float((b.double() - a).norm() / a.norm())
+        assert error <= most, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_planned_memory_is_what_a_captured_step_takes(recompute):
+    """With the optimiser's moments there, as from the second step on."""
+    dims = HeadDims(2048, 32768, 32, 16, 4, 128, 8192)
+    head, batch = head_and_pack([2048, 2048], dims, torch.bfloat16, depth=8, layers=4)
+    if recompute:
+        head.recompute_activations()
+    batch = head.choose_rows(batch, 0)
+    optimizer = build_optimizer(head, TrainConfig(steps=1))
+    for parameter in head.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    layout = Layout(pack_tokens=4096, supervised=len(batch.anchors) / 4096, activation_checkpointing=recompute)
+    planned = sum(head_memory(head, layout).values()) + head_activations(head, layout)
+    others = torch.cuda.memory_allocated() - sum(head_memory(head, Layout(half=False)).values())
+    torch.cuda.reset_peak_memory_stats()
+    captured = CapturedPacks(LossModule(head, head.bound_ends().teacher, torch.bfloat16), len(head.terms))
+    captured.backward(batch, head.term_weights().cuda() / head.loss_counts(batch))
+    assert (torch.cuda.max_memory_allocated() - others) / planned == pytest.approx(1, abs=0.15)

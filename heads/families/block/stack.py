@@ -97,16 +97,17 @@ class Stack:
     @torch.no_grad()
     def evaluate(self, rows: ContextRows, parts: Iterable[Slots]) -> Tensor:
         """As `run` without gradients, one part of the slots after the other; the results end to end."""
-        with torch.autocast(rows.streams_RF.device.type, enabled=False):
-            dtype, context = rows.streams_RF.dtype, Context.of(self, rows)
+        dtype, kind, found = rows.streams_RF.dtype, rows.streams_RF.device.type, []
+        with torch.autocast(kind, enabled=False):
+            context = Context.of(self, rows)
             weights = [LayerWeights(layer, dtype, self.sizes) for layer in self.layers]
-            found = []
-            for slots in parts:
+        for slots in parts:  # they are made here one by one, under the caller's autocast
+            with torch.autocast(kind, enabled=False):
                 z_MH = slots.z_MH
                 for number, layer_weights in enumerate(weights):
                     z_MH, _ = layer_forward(layer_weights, slots, z_MH, context.keys_values(number))
                 found.append(rms_norm(z_MH[slots.drafting_N], self.norm.weight.to(dtype), self.norm.eps))
-            return torch.cat(found)
+        return torch.cat(found)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

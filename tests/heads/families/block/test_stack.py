@@ -164,6 +164,16 @@ def test_parts_without_gradients_give_the_same_slots(monkeypatch):
     assert batch.anchors.row_A.tolist() != sorted(batch.anchors.row_A.tolist())
 
 
+def test_under_autocast_parts_compute_in_its_dtype_too():
+    head, batch = make(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = head.slots(batch).detach()
+        with torch.no_grad():
+            found = head.slots(batch)
+    assert found.dtype == trained.dtype == torch.bfloat16
+    torch.testing.assert_close(found, trained, rtol=0.02, atol=0.02)
+
+
 def test_a_pack_without_anchors_has_no_slots():
     head, batch = make()
     empty = batch.drawn(torch.tensor([], dtype=torch.int64))

@@ -405,7 +405,8 @@ class Head(nn.Module, ABC):
         """Multiply-adds of one pack's forward, without attention scores (less than 3 % of the sum).
 
         By default every row supervised at depth 1 passes through all of the head's own weights. The head is bound:
-        matrices of the target that it multiplies with count too. Its weights may be on the meta device.
+        matrices of the target that it multiplies with count too. Its weights may be on the meta device. A step is taken
+        to compute 6 FLOPs for each: a family whose frozen matrices are a large part counts them by their share of that.
 
         Args:
             rows: of the pack, R. counts: rows supervised at depth 1 … K.

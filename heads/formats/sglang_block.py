@@ -44,6 +44,8 @@ def block_words(launch: Launch) -> list[str]:
 def check_dflash(case: Case) -> None:
     """DFlash: the first slot never drafts, whatever config.json says."""
     config, nested = case.config, nested_of(case.config)
+    if _speculators(case):
+        return
     case.require_architecture(DFLASH_ARCHITECTURES, config.get("architectures"))
     said = {name: nested.get(name, config.get(name)) for name in ("sample_from_anchor", "shift_label")}
     if first := any(said.values()):
@@ -58,6 +60,8 @@ def check_dflash(case: Case) -> None:
 def check_dspark(case: Case) -> None:
     """DSpark with each kind of Markov head, over the whole vocabulary."""
     config, nested = case.config, nested_of(case.config)
+    if _speculators(case):
+        return
     case.require_architecture(DSPARK_ARCHITECTURES, config.get("architectures"))
     rank, kind = (nested.get(name, config.get(name)) for name in ("markov_rank", "markov_head_type"))
     if type(rank) is not int or rank < 1 or kind not in list(MORE_OF_MARKOV):
@@ -75,6 +79,14 @@ def check_dspark(case: Case) -> None:
     if mask_embedding(case):
         case.misread("mask_embedding.pt is not read for DSPARK: the mask token's row of the target is taken")
     _confidence(case, sizes, bool(config.get("confidence_head_with_markov", True)))
+
+
+def _speculators(case: Case) -> bool:
+    """Whether config.json is the speculators library's, of which SGLang reads none."""
+    if "speculators_model_type" not in case.config:
+        return False
+    case.refuse("config.json is of the speculators library, which SGLang does not read: `headstart export` it")
+    return True
 
 
 def _confidence(case: Case, sizes: dict[str, int], with_markov: bool) -> None:

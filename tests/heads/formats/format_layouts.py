@@ -227,7 +227,7 @@ SPECFORGE_DSPARK_CONFIG = {
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 8, "layer_types": ["full_attention"] * 2}
 SPECULATORS_DFLASH_CONFIG = {
-    "architectures": ["DFlashSpeculator"],
+    "architectures": ["DFlashDraftModel"],
     "speculators_model_type": "dflash",
     "speculators_version": "0.9.0",
     "transformer_layer_config": QWEN3,
@@ -242,7 +242,7 @@ SPECULATORS_DFLASH_CONFIG = {
 }
 SPECULATORS_DSPARK_CONFIG = {
     **SPECULATORS_DFLASH_CONFIG,
-    "architectures": ["DSparkSpeculator"],
+    "architectures": ["DSparkDraftModel"],
     "speculators_model_type": "dspark",
     "block_size": 3,
     "sample_from_anchor": True,

@@ -286,7 +286,7 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
     # architectures
     "DFlash 2": (F, {"architectures": ["DFlash2DraftModel"]}, same,
                  {"vllm": (R, "DFlash2DraftModel"), "sglang": (R, "DFlash2DraftModel")}),
-    "speculators in SGLang": (LF, {}, same, {"sglang": (R, "DFlashSpeculator")}),
+    "speculators in SGLang": (LF, {}, same, {"sglang": (R, "of the speculators library")}),
     "a layer of no known kind": (LF, {"transformer_layer_config": None}, same,
                                  {"vllm": (R, "transformer_layer_config is missing"), "headstart": (R, "expected")}),
     "other engines": (S, {}, same, {"tgi": (R, "does not draft with dspark heads"),

@@ -70,7 +70,8 @@ class HeadConfig:
     def with_placeholder(self, token: int) -> Self:
         """The same config with this token in the field `placeholder`."""
         assert self.placeholder is not None
-        return replace(self, **{self.placeholder: token})
+        changes: dict[str, Any] = {self.placeholder: token}
+        return replace(self, **changes)
 
     def adopting(self, given: HeadConfig) -> Self:
         """The config of a head that goes on from one with the config `given`, of the same family.

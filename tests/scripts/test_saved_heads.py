@@ -209,6 +209,25 @@ def test_a_layer_that_only_one_of_two_heads_has(target: Target, given: int, aske
 PEAGLE: dict[str, Any] = {"draft_vocab_size": 64, "feature_layers": [2, 4, 5], "mask_token_id": 7}
 
 
+def test_a_head_that_uses_the_targets_embeddings_is_exported_with_them(
+    headstart: Callable, target: Target, tiny_target: Path, tmp_path: Path
+) -> None:
+    """It is saved without them, and engines need the mask token's among all others."""
+    head = build_head(PEagleConfig(**PEAGLE), target.dims)
+    head.initialise(target.ends, torch.arange(64))
+    with torch.no_grad():
+        head.mask_embedding += 1  # type: ignore[operator]
+    save_head(head, tmp_path / "head", {"target": target.fingerprint()})
+    asked = ("export", "--head", tmp_path / "head", "--target", tiny_target, "target.device=cpu")
+    exported = headstart(*asked, "--out", tmp_path / "out", "export.engines=[vllm]", "export.dtype=float32")
+    assert exported.code == 0, exported.err
+    assert '"parallel_drafting": true' in " ".join(exported.err.split()), exported.err
+    table_VD = load_file(tmp_path / "out/model.safetensors")["embed_tokens.weight"]
+    expected = target.embed_VD.clone()
+    expected[7] += 1
+    assert torch.equal(table_VD, expected)
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

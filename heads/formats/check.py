@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,13 +150,19 @@ def check_embeddings(
     raw = open_checkpoint(Path(path))
     name = next((n for n in raw.tensors if n.endswith("embed_tokens.weight")), None)
     if name is not None:
-        _compare_end(raw, name, embed_VD, "embedding", "its embeddings are read")
+        # rows that the head keeps are its own
+        pieces = map_head(raw, dims)[0].pieces.values() if dims is not None else ()
+        kept = [piece.row for piece in pieces if piece.name == name and piece.row is not None]
+        _compare_end(raw, name, embed_VD, "embedding", "its embeddings are read", kept)
     name = next((n for n in raw.tensors if n.removeprefix("model.") == "lm_head.weight"), None)
     if output_VD is not None and name is not None and "lm_head.weight" in map_head(raw, dims)[0].unused:
         _compare_end(raw, name, output_VD, "output matrix", "its output matrix is read")
 
 
-def _compare_end(raw: RawCheckpoint, name: str, target_VD: Tensor, what: str, place: str) -> None:
+def _compare_end(
+    raw: RawCheckpoint, name: str, target_VD: Tensor, what: str, place: str, but: Sequence[int] = ()
+) -> None:
+    """Args: but: rows that may differ."""
     own_VD, target_VD = raw.read(name), target_VD.cpu()
     if own_VD.shape != target_VD.shape:
         raise FormatError(
@@ -163,7 +170,9 @@ def _compare_end(raw: RawCheckpoint, name: str, target_VD: Tensor, what: str, pl
         )
     coarse = torch.bfloat16 if torch.bfloat16 in (own_VD.dtype, target_VD.dtype) else torch.float16
     allowed = 2 * torch.finfo(coarse).eps
-    worst = float(((own_VD.float() - target_VD.float()).abs() / target_VD.float().abs().clamp(min=1e-3)).max())
+    apart_VD = (own_VD.float() - target_VD.float()).abs() / target_VD.float().abs().clamp(min=1e-3)
+    apart_VD[list(but)] = 0
+    worst = float(apart_VD.max())
     if worst > allowed:
         raise FormatError(
             f"{raw.directory}: {name} differs from the target's {what} (relative {worst:.3g}): the head was trained "

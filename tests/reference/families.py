@@ -374,6 +374,7 @@ REFERENCES: dict[str, Reference] = {
             "whole vocabulary": Example(peagle(draft_vocab_size=0, intermediate_size=40)),
             "two layers": Example(peagle(layers=2)),
             "own width": Example(peagle(hidden_size=24, intermediate_size=20)),
+            "embeddings of its own, two layers": Example(peagle(train_embeddings=True, layers=2)),
             "three layers, q/k norms, partial rope": Example(
                 peagle(layers=3, qk_norm=True), replace(DIMS, rope_parameters=PARTIAL_ROPE)
             ),

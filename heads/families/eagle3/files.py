@@ -107,7 +107,7 @@ class Eagle3Files(LlamaDraftFiles):
         expected |= _fc_norms(fields["fc_norm"], names)
         layers, unused = _layer_names(raw, names, fields["layers"], fields["qk_norm"])
         expected |= layers
-        if hidden == width:
+        if self.shares_embeddings(fields):
             unused |= self.shared_embeddings(raw, names, dims)
         else:
             expected["embed_tokens.weight"] = "embed_tokens.weight"
@@ -123,6 +123,10 @@ class Eagle3Files(LlamaDraftFiles):
         pieces = self.pieces(raw, names, fields, dims)
         mapped = map_tensors(raw, layout, self.family, fields, dims, names, expected, unused, pieces)
         return replace(mapped, draft_ids_U=ids_U)
+
+    def shares_embeddings(self, fields: dict[str, Any]) -> bool:
+        """Whether a head with these fields uses the target's embeddings."""
+        return fields["hidden_size"] is None
 
     def more_fields(self, config: dict[str, Any], dims: HeadDims, where: str) -> dict[str, Any]:
         """Fields of the head's config that config.json gives beside those of every EAGLE-3 head."""

@@ -1,7 +1,8 @@
 """P-EAGLE on disk: EAGLE-3's tensors, `mask_hidden` [1, 1, 3D], and all embeddings, the mask token's trained one too.
 
 vLLM takes the mask token from config.json and the tensors from the file. A saved head that uses the target's embeddings
-holds the mask token's alone (the compact form); the portable form has the whole table.
+holds the mask token's alone (the compact form); the portable form has the whole table. Other trainers train the whole
+table, so a file that does not say `train_embeddings` is read with embeddings of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from headstart.heads.base import Head, HeadConfig
-from headstart.heads.checkpoints.geometry import integer
+from headstart.heads.checkpoints.geometry import flag, integer
 from headstart.heads.checkpoints.head_files import Contents, HeadFiles
 from headstart.heads.checkpoints.raw import RawCheckpoint
 from headstart.heads.checkpoints.tensor_map import Piece
@@ -30,7 +31,8 @@ PAPER = Paper(
     "Khetan, Ashish and Karypis, George",
     arxiv="2602.01469",
 )
-EMBEDDINGS = "embed_tokens.weight"
+#: the table, and the field of config.json that says whether all of it was trained
+EMBEDDINGS, TRAINED = "embed_tokens.weight", "train_embeddings"
 
 
 class PEagleFiles(Eagle3Files):
@@ -58,14 +60,22 @@ class PEagleFiles(Eagle3Files):
         return has_draft_layer(raw) and is_eagle3(raw.tensors) and is_parallel(raw)
 
     def more_fields(self, config: dict[str, Any], dims: HeadDims, where: str) -> dict[str, Any]:
+        token = mask_token(config, dims.vocab_size, where)
         # nothing is recycled, so norm_output changes nothing
-        return {"mask_token_id": mask_token(config, dims.vocab_size, where), "norm_output": False}
+        return {
+            "mask_token_id": token,
+            "norm_output": False,
+            "train_embeddings": flag(config, TRAINED, where, True),
+        }
+
+    def shares_embeddings(self, fields: dict[str, Any]) -> bool:
+        return super().shares_embeddings(fields) and not fields["train_embeddings"]
 
     def pieces(
         self, raw: RawCheckpoint, names: dict[str, str], fields: dict[str, Any], dims: HeadDims
     ) -> dict[str, Piece]:
         found = {MASK_HIDDEN: Piece(MASK_HIDDEN)}
-        if fields["hidden_size"] is None:
+        if self.shares_embeddings(fields):
             found["mask_embedding"] = Piece(EMBEDDINGS, fields["mask_token_id"])
         return found
 
@@ -99,7 +109,11 @@ class PEagleFiles(Eagle3Files):
         return tensors
 
     def config_json(self, head: Head) -> dict[str, Any]:
-        return super().config_json(head) | {"mask_token_id": cast(PEagleHead, head).mask_token}
+        peagle = cast(PEagleHead, head)
+        return super().config_json(head) | {
+            "mask_token_id": peagle.mask_token,
+            TRAINED: peagle.config.train_embeddings,
+        }
 
     def contents(self, head: Head) -> Contents:
         shares = cast(PEagleHead, head).replaced is not None

@@ -37,7 +37,7 @@ class PEagleConfig(Eagle3Config):
     paper's stay at that share and ours go on falling, as the chance that a draft so deep is reached does.
     """
 
-    structure: ClassVar[tuple[str, ...]] = Eagle3Config.structure
+    structure: ClassVar[tuple[str, ...]] = (*Eagle3Config.structure, "train_embeddings")
     behaviour: ClassVar[tuple[str, ...]] = ("mask_token_id",)
     added: ClassVar[tuple[str, ...]] = ()
     placeholder: ClassVar[str | None] = "mask_token_id"
@@ -56,6 +56,8 @@ class PEagleConfig(Eagle3Config):
     #: Token that stands in the places of tokens still to be drafted; its embedding is trained. null takes a reserved
     #: token of the target's tokenizer.
     mask_token_id: int | None = None
+    #: Train the embeddings of all tokens, as the speculators library does, instead of the mask token's alone.
+    train_embeddings: bool = False
 
 
 class PEagleHead(Eagle3Head):
@@ -83,6 +85,8 @@ class PEagleHead(Eagle3Head):
         if config.norm_output:
             raise ConfigError("head.norm_output: found true, but a P-EAGLE head feeds no output back: leave it false")
         self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))
+        if config.train_embeddings and self.embed_tokens is None:
+            self.embed_tokens = nn.Embedding(dims.vocab_size, dims.hidden_size)
         own = self.embed_tokens is not None
         self.mask_embedding = None if own else nn.Parameter(torch.randn(self.fc.out_features))
 
@@ -106,14 +110,17 @@ class PEagleHead(Eagle3Head):
         return self.fuse(self.mask_hidden, self.mask_hidden.unflatten(0, (len(self.feature_layers), -1)))
 
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
-        """As EAGLE-3's; the mask token's embedding starts from the target's.
+        """As EAGLE-3's; embeddings that are trained start from the target's, where they are as wide.
 
         Raises: ConfigError for a head whose mask token is not known.
         """
         super().initialise(ends, draft_ids_U)
-        if self.mask_embedding is not None:
-            with torch.no_grad():
-                self.mask_embedding.copy_(ends.embed_VD[self.mask_token])
+        token = self.mask_token
+        with torch.no_grad():
+            if self.mask_embedding is not None:
+                self.mask_embedding.copy_(ends.embed_VD[token])
+            elif self.embed_tokens is not None and self.embed_tokens.weight.shape == ends.embed_VD.shape:
+                self.embed_tokens.weight.copy_(ends.embed_VD)
 
     @property
     def by_autograd(self) -> bool:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families import PEagleHead, build_head
-from headstart.heads.formats import ExportConfig, check_directory, export_head, load_head, save_head
+from headstart.heads.formats import (
+    ExportConfig,
+    check_directory,
+    check_embeddings,
+    export_head,
+    load_head,
+    save_head,
+)
 from headstart.heads.formats.export import check_ahead
 from headstart.heads.formats.launch import launch_commands
 
@@ -49,6 +56,15 @@ def rewritten(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -
 def same(one: PEagleHead, two: Any) -> bool:
     a, b = one.state_dict(), two.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def same_but_for_the_table(one: PEagleHead, two: Any, tensors: dict[str, Tensor]) -> bool:
+    """The same head, where `two` keeps the file's table and `one` the mask token's row of it."""
+    a, b = one.state_dict(), two.state_dict()
+    assert torch.equal(a.pop("mask_embedding"), tensors["embed_tokens.weight"][MASK]) and two.own_embeddings
+    return torch.equal(b.pop("embed_tokens.weight"), tensors["embed_tokens.weight"]) and all(
+        torch.equal(a[name], b[name]) for name in a.keys() | b.keys()
+    )
 
 
 # what is written
@@ -138,16 +154,17 @@ def test_vllm_is_launched_to_draft_in_parallel(tmp_path: Path) -> None:
 def test_the_names_and_shapes_that_vllm_reads(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
     config, tensors = exported(tmp_path / "ours")
     config[name] = config.pop("mask_token_id")
+    del config["train_embeddings"]  # others' files do not say it: their whole table was trained
     tensors["mask_hidden"] = tensors["mask_hidden"].reshape(shape)
     place = rewritten(tmp_path / "theirs", config, tensors)
-    assert same(made()[0], load_head(place, DIMS))
+    assert same_but_for_the_table(made()[0], load_head(place, DIMS), tensors)
     report = check_directory(place, DIMS)
     assert report.family == "peagle" and report.served == ["vllm"], report.render()
 
 
 def speculators(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """config.json in the layout of the speculators library, with its own defaults."""
-    ours = ("eagle_config", "mask_token_id", "architectures")
+    ours = ("eagle_config", "mask_token_id", "architectures", "train_embeddings")
     layer = {key: value for key, value in config.items() if key not in ours}
     outer = {
         "architectures": ["PEagleDraftModel"],
@@ -166,7 +183,7 @@ def test_the_speculators_library_trains_the_variant_that_we_run(tmp_path: Path) 
     """There, norm_before_residual is false by default for P-EAGLE, and true for EAGLE-3."""
     config, tensors = exported(tmp_path / "ours", layers=2)
     place = rewritten(tmp_path / "theirs", speculators(config), tensors)
-    assert same(made(layers=2)[0], load_head(place, DIMS))
+    assert same_but_for_the_table(made(layers=2)[0], load_head(place, DIMS), tensors)
     report = check_directory(place, DIMS)
     assert report.layout == "speculators P-EAGLE" and report.served == ["vllm"], report.render()
     assert not any("norm_before_residual" in note for note in report.engines["vllm"].notes)
@@ -200,7 +217,7 @@ def test_vllm_does_not_take_over_the_norms_of_a_speculators_head(tmp_path: Path)
     """Of P-EAGLE's settings it reads norm_before_fc alone: it does not know the norms of the streams."""
     config, tensors = exported(tmp_path / "ours", fc_norm="stream")
     place = rewritten(tmp_path / "theirs", speculators(config, fc_norm=True), tensors)
-    assert same(made(fc_norm="stream")[0], load_head(place, DIMS))
+    assert same_but_for_the_table(made(fc_norm="stream")[0], load_head(place, DIMS), tensors)
     assert any("unexpected tensors" in reason for reason in check_directory(place, DIMS).engines["vllm"].refused)
 
 
@@ -208,6 +225,35 @@ def test_an_output_norm_changes_nothing_where_nothing_is_recycled(tmp_path: Path
     config, tensors = exported(tmp_path / "ours")
     place = rewritten(tmp_path / "theirs", {**config, "norm_output": True}, tensors)
     assert same(made()[0], load_head(place, DIMS))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_table_that_others_trained_is_kept_and_ours_is_compared(tmp_path: Path, trained: bool) -> None:
+    """Of our own file, all embeddings but the mask token's are the target's, and looked at."""
+    head, ends = made()
+    config, tensors = exported(tmp_path / "ours")
+    if trained:
+        del config["train_embeddings"]
+    place = rewritten(tmp_path / "theirs", config, tensors)
+    assert load_head(place, DIMS).own_embeddings is trained
+    if not trained:
+        check_embeddings(place, ends.embed_VD, dims=DIMS)
+        assert same(head, load_head(place, DIMS))
+    moved_VD = tensors["embed_tokens.weight"] + 1
+    other = rewritten(tmp_path / "other", config, {**tensors, "embed_tokens.weight": moved_VD})
+    loaded: Any = load_head(other, DIMS)
+    if trained:  # nothing of it is the target's
+        assert torch.equal(loaded.embed_tokens.weight, moved_VD)
+    else:
+        with pytest.raises(FormatError, match="embed_tokens.weight differs from the target's embedding"):
+            check_embeddings(other, ends.embed_VD, dims=DIMS)
+
+
+def test_trained_embeddings_start_from_the_targets() -> None:
+    head = build_head(peagle(train_embeddings=True), DIMS)
+    ends = random_ends(VOCAB, 32, 50)
+    head.initialise(ends_of(ends), draft_ids(40))
+    assert torch.equal(head.embed_tokens.weight, ends.embed_VD)  # type: ignore[union-attr, arg-type]
 
 
 def test_draft_ids_come_back(tmp_path: Path) -> None:

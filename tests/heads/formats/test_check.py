@@ -630,7 +630,10 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], Callable[[Tensors], Tensors], dict[s
         E3,
         {"ptd_token_id": 5},
         put(mask_hidden=(1, 1, 3 * D), embed_tokens__weight=(V - 1, D)),
-        {"vllm": (R, r"embed_tokens.weight is \[96, 32\]"), "headstart": (R, r"embed_tokens.weight is .* \[96, 32\], expected")},
+        {
+            "vllm": (R, r"embed_tokens.weight is \[96, 32\]"),
+            "headstart": (R, r"embed_tokens.weight is .* \[96, 32\], expected"),
+        },
     ),
     "P-EAGLE with two mask tokens": (
         E3,

@@ -37,14 +37,18 @@ from format_layouts import (
     write,
 )
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
+from headstart.heads.batch import FeatureBatch
 from headstart.heads.checkpoints.raw import open_checkpoint
+from headstart.heads.ends import TargetEnds, Teacher
 from headstart.heads.errors import ConfigError, FormatError
 from headstart.heads.families.dflash.head import DFlashConfig
 from headstart.heads.families.dspark.head import DSparkConfig
 from headstart.heads.formats import check_embeddings, load_head, save_head
 from headstart.heads.formats.recognise import recognise
 
+PEERS = Path(__file__).resolve().parents[2] / "fixtures/speculators"
 COPIES = {"embed_tokens.weight": random(V, D, seed=90), "lm_head.weight": random(V, D, seed=91)}
 DEEPSPEC_DFLASH = {**DSPARK_CONFIG, "markov_rank": 0, "markov_head_type": None, "enable_confidence_head": False}
 #: layout → (config, tensors, family, whether the first slot drafts, drafts of a block)
@@ -282,3 +286,34 @@ def test_config_json_of_dspark(tmp_path: Path) -> None:
 def test_a_head_without_its_mask_token_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set head.mask_token_id"):
         save_head(our_head(DFlashConfig(layers=1)), tmp_path, {})
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark-vanilla", "dspark-gated", "dspark-rnn"])
+def test_heads_of_the_speculators_library_compute_what_they_compute_there(name: str) -> None:
+    """Small heads with random weights that speculators 0.9.0 saved, and what its own forward gave for some anchors.
+
+    Row t of ours is the anchor t + 1 of theirs. Logits are corrected with the tokens of the text, as in training.
+    """
+    head = load_head(PEERS / name)
+    expected = load_file(PEERS / f"{name}.expected.safetensors")
+    tokens, embed_VD = expected["tokens"], expected["embeddings"]
+    head.bind(TargetEnds(embed_VD, Teacher(torch.zeros_like(embed_VD))))
+    batch = FeatureBatch.pack([(tokens, torch.zeros_like(tokens))], head.depth)
+    batch.hidden_RD = torch.zeros(len(tokens), embed_VD.shape[1])
+    batch.streams_RkD = expected["features"].unflatten(-1, (3, -1))
+    rows = batch.anchors.row_A.tolist()
+    pairs = [(n, rows.index(a - 1)) for n, a in enumerate(expected["anchors"].tolist()) if a - 1 in rows]
+    theirs, ours = (torch.tensor(side) for side in zip(*pairs, strict=True))
+    assert len(pairs) >= 7
+    drafts = slice(head.block_size - head.depth, None)
+    with torch.no_grad():
+        hidden_AKD = head.slots(batch)[ours]
+        assert_close(hidden_AKD, expected["hidden"][theirs, drafts], rtol=1e-5, atol=1e-5)
+        logits_AKU = hidden_AKD @ head.lm_head.weight.T
+        if name != "dflash":
+            anchor_A = expected["anchors"][theirs]
+            previous_AK = tokens[anchor_A[:, None] + torch.arange(head.depth)]
+            logits_AKU = logits_AKU + head.corrections(hidden_AKD, previous_AK) @ head.correction_Ur.T
+            found = head.confidence_logits(hidden_AKD, previous_AK)
+            assert_close(found, expected["confidence"][theirs, drafts], rtol=1e-5, atol=1e-5)
+        assert_close(logits_AKU, expected["logits"][theirs, drafts], rtol=1e-5, atol=1e-5)

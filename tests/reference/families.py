@@ -398,7 +398,11 @@ REFERENCES: dict[str, Reference] = {
         steps=12,
         variants={
             "two layers, q/k norms": {"layers": 2, "qk_norm": True},
-            "three layers, norms of the streams": {"layers": 3, "fc_norm": "stream"},
+            "three layers, norms of the streams, embeddings of its own": {
+                "layers": 3,
+                "fc_norm": "stream",
+                "train_embeddings": True,
+            },
             "one draft": {"depth": 1},
         },
     ),

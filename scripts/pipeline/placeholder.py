@@ -44,7 +44,8 @@ def _kept(run: Run) -> int | None:
     if not place.is_file():
         return None
     kept = read_json(place)
-    return int(kept["token"]) if kept.get("data") == run.inputs.data and kept.get("token") is not None else None
+    same = isinstance(kept, dict) and kept.get("data") == run.inputs.data and isinstance(kept.get("token"), int)
+    return kept["token"] if same else None
 
 
 def _place(run: Run) -> Path:

@@ -313,3 +313,19 @@ def test_shards_of_the_head(models, kind):
     parts = memory_of(*models["8b"], Layout(ranks=4, ranks_per_node=4, parallel=kind))[0]
     assert parts["optimiser moments"] == one["optimiser moments"] / 4
     assert parts["head weights"] == one["head weights"] / (1 if kind == "zero2" else 4)
+
+
+def test_a_plan_counts_the_anchors_that_a_step_draws(models: dict[str, tuple[Target, Head]]) -> None:
+    """512 blocks of 2,048 rows need about a quarter of the memory, and of the time, of a block at every row."""
+    target, _ = models["8b"]
+    found = {}
+    for share in (0.25, 1.0):
+        with torch.device("meta"):
+            head = build_head(FAMILIES["dspark"].config(anchor_share=share, mask_token_id=0), target.dims)
+        head.bind(target.ends)
+        layout = Layout(pack_tokens=8192)
+        memory, _ = memory_of(target, head, layout)
+        found[share] = memory["head activations"], expected_rate(target, head, layout, 780e12)
+    (drawn, fast), (whole, slow) = found[0.25], found[1.0]
+    assert 0.2 < drawn / whole < 0.5 and 2.0 < fast / slow < 4.0
+    assert head.chosen_anchors(8192, 100) == 100  # a pack with few supervised rows

@@ -1,4 +1,7 @@
-"""vLLM 0.32: its rules for heads that draft blocks (its methods dflash and dspark), read from their loaders.
+"""vLLM 0.32: its rules for heads that draft blocks (its methods dflash and dspark).
+
+DFlash was run on its CPU build. DSpark drafts on GPUs alone: its config and its loader were run, with sound files and
+with faulty ones, and its drafting was read.
 
 Neither loader notices a missing tensor, which stays uninitialised; an unexpected one stops both, but for biases, which
 are dropped. Which slots draft is fixed for dflash (all but the first); for dspark, config.json says it.

@@ -304,7 +304,8 @@ def with_shifted_layers(exported: Path, by: int) -> Path:
     place = exported.with_name(f"{exported.name}-shifted")
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(exported, place)
-    write_json(place / "config.json", with_layers_shifted(read_json(place / "config.json"), by))
+    config, layers = read_json(place / "config.json"), notes(exported)["feature_layers"]
+    write_json(place / "config.json", with_layers_shifted(config, layers, by))
     return place
 
 

@@ -71,6 +71,9 @@ def check_window(case: Case) -> None:
     )
 
 
-def with_layers_shifted(config: dict[str, Any], by: int) -> dict[str, Any]:
-    """config.json of an EAGLE-3 head that names other layers than the head reads, to show what such a fault does."""
-    return {**config, LAYER_IDS: shifted(config[LAYER_IDS], by)}
+def with_layers_shifted(config: dict[str, Any], layers: list[int], by: int) -> dict[str, Any]:
+    """config.json that names other layers than `layers`, which the head reads, to show what such a fault does.
+
+    The ids at top level count before all others, for every head that reads inner layers.
+    """
+    return {**config, LAYER_IDS: shifted(layers, by)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,13 +66,19 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         small_target("Llamma", tmp_path)
 
 
-def test_shifted_layers_stand_in_a_copy(tmp_path: Path) -> None:
-    head = tmp_path / "eagle3"
+@pytest.mark.parametrize(
+    "config",
+    [{"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "x": 1}, {"nested": {"target_layer_ids": [1, 3, 4]}, "x": 1}],
+)
+def test_shifted_layers_stand_in_a_copy(config: dict[str, Any], tmp_path: Path) -> None:
+    head = tmp_path / "head"
     head.mkdir()
-    (head / "config.json").write_text(json.dumps({"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "x": 1}))
+    (head / "config.json").write_text(json.dumps(config))
+    (head / "headstart.json").write_text(json.dumps({"feature_layers": [2, 4, 5]}))
     other = with_shifted_layers(head, 1)
-    assert json.loads((other / "config.json").read_text()) == {"eagle_aux_hidden_state_layer_ids": [3, 5, 6], "x": 1}
-    assert json.loads((head / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    written = json.loads((other / "config.json").read_text())
+    assert written == {**config, "eagle_aux_hidden_state_layer_ids": [3, 5, 6]}
+    assert json.loads((head / "config.json").read_text()) == config
 
 
 def test_a_window_that_all_layers_share_is_longer_than_the_texts() -> None:

@@ -19,7 +19,7 @@ from headstart.recipes.load import load_recipe, shipped_recipes, to_yaml
 CONFIGS = Path(__file__).resolve().parents[1] / "fixtures" / "configs"
 RECIPES = sorted(name for name in shipped_recipes() if not name.startswith("_"))
 #: a draft layer of the block heads
-SMOLLM2_LAYER = 2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576 + 2 * 64
+SMOLLM2_LAYER = 4 * 576**2 + 3 * 576 * 1536 + 2 * 576 + 2 * 64  # as many key heads as query heads
 QWEN3_LAYER = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
 LLAMA_LAYER = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096 + 2 * 128
 #: trained parameters in millions, worked out by hand from the published sizes
@@ -76,9 +76,9 @@ SIZES = {
     ),
     # block heads: fc m·D·D, hidden_norm, norm; per layer q o, k v, MLP, two norms of D and two of the head's width. The
     # output matrix is the target's
-    "smollm2-dflash": 3 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER,
+    "smollm2-dflash": 5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER,
     # and W1 V·r, W2 U·r, the confidence head's D + r and its bias
-    "smollm2-dspark": 3 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 256 * (49152 + 16000) + 576 + 256 + 1,
+    "smollm2-dspark": 5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 256 * (49152 + 16000) + 576 + 256 + 1,
     "qwen3-8b-dflash": 5 * 4096**2 + 2 * 4096 + 5 * QWEN3_LAYER,
     "qwen3-8b-dspark": 5 * 4096**2 + 2 * 4096 + 5 * QWEN3_LAYER + 256 * 2 * 151936 + 4096 + 256 + 1,
     "llama-3.1-8b-dspark": 5 * 4096**2 + 2 * 4096 + 5 * LLAMA_LAYER + 256 * 2 * 128256 + 4096 + 256 + 1,
@@ -224,7 +224,8 @@ def test_block_heads_are_as_published() -> None:
         assert weights == ({"kl": 1.0} if name.startswith("smollm2") else published)
     for gamma, recipe in ((7, load_recipe("qwen3-8b-dflash")), (4, load_recipe("qwen3-8b-dspark"))):
         assert recipe.head.depth_decay == pytest.approx(math.exp(-1 / gamma), abs=5e-5)
-    assert build_ids("qwen3-8b-dflash") == (2, 10, 18, 26, 34) and build_ids("smollm2-dspark") == (2, 15, 28)
+    assert build_ids("qwen3-8b-dflash") == (2, 10, 18, 26, 34)
+    assert build_ids("llama-3.1-8b-dspark") == (2, 9, 16, 23, 30)
 
 
 def build_ids(name: str) -> tuple[int, ...]:

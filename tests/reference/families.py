@@ -325,6 +325,7 @@ REFERENCES: dict[str, Reference] = {
             "three layers, wide heads, llama3 rope": Example(
                 dflash(layers=3), replace(WIDE, rope_parameters=LLAMA3_ROPE)
             ),
+            "as many key heads as query heads": Example(dflash(num_key_value_heads=4)),
             "kl": Example(dflash(ce_weight=0.0, kl_weight=1.0), loss_only=True),
             "lk and l1": Example(dflash(ce_weight=0.0, lk_weight=1.0, l1_weight=0.5), loss_only=True),
             "d-pace": Example(dflash(weighting="dpace", **REDUCED), loss_only=True),
@@ -338,6 +339,7 @@ REFERENCES: dict[str, Reference] = {
                 "sample_from_anchor": True,
                 "draft_vocab_size": 50,
                 "layers": 3,
+                "num_key_value_heads": 4,
             },
         },
     ),

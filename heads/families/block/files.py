@@ -131,7 +131,8 @@ class BlockFiles(LlamaDraftFiles):
         ids_U = read_draft_ids(raw, names, size, dims.vocab_size, where)
         unused |= {name: "turned into the draft ids" for name in ("d2t", "t2d") if name in names}
         expected, unused = self._output(raw, config, names, expected, unused, reduced=ids_U is not None)
-        fields = {**_fields(block), "intermediate_size": dims.intermediate_size, "draft_vocab_size": size, **more}
+        sizes = {"intermediate_size": dims.intermediate_size, "num_key_value_heads": dims.num_kv_heads}
+        fields = {**_fields(block), **sizes, "draft_vocab_size": size, **more}
         mapped = map_tensors(raw, layout, self.family, fields, dims, names, expected, unused)
         return replace(mapped, draft_ids_U=ids_U)
 
@@ -168,6 +169,7 @@ class BlockFiles(LlamaDraftFiles):
         ours, given = super().settings(config, dims), cast(BlockConfig, config)
         ours["feature_layers"] = given.feature_layers or default_feature_layers(dims.num_layers, max(given.layers, 3))
         ours["draft_vocab_size"] = given.draft_vocab_size or dims.vocab_size
+        ours["num_key_value_heads"] = given.num_key_value_heads or dims.num_kv_heads
         return ours
 
     # writing

@@ -22,7 +22,7 @@ m feature streams, r rank of a correction, V target vocabulary, U draft vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -56,12 +56,12 @@ Metrics = list[tuple[Tensor, Tensor]]
 class BlockConfig(HeadConfig):
     """Fields that all block heads share."""
 
-    structure: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "intermediate_size", "layers")
+    structure: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "intermediate_size", "layers", "num_key_value_heads")
     behaviour: ClassVar[tuple[str, ...]] = ("depth", "mask_token_id", "sample_from_anchor")
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
     placeholder: ClassVar[str | None] = "mask_token_id"
     limits: ClassVar[dict[str, int]] = {
-        **HeadConfig.limits, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS,
+        **HeadConfig.limits, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS, "num_key_value_heads": MAX_SIZE,
     }  # fmt: skip
 
     #: Drafts of a block (K). The block has one slot more where sample_from_anchor is false.
@@ -72,6 +72,9 @@ class BlockConfig(HeadConfig):
     layers: int = 5
     #: Width of the MLP; null takes the target's.
     intermediate_size: int | None = None
+    #: Key and value heads of each layer; null takes the target's. All that slots learn of the context passes through
+    #: the values, so a target with few and narrow ones is drafted better with more.
+    num_key_value_heads: int | None = None
     #: Layers of the target whose inputs the head reads, as indices of hidden_states; null spreads as many as the head
     #: has layers (three at least) evenly from 2 to L - 2 of L layers.
     feature_layers: list[int] | None = None
@@ -128,6 +131,12 @@ class BlockHead(BlockCosts, AddsGradients):
     config: BlockConfig
 
     def __init__(self, config: BlockConfig, dims: HeadDims):
+        groups = config.num_key_value_heads or dims.num_kv_heads
+        if groups < 1 or dims.num_heads % groups:
+            raise ConfigError(
+                f"head.num_key_value_heads: found {groups}, expected a divisor of the {dims.num_heads} query heads"
+            )
+        dims = replace(dims, num_kv_heads=groups)
         super().__init__(config, dims)
         self.feature_layers = self._feature_layers()
         if not 0 < config.anchor_share <= 1:

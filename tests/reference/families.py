@@ -339,7 +339,7 @@ REFERENCES: dict[str, Reference] = {
                 "sample_from_anchor": True,
                 "draft_vocab_size": 50,
                 "layers": 3,
-                "num_key_value_heads": 4,
+                "num_key_value_heads": 2,
             },
         },
     ),

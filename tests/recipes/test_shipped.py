@@ -76,9 +76,9 @@ SIZES = {
     ),
     # block heads: fc m·D·D, hidden_norm, norm; per layer q o, k v, MLP, two norms of D and two of the head's width. The
     # output matrix is the target's
-    "smollm2-dflash": 5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER,
+    "smollm2-dflash": 5 * 576**2 + 2 * 576 + 4 * SMOLLM2_LAYER,
     # and W1 V·r, W2 U·r, the confidence head's D + r and its bias
-    "smollm2-dspark": 5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 256 * (49152 + 16000) + 576 + 256 + 1,
+    "smollm2-dspark": 5 * 576**2 + 2 * 576 + 2 * SMOLLM2_LAYER + 64 * (49152 + 16000) + 576 + 64 + 1,
     "qwen3-8b-dflash": 5 * 4096**2 + 2 * 4096 + 5 * QWEN3_LAYER,
     "qwen3-8b-dspark": 5 * 4096**2 + 2 * 4096 + 5 * QWEN3_LAYER + 256 * 2 * 151936 + 4096 + 256 + 1,
     "llama-3.1-8b-dspark": 5 * 4096**2 + 2 * 4096 + 5 * LLAMA_LAYER + 256 * 2 * 128256 + 4096 + 256 + 1,

@@ -211,9 +211,11 @@ class Head(nn.Module, ABC):
             vocabulary registers it in `__init__` with U entries of any value. The data chooses the tokens, and
             `initialise` receives them.
         embed_VD, teacher: the target's frozen ends, which `bind` attaches. They are not in the state dict.
+        joint_obstacle: why the target cannot be trained together with it (joint.enabled); None if it can.
     """
 
     family: ClassVar[str]
+    joint_obstacle: ClassVar[str | None] = None
     draft_ids_U: Tensor | None
 
     def __init__(self, config: HeadConfig, dims: HeadDims):

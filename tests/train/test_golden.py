@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def run(family: str, run_dir: Path) -> None:
 
 
 def run_random(
-    family: str, run_dir: Path, source_of: type[OnlineFeatures] = OnlineFeatures, **settings: int
+    family: str, run_dir: Path, source_of: type[OnlineFeatures] = OnlineFeatures, **settings: Any
 ) -> tuple[Head, TrainResult]:
     """A run with all the randomness that the family's training has."""
     target, samples = tiny_target(), make_samples()

@@ -77,6 +77,10 @@ def check_joint(inner: Head, target: Target) -> None:
             f"joint.enabled: found true with a {inner.family} head, whose own training has {len(inner.stages)} stages; "
             "joint training has stages of its own: set joint.enabled=false"
         )
+    if (obstacle := inner.joint_obstacle) is not None:
+        raise ConfigError(
+            f"joint.enabled: found true with a {inner.family} head, {obstacle}: set joint.enabled=false"
+        )
     if inner.draft_vocab_size is not None:
         raise ConfigError(
             f"joint.enabled: found true with a draft vocabulary of {inner.draft_vocab_size} tokens; which rows carry a "

@@ -38,7 +38,8 @@ class BlockCosts(Head):
     def _corrections(self) -> int:
         """Numbers of the matrices that every draft passes through, besides the output matrix."""
         backbone = {self.fc, *self.layers.modules(), getattr(self, "lm_head", None)}
-        return sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear) and m not in backbone)
+        more = [m for m in self.modules() if m not in backbone and not isinstance(m, nn.Embedding)]
+        return sum(p.numel() for m in more for p in m.parameters(recurse=False) if p.dim() == 2)
 
     def multiply_adds(self, rows: float, counts: Sequence[float]) -> float:
         """As the base class's, so that a step computes 6 times as many FLOPs.

@@ -52,9 +52,12 @@ class BlockFiles(LlamaDraftFiles):
 
     Attributes:
         family: its name in FAMILIES.
+        own_fields: fields of config.json that change what a block head computes and that this family computes
+            (published.PLAIN has them all).
     """
 
     family: ClassVar[str]
+    own_fields: ClassVar[tuple[str, ...]] = ()
 
     facts = {
         "feature": "hidden_states[k] at feature_layers (inputs of decoder layers k, before any norm)",
@@ -120,7 +123,7 @@ class BlockFiles(LlamaDraftFiles):
                 "wide as its target, whose embeddings and output matrix it uses"
             )
         dims = with_target(draft, target, where)
-        block = read_block(config, where, depth, dims.vocab_size, first_by_default(raw))
+        block = read_block(config, where, depth, dims.vocab_size, first_by_default(raw), self.own_fields)
         if depth == MAX_DEPTH:  # neither the file nor a target says more
             dims = replace(dims, num_layers=block.feature_layers[-1] + 1)
         size = integer(config, "draft_vocab_size", where, default=dims.vocab_size)

@@ -129,6 +129,7 @@ class BlockHead(BlockCosts, AddsGradients):
     """
 
     config: BlockConfig
+    joint_obstacle = "whose layers give the target's features no gradient"
 
     def __init__(self, config: BlockConfig, dims: HeadDims):
         groups = config.num_key_value_heads or dims.num_kv_heads

@@ -86,12 +86,20 @@ def stated(config: dict[str, Any], name: str, where: str) -> Any:
     return top if inner is None else inner
 
 
-def read_block(config: dict[str, Any], where: str, limit: int, vocab_size: int, anchor_first: bool) -> PublishedBlock:
+def read_block(
+    config: dict[str, Any],
+    where: str,
+    limit: int,
+    vocab_size: int,
+    anchor_first: bool,
+    own_fields: tuple[str, ...] = (),
+) -> PublishedBlock:
     """The block by a config of one level, whose layer has transformers' defaults.
 
     Args:
         limit: layers of the target; feature layers are below.
         anchor_first: what a config without `sample_from_anchor` means.
+        own_fields: of PLAIN, those that the family computes.
     Raises: FormatError for a setting that is missing, out of bounds or contradicts another, and for what Headstart's
         block heads do not compute.
     """
@@ -104,7 +112,7 @@ def read_block(config: dict[str, Any], where: str, limit: int, vocab_size: int, 
         )
     require_plain(config, where, KNOWN)
     for place, values in ((where, config), (f"{where}: {NESTED}", nested)):
-        require_plain(values, place, plain=PLAIN)
+        require_plain(values, place, own_fields, PLAIN)
     token = stated(config, "mask_token_id", where)
     if type(token) is not int or not 0 <= token < vocab_size:
         raise FormatError(

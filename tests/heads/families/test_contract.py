@@ -99,6 +99,17 @@ def test_hits_are_the_targets_greedy_tokens(family: str) -> None:
         assert head.depth == 1 or 0 < expected.prefix[1] < expected.numerators[1] < expected.denominators[1]
 
 
+@each_structure
+def test_a_target_can_be_trained_with_a_head_that_gives_its_features_a_gradient(example: Example) -> None:
+    """A head that gives none says so, and joint training refuses it."""
+    head, ends = example_head(example, torch.float64)
+    batch = feature_batch(documents(LONG), ends, head.depth)
+    inputs = [x.requires_grad_() for x in (batch.hidden_RD, batch.streams_RkD) if x is not None]
+    head.loss(batch, teacher_of(ends)).sum_T.sum().backward()
+    reached = any(x.grad is not None and bool(x.grad.any()) for x in inputs)
+    assert reached == (head.joint_obstacle is None)
+
+
 # one gradient, whatever the documents are laid beside
 
 

@@ -16,7 +16,7 @@ from reference.tiny import assert_near, gradients
 from headstart.heads.base import Stage
 from headstart.heads.batch import FeatureBatch, FeatureSpec
 from headstart.heads.errors import ConfigError, TargetError
-from headstart.heads.families import Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, build_head
+from headstart.heads.families import DFlashConfig, Eagle3Config, EagleConfig, HydraConfig, MedusaConfig, build_head
 from headstart.heads.targets.adapter import adapter_off
 from headstart.heads.targets.tuned import MergedAdapter
 from headstart.train.captured import PackShape
@@ -384,6 +384,9 @@ def test_what_cannot_be_trained_together_is_refused():
     eagle3 = build_head(Eagle3Config(draft_vocab_size=8), target.dims)
     with pytest.raises(ConfigError, match=r"draft vocabulary of 8 tokens.*set head.draft_vocab_size=0"):
         JointHead(eagle3, target, config_of())
+    dflash = build_head(DFlashConfig(mask_token_id=3), target.dims)
+    with pytest.raises(ConfigError, match=r"a dflash head, whose layers give .* no gradient: set joint.enabled=false"):
+        JointHead(dflash, target, config_of())
     target.teacher.softcap = 30.0
     with pytest.raises(ConfigError, match=r"joint.enabled: .*soft-cap"):
         JointHead(build_head(EagleConfig(), target.dims), target, config_of())

@@ -14,6 +14,7 @@ from rich.text import Text
 from headstart.console import Console
 from headstart.data.packing import POOL, make_packs
 from headstart.data.sources import read_prompts
+from headstart.heads.base import Head
 from headstart.heads.errors import ConfigError, DataError, HeadstartError
 from headstart.heads.numerics import DTYPES
 from headstart.heads.targets.load import weightless_target
@@ -126,6 +127,8 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
             "joint training: head activations include what the second stage keeps of the target; hours are the mean of "
             "both stages"
         )
+    if note := drawn_note(head, layout):
+        notes.append(note)
     if note := idle_note(recipe.train.accumulation, layout.ranks):
         notes.append(note)
     device = local_device_bytes() if launch.gpu_memory is None else int(launch.gpu_memory * GIB)
@@ -148,6 +151,15 @@ def plan_recipe(recipe: Recipe, launch: Launch, console: Console) -> Plan:
             console.result(None, render(plan))
         raise
     return plan
+
+
+def drawn_note(head: Head, layout: Layout) -> str | None:
+    """How many supervised rows of a pack a step trains; None where it takes all."""
+    supervised = layout.pack_tokens * layout.supervised
+    drawn = head.chosen_anchors(layout.pack_tokens, supervised)
+    if drawn >= supervised:
+        return None
+    return f"a step trains the head at {drawn:.0f} of a pack's {supervised:.0f} supervised rows, drawn anew every time"
 
 
 def _layout(recipe: Recipe, launch: Launch, node_ranks: int, supervised: float) -> Layout:

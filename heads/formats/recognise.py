@@ -55,7 +55,7 @@ def map_foreign(raw: RawCheckpoint, dims: HeadDims | None) -> TensorMap:
     where, kind = raw.directory / "config.json", raw.config.get("speculators_model_type")
     kinds = [family.files.speculators for family in FAMILIES.values() if family.files.speculators]
     if kind is not None and kind not in kinds:
-        raise FormatError(f"{where}: speculators_model_type is {kind!r}; Headstart reads {' and '.join(kinds)}")
+        raise FormatError(f"{where}: speculators_model_type is {kind!r}; Headstart reads {', '.join(kinds)}")
     if compact_family(raw) is not None:
         raise FormatError(f"{where}: the compact form is read with its headstart.json only; copy that file as well")
     family = recognise(raw)

@@ -21,6 +21,7 @@ m feature streams, r rank of a correction, V target vocabulary, U draft vocabula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -60,6 +61,8 @@ class BlockConfig(HeadConfig):
     behaviour: ClassVar[tuple[str, ...]] = ("depth", "mask_token_id", "sample_from_anchor")
     reading: ClassVar[tuple[str, ...]] = ("feature_layers",)
     placeholder: ClassVar[str | None] = "mask_token_id"
+    #: fields that weigh a term of the loss
+    weights: ClassVar[tuple[str, ...]] = tuple(f"{kind}_weight" for kind in KINDS)
     limits: ClassVar[dict[str, int]] = {
         **HeadConfig.limits, "intermediate_size": MAX_SIZE, "layers": MAX_LAYERS, "num_key_value_heads": MAX_SIZE,
     }  # fmt: skip
@@ -96,6 +99,12 @@ class BlockConfig(HeadConfig):
     lk_weight: float = 0.0
     #: How the drafts of a block weigh: decay (depth_decay), or dpace (by the draft's own probability of getting there).
     weighting: str = "decay"
+
+    def check(self) -> None:
+        super().check()
+        for name in self.weights:
+            if not 0 <= (found := getattr(self, name)) < math.inf:
+                raise ConfigError(f"head.{name}: found {found}, expected a finite number, 0 or more")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class DSparkConfig(BlockConfig):
     """Recipe node `head` for DSpark."""
 
     structure: ClassVar[tuple[str, ...]] = (*BlockConfig.structure, "markov_head", "markov_rank")
+    weights: ClassVar[tuple[str, ...]] = (*BlockConfig.weights, "confidence_weight")
     limits: ClassVar[dict[str, int]] = {**BlockConfig.limits, "markov_rank": MAX_SIZE}
 
     type: str = "dspark"

@@ -27,7 +27,10 @@ from headstart.heads.families.peagle.head import PEagleHead
 PAPER = Paper(
     method="P-EAGLE",
     title="P-EAGLE: Parallel-Drafting EAGLE with Scalable Training",
-    authors="Hui, Mude and Huang, Xin and Song, Xiang and Khetan, Ashish and Karypis, George and others",
+    authors=(
+        "Hui, Mude and Huang, Xin and Salas, Jaime Campos and Sun, Yue and Pemberton, Nathan and Song, Xiang and "
+        "Khetan, Ashish and Karypis, George"
+    ),
     arxiv="2602.01469",
 )
 #: the table, and the field of config.json that says whether all of it was trained

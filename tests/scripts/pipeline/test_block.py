@@ -67,3 +67,22 @@ def test_train_evaluate_export(family: str, headstart: Callable, recipe: Path, r
     layout = ("head.sample_from_anchor=" + ("true" if family == "dflash" else "false"), *other_token[1:])
     refused = headstart("train", place, *common, "train.steps=1", *layout)
     assert refused.code != 0 and "head.sample_from_anchor=" in refused.err
+
+
+def test_a_plan_says_how_many_rows_a_step_trains(headstart: Callable, recipe: Path, roomy: Path) -> None:
+    place = recipe_for(recipe, "dflash", roomy)
+    stated = ("--samples", "1000", "--mean-tokens", "64", "data.pack_tokens=1000")
+    assert "trains the head at 200 of a pack's 1000 supervised rows" in headstart("plan", place, *stated).out
+    assert "trains the head at" not in headstart("plan", place, *stated, "head.anchor_share=1").out
+
+
+@pytest.mark.parametrize(
+    "family, field", [("dflash", "kl_weight"), ("dspark", "ce_weight"), ("dspark", "confidence_weight")]
+)
+@pytest.mark.parametrize("weight", ["-0.1", ".nan", ".inf"])
+def test_weights_of_losses_are_numbers_above_or_at_zero(
+    headstart: Callable, recipe: Path, tiny_target: Path, family: str, field: str, weight: str
+) -> None:
+    refused = headstart("plan", recipe_for(recipe, family, tiny_target), "--samples", "10", f"head.{field}={weight}")
+    assert refused.code == 2
+    assert f"head.{field}: found {float(weight.lstrip('.'))}, expected a finite number, 0 or more" in refused.err

@@ -50,6 +50,7 @@ class BlockPass:
     def __init__(self, head: BlockHead, positions: int, drafts: int):
         self.dtype, self.drafts = compute_dtype(head.fc.weight), drafts
         self.first = head.block_size - head.depth  # slots before the first one that drafts
+        self.causal = head.causal
         layers = head.draft_layers
 
         def copied(*weights: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ class BlockPass:
         residual_RD, x_RD = block.e_RD, block.normed_RD
         slots = Visibility(block.position_BN, block.position_BN, length_B)
         # every slot sees what the last one sees: the context and the whole block
-        seen = Visibility(block.end_BN, block.position_BN, length_B)
+        seen = slots if self.causal else Visibility(block.end_BN, block.position_BN, length_B)
         for layer, keys, values in zip(self.layers, kv.keys, kv.values, strict=True):
             residual_RD, x_RD = layer(x_RD, residual_RD, slots, keys, values, seen=seen)
         hidden_BND = x_RD.unflatten(0, (len(roots_B), -1))
@@ -271,7 +272,7 @@ def block_everywhere(
     root_A, position_A = tokens_BT[document_B1, row_BA + 1].flatten(), row_BA.flatten()
     start_A = (document_B1 * length).expand_as(row_BA).flatten()
     # attention wants blocks in the order of their rows
-    blocks, order_A = BlockRows(start_A, row_A + 1, head.block_size).ascending()
+    blocks, order_A = BlockRows(start_A, row_A + 1, head.block_size, head.causal).ascending()
     root_A, position_A = root_A[order_A], position_A[order_A]
     # only the eager twin of attention holds scores
     scores = 0 if wants_kernel(c_RD) else head.block_size * head.dims.num_heads * len(c_RD)

@@ -1,4 +1,5 @@
-"""Attention of drafted blocks: every slot sees a stretch of the pack's rows and all slots of its own block.
+"""Attention of drafted blocks: every slot sees a stretch of the pack's rows and the slots of its own block, all of
+them or those up to itself.
 
 On CUDA it runs as Triton kernels (block_attention_kernels.py), elsewhere with explicit scores.
 
@@ -8,7 +9,7 @@ width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,20 +27,22 @@ class BlockRows:
         start_A, stop_A: int64 [A], the context rows [start, stop) of the pack that each block sees; none where both are
             equal. Neither ever falls from one block to the next: `ascending` puts blocks in that order.
         size: B.
+        causal: whether a slot sees none of the slots behind it.
     """
 
     start_A: Tensor
     stop_A: Tensor
     size: int
+    causal: bool = False
 
     def ascending(self) -> tuple[BlockRows, Tensor]:
         """(the blocks in the order of their last row, that order: int64 [A])."""
         order_A = torch.argsort(self.stop_A, stable=True)
-        return BlockRows(self.start_A[order_A], self.stop_A[order_A], self.size), order_A
+        return replace(self, start_A=self.start_A[order_A], stop_A=self.stop_A[order_A]), order_A
 
     def part(self, first: int, last: int) -> BlockRows:
         """Blocks first … last - 1."""
-        return BlockRows(self.start_A[first:last], self.stop_A[first:last], self.size)
+        return replace(self, start_A=self.start_A[first:last], stop_A=self.stop_A[first:last])
 
 
 class BlockAttention:
@@ -54,7 +57,8 @@ class BlockAttention:
 
     def _indexed(self) -> KeyReaders:
         if self._readers is None:
-            self._readers = KeyReaders.of(self.blocks.start_A, self.blocks.stop_A, self.blocks.size, self._rows)
+            blocks = self.blocks
+            self._readers = KeyReaders.of(blocks.start_A, blocks.stop_A, blocks.size, self._rows, blocks.causal)
         return self._readers
 
     @staticmethod
@@ -132,7 +136,11 @@ def block_attention_eager(
     scores_MhR = torch.einsum("mhd,rhd->mhr", q, k) * scale
     scores_MhR = scores_MhR.masked_fill(~seen_AR.repeat_interleave(size, dim=0)[:, None], -torch.inf)
     q_ABhD, own_k_ABhD, own_v_ABhD = (x.unflatten(0, (-1, size)) for x in (q, own_k, own_v))
-    own_MhB = (torch.einsum("abhd,achd->abhc", q_ABhD, own_k_ABhD) * scale).flatten(0, 1)
+    own_ABhB = torch.einsum("abhd,achd->abhc", q_ABhD, own_k_ABhD) * scale
+    if blocks.causal:
+        behind_BB = torch.ones((size, size), dtype=torch.bool, device=k.device).triu(1)
+        own_ABhB = own_ABhB.masked_fill(behind_BB[:, None], -torch.inf)
+    own_MhB = own_ABhB.flatten(0, 1)
     weights, own_weights = torch.cat((scores_MhR, own_MhB), -1).softmax(-1).split((k.shape[0], size), -1)
     context = torch.einsum("mhr,rhd->mhd", weights, v)
     own = torch.einsum("abhc,achd->abhd", own_weights.unflatten(0, (-1, size)), own_v_ABhD)

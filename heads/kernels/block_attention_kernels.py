@@ -34,6 +34,7 @@ class KeyReaders:
         after_E: int32 [R + 1], the first block whose start lies at the row or behind it: row r is seen by blocks within
             [first[r], after[r + 1]).
         size: B.
+        causal: see BlockRows.
     """
 
     start_A: Tensor
@@ -41,14 +42,15 @@ class KeyReaders:
     first_R: Tensor
     after_E: Tensor
     size: int
+    causal: bool
 
     @classmethod
-    def of(cls, start_A: Tensor, stop_A: Tensor, size: int, rows: int) -> KeyReaders:
+    def of(cls, start_A: Tensor, stop_A: Tensor, size: int, rows: int, causal: bool = False) -> KeyReaders:
         start_A, stop_A = start_A.int(), stop_A.int()
         row_E = torch.arange(rows + 1, dtype=torch.int32, device=start_A.device)
         first_R = torch.searchsorted(stop_A, row_E[:-1], right=True, out_int32=True)
         after_E = torch.searchsorted(start_A, row_E, out_int32=True)
-        return cls(start_A, stop_A, first_R, after_E, size)
+        return cls(start_A, stop_A, first_R, after_E, size, causal)
 
 
 if triton is not None:
@@ -96,8 +98,8 @@ if triton is not None:
     @triton.jit
     def _forward_kernel(
         q, k, v, own_k, own_v, start, stop, out, lse, rows, q_stride, k_stride, v_stride, own_k_stride, own_v_stride,
-        scale, SLOTS: tl.constexpr, REPEAT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-        BN: tl.constexpr,
+        scale, SLOTS: tl.constexpr, REPEAT: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr,
     ):  # fmt: skip
         group = tl.program_id(1)
         row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -136,6 +138,8 @@ if triton is not None:
             keys = _load(own_k, _key_place(key, group, own_k_stride, WIDTH), there, column, WIDTH, D)
             values = _load(own_v, _key_place(key, group, own_v_stride, WIDTH), there, column, WIDTH, D)
             seen = (key // SLOTS)[None, :] == block[:, None]
+            if CAUSAL:
+                seen = seen & (key[None, :] <= (row // REPEAT)[:, None])
             top, total, mixed = _attend_to(queries, keys, values, seen, top, total, mixed, scale, True)
         heads = tl.num_programs(1) * REPEAT
         place = _query_place(row, group, heads * WIDTH, REPEAT, WIDTH)
@@ -155,7 +159,7 @@ if triton is not None:
     def _query_grad_kernel(
         q, k, v, own_k, own_v, start, stop, out, lse, grad, delta, dq, rows, q_stride, k_stride, v_stride, own_k_stride,
         own_v_stride, grad_stride, dq_stride, scale, factor, SLOTS: tl.constexpr, REPEAT: tl.constexpr,
-        WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+        CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     ):  # fmt: skip
         """dq, and delta = Σ grad · out of every query row. Loops as in `_forward_kernel`."""
         group = tl.program_id(1)
@@ -197,6 +201,8 @@ if triton is not None:
             keys = _load(own_k, _key_place(key, group, own_k_stride, WIDTH), there, column, WIDTH, D)
             values = _load(own_v, _key_place(key, group, own_v_stride, WIDTH), there, column, WIDTH, D)
             seen = (key // SLOTS)[None, :] == block[:, None]
+            if CAUSAL:
+                seen = seen & (key[None, :] <= (row // REPEAT)[:, None])
             found = _query_grad(queries, keys, values, upstream, row_lse, row_delta, seen, found, scale, True)
         place = _query_place(row, group, dq_stride, REPEAT, WIDTH)
         _store(dq, place, inside, column, found * factor, WIDTH, D)
@@ -205,7 +211,8 @@ if triton is not None:
     def _key_grad_kernel(
         q, k, v, start, stop, first_of, after_of, lse, grad, delta, dk, dv, rows, key_rows, q_stride, k_stride,
         v_stride, grad_stride, dk_stride, dv_stride, scale, factor, OWN: tl.constexpr, SLOTS: tl.constexpr,
-        REPEAT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+        REPEAT: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+        BN: tl.constexpr,
     ):  # fmt: skip
         """dk and dv of one tile of keys: with OWN of the slots, else of the pack's rows."""
         group = tl.program_id(1)
@@ -235,6 +242,8 @@ if triton is not None:
             row_delta = tl.load(delta + scalar, mask=inside, other=0.0)
             if OWN:
                 seen = (key // SLOTS)[:, None] == block[None, :]
+                if CAUSAL:
+                    seen = seen & (key[:, None] <= (row // REPEAT)[None, :])
             else:
                 row_start = tl.load(start + block, mask=inside, other=0)
                 row_stop = tl.load(stop + block, mask=inside, other=0)
@@ -261,8 +270,9 @@ def _tiles(x: Tensor, keys: bool = False) -> dict[str, int]:
     return {"D": width, "BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}
 
 
-def _sizes(q_MhD: Tensor, k_RgD: Tensor, size: int) -> dict[str, int]:
-    return {"SLOTS": size, "REPEAT": q_MhD.shape[1] // k_RgD.shape[1], "WIDTH": q_MhD.shape[2]}
+def _sizes(q_MhD: Tensor, k_RgD: Tensor, readers: KeyReaders) -> dict[str, int]:
+    repeat = q_MhD.shape[1] // k_RgD.shape[1]
+    return {"SLOTS": readers.size, "REPEAT": repeat, "CAUSAL": readers.causal, "WIDTH": q_MhD.shape[2]}
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -281,7 +291,7 @@ def attend(q_MhD, k_RgD, v_RgD, own_k_MgD, own_v_MgD, readers: KeyReaders) -> tu
         _forward_kernel[(triton.cdiv(rows, tiles["BM"]), groups)](
             q, k, v, own_k, own_v, readers.start_A, readers.stop_A, out, lse, rows, q.stride(0), k.stride(0),
             v.stride(0), own_k.stride(0), own_v.stride(0), q.shape[2] ** -0.5 * math.log2(math.e),
-            **_sizes(q, k, readers.size), **tiles,
+            **_sizes(q, k, readers), **tiles,
         )  # fmt: skip
     return out, lse
 
@@ -303,7 +313,7 @@ def attend_backward(
     grad = _strided(grad_MhD)
     groups, rows = k.shape[1], q.shape[0] * (q.shape[1] // k.shape[1])
     factor = q.shape[2] ** -0.5
-    scale, sizes = factor * math.log2(math.e), _sizes(q, k, readers.size)
+    scale, sizes = factor * math.log2(math.e), _sizes(q, k, readers)
     if not rows:
         for gradient in into:
             gradient.zero_()

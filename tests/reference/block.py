@@ -21,6 +21,7 @@ class Block:
         mask: the token in all slots but the root's.
         draft_ids: target id of every logit; None = all tokens.
         markov: None, or vanilla, gated, rnn.
+        causal: slots do not see those behind them.
     """
 
     shape: Shape
@@ -29,6 +30,7 @@ class Block:
     mask: int
     draft_ids: list[int] | None = None
     markov: str | None = None
+    causal: bool = False
 
 
 def layers_of(weights: Weights) -> list[str]:
@@ -57,7 +59,8 @@ def slot_outputs(
         own = [project(weights, f"{prefix}self_attn.", u_D, position + j, block.shape) for j, u_D in enumerate(normed)]
         for j, row in enumerate(own):
             # every slot sees the whole block, itself included
-            x_D = states[j] + attend(weights, f"{prefix}self_attn.", row, seen + own, block.shape)
+            visible = own[: j + 1] if block.causal else own
+            x_D = states[j] + attend(weights, f"{prefix}self_attn.", row, seen + visible, block.shape)
             normed_D = rms_norm(x_D, weights[f"{prefix}post_attention_layernorm.weight"], eps)
             states[j] = x_D + mlp(weights, f"{prefix}mlp.", normed_D, block.shape)
     return [rms_norm(z_D, weights["norm.weight"], eps) for z_D in states[size - block.depth :]]

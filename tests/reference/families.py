@@ -132,7 +132,8 @@ def _eagle3(head: Any, weights: Weights, ends: Ends, documents: list[Document]) 
 def block_of(head: Any) -> Block:
     ids = None if head.draft_ids_U is None else head.draft_ids_U.tolist()
     c = head.config
-    return Block(shape_of(head), c.depth, c.sample_from_anchor, c.mask_token_id, ids, getattr(c, "markov_head", None))
+    markov = getattr(c, "markov_head", None)
+    return Block(shape_of(head), c.depth, c.sample_from_anchor, c.mask_token_id, ids, markov, head.causal)
 
 
 def _block(head: Any, weights: Weights, ends: Ends, documents: list[Document]) -> Any:

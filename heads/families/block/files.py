@@ -191,7 +191,7 @@ class BlockFiles(LlamaDraftFiles):
             "layer_types": ["full_attention"] * layers,
             "sliding_window": None,
             "use_sliding_window": False,
-            "is_causal": False,  # the first place where vLLM looks, and the only one of SGLang
+            "is_causal": block.causal,  # the first place where vLLM looks, and the only one of SGLang
             "block_size": block.block_size,
             "sample_from_anchor": block.config.sample_from_anchor,
             "num_target_layers": head.dims.num_layers,

@@ -1,8 +1,8 @@
 """Heads that draft a block of tokens in one forward: the backbone of DFlash (arXiv 2602.06036) and its successors.
 
 A block begins at a committed token, its root x_{t+1}, and continues with mask tokens. Draft layers turn all slots of
-the block into drafts at once. Every slot sees the whole block, and keys and values made
-from the target's features of rows ≤ t.
+the block into drafts at once. Every slot sees the whole block (in a causal head, the slots up to itself), and keys and
+values made from the target's features of rows ≤ t.
 
     slot             0        1       2       …
     input            root     mask    mask
@@ -135,9 +135,11 @@ class BlockHead(BlockCosts, AddsGradients):
         fc, hidden_norm: features of m streams → context c [D], the same for all layers.
         layers: layers of Qwen3's type. norm: behind the last one.
         lm_head: the target's rows of the draft vocabulary, frozen; None where the head can draft all tokens.
+        causal: whether a slot sees none of the slots behind it.
     """
 
     config: BlockConfig
+    causal: ClassVar[bool] = False
     joint_obstacle = "whose layers give the target's features no gradient"
 
     def __init__(self, config: BlockConfig, dims: HeadDims):
@@ -219,12 +221,11 @@ class BlockHead(BlockCosts, AddsGradients):
     def initialise(self, ends: TargetEnds, draft_ids_U: Tensor | None = None) -> None:
         """As the base class's; norm starts from the target's final norm, lm_head is the target's, frozen."""
         super().initialise(ends, draft_ids_U)
-        teacher = ends.teacher
         with torch.no_grad():
             if self.lm_head is not None and self.draft_ids_U is not None:
-                self.lm_head.weight.copy_(teacher.weight_VD[self.draft_ids_U.to(teacher.weight_VD.device)])
-            if teacher.norm_D is not None:
-                self.norm.weight.copy_(teacher.norm_D)
+                self.lm_head.weight.copy_(ends.teacher.weight_VD[self.draft_ids_U.to(ends.teacher.weight_VD.device)])
+            if ends.teacher.norm_D is not None:
+                self.norm.weight.copy_(ends.teacher.norm_D)
 
     def choose_rows(self, batch: FeatureBatch, seed: int) -> FeatureBatch:
         return draw_anchors(batch, self.config.anchor_share, seed)
@@ -293,7 +294,8 @@ class BlockHead(BlockCosts, AddsGradients):
         Padding anchors see no row.
         """
         row_A, real_A = batch.anchors.row_A, batch.anchors.depths_A > 0
-        return BlockRows(row_A + 1 - torch.where(real_A, batch.position_R[row_A] + 1, 0), row_A + 1, self.block_size)
+        start_A = row_A + 1 - torch.where(real_A, batch.position_R[row_A] + 1, 0)
+        return BlockRows(start_A, row_A + 1, self.block_size, self.causal)
 
     def slots(self, batch: FeatureBatch) -> Tensor:
         """Normed outputs of the slots that draft, [A, K, D], for the blocks of all anchors.

@@ -119,11 +119,13 @@ def test_answers_are_those_of_the_targets_own_forward(target: Target, trained: H
     assert sum(cycle.accepted for answer in answers for cycle in answer.cycles) > 5
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @each_head
 @torch.no_grad()
-def test_the_slots_are_those_of_training(target: Target, trained: Heads, name: str) -> None:
+def test_the_slots_are_those_of_training(target: Target, trained: Heads, name: str, causal: bool) -> None:
     """Token by token in float32: a document's blocks at once, and a block behind each prefix of it."""
-    head: Any = trained(name).head
+    head: Any = copy.deepcopy(trained(name).head)
+    head.causal = causal
     batch = trained(name).batch
     naive, document = Naive(target, head), CONTEXTS[0] + [int(token) for token in batch.tokens_R[7:15]]
     turns = torch.tensor([-1] * 7 + [0] * 8)
@@ -169,6 +171,40 @@ def test_q_is_what_each_draft_was_drawn_from(target: Target, trained: Heads, nam
 
 
 @each_head
+@pytest.mark.parametrize("sample", [False, True])
+@torch.no_grad()
+def test_a_repetition_penalty_counts_what_stands_before_each_draft(
+    target: Target, trained: Heads, name: str, sample: bool
+) -> None:
+    """The context, the root, and the drafts before it, as the target's penalty does."""
+    naive, text, root = Naive(target, trained(name).head), CONTEXTS[0], 30
+    sampling = Sampling(temperature=0.9 if sample else 0.0, top_p=0.9 if sample else 1.0, repetition_penalty=3.0)
+    drafter = BlockDrafter(naive.head, TreeConfig(depth=4, sample=sample), sampling)
+    drafter.start(rows_of(naive, [text], len(text)), 40)
+    tree = drafter.propose(torch.tensor([root]), torch.Generator().manual_seed(1))
+    said = tree.tokens_BN[0].tolist()
+    hidden = slot_outputs(
+        naive.weights, naive.ends, naive.block,
+        context_rows(naive.weights, naive.block, naive.streams(text).double()), root, len(text),
+    )  # fmt: skip
+    ids = naive.block.draft_ids or list(range(61))
+    logits = block_logits(naive.weights, naive.ends, naive.block, hidden, [root, *said[:3]])
+    for k, z_U in enumerate(logits):
+        seen_U = torch.tensor([token in {*text, root, *said[:k]} for token in ids])
+        z_U = torch.where(seen_U, torch.where(z_U > 0, z_U / 3.0, z_U * 3.0), z_U)
+        if not sample:
+            assert said[k] == ids[int(z_U.argmax())]
+            continue
+        assert tree.q_BNV is not None
+        p_U = (z_U / 0.9).softmax(0)
+        order_U = p_U.argsort(descending=True)
+        kept_U = order_U[p_U[order_U].cumsum(0) - p_U[order_U] < 0.9]
+        q_V = torch.zeros(61, dtype=torch.float64)
+        q_V[torch.tensor(ids)[kept_U]] = p_U[kept_U] / p_U[kept_U].sum()
+        torch.testing.assert_close(tree.q_BNV[0, k].double(), q_V, rtol=1e-3, atol=1e-6)
+
+
+@each_head
 @torch.no_grad()
 def test_fewer_drafts_are_the_first_ones_and_more_are_not_made(target: Target, trained: Heads, name: str) -> None:
     """The block keeps the size that it was trained with."""
@@ -190,7 +226,9 @@ def test_many_rows_at_once_in_parts(
     target: Target, trained: Heads, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the naive blocks, whatever part of the rows runs at a time."""
-    naive = Naive(target, trained(name).head)
+    head: Any = copy.deepcopy(trained(name).head)
+    head.causal = name == "dflash"
+    naive = Naive(target, head)
     tokens_BT = torch.tensor([CONTEXTS[0] + [30, 31, 32], CONTEXTS[2][:9] + [44]])
     rows = torch.tensor([[6, 2, 8], [0, 8, 8]])
     ids = naive.head.spec.layer_ids

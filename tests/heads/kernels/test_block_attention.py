@@ -19,11 +19,11 @@ interpreter = pytest.mark.skipif(
 ROWS, STARTS = 74, (0, 40, 43)
 
 
-def blocks_of(size: int, device: str = "cpu") -> BlockRows:
+def blocks_of(size: int, device: str = "cpu", causal: bool = False) -> BlockRows:
     """Blocks in ascending order; the last two are padding, which sees no context."""
     seen = [(0, 1), (0, 2), (0, 17), (0, 33), (0, 34), (0, 39), (40, 41), (40, 43), (43, 44), (43, 60), (43, 73)]
     start, stop = zip(*seen, (74, 74), (74, 74), strict=True)
-    return BlockRows(torch.tensor(start, device=device), torch.tensor(stop, device=device), size)
+    return BlockRows(torch.tensor(start, device=device), torch.tensor(stop, device=device), size, causal)
 
 
 def inputs(blocks: BlockRows, heads: int, groups: int, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -41,14 +41,15 @@ def gradients(attend, tensors: list[Tensor], blocks: BlockRows) -> list[Tensor]:
     return [context.detach(), *torch.autograd.grad(context, leaves, grad)]
 
 
-def test_the_twin_is_a_loop_over_slots():
-    blocks = blocks_of(3)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_twin_is_a_loop_over_slots(causal):
+    blocks = blocks_of(3, causal=causal)
     q, k, v, own_k, own_v = inputs(blocks, 4, 2, 8, torch.float64)
     found = block_attention_eager(q, k, v, own_k, own_v, blocks)
     for slot in range(q.shape[0]):
         block = slot // 3
         rows = slice(int(blocks.start_A[block]), int(blocks.stop_A[block]))
-        own = slice(block * 3, block * 3 + 3)
+        own = slice(block * 3, slot + 1 if causal else block * 3 + 3)
         for head in range(4):
             keys = torch.cat((k[rows, head // 2], own_k[own, head // 2]))
             values = torch.cat((v[rows, head // 2], own_v[own, head // 2]))
@@ -57,7 +58,7 @@ def test_the_twin_is_a_loop_over_slots():
 
 
 def test_as_one_operation_it_is_the_twin():
-    blocks = blocks_of(4)
+    blocks = blocks_of(4, causal=True)
     tensors = inputs(blocks, 4, 2, 8, torch.float64)
     expected, found = (gradients(f, tensors, blocks) for f in (block_attention_eager, block_attention))
     torch.testing.assert_close(found, expected)
@@ -66,7 +67,8 @@ def test_as_one_operation_it_is_the_twin():
 def test_blocks_are_put_in_the_order_of_their_rows():
     blocks = blocks_of(2)
     mixed = torch.randperm(len(blocks.start_A), generator=torch.Generator().manual_seed(0))
-    found, order = BlockRows(blocks.start_A[mixed], blocks.stop_A[mixed], 2).ascending()
+    found, order = BlockRows(blocks.start_A[mixed], blocks.stop_A[mixed], 2, True).ascending()
+    assert found.causal and found.part(0, 1).causal
     assert torch.equal(found.start_A, blocks.start_A) and torch.equal(found.stop_A, blocks.stop_A)
     assert torch.equal(blocks.stop_A[mixed][order], blocks.stop_A)
 
@@ -84,13 +86,17 @@ def test_the_blocks_that_see_a_row():
 
 @interpreter
 @pytest.mark.parametrize(
-    ("heads", "groups", "width", "size"), [(4, 1, 16, 7), (4, 2, 24, 16), (3, 1, 64, 8), (2, 2, 16, 1), (6, 2, 16, 5)]
-)
+    ("heads", "groups", "width", "size", "causal"),
+    [
+        (4, 1, 16, 7, False), (4, 2, 24, 16, False), (3, 1, 64, 8, False), (2, 2, 16, 1, False), (6, 2, 16, 5, False),
+        (4, 2, 16, 7, True), (3, 1, 24, 16, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-5), (torch.float16, 5e-3)], ids=str)
-def test_the_kernels_interpreted_are_the_twin(heads, groups, width, size, dtype, relative, monkeypatch):
+def test_the_kernels_interpreted_are_the_twin(heads, groups, width, size, causal, dtype, relative, monkeypatch):
     """Tiles that cross documents and blocks, the last ones partial, widths that fill no power of two."""
     pytest.importorskip("triton")
-    blocks = blocks_of(size)
+    blocks = blocks_of(size, causal=causal)
     tensors = inputs(blocks, heads, groups, width, dtype)
     expected = gradients(block_attention_eager, tensors, blocks)
     monkeypatch.setattr(attention, "wants_kernel", lambda x: True)

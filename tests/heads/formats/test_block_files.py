@@ -248,7 +248,9 @@ def test_ours_come_back_with_and_without_their_side_file(tmp_path: Path, config:
     (tmp_path / "headstart.json").unlink()
     bare = load_head(tmp_path, DIMS)
     assert same_state(bare, head) and bare.spec == head.spec and bare.block_size == head.block_size
-    left_out = {"draft_vocab_size": V, "intermediate_size": DIMS.intermediate_size}
+    left_out = {
+        "draft_vocab_size": V, "intermediate_size": DIMS.intermediate_size, "num_key_value_heads": DIMS.num_kv_heads,
+    }  # fmt: skip
     for name in (*config.structure, *config.behaviour):
         assert getattr(bare.config, name) == (getattr(config, name) or left_out.get(name, False)), name
 

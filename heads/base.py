@@ -374,7 +374,8 @@ class Head(nn.Module, ABC):
 
         acc_d: share of the rows supervised at depth d whose draft is the target's choice, when the head reads the true
         tokens before it.
-        coverage: share of the supervised rows that carry a loss: those whose target choice is in the draft vocabulary.
+        coverage: share of the supervised rows that carry a loss: those whose right token is in the draft vocabulary. It
+            is the target's choice, or the data's token for a head that learns that.
 
         Args: depths: of the pack's anchors: `depth` in training, in validation at least the evaluation's chain.
         """

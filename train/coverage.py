@@ -1,8 +1,8 @@
 """How many supervised rows carry a loss under a draft vocabulary.
 
-A row carries a loss only if the target's choice is in the vocabulary. The vocabulary holds the most frequent tokens of
-the data, and the target may choose others: the less the data looks like the target's own answers, the more rows are
-lost.
+A row carries a loss only if the right token is in the vocabulary: the target's choice, or the data's token for a head
+that learns that. The vocabulary holds the most frequent tokens of the data, and the target may choose others: the less
+the data looks like the target's own answers, the more rows are lost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def measure_coverage(head: Head, source: FeatureSource, seed: int) -> tuple[int,
 def untrained(head: Head, rows: int) -> TrainingError:
     """The error for `rows` supervised rows none of which carries a loss."""
     return TrainingError(
-        f"none of {rows} supervised rows trains: the target's choices there are not in the draft vocabulary, which "
+        f"none of {rows} supervised rows trains: the right tokens there are not in the draft vocabulary, which "
         "holds the most frequent tokens of the data. Raise head.draft_vocab_size "
         f"(found {head.draft_vocab_size}; 0 = all of the target's tokens), or let the target answer the prompts itself "
         "(data.distill.prompts)"

@@ -1,4 +1,4 @@
-"""What EAGLE-1 and EAGLE-3 share on disk: one Llama draft layer (methods §3, §4).
+"""What heads with draft layers share on disk: EAGLE-1 and EAGLE-3 (methods §3, §4), and block heads.
 
 The authors' code, SpecForge, the speculators library and the engines write it in different layouts.
 """
@@ -49,12 +49,12 @@ GEOMETRY = ("num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "hidden_act
 
 
 class LlamaDraftFiles(HeadFiles):
-    """Files of a family whose head is one Llama layer with an input projection `fc`.
+    """Files of a family whose head is one Llama layer, or several, behind an input projection `fc`.
 
     Attributes:
         title: the family's name in messages.
         architecture: `architectures` of config.json, as vLLM reads it.
-        layer: prefix of the draft layer's tensors.
+        layer: prefix of the first draft layer's tensors.
     """
 
     has_rope = True

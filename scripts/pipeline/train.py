@@ -152,7 +152,7 @@ def _say_coverage(run: Run, head: Head, source: Any) -> None:
     if rows:
         share = f"{inside / rows:.1%} of {rows} supervised rows of some training samples"
         more = "" if inside / rows >= 0.9 else "; a larger head.draft_vocab_size lets more rows train"
-        run.console.say(f"draft vocabulary: it holds the target's choice on {share}; other rows do not train{more}")
+        run.console.say(f"draft vocabulary: it holds the right token on {share}; other rows do not train{more}")
 
 
 def measured_chain(run: Run, head: Head) -> int:

@@ -105,7 +105,7 @@ class BlockCase:
     mixed: bool = False
 
 
-#: the blocks of the issue's cases: 512 anchors per 2,048 rows at 8B sizes, 2,048 per 16,384 rows at SmolLM2's
+#: 512 anchors per 2,048 rows at 8B sizes (the papers'), 2,048 per 16,384 rows at SmolLM2's
 BLOCK_CASES = {
     "dspark_all": BlockCase("dspark"),
     "dflash_all": BlockCase("dflash"),

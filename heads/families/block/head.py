@@ -1,4 +1,5 @@
 """Heads that draft a block of tokens in one forward: the backbone of DFlash (arXiv 2602.06036) and its successors.
+docs/block-drafters.md says what they are for and what to choose.
 
 A block begins at a committed token, its root x_{t+1}, and continues with mask tokens. Draft layers turn all slots of
 the block into drafts at once. Every slot sees the whole block (in a causal head, the slots up to itself), and keys and

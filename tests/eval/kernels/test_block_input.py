@@ -9,8 +9,6 @@ from eval_help import DEVICE, KERNEL_DTYPES, close, needs_kernels, random
 from headstart.eval.kernels.block_input import BlockInput, block_input_eager, block_input_kernel
 from headstart.eval.kernels.norm import NormWeights
 
-pytest.importorskip("triton")
-
 
 def source(dtype: torch.dtype, slots: int = 5) -> BlockInput:
     norm = NormWeights(random(24, seed=1).abs() + 0.5, 1e-2)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from headstart.eval.kernels.walk import Walk, walk, walk_eager, walk_kernel
 
-pytest.importorskip("triton")
-
 VOCAB = 900
 
 

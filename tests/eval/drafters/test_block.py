@@ -170,38 +170,63 @@ def test_q_is_what_each_draft_was_drawn_from(target: Target, trained: Heads, nam
     assert ((seen_V - q_V).abs() <= 5 * (q_V * (1 - q_V) / count).sqrt() + 1e-9).all()
 
 
+PENALTY = 30.0
+
+
+def penalised_q(naive: Naive, text: list[int], root: int, said: list[int], sampling: Sampling) -> Tensor:
+    """What each draft is drawn from behind a text and a root, given those before it, float64 [K, V]; greedy: one-hot.
+
+    Tokens of the text, the root and the earlier drafts are penalised, as the target's are.
+    """
+    context = context_rows(naive.weights, naive.block, naive.streams(text).double())
+    hidden = slot_outputs(naive.weights, naive.ends, naive.block, context, root, len(text))
+    logits = block_logits(naive.weights, naive.ends, naive.block, hidden, [root, *said[:-1]])
+    ids = naive.block.draft_ids or list(range(61))
+    q_KV = torch.zeros(len(said), 61, dtype=torch.float64)
+    for k, z_U in enumerate(logits):
+        seen_U = torch.tensor([token in {*text, root, *said[:k]} for token in ids])
+        z_U = torch.where(seen_U, torch.where(z_U > 0, z_U / PENALTY, z_U * PENALTY), z_U)
+        if sampling.greedy:
+            q_KV[k, ids[int(z_U.argmax())]] = 1
+            continue
+        p_U = (z_U / sampling.temperature).softmax(0)
+        order_U = p_U.argsort(descending=True)
+        kept_U = order_U[p_U[order_U].cumsum(0) - p_U[order_U] < sampling.top_p]
+        q_KV[k, torch.tensor(ids)[kept_U]] = p_U[kept_U] / p_U[kept_U].sum()
+    return q_KV
+
+
 @each_head
 @pytest.mark.parametrize("sample", [False, True])
 @torch.no_grad()
 def test_a_repetition_penalty_counts_what_stands_before_each_draft(
     target: Target, trained: Heads, name: str, sample: bool
 ) -> None:
-    """The context, the root, and the drafts before it, as the target's penalty does."""
-    naive, text, root = Naive(target, trained(name).head), CONTEXTS[0], 30
-    sampling = Sampling(temperature=0.9 if sample else 0.0, top_p=0.9 if sample else 1.0, repetition_penalty=3.0)
-    drafter = BlockDrafter(naive.head, TreeConfig(depth=4, sample=sample), sampling)
-    drafter.start(rows_of(naive, [text], len(text)), 40)
-    tree = drafter.propose(torch.tensor([root]), torch.Generator().manual_seed(1))
-    said = tree.tokens_BN[0].tolist()
-    hidden = slot_outputs(
-        naive.weights, naive.ends, naive.block,
-        context_rows(naive.weights, naive.block, naive.streams(text).double()), root, len(text),
-    )  # fmt: skip
-    ids = naive.block.draft_ids or list(range(61))
-    logits = block_logits(naive.weights, naive.ends, naive.block, hidden, [root, *said[:3]])
-    for k, z_U in enumerate(logits):
-        seen_U = torch.tensor([token in {*text, root, *said[:k]} for token in ids])
-        z_U = torch.where(seen_U, torch.where(z_U > 0, z_U / 3.0, z_U * 3.0), z_U)
-        if not sample:
-            assert said[k] == ids[int(z_U.argmax())]
-            continue
-        assert tree.q_BNV is not None
-        p_U = (z_U / 0.9).softmax(0)
-        order_U = p_U.argsort(descending=True)
-        kept_U = order_U[p_U[order_U].cumsum(0) - p_U[order_U] < 0.9]
-        q_V = torch.zeros(61, dtype=torch.float64)
-        q_V[torch.tensor(ids)[kept_U]] = p_U[kept_U] / p_U[kept_U].sum()
-        torch.testing.assert_close(tree.q_BNV[0, k].double(), q_V, rtol=1e-3, atol=1e-6)
+    """Two cycles: the context, the root, the drafts that were accepted, and those before it in the block."""
+    naive, texts, roots = Naive(target, trained(name).head), [list(text) for text in CONTEXTS], [30, 7, 12]
+    chosen: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9} if sample else {}
+    tree, sampling = TreeConfig(depth=4, sample=sample), Sampling(**chosen, repetition_penalty=PENALTY)
+    drafter, plain = BlockDrafter(naive.head, tree, sampling), BlockDrafter(naive.head, tree, Sampling(**chosen))
+    noise, differs = torch.Generator().manual_seed(1), False
+    for each in (drafter, plain):
+        each.start(rows_of(naive, texts, max(map(len, texts))), 40)
+    for _ in range(2):
+        drafted = drafter.propose(torch.tensor(roots), noise)
+        differs |= not torch.equal(drafted.tokens_BN, plain.propose(torch.tensor(roots), noise).tokens_BN)
+        before, new = [list(text) for text in texts], []
+        for b, root in enumerate(roots):
+            said = drafted.tokens_BN[b].tolist()
+            q_KV = penalised_q(naive, texts[b], root, said, sampling)
+            if sample:
+                assert drafted.q_BNV is not None
+                torch.testing.assert_close(drafted.q_BNV[b].double(), q_KV, rtol=1e-3, atol=1e-6)
+            assert all(q_KV[k, token] > 0 for k, token in enumerate(said))
+            new.append([root, *said[:2]])
+            texts[b] += new[b]
+            roots[b] = (root * 7 + 3) % 61
+        for each in (drafter, plain):
+            each.commit(tail_rows(naive, before, new, 5))
+    assert differs, "nothing that is penalised would have been drafted"
 
 
 @each_head

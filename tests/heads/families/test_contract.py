@@ -69,6 +69,7 @@ def test_the_loss_is_the_naive_twins(example: Example) -> None:
     batch = feature_batch(inputs, ends, head.depth, pad_to=50)
     assert batch.anchors.count_K == (15, 9, 5, 3)[: head.depth]
     assert all(count > 0 for count in expected.count)
+    assert float(head.covered_rows(batch)) == expected.numerators[head.depth]
     if head.draft_ids_U is not None and expected.prefix is not None:
         # some positions carry no loss
         assert expected.numerators[head.depth] < batch.anchors.count_K[0]
